@@ -1,0 +1,66 @@
+"""The errors of the pipeline, one tree.
+
+    PipelineError
+    +-- DefinitionError (ValueError)      a pipeline definition, a --set override or an argument is wrong
+    +-- DataError (ValueError)            a prompt file, a trajectory or a batch is not what it must be
+    +-- MissingPathError (FileNotFoundError)   a folder or file that the definition names is not there
+    +-- RunExistsError (FileExistsError)  the run folder is taken
+    +-- RunMismatchError (ValueError)     a resumed run or replay does not match what was recorded
+    +-- RewardError (RuntimeError)        every reward call of a step failed
+
+The store has its own tree, `trajectory_store.StoreError`. Every message says what was seen, where, and what to
+type next. Each class is also a standard error, so `except ValueError` keeps working.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PipelineError(Exception):
+    """The root of all errors that this package raises on purpose."""
+
+
+class DefinitionError(PipelineError, ValueError):
+    """A pipeline definition, an override or an argument is wrong."""
+
+
+class DataError(PipelineError, ValueError):
+    """A prompt file, a trajectory or a batch is not what it must be."""
+
+
+class MissingPathError(PipelineError, FileNotFoundError):
+    """A folder or file that was named does not exist."""
+
+
+class RunExistsError(PipelineError, FileExistsError):
+    """The run folder exists already."""
+
+
+class RunMismatchError(PipelineError, ValueError):
+    """What is being resumed or replayed does not match what was recorded."""
+
+
+class RewardError(PipelineError, RuntimeError):
+    """Every reward call of a step failed, so there is nothing to learn from."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `" Did you mean 'x'?"` for the nearest known name, or the list of known names.
+
+    Args:
+        name: what the user typed.
+        known: the names that would have been right.
+
+    Returns:
+        A sentence with a leading space, ready to end an error message.
+
+    >>> did_you_mean("group_sise", ["group_size", "seed"])
+    " Did you mean 'group_size'?"
+    >>> did_you_mean("zzz", ["b", "a"])
+    ' Known: a, b.'
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(names)}."

@@ -1,0 +1,70 @@
+"""The one table of names: TensorDict keys, columns on disk, and how they map.
+
+A TensorDict key is TorchRL's where TorchRL has one. Everything that reads or writes a trajectory imports
+its names from here, so a key is spelled once.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+Key = str | tuple[str, ...]
+
+# Per token, ragged [T] on the write path, padded [B, T] in a batch.
+TOKENS: Final[Key] = ("tokens", "full")
+ASSISTANT_MASK: Final[Key] = ("masks", "all_assistant_mask")
+ATTENTION_MASK: Final[Key] = ("masks", "all_attention_mask")
+LOG_PROBS: Final[Key] = ("log_probs", "full")
+REF_LOG_PROBS: Final[Key] = ("next", "ref_log_probs", "full")
+REWARD: Final[Key] = ("next", "reward")
+KL_PENALTY: Final[Key] = ("next", "kl_penalty")
+ADVANTAGE: Final[Key] = "advantage"
+LOSS_WEIGHT: Final[Key] = "loss_weight"
+
+# One per trajectory.
+TASK_REWARD: Final[Key] = "task_reward"
+RETURN: Final[Key] = "return"
+KL_COEF: Final[Key] = "kl_coef"
+GROUP_ID: Final[Key] = "group_id"
+POLICY_VERSION: Final[Key] = "policy_version"
+NUM_PROMPT_TOKENS: Final[Key] = "num_prompt_tokens"
+DONE: Final[Key] = ("next", "done")
+FINISH_REASON: Final[Key] = "finish_reason"
+CREATED_AT: Final[Key] = "created_at"
+TRAJECTORY_ID: Final[Key] = "trajectory_id"
+USE_COUNT: Final[Key] = "use_count"
+PRIORITY: Final[Key] = "priority"
+DEGENERATE: Final[Key] = "degenerate"
+PROMPT: Final[Key] = "prompt"
+COMPLETION: Final[Key] = "completion"
+META: Final[Key] = "meta"
+
+# The row id that the store gave; present on everything that was read from a store.
+ROW_ID: Final[Key] = "row_id"
+
+COLUMN_OF_KEY: Final[dict[Key, str]] = {
+    TOKENS: "input_ids",
+    ASSISTANT_MASK: "assistant_mask",
+    LOG_PROBS: "log_probs",
+    REF_LOG_PROBS: "ref_log_probs",
+    ADVANTAGE: "advantage",
+    TASK_REWARD: "task_reward",
+    RETURN: "return",
+    KL_COEF: "kl_coef",
+    GROUP_ID: "group_id",
+    POLICY_VERSION: "policy_version",
+    NUM_PROMPT_TOKENS: "num_prompt_tokens",
+    DONE: "done",
+    FINISH_REASON: "finish_reason",
+    CREATED_AT: "created_at",
+    TRAJECTORY_ID: "trajectory_id",
+    USE_COUNT: "use_count",
+    PRIORITY: "priority",
+    DEGENERATE: "degenerate",
+    PROMPT: "prompt",
+    COMPLETION: "completion",
+    META: "meta",
+}
+"""Which column on disk holds which key. `("next", "reward")` has none: it is derived on read."""
+
+KEY_OF_COLUMN: Final[dict[str, Key]] = {column: key for key, column in COLUMN_OF_KEY.items()}

@@ -1,0 +1,18 @@
+"""Shared fixtures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def gsm8k_dir() -> Path:
+    """The folder with the GSM8K files; skips where it is not beside the checkout."""
+    folder = ROOT.parent / "shared" / "data" / "gsm8k"
+    if not folder.is_dir():
+        pytest.skip(f"the GSM8K files are not at {folder}")
+    return folder
