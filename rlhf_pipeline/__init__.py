@@ -1,0 +1,109 @@
+"""The data path of RL post-training: a durable trajectory store, a TorchRL write path and a GRPO learner.
+
+Definitions are plain data and import no torch; the rest is imported when it is first used, so `rlhf-pipeline --help`
+answers at once and `from rlhf_pipeline import GRPOLoss` still works.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from rlhf_pipeline.config import (
+    GRPO,
+    Buffer,
+    Collect,
+    Learn,
+    Pipeline,
+    PretrainedPolicy,
+    TinyPolicy,
+    WritePath,
+    override,
+)
+from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.prompts import CopyDigits, JsonlPrompts, Prompt
+from rlhf_pipeline.rewards import final_number, final_number_match, token_match
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.collectors.collector import Collector
+    from rlhf_pipeline.functional.advantage import group_advantage
+    from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
+    from rlhf_pipeline.learner.learner import Learner
+    from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
+    from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+    from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+    from rlhf_pipeline.replay.storage import TrajectoryStorage
+    from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController, ConstantKLController
+    from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+    from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
+    from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "AdaptiveKLController": "rlhf_pipeline.transforms.kl_controllers",
+    "CausalLMPolicy": "rlhf_pipeline.policies.causal_lm",
+    "Collector": "rlhf_pipeline.collectors.collector",
+    "ConstantKLController": "rlhf_pipeline.transforms.kl_controllers",
+    "GRPOLoss": "rlhf_pipeline.losses.grpo",
+    "GRPOLossOutput": "rlhf_pipeline.losses.grpo",
+    "KLRewardTransform": "rlhf_pipeline.transforms.kl_reward",
+    "Learner": "rlhf_pipeline.learner.learner",
+    "MCAdvantage": "rlhf_pipeline.transforms.mc_advantage",
+    "RetrieveLogProb": "rlhf_pipeline.transforms.retrieve_log_prob",
+    "TrajectoryReplayBuffer": "rlhf_pipeline.replay.buffer",
+    "TrajectoryStorage": "rlhf_pipeline.replay.storage",
+    "group_advantage": "rlhf_pipeline.functional.advantage",
+    "kl_k1": "rlhf_pipeline.functional.kl",
+    "kl_k2": "rlhf_pipeline.functional.kl",
+    "kl_k3": "rlhf_pipeline.functional.kl",
+}
+"""Names that need torch, and the modules that define them."""
+
+__all__ = [
+    "AdaptiveKLController",
+    "Buffer",
+    "CausalLMPolicy",
+    "Collect",
+    "Collector",
+    "ConstantKLController",
+    "CopyDigits",
+    "GRPO",
+    "GRPOLoss",
+    "GRPOLossOutput",
+    "JsonlPrompts",
+    "KLRewardTransform",
+    "Learn",
+    "Learner",
+    "MCAdvantage",
+    "Pipeline",
+    "PipelineError",
+    "PretrainedPolicy",
+    "Prompt",
+    "RetrieveLogProb",
+    "TinyPolicy",
+    "TrajectoryReplayBuffer",
+    "TrajectoryStorage",
+    "WritePath",
+    "final_number",
+    "final_number_match",
+    "group_advantage",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "override",
+    "token_match",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a torch-heavy name when it is first asked for (PEP 562)."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'rlhf_pipeline' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

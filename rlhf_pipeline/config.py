@@ -1,0 +1,307 @@
+"""What a pipeline is: frozen dataclasses that say everything and build nothing.
+
+A definition is a function that returns a `Pipeline`. It is plain data, so it can be listed, printed, compared on resume,
+written to the run folder and rebuilt in another process, all without importing torch.
+
+>>> from rlhf_pipeline import Pipeline, override
+>>> from rlhf_pipeline.prompts import CopyDigits
+>>> from rlhf_pipeline.rewards import token_match
+>>> pipeline = Pipeline(name="demo", policy=TinyPolicy(), prompts=CopyDigits(), reward=token_match)
+>>> override(pipeline, "learn.lr", "3e-4").learn.lr
+0.0003
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, cast
+
+from rlhf_pipeline.errors import DefinitionError, did_you_mean
+from rlhf_pipeline.prompts import PromptSource
+from rlhf_pipeline.rewards import RewardFunction
+
+Estimator = Literal["grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo"]
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "dr_grpo"]
+T = TypeVar("T")
+
+
+class _Checked:
+    """Checks every `Literal` field and then the rules of the class, at construction."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for item in dataclasses.fields(cast(Any, self)):
+            hint, value = hints[item.name], getattr(self, item.name)
+            if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
+                raise DefinitionError(
+                    f"{type(self).__name__}.{item.name} is {value!r}."
+                    + did_you_mean(str(value), map(str, typing.get_args(hint)))
+                )
+        for holds, rule in self._rules():
+            if not holds:
+                raise DefinitionError(f"{type(self).__name__}: {rule}")
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        return []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TinyPolicy(_Checked):
+    """A small causal language model made from scratch, with one token per character."""
+
+    alphabet: str = "0123456789="
+    """Every character that may occur."""
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        return [
+            (
+                len(set(self.alphabet)) == len(self.alphabet) > 0,
+                f"alphabet {self.alphabet!r} repeats itself or is empty.",
+            ),
+            (
+                self.hidden_size % self.num_heads == 0,
+                f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}.",
+            ),
+            (self.num_layers >= 1, f"num_layers is {self.num_layers}; it must be at least 1."),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainedPolicy(_Checked):
+    """A causal language model from a checkpoint folder, or from the Hugging Face hub by name."""
+
+    path: str
+    """A folder as `save_pretrained` writes it, or a hub name. Only a hub name touches the network."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collect(_Checked):
+    """How completions are sampled."""
+
+    prompts_per_rollout: int = 16
+    """Prompts in one rollout; each gets a whole group."""
+    group_size: int = 16
+    """Completions per prompt."""
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    num_slots: int = 64
+    """Completions that are generated side by side."""
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        counts = ("prompts_per_rollout", "group_size", "max_new_tokens", "num_slots")
+        return [
+            *((getattr(self, n) >= 1, f"{n} is {getattr(self, n)}; it must be at least 1.") for n in counts),
+            (self.temperature > 0, f"temperature is {self.temperature}; it must be above 0."),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WritePath(_Checked):
+    """What happens to a completed trajectory before it is stored."""
+
+    estimator: Estimator = "grpo"
+    """How a group's returns become advantages; the formulas are in `rlhf_pipeline.functional.advantage`."""
+    kl_coef: float = 0.0
+    """Weight of the k1 penalty in the reward. 0 needs no reference model."""
+    kl_target: float | None = None
+    """Mean KL per trajectory (nats) that an adaptive controller steers to; None keeps `kl_coef` constant."""
+    kl_horizon: int = 10_000
+    """Trajectories over which the adaptive controller acts."""
+    zero_variance: Literal["keep", "drop", "mark"] = "keep"
+    """What to do with a group whose returns are all equal."""
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        return [
+            (self.kl_coef >= 0, f"kl_coef is {self.kl_coef}; it must not be negative."),
+            (
+                self.kl_target is None or self.kl_coef > 0,
+                "kl_target needs a kl_coef above 0 to start from.",
+            ),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffer(_Checked):
+    """Where trajectories live and which of them the learner may see."""
+
+    backend: Literal["memmap", "zarr"] = "memmap"
+    durability: Literal["process", "power", "group"] = "process"
+    """What an acknowledged trajectory survives: `process` kill -9, `power` and `group` a power loss as well."""
+    max_trajectories: int | None = None
+    """Keep at most this many; the oldest go first. None keeps all."""
+    max_staleness: int = 0
+    """Largest age of a sampled trajectory, in optimizer steps since the weights that produced it."""
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        return [
+            (
+                self.max_staleness >= 0,
+                f"max_staleness is {self.max_staleness}; it must not be negative.",
+            )
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GRPO(_Checked):
+    """The loss."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    aggregation: Aggregation = "token_mean"
+    entropy_coeff: float = 0.0
+    kl_to_ref_coeff: float = 0.0
+    """Weight of a KL term in the loss (estimator k2), beside the one in the reward."""
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        return [
+            (0 < self.clip_low < 1, f"clip_low is {self.clip_low}; it must lie between 0 and 1."),
+            (self.clip_high > 0, f"clip_high is {self.clip_high}; it must be above 0."),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learn(_Checked):
+    """The optimizer and the loop."""
+
+    steps: int = 100
+    """Optimizer steps at most."""
+    updates_per_rollout: int = 1
+    """Optimizer steps on each rollout before the next one is collected."""
+    lr: float = 1e-3
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    max_grad_norm: float = 1.0
+    token_budget: int = 16_384
+    """Padded tokens in one forward pass; a step takes as many as it needs."""
+    stop_at_reward: float | None = None
+    """Stop when the mean task reward of `stop_window` rollouts in a row reaches this."""
+    stop_window: int = 3
+    checkpoint_every: int = 10
+    """Optimizer steps between two checkpoints."""
+    keep_checkpoints: int = 2
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        counts = (
+            "steps",
+            "updates_per_rollout",
+            "token_budget",
+            "stop_window",
+            "checkpoint_every",
+            "keep_checkpoints",
+        )
+        return [
+            *((getattr(self, n) >= 1, f"{n} is {getattr(self, n)}; it must be at least 1.") for n in counts),
+            (self.lr > 0, f"lr is {self.lr}; it must be above 0."),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline(_Checked):
+    """One training run, whole: policy, prompts, reward, write path, buffer, loss and loop."""
+
+    name: str
+    policy: TinyPolicy | PretrainedPolicy
+    prompts: PromptSource
+    reward: RewardFunction
+    """`(prompt, completion, answer, meta) -> float`. A call that raises fails its trajectory, not the run."""
+    description: str = ""
+    """One line for `rlhf-pipeline list`."""
+    needs: str = "nothing"
+    """What must be there first, one phrase for `rlhf-pipeline list`."""
+    collect: Collect = field(default_factory=Collect)
+    write: WritePath = field(default_factory=WritePath)
+    buffer: Buffer = field(default_factory=Buffer)
+    loss: GRPO = field(default_factory=GRPO)
+    learn: Learn = field(default_factory=Learn)
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        last_update = self.learn.updates_per_rollout - 1
+        return [
+            (
+                callable(self.reward),
+                f"reward is {self.reward!r}; it must be a function (prompt, completion, answer, meta) -> float.",
+            ),
+            (
+                self.buffer.max_staleness >= last_update,
+                f"learn.updates_per_rollout is {self.learn.updates_per_rollout}, so the last update sees trajectories of age "
+                f"{last_update}, but buffer.max_staleness is {self.buffer.max_staleness}. "
+                f"Set buffer.max_staleness to at least {last_update}.",
+            ),
+        ]
+
+
+def to_json(config: object) -> Any:
+    """Return a definition as JSON-ready data: dataclasses become objects with a `type`, functions their names."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        values = {item.name: to_json(getattr(config, item.name)) for item in dataclasses.fields(config)}
+        return {"type": type(config).__name__, **values}
+    if callable(config):
+        return f"{getattr(config, '__module__', '?')}:{getattr(config, '__qualname__', repr(config))}"
+    if isinstance(config, dict):
+        return {str(key): to_json(value) for key, value in cast("dict[object, object]", config).items()}
+    if isinstance(config, (list, tuple)):
+        return [to_json(value) for value in cast("list[object]", config)]
+    return config
+
+
+def override(config: T, path: str, text: str) -> T:
+    """Return a copy of a definition with one field replaced, as `--set path=text` does.
+
+    Args:
+        config: a definition, for example a `Pipeline`.
+        path: the field's dotted path, for example `learn.lr`.
+        text: the new value as typed on a command line; read by the field's type.
+
+    Raises:
+        DefinitionError: no such field, or the text does not fit its type. Names the nearest field.
+    """
+    head, _, rest = path.partition(".")
+    names = [item.name for item in dataclasses.fields(cast(Any, config))]
+    if head not in names:
+        raise DefinitionError(f"{type(config).__name__} has no field '{head}'.{did_you_mean(head, names)}")
+    value = getattr(config, head)
+    if rest:
+        if not dataclasses.is_dataclass(value):
+            raise DefinitionError(f"'{head}' has no fields of its own, so '{path}' names nothing.")
+        new = override(value, rest, text)
+    elif dataclasses.is_dataclass(value):
+        inner = [item.name for item in dataclasses.fields(value)]
+        raise DefinitionError(
+            f"'{head}' is a group of fields. Set one of them: {', '.join(f'{head}.{n}' for n in inner)}."
+        )
+    else:
+        new = _parse(text, typing.get_type_hints(type(config))[head], path)
+    return dataclasses.replace(cast(Any, config), **{head: new})
+
+
+def _parse(text: str, hint: Any, path: str) -> Any:
+    """Read `text` as `hint`: bool, int, float, str, a Literal, or one of those or None."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        options = typing.get_args(hint)
+        if type(None) in options and text.lower() in ("none", "null"):
+            return None
+        return _parse(text, next(option for option in options if option is not type(None)), path)
+    if origin is Literal or hint is str:
+        return text
+    if hint is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if hint in (int, float):
+        try:
+            return hint(text.replace("_", ""))
+        except ValueError:
+            pass
+    kind = getattr(hint, "__name__", str(hint))
+    raise DefinitionError(f"--set {path}={text}: {json.dumps(text)} is not a valid {kind}.")

@@ -1,0 +1,159 @@
+"""Where prompts come from: a source is a pure function from a cursor to a prompt.
+
+A collector asks for prompt 0, 1, 2, ... The order is shuffled by the seed, epoch by epoch, and never depends on
+anything but `(seed, cursor)`. So after a crash the number of prompts consumed says exactly which come next: none is
+lost and none is repeated.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One prompt with what its reward function needs to know."""
+
+    text: str
+    """What the policy reads. With a chat template it becomes the user's message."""
+    answer: str | None = None
+    """The reference answer, handed to the reward function."""
+    meta: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Anything else, JSON-ready, stored with every trajectory."""
+
+
+class PromptSource(Protocol):
+    """A source of prompts: `prompt(cursor, seed)` must depend on nothing else."""
+
+    @property
+    def as_chat(self) -> bool:
+        """True if the text goes through the tokenizer's chat template, where it has one."""
+        ...
+
+    def prompt(self, cursor: int, seed: int) -> Prompt:
+        """Return prompt number `cursor` (0, 1, 2, ...) of the order that `seed` gives."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyDigits:
+    """Random digits followed by `=`; the answer is the same digits.
+
+    >>> source = CopyDigits(num_digits=3)
+    >>> source.prompt(0, seed=0) == source.prompt(0, seed=0)
+    True
+    >>> source.prompt(0, seed=0).text.endswith("=")
+    True
+    """
+
+    num_digits: int = 4
+    """How many digits to copy."""
+    as_chat: bool = False
+    """Always False: the prompt is raw text."""
+
+    def __post_init__(self) -> None:
+        """Refuse a task without digits."""
+        if self.num_digits < 1:
+            raise DefinitionError(f"CopyDigits.num_digits is {self.num_digits}; it must be at least 1.")
+
+    def prompt(self, cursor: int, seed: int) -> Prompt:
+        """Return prompt number `cursor`: `num_digits` digits, then `=`."""
+        # Seeding by a string hashes it with SHA-512, so neighbouring cursors are independent.
+        rng = random.Random(f"copy_digits {seed} {cursor}")
+        digits = "".join(rng.choices("0123456789", k=self.num_digits))
+        return Prompt(text=f"{digits}=", answer=digits)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JsonlPrompts:
+    """Prompts from a JSONL file: one object per line, a question and its reference answer.
+
+    The defaults read GSM8K's `train.jsonl`. The file is read once and checked whole before the first rollout, so a
+    broken line stops the run at the start and not after a day.
+    """
+
+    path: str
+    """The file. Relative paths are taken from the working directory."""
+    prompt_field: str = "question"
+    """The field that holds the prompt."""
+    answer_field: str | None = "answer"
+    """The field that holds the reference answer; None if there is none."""
+    as_chat: bool = True
+    """Put the prompt through the tokenizer's chat template, where it has one."""
+    limit: int | None = None
+    """Use only the first `limit` lines."""
+
+    def prompt(self, cursor: int, seed: int) -> Prompt:
+        """Return prompt number `cursor`; every epoch is a new shuffle of the whole file.
+
+        Raises:
+            MissingPathError: the file is not there.
+            DataError: a line is not JSON, not an object, or lacks a field.
+        """
+        rows = _read_jsonl_prompts(self.path, self.prompt_field, self.answer_field, self.limit)
+        epoch, position = divmod(cursor, len(rows))
+        return rows[_epoch_order(len(rows), seed, epoch)[position]]
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(num_rows))
+    random.Random(f"epoch {seed} {epoch}").shuffle(order)
+    return order
+
+
+@functools.lru_cache(maxsize=4)
+def _read_jsonl_prompts(
+    path: str, prompt_field: str, answer_field: str | None, limit: int | None
+) -> tuple[Prompt, ...]:
+    file = Path(path)
+    if not file.is_file():
+        raise MissingPathError(
+            f"there is no prompt file at {file}. "
+            "Point the definition at one, for example: --set prompts.path=FOLDER/train.jsonl"
+        )
+    rows: list[Prompt] = []
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if limit is not None and len(rows) >= limit:
+                break
+            if line.strip():
+                rows.append(_parse_line(line, f"{file}:{number}", prompt_field, answer_field, number))
+    if not rows:
+        raise DataError(f"{file} holds no prompts. It needs one JSON object per line with '{prompt_field}'.")
+    return tuple(rows)
+
+
+def _parse_line(line: bytes, where: str, prompt_field: str, answer_field: str | None, number: int) -> Prompt:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        shown = line.strip()[:60].decode("utf-8", "replace")
+        raise DataError(
+            f"{where}: this line is not JSON ({error}): {shown!r}. "
+            f"Mend or delete it; `sed -n {number}p FILE` shows it whole."
+        ) from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected a JSON object with '{prompt_field}', got {type(row).__name__}.")
+    fields: dict[str, object] = row  # pyright: ignore[reportUnknownVariableType] - JSON has no static type
+    values: list[str | None] = []
+    for name in (prompt_field, answer_field):
+        if name is None:
+            values.append(None)
+            continue
+        if name not in fields:
+            raise DataError(f"{where}: there is no field '{name}'.{did_you_mean(name, fields)}")
+        value = fields[name]
+        if not isinstance(value, str):
+            raise DataError(f"{where}: field '{name}' must be text, got {type(value).__name__}.")
+        values.append(value)
+    text, answer = values
+    return Prompt(text=text or "", answer=answer, meta={"source_line": number})
