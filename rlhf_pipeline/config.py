@@ -1,7 +1,7 @@
 """What a pipeline is: frozen dataclasses that say everything and build nothing.
 
-A definition is a function that returns a `Pipeline`. It is plain data, so it can be listed, printed, compared on resume,
-written to the run folder and rebuilt in another process, all without importing torch.
+A definition is a function that returns a `Pipeline`. It is plain data, so it can be listed, printed, compared on
+resume, written to the run folder and rebuilt in another process, all without importing torch.
 
 >>> from rlhf_pipeline import Pipeline, override
 >>> from rlhf_pipeline.prompts import CopyDigits
@@ -235,8 +235,8 @@ class Pipeline(_Checked):
             ),
             (
                 self.buffer.max_staleness >= last_update,
-                f"learn.updates_per_rollout is {self.learn.updates_per_rollout}, so the last update sees trajectories of age "
-                f"{last_update}, but buffer.max_staleness is {self.buffer.max_staleness}. "
+                f"learn.updates_per_rollout is {self.learn.updates_per_rollout}, so the last update sees trajectories "
+                f"of age {last_update}, but buffer.max_staleness is {self.buffer.max_staleness}. "
                 f"Set buffer.max_staleness to at least {last_update}.",
             ),
         ]

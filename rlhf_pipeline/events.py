@@ -1,0 +1,57 @@
+"""What a run tells its caller: plain events, so the library never writes to a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStarted:
+    """The run folder is there and everything is built; the first rollout comes next."""
+
+    run_dir: Path
+    num_parameters: int
+    first_step: int
+    """0 for a new run; the checkpoint's step for a resumed one."""
+    total_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDone:
+    """One optimizer step is done; `metrics` is its line of `metrics.jsonl`."""
+
+    step: int
+    total_steps: int
+    metrics: Mapping[str, float | int | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notice:
+    """Something a person should know, in one sentence (a failed reward call, a stale batch, a saved checkpoint)."""
+
+    message: str
+    level: Literal["info", "warning"] = "info"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFinished:
+    """The run stopped, and everything is saved."""
+
+    run_dir: Path
+    reason: Literal["target", "steps", "interrupted"]
+    steps: int
+    seconds: float
+    first_reward: float | None
+    last_reward: float | None
+    num_trajectories: int
+
+
+Event = RunStarted | StepDone | Notice | RunFinished
+EventHandler = Callable[[Event], None]
+
+
+def ignore_events(event: Event) -> None:
+    """The default handler: say nothing."""
