@@ -6,6 +6,7 @@
     +-- MissingPathError (FileNotFoundError)   a folder or file that the definition names is not there
     +-- RunExistsError (FileExistsError)  the run folder is taken
     +-- RunMismatchError (ValueError)     a resumed run or replay does not match what was recorded
+    +-- RunStorageError (OSError)         the run folder cannot be written: a full disk, a lost mount
     +-- RewardError (RuntimeError)        every reward call of a step failed
 
 The store has its own tree, `trajectory_store.StoreError`. Every message says what was seen, where, and what to
@@ -40,6 +41,10 @@ class RunExistsError(PipelineError, FileExistsError):
 
 class RunMismatchError(PipelineError, ValueError):
     """What is being resumed or replayed does not match what was recorded."""
+
+
+class RunStorageError(PipelineError, OSError):
+    """The run folder cannot be written."""
 
 
 class RewardError(PipelineError, RuntimeError):

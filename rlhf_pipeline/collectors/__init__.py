@@ -1,0 +1,1 @@
+"""Collectors: prompts in, completed trajectories out, through the write path into the store."""

@@ -1,0 +1,148 @@
+"""The in-process collector: rollout `r` is a pure function of the weights, the seed and `r`."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhf_pipeline.collectors.grading import grade
+from rlhf_pipeline.collectors.trajectories import trajectories
+from rlhf_pipeline.config import Collect
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
+from rlhf_pipeline.prompts import PromptSource
+from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.rewards import RewardFunction
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """What one rollout brought."""
+
+    index: int
+    num_trajectories: int
+    num_tokens: int
+    """Completion tokens sampled; 0 if the rollout was in the store already."""
+    task_reward: float
+    """Mean over the rollout's graded trajectories, unshaped."""
+    num_failed: int
+    """Trajectories whose reward call failed."""
+    first_error: str | None
+    seconds: float
+    from_store: bool
+    """True if a run that was killed had stored this rollout before, so nothing was sampled."""
+
+
+class Collector:
+    """Turns prompts into completed trajectories and writes them through the buffer's write path.
+
+    Rollout `r` takes the prompts at cursor `r * prompts_per_rollout` and on. The prompt's cursor is its `group_id` and
+    seeds its completions, so a rollout that a crash cut short is sampled again token for token, and a rollout that is
+    in the store already is not sampled at all: no prompt is lost or repeated.
+
+    Args:
+        policy: samples the completions.
+        prompts: a pure source of prompts.
+        reward: `(prompt, completion, answer, meta) -> float`; a call that raises fails its trajectory only.
+        buffer: its `extend` runs the write path and commits.
+        config: sizes and temperature.
+        seed: the run's seed.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: CausalLMPolicy,
+        prompts: PromptSource,
+        reward: RewardFunction,
+        buffer: TrajectoryReplayBuffer,
+        config: Collect,
+        seed: int,
+    ) -> None:
+        self.policy = policy
+        self.prompts = prompts
+        self.reward = reward
+        self.buffer = buffer
+        self.config = config
+        self.seed = seed
+        # This process is the only collector of its run, so what it adds itself needs no second look.
+        self._groups_at_start = np.unique(buffer.store.read_scalars("group_id"))
+
+    def collect(self, rollout: int, policy_version: int) -> Rollout:
+        """Make sure that rollout number `rollout` is in the store, whole.
+
+        Args:
+            rollout: 0, 1, 2, ...
+            policy_version: optimizer steps behind the policy's weights.
+
+        Returns:
+            What the rollout brought, read from the store if it was there already.
+
+        Raises:
+            RewardError: every reward call failed. Nothing was stored.
+            StoreError: the store could not take the rollout; none of it was acknowledged.
+        """
+        started = time.perf_counter()
+        first = rollout * self.config.prompts_per_rollout
+        cursors = np.arange(first, first + self.config.prompts_per_rollout)
+        missing = ~np.isin(cursors, self._groups_at_start)
+        if not missing.any():
+            return self._summary(rollout, self._stored_rewards(cursors), 0, None, started, from_store=True)
+
+        prompts = [self.prompts.prompt(int(cursor), self.seed) for cursor in cursors]
+        prompt_ids = [
+            encode_prompt(self.policy.tokenizer, prompt.text, as_chat=self.prompts.as_chat) for prompt in prompts
+        ]
+        completions = self.policy.generate_groups(
+            prompt_ids,
+            group_size=self.config.group_size,
+            max_new_tokens=self.config.max_new_tokens,
+            temperature=self.config.temperature,
+            seed=self.seed,
+            stream_ids=cursors.tolist(),
+        )
+        texts = [decode_completion(self.policy.tokenizer, completion.token_ids) for completion in completions]
+        grades = grade(self.reward, [prompts[completion.prompt_index] for completion in completions], texts)
+        # The whole rollout is sampled even if only some groups are missing: batch composition moves the last
+        # bits of a log-prob, and a resumed run must equal the straight one.
+        rows = [i for i, completion in enumerate(completions) if missing[completion.prompt_index]]
+        self.buffer.extend(
+            trajectories(
+                [prompts[completions[i].prompt_index] for i in rows],
+                [prompt_ids[completions[i].prompt_index] for i in rows],
+                [completions[i] for i in rows],
+                [texts[i] for i in rows],
+                [grades[i] for i in rows],
+                group_ids=[int(cursors[completions[i].prompt_index]) for i in rows],
+                group_size=self.config.group_size,
+                policy_version=policy_version,
+            )
+        )
+        num_tokens = sum(len(completion.token_ids) for completion in completions)
+        error = next((item.error for item in grades if item.error is not None), None)
+        rewards = np.array([item.reward for item in grades])
+        return self._summary(rollout, rewards, num_tokens, error, started, from_store=False)
+
+    def _stored_rewards(self, cursors: np.ndarray) -> np.ndarray:
+        """Return the stored task rewards of these groups, [n]."""
+        store = self.buffer.store
+        return store.read_scalars("task_reward")[np.isin(store.read_scalars("group_id"), cursors)]
+
+    @staticmethod
+    def _summary(
+        index: int, rewards: np.ndarray, num_tokens: int, error: str | None, started: float, *, from_store: bool
+    ) -> Rollout:
+        failed = int(np.isnan(rewards).sum())
+        return Rollout(
+            index=index,
+            num_trajectories=len(rewards),
+            num_tokens=num_tokens,
+            task_reward=float(np.nanmean(rewards)) if failed < len(rewards) else math.nan,
+            num_failed=failed,
+            first_error=error,
+            seconds=time.perf_counter() - started,
+            from_store=from_store,
+        )

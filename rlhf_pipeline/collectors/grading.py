@@ -1,0 +1,61 @@
+"""Calling reward functions so that one bad call costs one trajectory and never the run."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_pipeline.errors import RewardError
+from rlhf_pipeline.prompts import Prompt
+from rlhf_pipeline.rewards import RewardFunction
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grade:
+    """What a reward function said about one completion."""
+
+    reward: float
+    """The reward; NaN if the call failed."""
+    error: str | None = None
+    """One line about the failure, or None."""
+
+
+def grade(reward: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Grade]:
+    """Grade each completion with its prompt; a call that raises or returns no finite number gives NaN.
+
+    Args:
+        reward: `(prompt, completion, answer, meta) -> float`.
+        prompts: one per completion.
+        completions: decoded text, without special tokens.
+
+    Returns:
+        One grade per completion, in order.
+
+    Raises:
+        RewardError: every call failed, so the reward function itself is wrong.
+    """
+    grades = [_grade_one(reward, prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
+    failed = [item.error for item in grades if item.error is not None]
+    if failed and len(failed) == len(grades):
+        name = getattr(reward, "__qualname__", repr(reward))
+        raise RewardError(
+            f"all {len(failed)} calls of the reward function {name} failed; the first with {failed[0]}. "
+            "This rollout was not stored; it will be sampled again, token for token. "
+            "Mend the function, then type the same command with --resume."
+        )
+    return grades
+
+
+def _grade_one(reward: RewardFunction, prompt: Prompt, completion: str) -> Grade:
+    try:
+        value = float(reward(prompt.text, completion, prompt.answer, prompt.meta))
+    except Exception as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return Grade(
+            reward=math.nan, error=f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+        )
+    if not math.isfinite(value):
+        return Grade(reward=math.nan, error=f"the reward is {value}; it must be a finite number")
+    return Grade(reward=value)

@@ -1,0 +1,102 @@
+"""JSON lines on disk: whole lines only, appended in one write, read back in spite of a torn tail."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline.errors import DataError
+
+Row = dict[str, Any]
+
+
+def _plain(value: object) -> object:
+    """Return `value` with NaN and infinities as None: JSON has no words for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def append_row(path: Path, row: Mapping[str, object]) -> None:
+    """Append one row as one line with one `write`, so a killed process leaves a whole line or a torn last one.
+
+    Args:
+        path: the file; made if absent.
+        row: JSON-ready values. Non-finite numbers become `null`.
+
+    Raises:
+        OSError: the disk is full or the file cannot be written.
+    """
+    line = json.dumps(_plain(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        start = os.fstat(descriptor).st_size
+        written = os.write(descriptor, line)
+        if written != len(line):  # a full disk may take half a line: take it back
+            os.ftruncate(descriptor, start)
+            raise OSError(28, f"no space left for a line of {len(line)} bytes", str(path))
+    finally:
+        os.close(descriptor)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return all whole rows; a torn last line (its writer was killed) is left out.
+
+    Raises:
+        DataError: a line other than the last is not JSON.
+    """
+    if not path.is_file():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    torn_tail = lines.pop()  # empty when the file ends with a newline
+    rows: list[Row] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise DataError(
+                f"{path}:{number}: this line is not JSON ({error}). "
+                "The file was edited or damaged; delete the line to go on without it."
+            ) from error
+    del torn_tail
+    return rows
+
+
+def keep_rows(path: Path, keep: Callable[[Row], bool]) -> list[Row]:
+    """Drop rows for which `keep` is false, atomically, and return the dropped rows.
+
+    The file is replaced by a new one in a single rename, so a kill leaves the old rows or the new ones.
+    """
+    rows = read_rows(path)
+    kept = [row for row in rows if keep(row)]
+    if path.is_file():
+        write_atomically(path, b"".join(json.dumps(row, separators=(",", ":")).encode() + b"\n" for row in kept))
+    return [row for row in rows if not keep(row)]
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a whole file so that a reader, or a restart after a crash, sees the old content or the new."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder survive a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

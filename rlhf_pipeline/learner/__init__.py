@@ -1,0 +1,1 @@
+"""The learner: sample, loss, optimizer step, ledger, metrics."""

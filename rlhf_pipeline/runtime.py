@@ -1,0 +1,307 @@
+"""One run, whole: build what a definition says, loop, save, resume."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_pipeline.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from rlhf_pipeline.collectors.collector import Collector, Rollout
+from rlhf_pipeline.config import Pipeline, to_json
+from rlhf_pipeline.errors import MissingPathError, RunExistsError, RunMismatchError, RunStorageError
+from rlhf_pipeline.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
+from rlhf_pipeline.jsonl import append_row, keep_rows, write_atomically
+from rlhf_pipeline.learner.ledger import Ledger
+from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.run_lock import run_lock
+from rlhf_pipeline.runtime_build import Parts, build_models, build_parts
+from rlhf_pipeline.signals import StopRequest, stop_on_signals
+
+logger = logging.getLogger(__name__)
+
+MAY_CHANGE_ON_RESUME = frozenset(
+    {
+        "learn.steps",
+        "learn.stop_at_reward",
+        "learn.stop_window",
+        "learn.checkpoint_every",
+        "learn.keep_checkpoints",
+        "description",
+        "needs",
+    }
+)
+"""Fields that may differ from the recorded definition: they say when to stop and save, not what is learned."""
+
+
+@dataclass(kw_only=True)
+class _Progress:
+    """What the loop must remember over a resume, beside weights and optimizer."""
+
+    step: int = 0
+    first_reward: float | None = None
+    last_reward: float | None = None
+    recent_rewards: list[float] = field(default_factory=list[float])
+
+    def note(self, rollout: Rollout, window: int) -> None:
+        if self.first_reward is None:
+            self.first_reward = rollout.task_reward
+        self.last_reward = rollout.task_reward
+        self.recent_rewards = list(deque([*self.recent_rewards, rollout.task_reward], maxlen=window))
+
+    def reached(self, target: float | None, window: int) -> bool:
+        recent = self.recent_rewards[-window:]
+        return target is not None and len(recent) == window and sum(recent) / window >= target
+
+
+def run(
+    pipeline: Pipeline,
+    *,
+    run_dir: Path,
+    seed: int = 0,
+    device: str = "cpu",
+    resume: bool = False,
+    definition: str = "",
+    overrides: Sequence[tuple[str, str]] = (),
+    on_event: EventHandler = ignore_events,
+) -> RunFinished:
+    """Run a pipeline to its end, or until SIGINT or SIGTERM asks it to stop after a step.
+
+    Args:
+        pipeline: the definition, overrides applied.
+        run_dir: the run folder; must not exist, unless `resume`.
+        seed: seeds the model made from scratch, the order of the prompts and every completion.
+        device: where models live, for example `cpu` or `cuda`.
+        resume: go on from the newest checkpoint in `run_dir`. On a CPU the weights come out as in a straight run,
+            bit for bit: what was stored since the checkpoint is used again and not sampled anew.
+        definition: where the definition came from, for `config.json`.
+        overrides: the `--set` pairs already applied, for `config.json`.
+        on_event: is told of the start, every step, notices and the end.
+
+    Returns:
+        The last event: why the run stopped and what it reached.
+
+    Raises:
+        RunExistsError: the folder exists (without `resume`) or another process uses it.
+        MissingPathError: the folder is not there (with `resume`), or the model or the prompt file is not.
+        RunMismatchError: the definition differs from the one that the run was started with.
+        RunStorageError: the disk is full; everything acknowledged is still there.
+        StoreError: the store refused a rollout; everything acknowledged is still there.
+        RewardError: every reward call of a rollout failed.
+    """
+    started = time.perf_counter()
+    _check_folder(run_dir, resume=resume)
+    models = build_models(pipeline, seed=seed, device=device)
+    pipeline.prompts.prompt(0, seed)  # reads and checks the whole prompt file before anything is made
+    record = {
+        "format": 1,
+        "definition": definition,
+        "overrides": [list(pair) for pair in overrides],
+        "seed": seed,
+        "device": device,
+        "pipeline": to_json(pipeline),
+        "versions": _versions(),
+    }
+    run_dir.mkdir(parents=True, exist_ok=resume)
+    with run_lock(run_dir), _log_file(run_dir / "log.txt"), _named_disk_errors(run_dir):
+        _check_record(run_dir / "config.json", record)
+        write_atomically(run_dir / "config.json", json.dumps(record, indent=1).encode())
+        with build_parts(pipeline, models, run_dir=run_dir, seed=seed) as parts, stop_on_signals() as stop:
+            progress = _restore(run_dir, parts)
+            on_event(
+                RunStarted(
+                    run_dir=run_dir,
+                    num_parameters=sum(p.numel() for p in models.policy.parameters()),
+                    first_step=progress.step,
+                    total_steps=pipeline.learn.steps,
+                )
+            )
+            reason = _loop(pipeline, parts, progress, run_dir, stop, on_event)
+            finished = RunFinished(
+                run_dir=run_dir,
+                reason=reason,
+                steps=progress.step,
+                seconds=time.perf_counter() - started,
+                first_reward=progress.first_reward,
+                last_reward=progress.last_reward,
+                num_trajectories=len(parts.buffer.store),
+            )
+    on_event(finished)
+    return finished
+
+
+def _loop(
+    pipeline: Pipeline, parts: Parts, progress: _Progress, run_dir: Path, stop: StopRequest, on_event: EventHandler
+) -> Any:
+    learn, saved = pipeline.learn, progress.step
+
+    def save() -> None:
+        nonlocal saved
+        save_checkpoint(
+            run_dir / "checkpoints",
+            progress.step,
+            policy=parts.policy,
+            optimizer=parts.learner.optimizer,
+            state={"progress": vars(progress), "write_path": parts.write_path_state()},
+            keep=learn.keep_checkpoints,
+        )
+        saved = progress.step
+
+    if not list_checkpoints(run_dir / "checkpoints"):
+        save()  # the untrained weights: a run killed in its first steps resumes too
+    while True:
+        at_rollout = progress.step % learn.updates_per_rollout == 0
+        if at_rollout and progress.reached(learn.stop_at_reward, learn.stop_window):
+            reason = "target"
+        elif progress.step >= learn.steps:
+            reason = "steps"
+        elif stop:
+            reason = "interrupted"
+        else:
+            _one_step(parts, progress, run_dir, learn.updates_per_rollout, learn.stop_window, learn.steps, on_event)
+            if progress.step % learn.checkpoint_every == 0:
+                save()
+            continue
+        if saved != progress.step:
+            save()
+        return reason
+
+
+def _one_step(
+    parts: Parts,
+    progress: _Progress,
+    run_dir: Path,
+    updates_per_rollout: int,
+    window: int,
+    total_steps: int,
+    on_event: EventHandler,
+) -> None:
+    collector, learner = parts.collector, parts.learner
+    rollout_index, update = divmod(progress.step, updates_per_rollout)
+    rollout: Rollout | None = None
+    if update == 0:
+        rollout = collector.collect(rollout_index, policy_version=progress.step)
+        progress.note(rollout, window)
+        if rollout.num_failed:
+            _tell(
+                on_event,
+                f"rollout {rollout_index}: {rollout.num_failed} of {rollout.num_trajectories} reward calls failed; "
+                f"those trajectories are stored and not learned from. First error: {rollout.first_error}",
+            )
+    metrics = learner.step(progress.step + 1)
+    for notice in learner.take_notices():
+        _tell(on_event, notice)
+    row = {
+        "step": progress.step + 1,
+        "rollout": rollout_index,
+        "task_reward": rollout.task_reward if rollout else None,
+        "num_failed": rollout.num_failed if rollout else None,
+        "rollout_s": rollout.seconds if rollout else None,
+        "tokens_per_s": rollout.num_tokens / rollout.seconds if rollout and rollout.num_tokens else None,
+        **parts.write_path_metrics(),
+        **metrics,
+    }
+    append_row(run_dir / "metrics.jsonl", row)
+    progress.step += 1
+    on_event(StepDone(step=progress.step, total_steps=total_steps, metrics=row))
+
+
+def _tell(on_event: EventHandler, message: str) -> None:
+    logger.warning(message)
+    on_event(Notice(message=message, level="warning"))
+
+
+def _restore(run_dir: Path, parts: Parts) -> _Progress:
+    """Load the newest checkpoint, and take back what was recorded of steps after it."""
+    progress = _Progress()
+    checkpoints = list_checkpoints(run_dir / "checkpoints")
+    if checkpoints:
+        state = load_checkpoint(checkpoints[-1], policy=parts.policy, optimizer=parts.learner.optimizer)
+        progress = _Progress(**state["progress"])
+        parts.load_write_path_state(state["write_path"])
+    keep_rows(run_dir / "metrics.jsonl", lambda row: row["step"] <= progress.step)
+    parts.learner.ledger.rewind(progress.step)
+    return progress
+
+
+def _check_folder(run_dir: Path, *, resume: bool) -> None:
+    if resume and not (run_dir / "config.json").is_file():
+        raise MissingPathError(f"there is no run to resume at {run_dir}. Start one: leave --resume out.")
+    if not resume and run_dir.exists():
+        raise RunExistsError(
+            f"the run folder {run_dir} exists. Go on with it: add --resume. Or start another: --out OTHER_FOLDER."
+        )
+
+
+def _check_record(path: Path, record: dict[str, Any]) -> None:
+    """Refuse to resume under a definition or seed that would learn something else."""
+    if not path.is_file():
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    changed = {
+        name: (old, new)
+        for name, old, new in _differences("", before["pipeline"], record["pipeline"])
+        if name not in MAY_CHANGE_ON_RESUME
+    }
+    if before["seed"] != record["seed"]:
+        changed["seed"] = (before["seed"], record["seed"])
+    if changed:
+        listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in changed.items())
+        raise RunMismatchError(
+            f"{path.parent} was started with another definition: {listed}. "
+            "Resume with the recorded one, or start a new run with --out OTHER_FOLDER."
+        )
+
+
+def _differences(prefix: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted(old.keys() | new.keys()):
+            yield from _differences(f"{prefix}.{name}" if prefix else name, old.get(name), new.get(name))
+    elif old != new:
+        yield prefix, old, new
+
+
+def _versions() -> dict[str, str]:
+    packages = ("torch", "torchrl", "tensordict", "transformers", "numpy", "rlhf-pipeline")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+@contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    package = logging.getLogger("rlhf_pipeline")
+    package.addHandler(handler)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+        handler.close()
+
+
+@contextmanager
+def _named_disk_errors(run_dir: Path) -> Iterator[None]:
+    """Turn a bare OSError of the run folder's own files into one that says what is safe and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if type(error).__module__ != "builtins":
+            raise  # an error of ours or of the store says it already
+        raise RunStorageError(
+            f"the run folder {run_dir} cannot be written: {error}. "
+            "Every stored trajectory and every finished checkpoint is whole. "
+            "Free some space, then type the same command with --resume."
+        ) from error
+
+
+__all__ = ["MAY_CHANGE_ON_RESUME", "run"]

@@ -1,0 +1,177 @@
+"""From a definition to live objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchrl.envs.transforms import Compose, Transform
+
+from rlhf_pipeline.collectors.collector import Collector
+from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
+from rlhf_pipeline.learner.ledger import Ledger
+from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.losses.grpo import GRPOLoss
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.new_model import scratch_policy
+from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
+from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
+from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """The policy and, where the KL to it matters, a frozen copy of its first weights."""
+
+    policy: CausalLMPolicy
+    reference: CausalLMPolicy | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The live objects of one run."""
+
+    policy: CausalLMPolicy
+    buffer: TrajectoryReplayBuffer
+    collector: Collector
+    learner: Learner
+    kl_reward: KLRewardTransform | None
+    advantage: MCAdvantage
+
+    def write_path_metrics(self) -> dict[str, float | None]:
+        """What the write path measured on the newest rollout."""
+        if self.kl_reward is None:
+            return {}
+        stats = self.kl_reward.stats
+        return {"kl_coef": float(self.kl_reward.coef), "kl_k1": stats.get("k1"), "kl_k2": stats.get("k2")}
+
+    def write_path_state(self) -> dict[str, Any]:
+        """JSON-ready state of the transforms."""
+        controller = self.kl_reward.controller if self.kl_reward is not None else None
+        return {"kl_controller": controller.state_dict() if controller is not None else None}
+
+    def load_write_path_state(self, state: dict[str, Any]) -> None:
+        """Put back what `write_path_state` returned."""
+        controller = self.kl_reward.controller if self.kl_reward is not None else None
+        if controller is not None and state["kl_controller"] is not None:
+            controller.load_state_dict(state["kl_controller"])
+
+
+def build_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
+    """Make or load the policy, and the reference model if the definition needs one.
+
+    Raises:
+        MissingPathError: the checkpoint folder is not there.
+    """
+    policy = _policy(pipeline, seed, device)
+    if pipeline.write.kl_coef == 0 and pipeline.loss.kl_to_ref_coeff == 0:
+        return Models(policy=policy, reference=None)
+    reference = _policy(pipeline, seed, device)
+    reference.requires_grad_(False)
+    return Models(policy=policy, reference=reference)
+
+
+def _policy(pipeline: Pipeline, seed: int, device: str) -> CausalLMPolicy:
+    config, collect = pipeline.policy, pipeline.collect
+    sampling: dict[str, Any] = {
+        "temperature": collect.temperature,
+        "max_new_tokens": collect.max_new_tokens,
+        "num_slots": collect.num_slots,
+    }
+    if isinstance(config, TinyPolicy):
+        policy = scratch_policy(
+            config.alphabet,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            seed=seed,
+            **sampling,
+        )
+        return policy.to(device)
+    dtype = getattr(torch, config.dtype)
+    return CausalLMPolicy.from_pretrained(config.path, device=device, dtype=dtype, **sampling)
+
+
+@contextmanager
+def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int) -> Iterator[Parts]:
+    """Open or create the store and wire everything to it; close the store at the end."""
+    buffer_config = pipeline.buffer
+    kl_reward, write_path = _write_path(pipeline.write, models, pipeline)
+    storage = TrajectoryStorage(
+        run_dir / "store",
+        max_size=buffer_config.max_trajectories,
+        backend=buffer_config.backend,
+        durability=buffer_config.durability,
+    )
+    try:
+        buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=seed)
+        loss = GRPOLoss(
+            models.policy,
+            clip_epsilon=(pipeline.loss.clip_low, pipeline.loss.clip_high),
+            entropy_bonus=pipeline.loss.entropy_coeff > 0,
+            entropy_coeff=pipeline.loss.entropy_coeff,
+            kl_to_ref_coeff=pipeline.loss.kl_to_ref_coeff or None,
+            aggregation=pipeline.loss.aggregation,
+        )
+        advantage = write_path[0]
+        yield Parts(
+            policy=models.policy,
+            buffer=buffer,
+            collector=Collector(
+                policy=models.policy,
+                prompts=pipeline.prompts,
+                reward=pipeline.reward,
+                buffer=buffer,
+                config=pipeline.collect,
+                seed=seed,
+            ),
+            learner=Learner(
+                policy=models.policy,
+                loss=loss,
+                buffer=buffer,
+                config=pipeline.learn,
+                aggregation=pipeline.loss.aggregation,
+                max_completion_tokens=pipeline.collect.max_new_tokens,
+                max_staleness=buffer_config.max_staleness,
+                ledger=Ledger(run_dir / "ledger.jsonl"),
+                seed=seed,
+            ),
+            kl_reward=kl_reward,
+            advantage=advantage,
+        )
+    finally:
+        storage.close()
+
+
+def _write_path(
+    config: WritePath, models: Models, pipeline: Pipeline
+) -> tuple[KLRewardTransform | None, list[Transform]]:
+    """Return `[MCAdvantage, KLRewardTransform, RetrieveLogProb]`, the parts that the definition needs.
+
+    `extend` runs the list from its end: log-probs, then shaped reward, then advantage.
+    """
+    advantage = MCAdvantage(
+        pipeline.collect.group_size, estimator=config.estimator, zero_variance=config.zero_variance
+    )
+    transforms: list[Transform] = [advantage]
+    kl_reward: KLRewardTransform | None = None
+    if models.reference is not None:
+        if config.kl_coef > 0:
+            controller = (
+                AdaptiveKLController(
+                    init_kl_coef=config.kl_coef, target=config.kl_target, horizon=config.kl_horizon
+                )
+                if config.kl_target is not None
+                else None
+            )
+            kl_reward = KLRewardTransform(coef=config.kl_coef, controller=controller)
+            transforms.append(kl_reward)
+        transforms.append(RetrieveLogProb(models.reference))
+    return kl_reward, transforms
