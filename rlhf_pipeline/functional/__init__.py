@@ -1,0 +1,1 @@
+"""Pure mathematics on tensors: no state, no TensorDict, no configuration."""

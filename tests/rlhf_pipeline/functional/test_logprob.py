@@ -1,0 +1,227 @@
+"""Tests of the chunked head."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.functional._head import default_chunk_rows, row_chunks
+from rlhf_pipeline.functional.logprob import token_log_probs
+
+N, H, V = 37, 16, 53
+
+
+def make(dtype, bias=True, seed=0):
+    """Hidden states, weight, bias and targets with gradients on."""
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(N, H, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(V, H, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    b = torch.randn(V, generator=g, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
+    targets = torch.randint(0, V, (N,), generator=g)
+    rows = torch.randn(2, N, generator=g, dtype=torch.float64)
+    return hidden, weight, b, targets, rows
+
+
+def reference(hidden, weight, bias, targets, temperature):
+    """Log-probs, entropies and the leaves they depend on, in float64 by log_softmax over all logits."""
+    leaves = [z.detach().double().requires_grad_() for z in (hidden, weight, bias) if z is not None]
+    logits = leaves[0] @ leaves[1].t()
+    if bias is not None:
+        logits = logits + leaves[2]
+    log_p = torch.log_softmax(logits / temperature, -1)
+    chosen = log_p.gather(1, targets[:, None])[:, 0]
+    return chosen, -(log_p.exp() * log_p).sum(-1), leaves
+
+
+def relative(a, b):
+    """Norm of the difference over the norm of the reference."""
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_values_and_gradients_equal_log_softmax(dtype, limit, temperature, chunk):
+    """Loss and gradients agree with a float64 log_softmax over all logits, for any chunk."""
+    hidden, weight, bias, targets, rows = make(dtype)
+    log_probs, entropy = token_log_probs(
+        hidden, weight, targets, temperature=temperature, bias=bias, chunk_size=chunk, return_entropy=True
+    )
+    want, want_entropy, leaves = reference(hidden, weight, bias, targets, temperature)
+    assert log_probs.dtype == dtype
+    assert relative(log_probs, want) < limit
+    assert relative(entropy, want_entropy) < limit
+    assert bias is not None
+    got = torch.autograd.grad((log_probs * rows[0] + entropy * rows[1]).sum(), [hidden, weight, bias])
+    exact = torch.autograd.grad((want * rows[0] + want_entropy * rows[1]).sum(), leaves)
+    for a, b in zip(got, exact, strict=True):
+        assert a.dtype == dtype
+        assert relative(a, b) < limit
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_gradient_without_entropy(dtype, limit):
+    """The path without entropy has its own backward pass and the same gradient."""
+    hidden, weight, _, targets, rows = make(dtype, bias=False)
+    log_probs = token_log_probs(hidden, weight, targets, chunk_size=8)
+    want, _, leaves = reference(hidden, weight, None, targets, 1.0)
+    got = torch.autograd.grad((log_probs * rows[0]).sum(), (hidden, weight))
+    exact = torch.autograd.grad((want * rows[0]).sum(), leaves)
+    assert max(relative(a, b) for a, b in zip(got, exact, strict=True)) < limit
+
+
+def test_hand_computed_values():
+    """Two logits ln 3 and 0 give 3/4 and 1/4; at temperature 2 the odds are sqrt 3 to 1."""
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[math.log(3.0)], [0.0]])
+    value = token_log_probs(hidden, weight, torch.tensor([0]))
+    assert value.item() == pytest.approx(math.log(0.75), abs=1e-7)
+    value, entropy = token_log_probs(hidden, weight, torch.tensor([1]), temperature=2.0, return_entropy=True)
+    p = 1.0 / (1.0 + math.sqrt(3.0))
+    assert value.item() == pytest.approx(math.log(p), abs=1e-7)
+    assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p), abs=1e-7)
+
+
+def test_finite_differences():
+    """Autograd's gradients agree with finite differences in float64."""
+    g = torch.Generator().manual_seed(3)
+    hidden = torch.randn(5, 4, generator=g, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(7, 4, generator=g, dtype=torch.float64).requires_grad_()
+    bias = torch.randn(7, generator=g, dtype=torch.float64).requires_grad_()
+    targets = torch.tensor([0, 6, 3, 3, 1])
+
+    def f(h, w, b):
+        return token_log_probs(h, w, targets, bias=b, temperature=1.3, chunk_size=2, return_entropy=True)
+
+    assert torch.autograd.gradcheck(f, (hidden, weight, bias))
+
+
+def test_improbable_target_keeps_its_log_prob():
+    """A target whose probability underflows in float32 still has its exact log-prob and gradient."""
+    hidden = torch.tensor([[1.0]], requires_grad=True)
+    weight = torch.tensor([[200.0], [0.0]])
+    value = token_log_probs(hidden, weight, torch.tensor([1]))
+    value.sum().backward()
+    assert value.item() == -200.0
+    assert hidden.grad is not None
+    assert hidden.grad.item() == -200.0
+
+
+class Watch(TorchDispatchMode):
+    """Records the largest tensor that any operator returns, and how many matmuls ran."""
+
+    numel = 0
+    matmuls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.matmuls += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        for z in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(z, torch.Tensor):
+                self.numel = max(self.numel, z.numel())
+        return out
+
+
+def test_never_more_than_a_chunk_of_logits():
+    """The largest tensor in forward and backward is [chunk, V], far below [N, V]."""
+    rows, vocab, hidden_size, chunk = 256, 512, 8, 16
+    hidden = torch.randn(rows, hidden_size, requires_grad=True)
+    weight = torch.randn(vocab, hidden_size, requires_grad=True)
+    with Watch() as seen:
+        out, entropy = token_log_probs(
+            hidden, weight, torch.zeros(rows, dtype=torch.long), chunk_size=chunk, return_entropy=True
+        )
+        (out.sum() + entropy.sum()).backward()
+    assert seen.numel == chunk * vocab
+
+
+@pytest.mark.parametrize(
+    ("need_hidden", "need_weight", "matmuls"), [(True, True, 4), (True, False, 3), (False, True, 3)]
+)
+def test_only_asked_gradients_are_computed(need_hidden, need_weight, matmuls):
+    """A frozen head or frozen hidden states save one of the four matmuls."""
+    hidden, weight, _, targets, _ = make(torch.float32, bias=False)
+    hidden.requires_grad_(need_hidden)
+    weight.requires_grad_(need_weight)
+    with Watch() as seen:
+        token_log_probs(hidden, weight, targets).sum().backward()
+    assert seen.matmuls == matmuls
+    assert (hidden.grad is not None, weight.grad is not None) == (need_hidden, need_weight)
+
+
+def test_non_contiguous_slice_keeps_its_gradient():
+    """A strided slice of a larger state gets the whole gradient (a peer drops it without a word)."""
+    base = torch.randn(2, 9, H, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(V, H, dtype=torch.float64)
+    targets = torch.arange(8)
+    token_log_probs(base[0, :-1], weight, targets).sum().backward()
+    leaf = base.detach().clone().requires_grad_()
+    want = torch.log_softmax(leaf[0, :-1] @ weight.t(), -1).gather(1, targets[:, None]).sum()
+    want.backward()
+    assert base.grad is not None
+    torch.testing.assert_close(base.grad, leaf.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_bfloat16_operands_give_float32_log_probs():
+    """From bfloat16 operands the log-prob is float32 and agrees with float64 to 1e-5, not to 1e-2."""
+    hidden, weight, _, targets, _ = make(torch.bfloat16, bias=False)
+    out = token_log_probs(hidden, weight, targets)
+    want, _, _ = reference(hidden, weight, None, targets, 1.0)
+    assert out.dtype == torch.float32
+    assert (out.double() - want).abs().max() < 1e-5
+    out.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.bfloat16
+
+
+def test_autocast_does_not_lower_the_head():
+    """Under bfloat16 autocast the head still computes in float32."""
+    hidden, weight, _, targets, _ = make(torch.float32, bias=False)
+    plain = token_log_probs(hidden, weight, targets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = token_log_probs(hidden, weight, targets)
+        out.sum().backward()
+    assert torch.equal(out, plain)
+
+
+def test_no_rows():
+    """No row gives no log-prob and zero gradients, not an error."""
+    hidden = torch.zeros(0, H, requires_grad=True)
+    weight = torch.ones(V, H, requires_grad=True)
+    out = token_log_probs(hidden, weight, torch.zeros(0, dtype=torch.long))
+    out.sum().backward()
+    assert out.shape == (0,)
+    assert weight.grad is not None
+    assert weight.grad.abs().sum() == 0
+
+
+def test_chunks_are_equal_and_cover_all_rows():
+    """No tail of a few rows: sizes differ by at most one and stay within the limit."""
+    for rows in (1, 5, 64, 65, 1000):
+        chunks = row_chunks(rows, 64)
+        sizes = [e - s for s, e in chunks]
+        assert sum(sizes) == rows
+        assert max(sizes) <= 64
+        assert max(sizes) - min(sizes) <= 1
+    assert default_chunk_rows(10**9, torch.device("cpu")) == 64
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"chunk_size": 0}, "chunk_size must be 1 or more"),
+        ({"bias": torch.zeros(3)}, r"bias must be \[53\]"),
+        ({"targets": torch.zeros(3, dtype=torch.long)}, r"targets must be int64 \[37\]"),
+        ({"weight": torch.zeros(V, H + 1)}, r"hidden must be \[N, H\]"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    """An error names the value seen and the one that is right."""
+    hidden, weight, _, targets, _ = make(torch.float32, bias=False)
+    arguments = {"hidden": hidden, "weight": weight, "targets": targets} | change
+    with pytest.raises(DefinitionError, match=message):
+        token_log_probs(**arguments)
