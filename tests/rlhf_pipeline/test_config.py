@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from rlhf_pipeline import Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, override, token_match
+from rlhf_pipeline.config import to_json
+from rlhf_pipeline.errors import DefinitionError
+
+
+@pytest.fixture
+def pipeline():
+    return Pipeline(name="demo", policy=TinyPolicy(), prompts=CopyDigits(), reward=token_match)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "value"),
+    [
+        ("learn.lr", "3e-4", 3e-4),
+        ("learn.steps", "1_000", 1000),
+        ("learn.stop_at_reward", "none", None),
+        ("learn.stop_at_reward", "0.9", 0.9),
+        ("buffer.durability", "power", "power"),
+        ("buffer.max_trajectories", "512", 512),
+        ("prompts.num_digits", "5", 5),
+        ("name", "other", "other"),
+    ],
+)
+def test_override_reads_the_text_by_the_fields_type(pipeline, path, text, value):
+    """`--set` gives a new definition with that one field changed."""
+    changed = override(pipeline, path, text)
+    found = changed
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert found == value
+    assert type(found) is type(value)
+    assert (to_json(pipeline) == to_json(changed)) == (value is None)  # None was there before
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "message"),
+    [
+        ("learn.lrr", "1", "Learn has no field 'lrr'. Did you mean 'lr'?"),
+        ("lern.lr", "1", "Pipeline has no field 'lern'. Did you mean 'learn'?"),
+        ("learn", "1", "group of fields"),
+        ("name.x", "1", "no fields of its own"),
+        ("learn.steps", "many", "not a valid int"),
+        ("learn.lr", "-1", "lr is -1.0; it must be above 0"),
+        ("buffer.durability", "powr", "Did you mean 'power'?"),
+        ("write.estimator", "gpro", "Did you mean 'grpo'?"),
+    ],
+)
+def test_override_explains_mistakes(pipeline, path, text, message):
+    """A wrong name gets the nearest right one, a wrong value its rule."""
+    with pytest.raises(DefinitionError) as caught:
+        override(pipeline, path, text)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Collect(group_size=0),
+        lambda: Collect(temperature=0.0),
+        lambda: WritePath(kl_coef=-0.1),
+        lambda: WritePath(kl_target=1.0),
+        lambda: Buffer(max_staleness=-1),
+        lambda: Learn(checkpoint_every=0),
+        lambda: TinyPolicy(hidden_size=10, num_heads=4),
+        lambda: TinyPolicy(alphabet="aa"),
+    ],
+)
+def test_contradictions_are_refused(make):
+    """Values that cannot run are refused when the definition is made, not an hour later."""
+    with pytest.raises(DefinitionError):
+        make()
+
+
+def test_two_updates_need_stale_trajectories():
+    """The second update on a rollout sees data one step old; the definition must allow it."""
+    with pytest.raises(DefinitionError, match="Set buffer.max_staleness to at least 1"):
+        Pipeline(
+            name="x",
+            policy=TinyPolicy(),
+            prompts=CopyDigits(),
+            reward=token_match,
+            learn=Learn(updates_per_rollout=2),
+        )
+
+
+def test_a_definition_is_json_ready_and_frozen(pipeline):
+    """It can be written to the run folder, and nobody can change it behind a run's back."""
+    text = json.dumps(to_json(pipeline))
+    assert json.loads(text)["reward"] == "rlhf_pipeline.rewards:token_match"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        pipeline.name = "other"
