@@ -1,0 +1,237 @@
+"""What can be typed: commands, options, help with examples, and "did you mean" for slips.
+
+argparse, because the whole `--help` then costs 0.1 s less than with the libraries built on click.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+from collections.abc import Sequence
+from typing import NoReturn
+
+from rlhf_pipeline.errors import did_you_mean
+
+_DESCRIPTION = """\
+The data path of RL post-training: collect rollouts, keep every one of them, learn, look.
+
+Start here (CPU, nothing to download, about a minute):
+  rlhf-pipeline run copy_digits"""
+
+_EXAMPLES = """\
+examples:
+  rlhf-pipeline list                              what can be run, and what each needs
+  rlhf-pipeline run copy_digits                   learn to copy digits, into runs/copy_digits
+  rlhf-pipeline run my_task.py:my_pipeline        your own: a function that returns a Pipeline
+  rlhf-pipeline run copy_digits --resume          go on where a run stopped
+  rlhf-pipeline inspect runs/copy_digits          counts, lengths, rewards graded again
+  rlhf-pipeline show runs/copy_digits --id 17     one trajectory, token by token
+
+`rlhf-pipeline COMMAND --help` says more about each."""
+
+_RUN = """\
+examples:
+  rlhf-pipeline run copy_digits
+  rlhf-pipeline run copy_digits --seed 1 --out runs/seed-1
+  rlhf-pipeline run copy_digits --set learn.lr=3e-4 --set collect.group_size=8
+  rlhf-pipeline run gsm8k --set policy.path=model --set prompts.path=train.jsonl --device cuda
+  rlhf-pipeline run ./my_task.py:my_pipeline
+  rlhf-pipeline run copy_digits --resume --steps 800
+
+Ctrl-C finishes the step, saves, and says how to go on. After a crash, --resume goes on from the
+last checkpoint; trajectories that were stored since are used again, not sampled anew."""
+
+_INSPECT = """\
+Counts trajectories, groups and tokens, and calls the definition's reward function again on every
+stored prompt and completion: do the stored rewards, and the curve in metrics.jsonl, hold?
+
+examples:
+  rlhf-pipeline inspect runs/copy_digits
+  rlhf-pipeline inspect runs/copy_digits --json | jq .reward_check
+  rlhf-pipeline inspect runs/mine --definition ./my_task.py      where the file has moved
+
+Exit code 1 if a reward does not agree."""
+
+_SHOW = """\
+examples:
+  rlhf-pipeline show runs/copy_digits              the newest trajectory, token by token
+  rlhf-pipeline show runs/copy_digits --id 17
+  rlhf-pipeline show runs/copy_digits --group 3    all completions of one prompt
+  rlhf-pipeline show runs/copy_digits --last 20
+  rlhf-pipeline show runs/copy_digits --step 12    what optimizer step 12 learned from
+
+One trajectory is shown token by token, several as one line each; --full shows all of each."""
+
+_VERIFY = """\
+Checks every checksum of the store. For a run also: each trajectory that the ledger names is in the
+store, and the steps in metrics.jsonl and ledger.jsonl have no gap. Exit code 1 if something is damaged.
+
+examples:
+  rlhf-pipeline verify runs/copy_digits
+  rlhf-pipeline verify runs/copy_digits/store"""
+
+_NEW_MODEL = """\
+Trains a tokenizer on the text and writes a small untrained causal language model with it, as a
+checkpoint folder that transformers loads. Nothing is downloaded.
+
+example:
+  rlhf-pipeline new-model model --text train.jsonl --hidden-size 256 --num-layers 4
+  rlhf-pipeline run gsm8k --set policy.path=model --set prompts.path=train.jsonl"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with "did you mean" for commands and options."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.match(
+            r"argument (?P<where>.+): invalid choice: '(?P<typed>[^']*)' \(choose from (?P<known>.+)\)", message
+        )
+        if wrong:
+            known = [name.strip(" '") for name in wrong["known"].split(",")]
+            what = "command" if wrong["where"] == "COMMAND" else f"value for {wrong['where']}"
+            message = f"there is no {what} '{wrong['typed']}'.{did_you_mean(wrong['typed'], known)}"
+        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` shows what can be typed.\n")
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    width = min(shutil.get_terminal_size().columns, 100)
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=width)
+
+
+def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser, and the parser of each command by name."""
+    main = _Parser(
+        prog="rlhf-pipeline", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=_formatter, allow_abbrev=False
+    )
+    main.add_argument("--version", action="store_true", help="show the version")
+    main.set_defaults(debug=False)
+    subparsers = main.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    commands: dict[str, argparse.ArgumentParser] = {}
+
+    def command(name: str, module: str, help_line: str, more: str = "") -> argparse.ArgumentParser:
+        added = subparsers.add_parser(
+            name,
+            help=help_line,
+            description=f"{help_line[0].upper()}{help_line[1:]}.",
+            epilog=more,
+            formatter_class=_formatter,
+            allow_abbrev=False,
+        )
+        added.set_defaults(module=module)
+        added.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        commands[name] = added
+        return added
+
+    run = command("run", "run", "run a pipeline", _RUN)
+    run.add_argument(
+        "definition",
+        nargs="?",
+        metavar="NAME|FILE.py[:function]",
+        help="a built-in pipeline or your own; may be left out with --resume --out DIR",
+    )
+    run.add_argument("--out", metavar="DIR", help="the run folder (default: runs/NAME)")
+    run.add_argument("--seed", type=_natural, metavar="N", help="seeds weights, prompts and completions (default: 0)")
+    run.add_argument(
+        "--steps", type=_positive, metavar="N", help="optimizer steps at most; same as --set learn.steps=N"
+    )
+    run.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: cpu)")
+    run.add_argument("--resume", action="store_true", help="go on with a run that stopped")
+    run.add_argument(
+        "--set",
+        dest="overrides",
+        type=_setting,
+        action="append",
+        default=[],
+        metavar="KEY.PATH=VALUE",
+        help="change one field of the definition; may be given several times",
+    )
+
+    listing = command("list", "listing", "list the pipelines that can be run")
+    listing.add_argument("files", nargs="*", metavar="FILE.py", help="list the definitions in these files instead")
+
+    inspect = command("inspect", "inspect", "count what a run has stored, and grade it again", _INSPECT)
+    inspect.add_argument("path", metavar="RUN|STORE")
+    inspect.add_argument("--definition", metavar="NAME|FILE.py[:function]", help="take the reward function from here")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+
+    show = command("show", "show", "show stored trajectories: text, tokens, log-probs, masks, advantage", _SHOW)
+    show.add_argument("path", metavar="RUN|STORE")
+    which = show.add_mutually_exclusive_group()
+    which.add_argument("--id", type=_natural, metavar="N", help="the trajectory with this id")
+    which.add_argument("--group", type=_natural, metavar="G", help="all trajectories of this group")
+    which.add_argument("--last", type=_positive, metavar="N", help="the newest N trajectories")
+    which.add_argument(
+        "--step", type=_positive, metavar="S", help="the trajectories that optimizer step S learned from"
+    )
+    show.add_argument("--full", action="store_true", help="show every token of every trajectory")
+
+    verify = command("verify", "verify", "check a run or a store for damage", _VERIFY)
+    verify.add_argument("path", metavar="RUN|STORE")
+
+    report = command("report", "report", "write report.html and reward.svg of a run again")
+    report.add_argument("path", metavar="RUN")
+    report.add_argument("--out", metavar="FILE.html", help="where to (default: RUN/report.html)")
+
+    model = command(
+        "new-model", "new_model", "make a small untrained model and its tokenizer from a text file", _NEW_MODEL
+    )
+    model.add_argument("folder", metavar="FOLDER", help="where to; must not exist")
+    model.add_argument("--text", required=True, metavar="FILE", help="the text that the tokenizer is made from")
+    model.add_argument("--vocab-size", type=_positive, default=4096, metavar="N", help="tokens (default: %(default)s)")
+    model.add_argument("--hidden-size", type=_positive, default=256, metavar="N", help="(default: %(default)s)")
+    model.add_argument("--num-layers", type=_positive, default=4, metavar="N", help="(default: %(default)s)")
+    model.add_argument("--seed", type=_natural, default=0, metavar="N", help="seeds the weights (default: %(default)s)")
+
+    command("doctor", "doctor", "say what this machine and this folder can do, and what is missing")
+    return main, commands
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return what was typed, with `module` naming the module in `rlhf_pipeline.cli` that does it.
+
+    Raises:
+        SystemExit: after `--help`, `--version`, and (with code 2) after a mistake.
+    """
+    main, commands = build_parser()
+    args, unknown = main.parse_known_args(argv)
+    if args.version:
+        from rlhf_pipeline import __version__
+
+        main.exit(0, f"rlhf-pipeline {__version__}\n")
+    if args.command is None:
+        if unknown:
+            main.error(f"{unknown[0]} is not an option here. A command comes first, for example: rlhf-pipeline list")
+        main.print_help()
+        main.exit(0)
+    if unknown:
+        _refuse(unknown[0], commands[args.command])
+    return args
+
+
+def _refuse(typed: str, command: argparse.ArgumentParser) -> NoReturn:
+    if not typed.startswith("-"):
+        command.error(f"'{typed}' is one word too many. Put quotes around a path with spaces.")
+    name = typed.split("=", 1)[0]
+    known = [option for action in command._actions for option in action.option_strings if option.startswith("--")]
+    command.error(f"there is no option {name}.{did_you_mean(name, known)}")
+
+
+def _setting(text: str) -> tuple[str, str]:
+    path, equals, value = text.partition("=")
+    if not equals or not path:
+        raise argparse.ArgumentTypeError(f"'{text}' is not KEY.PATH=VALUE. For example: --set learn.lr=3e-4")
+    return path.strip(), value
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0 up")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1 up")
+    return number

@@ -1,0 +1,80 @@
+"""Numbers and model output as text that is safe and short enough for a terminal."""
+
+from __future__ import annotations
+
+import math
+
+
+def plain(text: str) -> str:
+    r"""Return `text` with control characters spelled out: a model may emit escape sequences by chance.
+
+    >>> plain("a\x1b[31m b")
+    'a\\x1b[31m b'
+    >>> plain("one\ntwo")
+    'one\ntwo'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(text: str, width: int) -> str:
+    r"""Return `text` on one line of at most `width` characters, the middle left out where it is too long.
+
+    >>> one_line("a\nb", 10)
+    'a\\nb'
+    >>> one_line("abcdefghij", 7)
+    'ab...ij'
+    """
+    line = plain(text).replace("\n", "\\n")
+    if len(line) <= width:
+        return line
+    head = max((width - 3 + 1) // 2, 0)
+    tail = max(width - 3 - head, 0)
+    return f"{line[:head]}...{line[len(line) - tail :]}"
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> count(1, "trajectory"), count(2500, "trajectory"), count(2, "group")
+    ('1 trajectory', '2,500 trajectories', '2 groups')
+    """
+    if number == 1:
+        return f"1 {noun}"
+    many = f"{noun[:-1]}ies" if noun.endswith("y") and noun[-2:-1] not in "aeiou" else f"{noun}s"
+    return f"{number:,} {many}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time span as people say it.
+
+    >>> duration(3.21), duration(21.4), duration(75), duration(7300)
+    ('3.2 s', '21 s', '1 min 15 s', '2 h 1 min')
+    """
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """Return a metric's value, short: a dash for nothing, more digits for small values, `k` for thousands.
+
+    >>> number(None), number(0.98), number(0.00012), number(21450.0), number(3.0)
+    ('-', '0.98', '1.2e-04', '21.4k', '3.00')
+    """
+    if value is None or not math.isfinite(value):
+        return "-"
+    size = abs(value)
+    if size >= 10_000:
+        return f"{value / 1000:.1f}k"
+    if size >= 100:
+        return f"{value:.0f}"
+    if size and size < 0.5 * 10**-digits:
+        return f"{value:.1e}"
+    return f"{value:.{digits}f}"
