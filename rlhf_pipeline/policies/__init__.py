@@ -1,0 +1,12 @@
+"""Policies: a causal language model that generates, scores and is trained.
+
+- `causal_lm`: `CausalLMPolicy`, around any causal language model of `transformers`.
+- `slot_engine`: generation with a KV cache of slots that are refilled as completions finish.
+- `chat`: prompts to token ids and completions to text.
+- `new_model`: a tiny checkpoint, or a tiny policy in memory, made from scratch.
+- `containers`, `distribution`: TorchRL's containers and wrapper base with public distribution methods.
+
+Nothing is imported here, so that a program pays only for what it uses.
+"""
+
+from __future__ import annotations

@@ -1,0 +1,141 @@
+"""Loading a checkpoint folder, with errors that say what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhf_pipeline.errors import DataError, MissingPathError
+
+# "gpt2" or "organisation/name": what may also be a model on the hub.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def resolve_source(source: str | os.PathLike[str]) -> tuple[str, bool]:
+    """Return (folder or hub name, whether it is a local folder).
+
+    Raises:
+        MissingPathError: it reads like a path and there is no such folder.
+        DataError: it is a file, or a folder without a model.
+    """
+    name = os.fspath(source)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        _check_folder(path)
+        return str(path), True
+    if path.exists():
+        raise DataError(f"{path} is a file. Name the folder that save_pretrained wrote.")
+    # A relative name with one slash may be a folder or a hub name; where its parent is here, it is a folder.
+    looks_local = not _HUB_NAME.fullmatch(name) or ("/" in name and path.parent.is_dir())
+    if looks_local:
+        raise MissingPathError(_missing(path))
+    return name, False
+
+
+def _missing(path: Path) -> str:
+    near = f" Its parent folder holds: {_listing(path.parent)}." if path.parent.is_dir() else ""
+    return (
+        f"There is no checkpoint folder at {path}.{near} Make a small one with "
+        f"`rlhf-pipeline new {path} --text FILE`, or name a folder that save_pretrained wrote."
+    )
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(p.name for p in folder.iterdir())
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
+
+
+def _check_folder(path: Path) -> None:
+    if not (path / "config.json").is_file():
+        raise DataError(
+            f"{path} is not a model checkpoint: it has no config.json (it holds: {_listing(path)}). "
+            "Name a folder that save_pretrained wrote."
+        )
+    if not any(True for pattern in _WEIGHTS for _ in path.glob(pattern)):
+        raise DataError(
+            f"{path} has a config.json and no weights (it holds: {_listing(path)}). "
+            "Copy model.safetensors into it, or save the model again."
+        )
+
+
+def load_model(source: str, *, local: bool, dtype: torch.dtype | str | None) -> nn.Module:
+    """Load a causal language model; a local folder never touches the network.
+
+    Raises:
+        DataError: the folder's files cannot be read as a causal language model.
+        MissingPathError: neither a folder nor a hub model of that name could be found.
+    """
+    from transformers import AutoModelForCausalLM
+
+    wanted: Any = "auto" if dtype is None else dtype
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=wanted, local_files_only=local)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+        if not local and isinstance(error, OSError):
+            raise MissingPathError(
+                f"{source!r} is no folder here, and the Hugging Face hub gave no model of that name "
+                f"({_first_line(error)}). Check the spelling, or name a folder that save_pretrained wrote."
+            ) from error
+        raise DataError(
+            f"{source} cannot be loaded as a causal language model: {_first_line(error)} "
+            "Check that config.json and the weights belong together."
+        ) from error
+    except Exception as error:
+        # safetensors raises a class of its own, derived from Exception, for a damaged file.
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise DataError(
+            f"The weights in {source} are damaged: {_first_line(error)}. Copy the checkpoint again."
+        ) from error
+
+
+def load_tokenizer(source: str, *, local: bool) -> Any | None:
+    """Load the tokenizer beside a model, or return None when the folder has none.
+
+    Raises:
+        DataError: tokenizer files are there and cannot be read.
+    """
+    if local and not any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, local_files_only=local)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"The tokenizer of {source} cannot be loaded: {_first_line(error)} "
+            "Check tokenizer.json and tokenizer_config.json."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def as_id_tuple(value: Any) -> tuple[int, ...]:
+    """Return token ids given as None, one id or several, as a sorted tuple without repeats."""
+    if value is None:
+        return ()
+    if isinstance(value, Iterable):
+        return tuple(sorted({int(v) for v in value}))
+    return (int(value),)
+
+
+def end_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
+    """Return every token that ends a completion by the generation config, the model config and the tokenizer."""
+    generation = getattr(model, "generation_config", None)
+    config = getattr(model, "config", None)
+    named = getattr(generation, "eos_token_id", None)
+    if named is None:
+        named = getattr(config, "eos_token_id", None)
+    own = getattr(tokenizer, "eos_token_id", None)
+    return tuple(sorted({*as_id_tuple(named), *as_id_tuple(own)}))

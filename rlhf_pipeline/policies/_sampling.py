@@ -1,0 +1,93 @@
+"""One token per row by inverse CDF, with its log-prob.
+
+Why not `torch.multinomial`: for 64 rows of 32,000 entries on 2 cores it takes more than ten times as long as the inverse
+CDF, it takes its randomness from a generator with a state, and it does not say what a token cost.
+
+A float32 running sum over a large vocabulary cannot resolve a probability below 6e-8, and a float64 one writes twice the
+memory. So the vocabulary is cut into blocks: a vectorised sum per block, a float64 running sum over the blocks, then a
+float64 running sum inside the one block that holds the token. It costs about as much as the softmax before it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BLOCK = 256
+_FLAT_LIMIT = 1024
+
+
+def _invert(cdf: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first index whose `cdf` is above `target`, and the clamped target.
+
+    The target is clamped to the largest float64 below the row's total. So such an index exists, and the running sum
+    rises at it: the entry there is not zero, whatever the rounding did to the end of the row.
+    """
+    last = cdf[:, -1:]
+    target = torch.minimum(target, torch.nextafter(last, torch.zeros_like(last)))
+    index = torch.searchsorted(cdf, target, right=True)
+    return index.clamp_(max=cdf.shape[1] - 1), target
+
+
+def _guard(weights: Tensor, index: Tensor) -> Tensor:
+    """Replace an index of zero weight by the largest entry of its row.
+
+    A sequential running sum of numbers >= 0 never falls, and then this changes nothing. The parallel scan on a CUDA
+    device adds in another order per block of threads, so there the promise needs a check.
+    """
+    if weights.device.type == "cpu":
+        return index
+    return torch.where(weights.gather(1, index) > 0, index, weights.argmax(1, keepdim=True))
+
+
+def sample_rows(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Draw one token per row of `softmax(logits / temperature)`.
+
+    The token is the first one at which the cumulative probability passes `uniform`. A token of probability zero is
+    never drawn, and no index is out of range, for any `uniform` in [0, 1].
+
+    Args:
+        logits: float32 `[N, V]`; overwritten.
+        uniform: float64 `[N]`, in [0, 1); unused at temperature 0.
+        temperature: the sampling temperature. At 0 the most probable token is taken, and the log-prob is that of the
+            distribution at temperature 1, since the distribution at temperature 0 has no finite log-probs to train on.
+
+    Returns:
+        `(tokens int64 [N], log_probs float32 [N])`.
+
+    >>> logits = torch.tensor([[0.0, float("-inf"), 0.0]]).repeat(3, 1)
+    >>> tokens, log_probs = sample_rows(logits, torch.tensor([0.0, 0.4999, 1.0]).double(), 1.0)
+    >>> tokens.tolist(), [round(x, 4) for x in log_probs.tolist()]
+    ([0, 0, 2], [-0.6931, -0.6931, -0.6931])
+    """
+    if temperature not in (0.0, 1.0):
+        logits = logits.div_(temperature)
+    probs = torch.softmax(logits, dim=-1)
+    vocab = probs.shape[1]
+    if temperature == 0.0:
+        index = probs.argmax(1, keepdim=True)
+    elif vocab <= _FLAT_LIMIT:
+        cdf = probs.cumsum(1, dtype=torch.float64)
+        index, _ = _invert(cdf, uniform.unsqueeze(1) * cdf[:, -1:])
+        index = _guard(probs, index)
+    else:
+        index = _two_level(probs, uniform.unsqueeze(1))
+    return index.squeeze(1), probs.gather(1, index).log_().squeeze(1)
+
+
+def _two_level(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Return int64 `[N, 1]`: the block first, then the token inside it."""
+    vocab = probs.shape[1]
+    whole = vocab // _BLOCK * _BLOCK
+    sums = probs[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)
+    if whole < vocab:
+        sums = torch.cat((sums, probs[:, whole:].sum(-1, keepdim=True)), dim=1)
+    cdf = sums.cumsum(1, dtype=torch.float64)
+    block, target = _invert(cdf, uniform * cdf[:, -1:])
+    block = _guard(sums, block)
+    before = torch.where(block > 0, cdf.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    columns = block * _BLOCK + torch.arange(_BLOCK, device=probs.device)
+    inside = probs.gather(1, columns.clamp(max=vocab - 1)).masked_fill_(columns >= vocab, 0.0)
+    # The block's own running sum may end a rounding away from the block's sum; `_invert` clamps that too.
+    local, _ = _invert(inside.cumsum(1, dtype=torch.float64), (target - before).clamp_(min=0.0))
+    return block * _BLOCK + _guard(inside, local)

@@ -1,0 +1,265 @@
+"""The KV cache of the slot engine, in the form that the models of `transformers` call.
+
+All slots write at one *shared column*, and each slot's tokens are the consecutive columns that end there:
+
+    column     0  1  2  3  4  5  6  7 | 8  <- written by the next forward pass
+    slot 0           a  a  a  a  a  a |        6 tokens
+    slot 1                    b  b  b |        3 tokens
+    slot 2        c  c  c  c  c  c  c |        7 tokens
+
+So a step writes one slice per layer instead of a scatter, keys and values are read through a view that begins at the
+longest live slot, and a slot that starts now puts its prompt right before the shared column, whatever the others did.
+Distances between columns are distances between positions, so sliding windows hold as well. When the columns run out, the
+live window moves back to the front, which happens once per many steps.
+
+What lies in the masked columns is stale but finite: an attention weight of zero times a stale value is zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+_HEADROOM = 64
+"""Columns kept free beyond the live window when the cache is laid out anew."""
+
+
+class _Layer(CacheLayerMixin):
+    """The part of the layer protocol that both caches share."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: memory is taken at the first write."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return (number of key columns, offset of the first), as a model's own mask code asks."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: there is no limit."""
+        return -1
+
+    # The name of the same method in older releases of transformers 5.
+    get_max_cache_shape = get_max_length
+
+
+class _PrefillLayer(_Layer):
+    """Keeps the keys and values of one forward pass over whole prompts."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = key_states, value_states
+        self.is_initialized = True
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return 0
+
+
+class PrefillCache(Cache):
+    """Catches the keys and values of a batch of right-padded prompts.
+
+    Args:
+        num_layers: the model's number of decoder layers.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[_PrefillLayer() for _ in range(num_layers)])
+
+    def right_aligned(self, lengths: Tensor) -> list[tuple[Tensor, Tensor] | None]:
+        """Return (keys, values) per layer, `[N, heads, P, dim]`, moved so that every prompt ends at column P.
+
+        Args:
+            lengths: the number of tokens of each prompt, int64 `[N]`.
+
+        Returns:
+            One entry per layer; None for a layer that stored nothing, such as one that shares another's cache.
+        """
+        out: list[tuple[Tensor, Tensor] | None] = []
+        index: Tensor | None = None
+        for layer in self.layers:
+            if not isinstance(layer, _PrefillLayer) or layer.keys is None or layer.values is None:
+                out.append(None)
+                continue
+            width = layer.keys.shape[2]
+            if index is None:
+                shift = width - lengths
+                index = (torch.arange(width, device=lengths.device) - shift[:, None]).clamp_(min=0)
+            out.append((_gather_columns(layer.keys, index), _gather_columns(layer.values, index)))
+        return out
+
+
+def _gather_columns(x: Tensor, index: Tensor) -> Tensor:
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+class _SlotLayer(_Layer):
+    """Keys and values of one layer for all slots, `[slots, heads, columns, dim]`."""
+
+    def __init__(self, owner: SlotCache) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self.storage(key_states, value_states)
+        owner = self.owner
+        rows, column, low = owner.rows, owner.column, owner.low
+        keys[:rows, :, column] = key_states[:, :, 0]
+        values[:rows, :, column] = value_states[:, :, 0]
+        return keys[:rows, :, low : column + 1], values[:rows, :, low : column + 1]
+
+    def storage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two buffers, taken at the first call."""
+        if self.keys is None or self.values is None:
+            shape = (self.owner.num_slots, key_states.shape[1], self.owner.num_columns)
+            self.keys = key_states.new_zeros((*shape, key_states.shape[3]))
+            self.values = value_states.new_zeros((*shape, value_states.shape[3]))
+            self.is_initialized = True
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.owner.column - self.owner.low
+
+
+class SlotCache(Cache):
+    """Keys and values of the live completions.
+
+    Live slots are always rows `0 .. rows - 1`: the engine moves the last ones into the holes, so a forward pass never
+    computes a finished row.
+
+    Args:
+        num_layers: the model's number of decoder layers.
+        num_slots: the most rows that are live at once.
+        longest_prompt: tokens of the longest prompt that will be inserted.
+        longest_completion: the most new tokens of any completion.
+        device: where the mask lives; keys and values live where the model makes them.
+
+    Attributes:
+        rows: how many rows are live.
+        column: the shared column that the next forward pass writes.
+        low: the first column that any live row needs.
+        mask: bool `[slots, columns]`, True where a row's token is.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        *,
+        num_slots: int,
+        longest_prompt: int,
+        longest_completion: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(layers=[_SlotLayer(self) for _ in range(num_layers)])
+        self.num_slots = num_slots
+        self.lead = longest_prompt
+        self.num_columns = longest_prompt + min(longest_completion, _HEADROOM)
+        self.mask = torch.zeros((num_slots, self.num_columns), dtype=torch.bool, device=device)
+        self.rows = 0
+        self.column = self.lead
+        self.low = self.lead
+
+    @property
+    def slot_layers(self) -> list[_SlotLayer]:
+        """The layers, typed."""
+        return [layer for layer in self.layers if isinstance(layer, _SlotLayer)]
+
+    def begin(self, longest: int) -> None:
+        """Make sure that the shared column is free, given the tokens of the longest live row.
+
+        Call this before rows are inserted; `longest` is 0 when none is live.
+        """
+        if longest == 0:
+            self.column = self.lead
+        if self.column >= self.num_columns:
+            self._relayout(longest)
+
+    def _relayout(self, longest: int) -> None:
+        """Move the live window to the front, into wider buffers when it fills most of them."""
+        window = max(longest, self.lead)
+        # A quarter more than the window: the copy is then paid once per window / 4 steps, each of which reads the
+        # whole window anyway.
+        wanted = window + max(window // 4, _HEADROOM)
+        columns = max(self.num_columns, wanted)
+        source = slice(self.column - longest, self.column)
+        target = slice(window - longest, window)
+        for layer in self.slot_layers:
+            if layer.keys is not None and layer.values is not None:
+                layer.keys = self._moved(layer.keys, source, target, columns)
+                layer.values = self._moved(layer.values, source, target, columns)
+        mask = self.mask.new_zeros((self.num_slots, columns))
+        mask[: self.rows, target] = self.mask[: self.rows, source]
+        self.mask = mask
+        self.num_columns = columns
+        self.column = window
+
+    def _moved(self, x: Tensor, source: slice, target: slice, columns: int) -> Tensor:
+        live = x[: self.rows, :, source]
+        if columns > x.shape[2]:
+            x = x.new_zeros((x.shape[0], x.shape[1], columns, x.shape[3]))
+        elif source.start < target.stop:
+            live = live.clone()
+        x[: self.rows, :, target] = live
+        return x
+
+    def move(self, source: Tensor, target: Tensor, longest: int) -> None:
+        """Copy rows `source` onto rows `target` (disjoint int64 `[k]`), over the live window of `longest` tokens."""
+        window = slice(self.column - longest, self.column)
+        for layer in self.slot_layers:
+            if layer.keys is not None and layer.values is not None:
+                layer.keys[target, :, window] = layer.keys[source, :, window]
+                layer.values[target, :, window] = layer.values[source, :, window]
+        self.mask[target] = self.mask[source]
+
+    def insert(
+        self,
+        target: Tensor,
+        states: list[tuple[Tensor, Tensor] | None],
+        source: Tensor,
+        lengths: Tensor,
+    ) -> None:
+        """Copy prompts into slots, so that each ends right before the shared column.
+
+        Args:
+            target: slots, int64 `[k]`.
+            states: per layer the right-aligned keys and values of prompts, from `PrefillCache.right_aligned`.
+            source: which prompt goes to which slot, int64 `[k]`.
+            lengths: tokens of each of those prompts, int64 `[k]`.
+        """
+        for layer, pair in zip(self.slot_layers, states, strict=True):
+            if pair is None:
+                continue
+            keys, values = layer.storage(*pair)
+            window = slice(self.column - pair[0].shape[2], self.column)
+            keys[target, :, window] = pair[0][source]
+            values[target, :, window] = pair[1][source]
+        columns = torch.arange(self.num_columns, device=self.mask.device)
+        begin = self.column - lengths
+        self.mask[target] = (columns >= begin[:, None]) & (columns < self.column)
+
+    def open_column(self, rows: int, longest: int) -> Tensor:
+        """Mark the shared column as used by rows `0 .. rows - 1` and return their mask.
+
+        Args:
+            rows: how many rows the coming forward pass has.
+            longest: tokens that the longest of them has stored so far.
+
+        Returns:
+            bool `[rows, longest + 1]`, a view: the last column is the token being fed.
+        """
+        self.rows = rows
+        self.low = self.column - longest
+        self.mask[:rows, self.column] = True
+        return self.mask[:rows, self.low : self.column + 1]
+
+    def close_column(self) -> None:
+        """Go to the next column, after the forward pass."""
+        self.column += 1

@@ -1,0 +1,364 @@
+"""`CausalLMPolicy`: a causal language model that generates groups of completions and scores tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.functional.logprob import token_log_probs
+from rlhf_pipeline.policies._loading import (
+    as_id_tuple,
+    end_token_ids,
+    load_model,
+    load_tokenizer,
+    resolve_source,
+)
+from rlhf_pipeline.policies._model_parts import find_parts
+from rlhf_pipeline.policies.slot_engine import Completion, RaggedCompletions, SlotEngine
+
+__all__ = ["CausalLMPolicy", "Completion", "RaggedCompletions", "ScoringRows"]
+
+
+class ScoringRows(NamedTuple):
+    """The hidden states that predict the scored tokens, and where those tokens are.
+
+    Attributes:
+        hidden: `[N, H]`, for each scored token the last hidden state of the token before it; differentiable.
+        targets: the scored tokens, int64 `[N]`.
+        rows: the batch row of each, int64 `[N]`.
+        columns: the column of each, int64 `[N]`.
+    """
+
+    hidden: Tensor
+    targets: Tensor
+    rows: Tensor
+    columns: Tensor
+
+
+class CausalLMPolicy(nn.Module):
+    """A policy around any causal language model of transformers.
+
+    It samples completions on KV-cache slots, with the log-prob of every token as it is sampled, and scores given
+    tokens from hidden states, so that `[B, T, V]` logits never exist. Dropout stays off: `train()` leaves the model
+    in eval mode, because a ratio between a policy with dropout and the same policy without it is noise.
+
+    Args:
+        model: a causal language model; one wrapped by peft works as well, with adapters off the head.
+        tokenizer: its tokenizer, or None for work on token ids only.
+        temperature: the sampling temperature, and the one at which tokens are scored.
+        max_new_tokens: the default limit of a completion.
+        eos_token_id: the token or tokens that end a completion. None takes those of the generation config (or the
+            model's config) and the tokenizer's; an empty list means that only the limit ends a completion.
+        pad_token_id: the token that fills padding. None takes the tokenizer's, the config's, the first EOS, or 0. It
+            may equal an EOS token: masks tell padding from tokens, ids never do.
+        num_slots: how many completions are generated side by side.
+
+    Raises:
+        DefinitionError: an argument is out of range, or the model is of a kind that cannot be scored from its hidden
+            states (the message says why).
+
+    >>> from rlhf_pipeline.policies.new_model import scratch_policy
+    >>> policy = scratch_policy("01=", hidden_size=16, num_layers=1, num_heads=2, seed=0, max_new_tokens=3)
+    >>> prompt = policy.tokenizer.encode("01=")
+    >>> group = policy.generate_groups([prompt], group_size=2, seed=0)
+    >>> [c.member for c in group], all(len(c.token_ids) <= 3 for c in group)
+    ([0, 1], True)
+    >>> ids = torch.tensor([prompt + group[0].token_ids])
+    >>> scored = policy.log_probs(ids, torch.ones_like(ids, dtype=torch.bool))
+    >>> bool((scored[0, 3:] - group[0].log_probs).abs().max() < 1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any | None = None,
+        *,
+        temperature: float = 1.0,
+        max_new_tokens: int = 64,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        num_slots: int = 64,
+    ) -> None:
+        super().__init__()
+        if not temperature >= 0:
+            raise DefinitionError(f"temperature is {temperature}; it must be at least 0.")
+        if max_new_tokens < 1:
+            raise DefinitionError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
+        if num_slots < 1:
+            raise DefinitionError(f"num_slots is {num_slots}; it must be at least 1.")
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.temperature = float(temperature)
+        self.max_new_tokens = max_new_tokens
+        self.num_slots = num_slots
+        self.eos_token_ids = (
+            end_token_ids(model, tokenizer) if eos_token_id is None else as_id_tuple(eos_token_id)
+        )
+        self.pad_token_id = self._pad(pad_token_id)
+        # Kept out of the module tree: trunk and head are parts of `model` already.
+        self.__dict__["_parts"] = find_parts(model)
+
+    def _pad(self, given: int | None) -> int:
+        candidates = (
+            given,
+            getattr(self.tokenizer, "pad_token_id", None),
+            getattr(getattr(self.model, "config", None), "pad_token_id", None),
+            self.eos_token_ids[0] if self.eos_token_ids else None,
+        )
+        return int(next((c for c in candidates if c is not None), 0))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | os.PathLike[str],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        **kwargs: Any,
+    ) -> CausalLMPolicy:
+        """Load model and tokenizer from a folder, or from the Hugging Face hub by name.
+
+        Args:
+            source: a folder that `save_pretrained` wrote, or a hub name. A folder never touches the network.
+            device: where to put the model; left on the CPU when None.
+            dtype: for example `torch.float32` or "bfloat16"; None keeps the checkpoint's own.
+            **kwargs: the keyword arguments of the constructor.
+
+        Raises:
+            MissingPathError: there is no such folder, and no such model on the hub.
+            DataError: the folder is not a checkpoint of a causal language model.
+        """
+        name, local = resolve_source(source)
+        if isinstance(dtype, str):
+            named = getattr(torch, dtype, None)
+            if not isinstance(named, torch.dtype):
+                raise DefinitionError(f"dtype {dtype!r} is no dtype of torch. Use 'float32' or 'bfloat16'.")
+            dtype = named
+        model = load_model(name, local=local, dtype=dtype)
+        tokenizer = load_tokenizer(name, local=local)
+        return cls(model if device is None else model.to(device), tokenizer, **kwargs)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write config, weights (safetensors) and tokenizer to `folder`, which `from_pretrained` loads.
+
+        Args:
+            folder: made if absent; files of the same names are replaced.
+        """
+        cast(Any, self.model).save_pretrained(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
+    # The head and the trunk
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's weight `[V, H]`, the parameter itself (tied to the embedding where the model ties them)."""
+        return self._parts.head.weight
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        """The head's bias `[V]`, or None."""
+        return self._parts.head.bias
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the head knows."""
+        return int(self.head_weight.shape[0])
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence the model was made for, or None where its config names none."""
+        return self._parts.max_positions
+
+    def train(self, mode: bool = True) -> CausalLMPolicy:
+        """Set the mode of the policy; the model inside stays in eval mode, so dropout stays off."""
+        super().train(mode)
+        self.model.eval()
+        return self
+
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return the last hidden state of every token, `[B, T, H]`; zero at padding.
+
+        `hidden[:, t] @ head_weight.T + head_bias` are the logits of the token after column `t`. Tokens are brought to
+        the left before the forward pass, so the result is the same for any padding side.
+
+        Args:
+            input_ids: int64 `[B, T]`; what stands at padding does not matter.
+            attention_mask: bool `[B, T]`, True at tokens.
+        """
+        mask = self._check_batch(input_ids, attention_mask)
+        hidden, positions = self._run_trunk(input_ids, mask)
+        gathered = hidden.gather(1, positions.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
+        return gathered.masked_fill(~mask[..., None], 0.0)
+
+    def scoring_rows(
+        self, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None = None
+    ) -> ScoringRows:
+        """Return the hidden states that predict the scored tokens, and no others.
+
+        For losses that apply the head themselves. Arguments as in `log_probs`.
+        """
+        mask = self._check_batch(input_ids, attention_mask)
+        hidden, positions = self._run_trunk(input_ids, mask)
+        scored = mask & (positions >= 1)
+        if score_mask is not None:
+            self._check_shape("score_mask", score_mask, input_ids)
+            scored = scored & score_mask.to(device=mask.device, dtype=torch.bool)
+        rows, columns = scored.nonzero(as_tuple=True)
+        before = positions[rows, columns] - 1
+        return ScoringRows(hidden[rows, before], input_ids.to(mask.device)[rows, columns], rows, columns)
+
+    def log_probs(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        score_mask: Tensor | None = None,
+        *,
+        temperature: float | None = None,
+        chunk_size: int | None = None,
+    ) -> Tensor:
+        """Return the log-prob of every scored token given the tokens before it.
+
+        Args:
+            input_ids: int64 `[B, T]`, padded on any side; what stands at padding does not matter.
+            attention_mask: bool `[B, T]`, True at tokens.
+            score_mask: bool `[B, T]`, True where a log-prob is wanted; every token when None. The first token of a
+                row has no log-prob and padding has none, whatever this mask says.
+            temperature: logits are divided by it; the policy's own when None.
+            chunk_size: rows per pass through the head; the default suits the vocabulary.
+
+        Returns:
+            float32 `[B, T]` in nats, 0 where not scored; differentiable in the model's parameters.
+
+        Raises:
+            DefinitionError: shapes differ, or the temperature is 0, at which no finite log-probs exist.
+        """
+        temperature = self.temperature if temperature is None else temperature
+        if temperature == 0:
+            raise DefinitionError(
+                "Tokens cannot be scored at temperature 0, where a log-prob is 0 or minus infinity. "
+                "Pass temperature=1.0, at which greedy generation reports its log-probs."
+            )
+        found = self.scoring_rows(input_ids, attention_mask, score_mask)
+        scores = token_log_probs(
+            found.hidden,
+            self.head_weight,
+            found.targets,
+            temperature=temperature,
+            bias=self.head_bias,
+            chunk_size=chunk_size,
+        )
+        out = torch.zeros(input_ids.shape, dtype=torch.float32, device=scores.device)
+        return out.index_put((found.rows, found.columns), scores.float())
+
+    def _run_trunk(self, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (hidden states `[B, W, H]` of the tokens brought to the left, their positions `[B, T]`).
+
+        With all padding on the right no token sees any of it, so no attention mask is needed, the fast causal kernels
+        apply, and no row is fully masked. W is the length of the longest row.
+        """
+        positions = mask.cumsum(1) - 1
+        width = max(1, int(positions[:, -1].max()) + 1) if mask.numel() else 1
+        ids = torch.zeros((mask.shape[0], width), dtype=torch.int64, device=mask.device)
+        rows, columns = mask.nonzero(as_tuple=True)
+        ids[rows, positions[rows, columns]] = input_ids.to(mask.device)[rows, columns].long()
+        hidden = self._parts.hidden(
+            input_ids=ids,
+            position_ids=torch.arange(width, device=mask.device).expand(len(ids), -1),
+            use_cache=False,
+        )
+        return hidden, positions
+
+    def _check_batch(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        if input_ids.ndim != 2:
+            raise DefinitionError(f"input_ids must be [B, T]; got {list(input_ids.shape)}.")
+        self._check_shape("attention_mask", attention_mask, input_ids)
+        most = self.max_positions
+        mask = attention_mask.to(device=self.head_weight.device, dtype=torch.bool)
+        if most is not None and input_ids.shape[1] > most and bool((mask.sum(1) > most).any()):
+            raise DefinitionError(
+                f"A row has {int(mask.sum(1).max())} tokens; the model has {most} positions "
+                "(max_position_embeddings). Leave such trajectories out."
+            )
+        return mask
+
+    @staticmethod
+    def _check_shape(name: str, mask: Tensor, input_ids: Tensor) -> None:
+        if mask.shape != input_ids.shape:
+            raise DefinitionError(
+                f"{name} must have the shape of input_ids, {list(input_ids.shape)}; got {list(mask.shape)}."
+            )
+
+    # Generation
+
+    def generate_groups(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        group_size: int = 1,
+        max_new_tokens: int | Sequence[int] | None = None,
+        temperature: float | None = None,
+        seed: int,
+        stream_ids: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """Sample `group_size` completions of every prompt.
+
+        The random number behind a token is a pure function of (seed, stream id, member, token index), so what is
+        sampled does not depend on the number of slots, on the order of the prompts, or on what else is in the call,
+        up to the last bits of a log-prob, which follow the batch that a row is computed in.
+
+        Args:
+            prompts: token ids, one sequence per prompt, without padding.
+            group_size: completions per prompt.
+            max_new_tokens: the limit of new tokens: one number, one per prompt, or one per completion (prompt-major).
+                The policy's own when None. Prompt and completion together never pass the model's positions.
+            temperature: the policy's own when None. 0 takes the most probable token and reports its log-prob at
+                temperature 1.
+            seed: any integer.
+            stream_ids: one integer per prompt that names its random stream; the prompt's index when None.
+
+        Returns:
+            Completions, prompt-major and member-minor.
+
+        Raises:
+            DataError: a prompt is empty, too long, or has ids outside the vocabulary; or the logits are not finite.
+            DefinitionError: an argument is out of range, or slots cannot hold this model's kind of cache.
+        """
+        return list(
+            self.generate_ragged(
+                prompts,
+                group_size=group_size,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=seed,
+                stream_ids=stream_ids,
+            )
+        )
+
+    def generate_ragged(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        group_size: int = 1,
+        max_new_tokens: int | Sequence[int] | None = None,
+        temperature: float | None = None,
+        seed: int,
+        stream_ids: Sequence[int] | None = None,
+    ) -> RaggedCompletions:
+        """`generate_groups` with the result in flat arrays: what a store appends without a loop."""
+        engine = SlotEngine(self._parts, num_slots=self.num_slots, eos_token_ids=self.eos_token_ids)
+        return engine.generate(
+            [p.tolist() if isinstance(p, Tensor) else p for p in prompts],
+            group_size=group_size,
+            max_new_tokens=self.max_new_tokens if max_new_tokens is None else max_new_tokens,
+            temperature=self.temperature if temperature is None else temperature,
+            seed=seed,
+            stream_ids=stream_ids,
+        )

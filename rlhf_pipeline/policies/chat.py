@@ -1,0 +1,104 @@
+"""From prompts to token ids and from token ids to text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+
+Message = Mapping[str, Any]
+
+
+def _need_tokenizer(tokenizer: Any | None) -> Any:
+    if tokenizer is None:
+        raise DefinitionError(
+            "The policy has no tokenizer, so text cannot be encoded or decoded. Pass token ids, or give the checkpoint "
+            "folder its tokenizer.json and tokenizer_config.json."
+        )
+    return tokenizer
+
+
+def _messages(prompt: str | Sequence[Message]) -> list[dict[str, Any]]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return [dict(message) for message in prompt]
+
+
+def encode_prompt(tokenizer: Any | None, prompt: str | Sequence[Message], *, as_chat: bool = True) -> list[int]:
+    """Return the token ids that a completion continues.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        prompt: text, or chat messages with "role" and "content".
+        as_chat: put text through the chat template as a user message, where the tokenizer has a template. Messages
+            always need one.
+
+    Returns:
+        Token ids; with a template they end with the header of the assistant's turn (the generation prompt).
+
+    Raises:
+        DefinitionError: there is no tokenizer, or messages were given and it has no chat template.
+        DataError: the prompt gives no tokens.
+    """
+    tokenizer = _need_tokenizer(tokenizer)
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(prompt, str) and template is None:
+        raise DefinitionError(
+            "The prompt is a list of messages and the tokenizer has no chat template. "
+            "Set tokenizer.chat_template, or pass the prompt as text."
+        )
+    if template is not None and (as_chat or not isinstance(prompt, str)):
+        ids = tokenizer.apply_chat_template(
+            _messages(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    else:
+        ids = tokenizer.encode(prompt)
+    if not ids:
+        raise DataError(f"The prompt {prompt!r} gives no tokens. Check the prompt field of the data.")
+    return [int(i) for i in ids]
+
+
+def decode_completion(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
+    """Return the text of a completion without special tokens.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        token_ids: the sampled tokens, with or without the EOS token.
+    """
+    return _need_tokenizer(tokenizer).decode(list(token_ids), skip_special_tokens=True)
+
+
+def has_generation_markers(tokenizer: Any | None) -> bool:
+    """Tell whether the chat template marks the assistant's tokens with `{% generation %}`."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    return isinstance(template, str) and "generation %}" in template.replace("-%}", " %}")
+
+
+def encode_chat(tokenizer: Any | None, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    """Return token ids of a whole conversation and the mask of the assistant's tokens.
+
+    Only for conversations that exist as text. What a policy sampled is never encoded again: its token ids are kept.
+
+    Args:
+        tokenizer: a tokenizer of transformers whose chat template has `{% generation %}` markers.
+        messages: chat messages, the assistant's turns included.
+
+    Returns:
+        `(token_ids, assistant_mask)`, of one length.
+
+    Raises:
+        DefinitionError: there is no tokenizer, or its template has no markers.
+    """
+    tokenizer = _need_tokenizer(tokenizer)
+    if not has_generation_markers(tokenizer):
+        raise DefinitionError(
+            "The chat template does not mark the assistant's tokens. Put `{% generation %}` and `{% endgeneration %}` "
+            "around the assistant's content in tokenizer.chat_template."
+        )
+    encoded = tokenizer.apply_chat_template(
+        _messages(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return [int(i) for i in encoded["input_ids"]], [bool(m) for m in encoded["assistant_masks"]]
