@@ -1,0 +1,173 @@
+"""Group-relative advantages over ragged groups, without a loop over groups."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+
+from rlhf_pipeline.errors import DefinitionError, did_you_mean
+
+__all__ = ["ESTIMATORS", "GroupAdvantage", "group_advantage", "whitened_step_rewards"]
+
+ESTIMATORS: Final = (
+    "grpo",
+    "dr_grpo",
+    "mean",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "opo",
+)
+STD_FLOOR: Final = 1e-6
+"""The smallest divisor, as in TorchRL."""
+
+RELATIVE_SPREAD_FLOOR: Final = 1e-12
+"""A spread below this part of the group's mean absolute return is rounding, not signal (float64 sums)."""
+
+
+class GroupAdvantage(NamedTuple):
+    """What `group_advantage` returns.
+
+    Attributes:
+        advantages: [N], in the dtype of the returns (float32 for integer returns); 0 where degenerate.
+        degenerate: bool [N], True for every member of a group of one or without spread.
+    """
+
+    advantages: torch.Tensor
+    degenerate: torch.Tensor
+
+
+def _group_sum(values: torch.Tensor, index: torch.Tensor, groups: int) -> torch.Tensor:
+    """Sum [N] float64 values by group index; [groups]."""
+    return values.new_zeros(groups).index_add_(0, index, values)
+
+
+def _batch_std(centred: torch.Tensor) -> torch.Tensor:
+    """The unbiased standard deviation of values whose mean is 0; 0 for fewer than two."""
+    return (centred.square().sum() / max(centred.numel() - 1, 1)).sqrt()
+
+
+def group_advantage(
+    returns: torch.Tensor,
+    group_ids: torch.Tensor,
+    estimator: str = "grpo",
+    *,
+    lengths: torch.Tensor | None = None,
+) -> GroupAdvantage:
+    """One advantage per trajectory, relative to the members of its group that arrived.
+
+    With `R` the returns, `n` the size, `mean` and `std` (unbiased, n - 1) of the group:
+
+    * `grpo`: `(R - mean) / max(std, 1e-6)`. DeepSeekMath, arXiv:2402.03300.
+    * `dr_grpo`, `mean`: `R - mean`. arXiv:2503.20783.
+    * `rloo`: `R - mean of the others = n / (n - 1) * (R - mean)`. arXiv:2402.14740.
+    * `reinforce_pp`: `(R - mean_batch) / std_batch`; `reinforce_pp_baseline`: `(R - mean) / std_batch(R - mean)`.
+      arXiv:2501.03262. The batch is everything that was passed.
+    * `opo`: `R - sum(L R) / sum(L)`, the baseline weighted by completion length `L`. arXiv:2505.23585.
+
+    A group of one, or one whose members all have the same return, is degenerate: its advantages are 0 and
+    flagged, never NaN. For `reinforce_pp` the baseline is the batch, so group members without spread keep
+    their advantage and only a batch without spread is degenerate. Sums are float64; groups may have any
+    sizes and their members any order.
+
+    Args:
+        returns: [N], float or integer.
+        group_ids: int64 [N]; any numbers.
+        estimator: one of `ESTIMATORS`.
+        lengths: [N], the number of assistant tokens of each trajectory; needed by `opo` only.
+
+    Returns:
+        `(advantages [N], degenerate [N])` as a named tuple.
+
+    Raises:
+        DefinitionError: unknown estimator, shapes that do not fit, a return that is not finite, `opo`
+            without lengths.
+
+    >>> returns = torch.tensor([1.0, 0.0, 0.0, 1.0, 5.0])
+    >>> advantages, degenerate = group_advantage(returns, torch.tensor([7, 7, 3, 3, 9]))
+    >>> advantages
+    tensor([ 0.7071, -0.7071, -0.7071,  0.7071,  0.0000])
+    >>> degenerate
+    tensor([False, False, False, False,  True])
+    """
+    if estimator not in ESTIMATORS:
+        raise DefinitionError(f"unknown advantage estimator {estimator!r}.{did_you_mean(estimator, ESTIMATORS)}")
+    if returns.ndim != 1 or group_ids.shape != returns.shape:
+        raise DefinitionError(
+            f"returns and group_ids must both be [N]; got {list(returns.shape)} and {list(group_ids.shape)}."
+        )
+    if not bool(torch.isfinite(returns).all()):
+        bad = int((~torch.isfinite(returns)).nonzero()[0, 0])
+        raise DefinitionError(
+            f"return {bad} is {returns[bad].item()}; an advantage needs finite returns. "
+            "Look for a reward function or a log-prob that is not finite."
+        )
+    dtype = returns.dtype if returns.dtype.is_floating_point else torch.float32
+    r = returns.double()
+    if r.numel() == 0:
+        return GroupAdvantage(returns.to(dtype), torch.zeros_like(returns, dtype=torch.bool))
+    _, index = torch.unique(group_ids, return_inverse=True)
+    groups = int(index.max()) + 1
+    size = _group_sum(torch.ones_like(r), index, groups)[index]
+    centred = r - _group_sum(r, index, groups)[index] / size
+    std = (_group_sum(centred.square(), index, groups)[index] / (size - 1).clamp_min(1)).sqrt()
+    scale = _group_sum(r.abs(), index, groups)[index] / size
+    degenerate = (size < 2) | (std <= RELATIVE_SPREAD_FLOOR * scale)
+
+    if estimator == "grpo":
+        advantages = centred / std.clamp_min(STD_FLOOR)
+    elif estimator in ("dr_grpo", "mean"):
+        advantages = centred
+    elif estimator == "rloo":
+        advantages = centred * size / (size - 1).clamp_min(1)
+    elif estimator == "reinforce_pp":
+        batch = r - r.mean()
+        spread = _batch_std(batch)
+        degenerate = (spread <= RELATIVE_SPREAD_FLOOR * r.abs().amax()).expand_as(degenerate)
+        advantages = batch / spread.clamp_min(STD_FLOOR)
+    elif estimator == "reinforce_pp_baseline":
+        kept = centred.masked_fill(degenerate, 0.0)
+        advantages = kept / _batch_std(kept).clamp_min(STD_FLOOR)
+    else:
+        advantages = r - _length_baseline(r, index, groups, lengths)
+    return GroupAdvantage(advantages.masked_fill(degenerate, 0.0).to(dtype), degenerate.clone())
+
+
+def _length_baseline(r: torch.Tensor, index: torch.Tensor, groups: int, lengths: torch.Tensor | None) -> torch.Tensor:
+    """The length-weighted mean return of each member's group; the plain mean where all lengths are 0."""
+    if lengths is None or lengths.shape != r.shape:
+        seen = "None" if lengths is None else str(list(lengths.shape))
+        raise DefinitionError(
+            f"estimator 'opo' weighs returns by completion length: pass lengths [{r.numel()}]; got {seen}."
+        )
+    weight = lengths.double()
+    total = _group_sum(weight, index, groups)[index]
+    weight = torch.where(total > 0, weight, torch.ones_like(weight))
+    total = _group_sum(weight, index, groups)[index]
+    return _group_sum(weight * r, index, groups)[index] / total
+
+
+def whitened_step_rewards(rewards: torch.Tensor, group_ids: torch.Tensor, lengths: torch.Tensor) -> GroupAdvantage:
+    """TorchRL's `trajectory_return=None`: rewards of all steps of a group, normalised over those steps.
+
+    Args:
+        rewards: flat [sum of lengths], the steps of trajectory after trajectory.
+        group_ids: int64 [N].
+        lengths: int64 [N], steps per trajectory.
+
+    Returns:
+        One advantage per step, and one flag per step.
+
+    Raises:
+        DefinitionError: the lengths do not add up to the number of rewards.
+
+    >>> whitened_step_rewards(torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.tensor([4, 4]), torch.tensor([2, 2])).advantages
+    tensor([-0.8660,  0.8660, -0.8660,  0.8660])
+    """
+    if int(lengths.sum()) != rewards.numel() or lengths.shape != group_ids.shape:
+        raise DefinitionError(
+            f"lengths {list(lengths.shape)} add up to {int(lengths.sum())}, group_ids is "
+            f"{list(group_ids.shape)} and there are {rewards.numel()} rewards."
+        )
+    return group_advantage(rewards, torch.repeat_interleave(group_ids, lengths), "grpo")

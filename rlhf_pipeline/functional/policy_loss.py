@@ -1,0 +1,264 @@
+"""Token losses of the policy gradient: clipped, dual-clipped, CISPO, GSPO; corrections for stale samples.
+
+Shapes: everything per token is of one shape, [N] rows or [B, T]. `log_ratio` is `log pi - log proximal`, already
+clamped (`kl.clamped_log_ratio`), with the gradient of the current policy. Losses are per token, unweighted:
+`aggregation.token_weights` says what each token counts. Log-probs are in nats.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.functional.kl import LOG_RATIO_LIMIT, clamped_log_ratio
+
+__all__ = [
+    "TokenLoss",
+    "cispo_loss",
+    "clip_bounds",
+    "clipped_loss",
+    "gspo_log_ratio",
+    "icepop_mask",
+    "kl_trust_mask",
+    "segment_sum",
+    "sequence_icepop_mask",
+    "sequence_mean_log_ratio",
+    "sequence_tis_weight",
+    "tis_weight",
+]
+
+
+class TokenLoss(NamedTuple):
+    """A token loss and where it was clipped.
+
+    Attributes:
+        loss: per token, to be minimised.
+        clipped_low: bool, the lower bound is the branch taken.
+        clipped_high: bool, the upper bound is the branch taken.
+    """
+
+    loss: torch.Tensor
+    clipped_low: torch.Tensor
+    clipped_high: torch.Tensor
+
+
+def clip_bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
+    """Read `clip_epsilon`: one number for both sides, or (low, high) as in DAPO (0.20, 0.28).
+
+    Raises:
+        DefinitionError: not one or two numbers, below 0, or a low side of 1 or more.
+
+    >>> clip_bounds(0.2), clip_bounds((0.2, 0.28))
+    ((0.2, 0.2), (0.2, 0.28))
+    """
+    pair = clip_epsilon if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
+    if len(pair) != 2:
+        raise DefinitionError(f"clip_epsilon is one number or a pair (low, high); got {len(pair)} numbers.")
+    low, high = float(pair[0]), float(pair[1])
+    if not (0.0 <= low < 1.0 and high >= 0.0):
+        raise DefinitionError(
+            f"clip_epsilon needs 0 <= low < 1 and high >= 0, so that 1 - low stays positive; got ({low}, {high})."
+        )
+    return low, high
+
+
+def clipped_loss(
+    log_ratio: torch.Tensor,
+    advantage: torch.Tensor,
+    low: float = 0.2,
+    high: float = 0.2,
+    *,
+    dual_clip: float | None = None,
+    delta: float | None = None,
+) -> TokenLoss:
+    """`-min(w A, clip(w, 1 - low, 1 + high) A)` with `w = exp(log_ratio)`: PPO, GRPO, DAPO.
+
+    Args:
+        log_ratio: per token; the sequence form of GSPO comes from `gspo_log_ratio`.
+        advantage: per token, same shape.
+        low: lower clip.
+        high: upper clip.
+        dual_clip: `c > 1`; where `A < 0` the loss is at most `-c A`. arXiv:1912.09729.
+        delta: bound on `w` in the unclipped branch, above `1 + high` (two-sided clipping).
+
+    Returns:
+        The loss per token and where the clipped branch was the one taken.
+
+    >>> loss = clipped_loss(torch.tensor([1.5, 0.5]).log(), torch.tensor([1.0, 1.0]))
+    >>> loss.loss
+    tensor([-1.2000, -0.5000])
+    >>> loss.clipped_high
+    tensor([ True, False])
+    """
+    ratio = log_ratio.exp()
+    clipped = torch.clamp(ratio, min=1.0 - low, max=1.0 + high)
+    free = ratio if delta is None else ratio.clamp(max=delta)
+    gain = torch.minimum(free * advantage, clipped * advantage)
+    if dual_clip is not None:
+        gain = torch.where(advantage < 0, torch.maximum(gain, dual_clip * advantage), gain)
+    with torch.no_grad():
+        clipped_low = (ratio < 1.0 - low) & (advantage < 0)
+        clipped_high = (ratio > 1.0 + high) & (advantage > 0)
+    return TokenLoss(-gain, clipped_low, clipped_high)
+
+
+def cispo_loss(
+    log_probs: torch.Tensor,
+    log_ratio: torch.Tensor,
+    advantage: torch.Tensor,
+    low: float = 0.2,
+    high: float = 0.2,
+) -> TokenLoss:
+    """`-stopgrad(clip(w, 1 - low, 1 + high)) A log pi`: a clipped token keeps its gradient. arXiv:2506.13585.
+
+    Args:
+        log_probs: current log-probs per token, with gradient.
+        log_ratio: per token.
+        advantage: per token.
+        low: lower clip.
+        high: upper clip.
+
+    Returns:
+        The loss per token and where the weight was clipped, whatever the sign of the advantage.
+
+    >>> lp = torch.tensor([-1.0], requires_grad=True)
+    >>> cispo_loss(lp, torch.tensor([0.5]), torch.tensor([1.0])).loss.backward()
+    >>> lp.grad
+    tensor([-1.2000])
+    """
+    ratio = log_ratio.detach().exp()
+    weight = torch.clamp(ratio, min=1.0 - low, max=1.0 + high)
+    return TokenLoss(-weight * advantage * log_probs, ratio < 1.0 - low, ratio > 1.0 + high)
+
+
+def segment_sum(values: torch.Tensor, index: torch.Tensor, segments: int) -> torch.Tensor:
+    """Sum rows by sequence, differentiable.
+
+    Args:
+        values: [N].
+        index: int64 [N], the sequence of each row.
+        segments: number of sequences.
+
+    Returns:
+        [segments].
+
+    >>> segment_sum(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 2]), 3)
+    tensor([3., 0., 4.])
+    """
+    return values.new_zeros(segments).index_add(0, index, values)
+
+
+def sequence_mean_log_ratio(log_ratio: torch.Tensor, index: torch.Tensor, segments: int) -> torch.Tensor:
+    """The mean log-ratio of each sequence, `log s` of GSPO; 0 for a sequence without rows.
+
+    Args:
+        log_ratio: [N].
+        index: int64 [N], the sequence of each row.
+        segments: number of sequences.
+
+    Returns:
+        [segments].
+
+    >>> sequence_mean_log_ratio(torch.tensor([0.2, 0.4, 1.0]), torch.tensor([0, 0, 1]), 2)
+    tensor([0.3000, 1.0000])
+    """
+    rows = segment_sum(torch.ones_like(log_ratio), index, segments)
+    return segment_sum(log_ratio, index, segments) / rows.clamp_min(1)
+
+
+def gspo_log_ratio(log_probs: torch.Tensor, proximal: torch.Tensor, index: torch.Tensor, segments: int) -> torch.Tensor:
+    """`stopgrad(log s_i) + log pi - stopgrad(log pi)`: the sequence ratio for every token. arXiv:2507.18071.
+
+    Its value is the sequence ratio's logarithm, clamped to +-20; each token carries its own gradient, and with one
+    weight per sequence the sum is the gradient through `s_i`.
+
+    Args:
+        log_probs: [N], with gradient.
+        proximal: [N].
+        index: int64 [N], the sequence of each row.
+        segments: number of sequences.
+
+    Returns:
+        [N].
+
+    >>> lp, lo = torch.tensor([-1.0, -2.0]), torch.tensor([-1.2, -2.4])
+    >>> gspo_log_ratio(lp, lo, torch.tensor([0, 0]), 1)
+    tensor([0.3000, 0.3000])
+    """
+    mean = sequence_mean_log_ratio(log_probs.detach() - proximal, index, segments)
+    level = mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[index]
+    return level + (log_probs - log_probs.detach())
+
+
+def tis_weight(proximal: torch.Tensor, behaviour: torch.Tensor, cap: float) -> torch.Tensor:
+    """Truncated importance sampling: `min(exp(proximal - behaviour), cap)`, no gradient.
+
+    Args:
+        proximal: per token, the trainer's log-prob at the start of the step.
+        behaviour: per token, the sampler's log-prob.
+        cap: the largest weight.
+
+    Returns:
+        The factor of each token's loss.
+
+    >>> tis_weight(torch.tensor([0.0, -1.0]), torch.tensor([-5.0, -1.0]), 2.0)
+    tensor([2., 1.])
+    """
+    return clamped_log_ratio(proximal.detach(), behaviour).exp().clamp(max=cap)
+
+
+def sequence_tis_weight(
+    proximal: torch.Tensor,
+    behaviour: torch.Tensor,
+    index: torch.Tensor,
+    segments: int,
+    cap: float,
+) -> torch.Tensor:
+    """`min(exp(sum over the sequence of proximal - behaviour), cap)` for every row, no gradient; shapes [N].
+
+    >>> lo, lb = torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -1.2])
+    >>> sequence_tis_weight(lo, lb, torch.tensor([0, 0]), 1, 10.0)
+    tensor([2.0138, 2.0138])
+    """
+    total = segment_sum(proximal.detach() - behaviour, index, segments)
+    return total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)[index]
+
+
+def icepop_mask(proximal: torch.Tensor, behaviour: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Which tokens stay: those with `exp(proximal - behaviour)` inside [low, high].
+
+    >>> icepop_mask(torch.tensor([0.0, -3.0]), torch.tensor([0.0, 0.0]), 0.5, 5.0)
+    tensor([ True, False])
+    """
+    ratio = clamped_log_ratio(proximal.detach(), behaviour).exp()
+    return (ratio >= low) & (ratio <= high)
+
+
+def sequence_icepop_mask(
+    proximal: torch.Tensor,
+    behaviour: torch.Tensor,
+    index: torch.Tensor,
+    segments: int,
+    low: float,
+    high: float,
+) -> torch.Tensor:
+    """Which rows stay: those whose sequence has a geometric mean of `exp(proximal - behaviour)` inside the bounds.
+
+    >>> lo, lb = torch.tensor([0.0, -3.0]), torch.tensor([0.0, 0.0])
+    >>> sequence_icepop_mask(lo, lb, torch.tensor([0, 1]), 2, 0.5, 5.0)
+    tensor([ True, False])
+    """
+    mean = sequence_mean_log_ratio(proximal.detach() - behaviour, index, segments)
+    ratio = mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return ((ratio >= low) & (ratio <= high))[index]
+
+
+def kl_trust_mask(log_ratio: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Which tokens stay within a trust region: `log_ratio^2 / 2 <= threshold` (TorchRL's `kl_mask_threshold`).
+
+    >>> kl_trust_mask(torch.tensor([0.1, 1.0]), 0.1)
+    tensor([ True, False])
+    """
+    return log_ratio.detach().square() / 2 <= threshold

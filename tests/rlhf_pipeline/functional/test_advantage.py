@@ -1,0 +1,183 @@
+"""Tests of the group-relative advantages."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.functional.advantage import (
+    ESTIMATORS,
+    group_advantage,
+    whitened_step_rewards,
+)
+
+RETURNS = torch.tensor([1.0, 0.0, 2.0, 4.0, 8.0], dtype=torch.float64)
+GROUPS = torch.tensor([5, 9, 5, 9, 5])
+LENGTHS = torch.tensor([1, 2, 1, 6, 2])
+# Group 5 holds 1, 2, 8 (mean 11/3); group 9 holds 0, 4 (mean 2, std sqrt 8).
+MEAN5, STD5 = 11 / 3, math.sqrt(((1 - 11 / 3) ** 2 + (2 - 11 / 3) ** 2 + (8 - 11 / 3) ** 2) / 2)
+CENTRED = [1 - MEAN5, -2.0, 2 - MEAN5, 2.0, 8 - MEAN5]
+WANT = {
+    "grpo": [
+        CENTRED[0] / STD5,
+        -1 / math.sqrt(2),
+        CENTRED[2] / STD5,
+        1 / math.sqrt(2),
+        CENTRED[4] / STD5,
+    ],
+    "dr_grpo": CENTRED,
+    "mean": CENTRED,
+    "rloo": [1 - 5.0, 0 - 4.0, 2 - 4.5, 4 - 0.0, 8 - 1.5],
+    "reinforce_pp": [(r - 3) / math.sqrt(40 / 4) for r in (1, 0, 2, 4, 8)],
+    "reinforce_pp_baseline": [c / math.sqrt(sum(x * x for x in CENTRED) / 4) for c in CENTRED],
+    "opo": [1 - 19 / 4, 0 - 3.0, 2 - 19 / 4, 4 - 3.0, 8 - 19 / 4],
+}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_hand_computed_numbers(estimator):
+    """Every estimator gives the numbers worked out by hand for groups of 3 and 2."""
+    out = group_advantage(RETURNS, GROUPS, estimator, lengths=LENGTHS)
+    assert out.advantages.dtype == torch.float64
+    torch.testing.assert_close(
+        out.advantages, torch.tensor(WANT[estimator], dtype=torch.float64), rtol=1e-13, atol=1e-13
+    )
+    assert not out.degenerate.any()
+
+
+def test_unpacks_as_a_pair():
+    """The result is a plain pair too."""
+    advantages, degenerate = group_advantage(RETURNS, GROUPS)
+    assert advantages.shape == degenerate.shape == (5,)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_group_of_one_and_a_group_without_spread_are_zero_and_flagged(estimator):
+    """No NaN and no advantage from a group that says nothing; TorchRL gives NaN for a group of one."""
+    returns = torch.tensor([0.1, 0.1, 0.1, 7.0, 1.0, 3.0])
+    groups = torch.tensor([0, 0, 0, 1, 2, 2])
+    out = group_advantage(returns, groups, estimator, lengths=torch.ones(6))
+    assert torch.isfinite(out.advantages).all()
+    if estimator == "reinforce_pp":
+        assert not out.degenerate.any()
+        return
+    assert out.degenerate.tolist() == [True, True, True, True, False, False]
+    assert out.advantages[:4].tolist() == [0.0] * 4
+    assert out.advantages[4] < 0 < out.advantages[5]
+
+
+def test_a_batch_without_spread_is_degenerate_for_the_batch_baseline():
+    """`reinforce_pp` has the batch as baseline, so a constant batch is what says nothing."""
+    out = group_advantage(torch.full((4,), 0.3), torch.arange(4), "reinforce_pp")
+    assert out.degenerate.all()
+    assert out.advantages.tolist() == [0.0] * 4
+
+
+def test_degenerate_members_do_not_widen_the_batch_spread():
+    """`reinforce_pp_baseline` divides by a spread in which a group of one counts as 0, not as its return."""
+    out = group_advantage(torch.tensor([1.0, 3.0, 1000.0]), torch.tensor([0, 0, 1]), "reinforce_pp_baseline")
+    torch.testing.assert_close(out.advantages, torch.tensor([-1.0, 1.0, 0.0]))
+
+
+def test_float32_returns_are_summed_in_float64():
+    """A spread of 1 on top of a million comes out exact, which float32 sums would lose."""
+    returns = torch.tensor([1e6, 1e6 + 1, 1e6 + 2])
+    out = group_advantage(returns, torch.zeros(3, dtype=torch.long))
+    assert out.advantages.dtype == torch.float32
+    torch.testing.assert_close(out.advantages, torch.tensor([-1.0, 0.0, 1.0]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(-100, 100, allow_nan=False)), min_size=1, max_size=30))
+def test_equals_a_loop_over_groups(pairs):
+    """For any ragged groups in any order, `grpo` equals the textbook loop."""
+    groups = torch.tensor([g for g, _ in pairs])
+    returns = torch.tensor([r for _, r in pairs], dtype=torch.float64)
+    out = group_advantage(returns, groups)
+    for i, (group, value) in enumerate(pairs):
+        members = [r for g, r in pairs if g == group]
+        spread = statistics.stdev(members) if len(members) > 1 else 0.0
+        if out.degenerate[i]:
+            assert spread <= 1e-9
+            assert out.advantages[i] == 0
+        else:
+            want = (value - statistics.fmean(members)) / max(spread, 1e-6)
+            assert out.advantages[i].item() == pytest.approx(want, rel=1e-6, abs=1e-9)
+
+
+def test_order_of_trajectories_does_not_matter():
+    """Shuffling the trajectories shuffles the advantages and nothing else."""
+    order = torch.tensor([3, 0, 4, 1, 2])
+    plain = group_advantage(RETURNS, GROUPS).advantages
+    mixed = group_advantage(RETURNS[order], GROUPS[order]).advantages
+    torch.testing.assert_close(mixed, plain[order], rtol=1e-14, atol=1e-14)
+
+
+def test_integer_returns_and_empty_input():
+    """Integer returns are accepted; no trajectory gives no advantage."""
+    out = group_advantage(torch.tensor([0, 1]), torch.tensor([0, 0]), "mean")
+    assert out.advantages.tolist() == [-0.5, 0.5]
+    empty = group_advantage(torch.zeros(0), torch.zeros(0, dtype=torch.long))
+    assert empty.advantages.shape == empty.degenerate.shape == (0,)
+
+
+def test_opo_with_empty_completions_uses_the_plain_mean():
+    """A group whose completions are all empty has no lengths to weigh by."""
+    out = group_advantage(torch.tensor([0.0, 2.0]), torch.tensor([0, 0]), "opo", lengths=torch.tensor([0, 0]))
+    assert out.advantages.tolist() == [-1.0, 1.0]
+
+
+def test_step_rewards_are_whitened_over_the_steps_of_the_group():
+    """TorchRL's per-step form: 0, 3 and 0 normalised with mean 1 and std sqrt 3; a lone step is flagged."""
+    out = whitened_step_rewards(torch.tensor([0.0, 3.0, 0.0, 9.0]), torch.tensor([1, 1, 2]), torch.tensor([2, 1, 1]))
+    s = math.sqrt(3)
+    torch.testing.assert_close(out.advantages, torch.tensor([-1 / s, 2 / s, -1 / s, 0.0]))
+    assert out.degenerate.tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((RETURNS, GROUPS, "grpoo"), "Did you mean 'grpo'"),
+        ((RETURNS, GROUPS[:2]), "must both be"),
+        ((torch.tensor([1.0, float("nan")]), torch.tensor([0, 0])), "return 1 is nan"),
+        ((RETURNS, GROUPS, "opo"), "pass lengths"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    """An error names the value seen and what to pass."""
+    with pytest.raises(DefinitionError, match=message):
+        group_advantage(*arguments)
+
+
+def test_step_lengths_must_add_up():
+    """Lengths that do not add up to the number of rewards are refused with both numbers."""
+    with pytest.raises(DefinitionError, match="add up to 3"):
+        whitened_step_rewards(torch.zeros(4), torch.tensor([0, 0]), torch.tensor([1, 2]))
+
+
+@pytest.mark.peer
+def test_equals_torchrl_for_whole_groups():
+    """On a full group TorchRL's normalisation gives the same advantages."""
+    from tensordict import TensorDict
+    from torchrl.objectives.llm import MCAdvantage
+
+    transform = MCAdvantage(grpo_size=3, prompt_key="group_id", trajectory_return="sum")
+    out = None
+    for value in (1.0, 2.0, 8.0):
+        out = transform.inv(
+            TensorDict(
+                group_id=torch.tensor([5]),
+                next=TensorDict(reward=torch.tensor([[value]]), done=torch.tensor([[True]]), batch_size=[1]),
+                batch_size=[1],
+            )
+        )
+    assert out is not None
+    ours = group_advantage(torch.tensor([1.0, 2.0, 8.0]), torch.zeros(3, dtype=torch.long))
+    torch.testing.assert_close(out["advantage"].flatten(), ours.advantages)

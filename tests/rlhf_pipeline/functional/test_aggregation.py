@@ -1,0 +1,75 @@
+"""Tests of the token weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.functional.aggregation import (
+    AGGREGATIONS,
+    StepCounts,
+    canonical_aggregation,
+    contributes,
+    spread_token_weights,
+    step_counts,
+    token_weights,
+)
+
+LENGTHS = torch.tensor([1, 0, 4])
+VALUES = [[2.0], [], [1.0, 3.0, 5.0, 7.0]]
+# token_mean 18 / 5; sequence_mean (2 + 4) / 2; sequence_sum (2 + 16) / 2; dr_grpo 18 / (2 * 8).
+WANT = {"token_mean": 3.6, "sequence_mean": 3.0, "sequence_sum": 9.0, "dr_grpo": 1.125}
+
+
+def aggregate(weights):
+    """Sum weight times value over all tokens."""
+    return sum(w * v for w, row in zip(weights.tolist(), VALUES, strict=True) for v in row)
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_hand_computed_numbers(mode):
+    """Each mode gives the mean worked out by hand, and the empty trajectory counts for nothing."""
+    weights = token_weights(LENGTHS, mode, max_completion_tokens=8, dtype=torch.float64)
+    assert aggregate(weights) == pytest.approx(WANT[mode], rel=1e-14)
+    assert weights[1] == 0
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_counts_of_the_whole_step_make_parts_add_up(mode):
+    """Weights of a part with the counts of the whole step are the weights of the whole step."""
+    whole = token_weights(LENGTHS, mode, max_completion_tokens=8)
+    counts = step_counts(LENGTHS)
+    parts = [token_weights(part, mode, counts=counts, max_completion_tokens=8) for part in (LENGTHS[:1], LENGTHS[1:])]
+    assert torch.equal(torch.cat(parts), whole)
+    plain = StepCounts(5, 2)
+    assert torch.equal(token_weights(LENGTHS, mode, counts=plain, max_completion_tokens=8), whole)
+
+
+def test_nothing_to_learn_from_gives_zero_weights():
+    """A step whose completions are all empty gives 0, not NaN."""
+    assert token_weights(torch.zeros(3, dtype=torch.long)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_weights_go_to_the_masked_tokens():
+    """A trajectory's weight stands on its assistant tokens and nowhere else."""
+    mask = torch.tensor([[False, True, True], [False, False, True]])
+    out = spread_token_weights(torch.tensor([0.25, 0.5]), mask)
+    assert out.tolist() == [[0.0, 0.25, 0.25], [0.0, 0.0, 0.5]]
+
+
+def test_who_has_a_gradient():
+    """Advantage 0 has none, unless the loss has a KL or an entropy term."""
+    a = torch.tensor([0.0, 1.0])
+    assert contributes(a).tolist() == [False, True]
+    assert contributes(a, kl_loss=True).tolist() == [True, True]
+    assert contributes(a, entropy_bonus=True).tolist() == [True, True]
+
+
+def test_wrong_modes_are_named():
+    """An unknown mode suggests the nearest; dr_grpo asks for its constant."""
+    assert canonical_aggregation("prompt_mean") == "sequence_mean"
+    with pytest.raises(DefinitionError, match="Did you mean 'token_mean'"):
+        token_weights(LENGTHS, "token_means")
+    with pytest.raises(DefinitionError, match="max_completion_tokens"):
+        token_weights(LENGTHS, "dr_grpo")

@@ -1,0 +1,59 @@
+"""Tests of the KL estimators."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3, masked_mean
+
+
+def test_hand_computed_numbers():
+    """D = ln 2 and d = -ln 2 give the values worked out by hand."""
+    log_probs = torch.tensor([math.log(0.5), math.log(0.25)], dtype=torch.float64)
+    ref = torch.tensor([math.log(0.25), math.log(0.5)], dtype=torch.float64)
+    d = math.log(2.0)
+    assert kl_k1(log_probs, ref).tolist() == pytest.approx([d, -d])
+    assert kl_k2(log_probs, ref).tolist() == pytest.approx([d * d / 2, d * d / 2])
+    assert kl_k3(log_probs, ref).tolist() == pytest.approx([0.5 - 1 + d, 2.0 - 1 - d])
+
+
+def test_k3_is_accurate_near_zero_and_finite_far_away():
+    """A gap of 1e-4 keeps its digits in float32 and a gap of 1000 stays finite."""
+    gap = torch.tensor([1e-4])
+    assert kl_k3(gap, torch.zeros(1)).item() == pytest.approx(0.5e-8, rel=2e-2)
+    assert torch.isfinite(kl_k3(torch.tensor([-1000.0]), torch.zeros(1))).all()
+
+
+def test_expectations_over_a_distribution():
+    """Over an exact expectation k1 and k3 give the KL, and k2's gradient is the KL's gradient."""
+    logits = torch.tensor([0.3, -0.8, 1.1], dtype=torch.float64, requires_grad=True)
+    ref = torch.log_softmax(torch.tensor([0.0, 0.5, -0.2], dtype=torch.float64), -1)
+    log_p = torch.log_softmax(logits, -1)
+    p = log_p.exp().detach()
+    kl = (log_p.exp() * (log_p - ref)).sum()
+    (want,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    assert (p * kl_k1(log_p, ref)).sum().item() == pytest.approx(kl.item(), rel=1e-12)
+    assert (p * kl_k3(log_p, ref)).sum().item() == pytest.approx(kl.item(), rel=1e-12)
+    grads = {
+        f.__name__: torch.autograd.grad((p * f(log_p, ref)).sum(), logits, retain_graph=True)[0]
+        for f in (kl_k1, kl_k2, kl_k3)
+    }
+    torch.testing.assert_close(grads["kl_k2"], want, rtol=1e-12, atol=1e-14)
+    assert grads["kl_k1"].abs().max() < 1e-15
+    assert (grads["kl_k3"] - want).abs().max() > 1e-2
+
+
+def test_masked_mean_ignores_what_the_mask_hides():
+    """NaN and infinity behind the mask reach neither the value nor the gradient; no element gives 0."""
+    x = torch.tensor([[1.0, math.nan], [5.0, math.inf]], requires_grad=True)
+    mask = torch.tensor([[True, False], [True, False]])
+    mean = masked_mean(x, mask)
+    mean.backward()
+    assert mean.item() == 3.0
+    assert x.grad is not None
+    assert x.grad.tolist() == [[0.5, 0.0], [0.5, 0.0]]
+    assert masked_mean(x, mask, dim=0).tolist() == [3.0, 0.0]
+    assert masked_mean(x, torch.zeros_like(mask)).item() == 0.0

@@ -1,0 +1,139 @@
+"""Tests of the token losses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.functional.kl import clamped_log_ratio
+from rlhf_pipeline.functional.policy_loss import (
+    cispo_loss,
+    clip_bounds,
+    clipped_loss,
+    gspo_log_ratio,
+    icepop_mask,
+    kl_trust_mask,
+    sequence_icepop_mask,
+    sequence_mean_log_ratio,
+    sequence_tis_weight,
+    tis_weight,
+)
+
+
+def f64(*values):
+    """A float64 vector."""
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def slope(loss_of, log_ratio):
+    """Value and derivative of a token loss with respect to the log-ratio."""
+    x = log_ratio.clone().requires_grad_()
+    out = loss_of(x)
+    (grad,) = torch.autograd.grad(out.loss.sum(), x)
+    return out, out.loss.detach().tolist(), grad.tolist()
+
+
+def test_clipped_loss_by_hand():
+    """Ratios 1, 1.5, 0.5 with both signs: values, slopes and which bound was taken."""
+    w = f64(1.0, 1.5, 0.5, 1.0, 1.5, 0.5)
+    a = f64(2.0, 2.0, 2.0, -2.0, -2.0, -2.0)
+    out, loss, grad = slope(lambda x: clipped_loss(x, a, 0.2, 0.28), w.log())
+    assert loss == pytest.approx([-2.0, -2.56, -1.0, 2.0, 3.0, 1.6])
+    assert grad == pytest.approx([-2.0, 0.0, -1.0, 2.0, 3.0, 0.0])
+    assert out.clipped_high.tolist() == [False, True, False, False, False, False]
+    assert out.clipped_low.tolist() == [False, False, False, False, False, True]
+
+
+def test_zero_advantage_is_never_counted_as_clipped():
+    """Without an advantage no branch is taken, however far the ratio."""
+    out = clipped_loss(f64(3.0, 0.1).log(), f64(0.0, 0.0))
+    assert not (out.clipped_low | out.clipped_high).any()
+    assert out.loss.abs().tolist() == [0.0, 0.0]
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
+    """With c = 3 a ratio of 10 costs 3 |A| where A < 0 and is untouched where A > 0."""
+    _, loss, grad = slope(lambda x: clipped_loss(x, f64(-1.0, 1.0, -1.0), dual_clip=3.0), f64(10.0, 10.0, 2.0).log())
+    assert loss == pytest.approx([3.0, -1.2, 2.0])
+    assert grad == pytest.approx([0.0, 0.0, 2.0])
+
+
+def test_two_sided_bound_caps_the_unclipped_branch():
+    """With delta = 4 a ratio of 10 with A < 0 counts as 4 and has no gradient."""
+    _, loss, grad = slope(lambda x: clipped_loss(x, f64(-1.0, -1.0), delta=4.0), f64(10.0, 3.0).log())
+    assert loss == pytest.approx([4.0, 3.0])
+    assert grad == pytest.approx([0.0, 3.0])
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
+    """Ratios 1, e^.5, e^-.5, e^.1 and A = 1 have gradients -1, -1.2, -0.8, -1.105 (a peer has 0 twice)."""
+    log_ratio = f64(0.0, 0.5, -0.5, 0.1)
+    log_probs = f64(-1.0, -1.0, -1.0, -1.0).requires_grad_()
+    out = cispo_loss(log_probs, log_ratio, torch.ones(4, dtype=torch.float64))
+    (grad,) = torch.autograd.grad(out.loss.sum(), log_probs)
+    assert grad.tolist() == pytest.approx([-1.0, -1.2, -0.8, -math.exp(0.1)])
+    assert out.clipped_high.tolist() == [False, True, False, False]
+    assert out.clipped_low.tolist() == [False, False, True, False]
+
+
+def test_log_ratios_are_clamped_before_the_exponential():
+    """A ratio of e^200 becomes e^20 and stays finite, with a finite loss."""
+    ratio = clamped_log_ratio(f64(200.0, -300.0), f64(0.0, 0.0))
+    assert ratio.tolist() == [20.0, -20.0]
+    assert torch.isfinite(clipped_loss(ratio, f64(-1.0, 1.0)).loss).all()
+
+
+def test_gspo_equals_the_sequence_ratio_and_its_gradient():
+    """The token form has the value of s_i and, summed over tokens, the gradient through s_i."""
+    lo, index = f64(-1.0, -2.0, -0.5), torch.tensor([0, 0, 1])
+    lp = f64(-0.9, -2.3, -0.4).requires_grad_()
+    a = f64(1.0, 1.0, -2.0)
+    token = gspo_log_ratio(lp, lo, index, 2)
+    assert token.tolist() == pytest.approx([-0.1, -0.1, 0.1])
+    weight = f64(0.25, 0.25, 0.5)
+    got = torch.autograd.grad((weight * clipped_loss(token, a, 0.2, 0.2).loss).sum(), lp)[0]
+    s = torch.stack([((lp - lo)[:2].mean()).exp(), (lp - lo)[2].exp()])
+    want = torch.autograd.grad((f64(0.5, 0.5) * -(s * f64(1.0, -2.0))).sum(), lp)[0]
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+def test_gspo_of_an_empty_sequence_is_finite():
+    """A sequence without rows has a mean of 0, not NaN."""
+    mean = sequence_mean_log_ratio(f64(0.2), torch.tensor([1]), 3)
+    assert mean.tolist() == [0.0, 0.2, 0.0]
+
+
+def test_truncated_importance_sampling_by_hand():
+    """Token weights exp(lo - lb) capped at 2; the sequence form uses the sum; no gradient either way."""
+    lo = f64(math.log(0.6), math.log(0.3), math.log(0.5)).requires_grad_()
+    lb = f64(math.log(0.2), math.log(0.3), math.log(1.0))
+    token = tis_weight(lo, lb, 2.0)
+    assert token.tolist() == pytest.approx([2.0, 1.0, 0.5])
+    sequence = sequence_tis_weight(lo, lb, torch.tensor([0, 0, 1]), 2, 2.5)
+    assert sequence.tolist() == pytest.approx([2.5, 2.5, 0.5])
+    assert not token.requires_grad
+    assert not sequence.requires_grad
+
+
+def test_icepop_masks_by_hand():
+    """Ratios 3, 1 and 0.5 against [0.6, 2.5]; the sequence form looks at sqrt(3) and 0.5."""
+    lo = f64(math.log(0.6), math.log(0.3), math.log(0.5))
+    lb = f64(math.log(0.2), math.log(0.3), math.log(1.0))
+    assert icepop_mask(lo, lb, 0.6, 2.5).tolist() == [False, True, False]
+    kept = sequence_icepop_mask(lo, lb, torch.tensor([0, 0, 1]), 2, 0.6, 2.5)
+    assert kept.tolist() == [True, True, False]
+
+
+def test_trust_region_mask():
+    """d^2 / 2 against the threshold, the bound itself included."""
+    assert kl_trust_mask(f64(0.0, 1.0, -1.5), 0.5).tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("epsilon", [(0.1, 0.2, 0.3), -0.1, (1.0, 0.2), (0.2, -0.1)])
+def test_impossible_clip_bounds_are_refused(epsilon):
+    """A low side of 1 or more, a negative side or three numbers are refused."""
+    with pytest.raises(DefinitionError, match="clip_epsilon"):
+        clip_bounds(epsilon)
