@@ -1,0 +1,47 @@
+"""A durable, ragged, memory-mapped and Zarr-backed store of trajectories. No torch.
+
+>>> from trajectory_store import Column, Schema, TrajectoryStore
+>>> Schema([Column("input_ids", "int32", ragged=True)]).axes["tokens"][0].name
+'input_ids'
+"""
+
+from trajectory_store._errors import (
+    BatchError,
+    CorruptionError,
+    FormatVersionError,
+    MissingRowError,
+    NotAStoreError,
+    ReadOnlyError,
+    SchemaError,
+    StoreClosedError,
+    StoreError,
+    StoreExistsError,
+    StoreNotFoundError,
+    UnknownColumnError,
+    WriteFailedError,
+)
+from trajectory_store._ragged import RaggedArray
+from trajectory_store._schema import Column, Schema
+from trajectory_store._store import TrajectoryStore
+from trajectory_store._verify import VerifyReport
+
+__all__ = [
+    "TrajectoryStore",
+    "Schema",
+    "Column",
+    "RaggedArray",
+    "VerifyReport",
+    "StoreError",
+    "SchemaError",
+    "UnknownColumnError",
+    "BatchError",
+    "StoreNotFoundError",
+    "StoreExistsError",
+    "NotAStoreError",
+    "FormatVersionError",
+    "StoreClosedError",
+    "ReadOnlyError",
+    "MissingRowError",
+    "WriteFailedError",
+    "CorruptionError",
+]

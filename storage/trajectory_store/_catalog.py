@@ -1,0 +1,273 @@
+"""The segments of a store on a local disk: finding them, following them, and where an id lives."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store import _fs
+from trajectory_store._errors import MissingRowError, StoreError
+from trajectory_store._order import ArrivalOrder
+from trajectory_store._ragged import Int64Array
+from trajectory_store._reader import SegmentReader, map_file
+from trajectory_store._record import RECORD_SIZE, Log, Record, pack
+from trajectory_store._writer import ORDINAL_SHIFT, ROW_MASK, list_ordinals, segment_name
+
+REMOVED = "removed"
+REMOVED_CAP = 1 << 18
+KIND_REMOVED = 3
+
+
+class Address(NamedTuple):
+    """Where rows are: per row the ordinal of a segment and the row in it."""
+
+    ordinals: Int64Array
+    rows: Int64Array
+
+
+def removed_path(root: Path) -> Path:
+    """The file with the records of removed segments."""
+    return root / REMOVED / "c" / "0" / "0"
+
+
+class Catalog:
+    """A reader's view of a store's folder.
+
+    Attributes:
+        segments: the segments whose rows count, by ordinal.
+        patches: the segments with later values, by ordinal.
+        moved: ordinals of compacted-away segments and the segment that holds their rows now.
+        generation: grows with every change that a reader can see.
+        problems: segments that could not be opened, in words.
+        evicted_rows: rows that eviction removed for good.
+    """
+
+    def __init__(self, root: Path, salt: int, *, writable: bool = False, warn: bool = True) -> None:
+        self._warn = warn
+        self.root = root
+        self.segments: dict[int, SegmentReader] = {}
+        self.patches: dict[int, SegmentReader] = {}
+        self.moved: dict[int, int] = {}
+        self.generation = 0
+        self.evicted_rows = 0
+        self.problems: list[str] = []
+        self.order = ArrivalOrder()
+        self._order_generation = -1
+        self._writable = writable
+        self._salt = salt
+        self._next = 0
+        self._removed_seen = 0
+        self._limits: Int64Array = np.zeros(0, np.int64)
+        mapped = map_file(removed_path(root), REMOVED_CAP * RECORD_SIZE)
+        self._removed = Log(memoryview(mapped), salt)
+        self._relist()
+
+    def refresh(self) -> bool:
+        """Take in new commits, new segments and removals; returns whether anything changed."""
+        before = self.generation
+        if not self._removed.is_blank(self._removed_seen):
+            self._relist()
+        else:
+            while (self.root / segment_name(self._next)).exists():
+                self._open(self._next)
+                self._next += 1
+        for segment in self.segments.values():
+            if segment.refresh():
+                self._limits[segment.ordinal] = segment.rows
+                self.generation += 1
+        for patch in self.patches.values():
+            if patch.refresh():
+                self.generation += 1
+        return self.generation != before
+
+    def refresh_segment(self, ordinal: int) -> None:
+        """Take in the new commits of one segment: the cheap path after an own append."""
+        while self._next <= ordinal:
+            self._open(self._next)
+            self._next += 1
+        segment = self.segments.get(ordinal) or self.patches.get(ordinal)
+        if segment is not None:
+            segment.refresh()
+            if ordinal in self.segments:
+                self._limits[ordinal] = segment.rows
+            self.generation += 1
+
+    def _relist(self) -> None:
+        self._removed_seen, _ = self._removed.find_end(self._removed_seen)
+        if self._removed_seen:
+            last = self._removed.get(self._removed_seen - 1)
+            if last is not None:
+                self.evicted_rows = max(self.evicted_rows, last.elems_end)
+        present = list_ordinals(self.root)
+        known = set(present)
+        for gone in [o for o in (*self.segments, *self.patches) if o not in known]:
+            self._forget(gone)
+        for ordinal in present:
+            if ordinal not in self.segments and ordinal not in self.patches:
+                self._open(ordinal)
+        self._next = max(self._next, present[-1] + 1 if present else 0)
+
+    def _forget(self, ordinal: int) -> None:
+        self.segments.pop(ordinal, None)
+        self.patches.pop(ordinal, None)
+        if ordinal < len(self._limits) and ordinal not in self.moved:
+            self._limits[ordinal] = 0
+        for source in [o for o, target in self.moved.items() if target == ordinal]:
+            del self.moved[source]
+            self._limits[source] = 0
+        self.order.reset()
+        self.generation += 1
+
+    def _open(self, ordinal: int) -> None:
+        if ordinal in self.moved:
+            return
+        try:
+            segment = SegmentReader(self.root / segment_name(ordinal), ordinal, writable=self._writable)
+        except FileNotFoundError:
+            return
+        except StoreError as error:
+            self._note_problem(ordinal, error)
+            return
+        if ordinal >= len(self._limits):
+            grown = np.zeros(max(64, 2 * (ordinal + 1)), np.int64)
+            grown[: len(self._limits)] = self._limits
+            self._limits = grown
+        self.generation += 1
+        if segment.meta.kind == "patch":
+            self.patches[ordinal] = segment
+            return
+        self.segments[ordinal] = segment
+        self._limits[ordinal] = segment.rows if segment.meta.kind == "rows" else 0
+        for source in segment.meta.replaces:
+            self._forget(source)
+            self.moved[source] = ordinal
+            self._limits[source] = -1
+
+    def _note_problem(self, ordinal: int, error: StoreError) -> None:
+        problem = f"{segment_name(ordinal)}: cannot be opened: {error}"
+        if problem in self.problems:
+            return
+        self.problems.append(problem)
+        if self._warn:
+            warnings.warn(
+                f"{self.root}: {problem} The other segments are readable; run verify() for the whole list.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def row_segments(self) -> list[SegmentReader]:
+        """The segments whose rows count, by ordinal."""
+        return [self.segments[o] for o in sorted(self.segments)]
+
+    def total_rows(self) -> int:
+        """Rows that can be read."""
+        return sum(s.live_rows for s in self.segments.values())
+
+    def ids(self) -> Int64Array:
+        """All ids in the order of arrival."""
+        if self._order_generation != self.generation:
+            self.order.update(self.row_segments())
+            self._order_generation = self.generation
+        return self.order.ids()
+
+    def any_segment(self, ordinal: int) -> SegmentReader:
+        """The segment of rows or patches with this ordinal."""
+        found = self.segments.get(ordinal)
+        return found if found is not None else self.patches[ordinal]
+
+    def locate(self, ids: Int64Array) -> Address:
+        """Find rows.
+
+        Raises:
+            MissingRowError: an id was never given, is not visible yet, or was evicted.
+        """
+        ordinals, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
+        if not len(ids):
+            return Address(ordinals, rows)
+        if int(ordinals.min()) < 0 or int(ordinals.max()) >= len(self._limits):
+            bad = (ordinals < 0) | (ordinals >= len(self._limits))
+            raise self._missing(int(ids[bad][0]))
+        outside = rows >= self._limits[ordinals]
+        if outside.any():
+            ordinals, rows = self._follow_moves(ids, ordinals, rows, outside)
+        if any(s.holes for s in self.segments.values()):
+            self._check_holes(ids, ordinals, rows)
+        return Address(ordinals, rows)
+
+    def _follow_moves(
+        self,
+        ids: Int64Array,
+        ordinals: Int64Array,
+        rows: Int64Array,
+        outside: npt.NDArray[np.bool_],
+    ) -> tuple[Int64Array, Int64Array]:
+        ordinals, rows = ordinals.copy(), rows.copy()
+        for source in {int(o) for o in ordinals[outside]}:
+            where = np.flatnonzero(outside & (ordinals == source))
+            target = self.moved.get(source)
+            if target is None:
+                raise self._missing(int(ids[where[0]]))
+            segment = self.segments[target]
+            known = segment.array("row_id")[: segment.rows]
+            found = np.minimum(np.searchsorted(known, ids[where]), max(segment.rows - 1, 0))
+            wrong = known[found] != ids[where] if segment.rows else np.ones(len(where), bool)
+            if wrong.any():
+                raise self._missing(int(ids[where[wrong]][0]))
+            rows[where] = found
+            ordinals[where] = target
+        return ordinals, rows
+
+    def _check_holes(self, ids: Int64Array, ordinals: Int64Array, rows: Int64Array) -> None:
+        for segment in self.segments.values():
+            for first, end in segment.holes:
+                bad = (ordinals == segment.ordinal) & (rows >= first) & (rows < end)
+                if bad.any():
+                    raise self._missing(int(ids[bad][0]), "its commit record is damaged")
+
+    def _missing(self, row_id: int, why: str = "") -> MissingRowError:
+        ordinal, row = row_id >> ORDINAL_SHIFT, row_id & ROW_MASK
+        if not why:
+            segment = self.segments.get(ordinal)
+            if segment is not None:
+                why = f"segment {ordinal} has {segment.rows} rows as seen from here, and this is row {row}"
+            elif 0 <= ordinal < self._next:
+                why = f"segment {ordinal} was evicted"
+            else:
+                why = f"there is no segment {ordinal}"
+        return MissingRowError(
+            f"no trajectory with id {row_id} in {self.root}: {why}. Ids come from append() and ids(); "
+            "refresh() shows what other processes wrote or evicted."
+        )
+
+    def limits(self) -> Mapping[int, int]:
+        """Rows visible per segment: the vector that a snapshot keeps."""
+        return {o: s.rows for o, s in sorted(self.segments.items())}
+
+    def note_removed(self, ordinal: int, rows: int, time_ns: int) -> None:
+        """Record that a segment was removed; call with the store's lock held.
+
+        Args:
+            ordinal: the segment.
+            rows: rows that are gone for good (0 where they moved to another segment).
+            time_ns: now.
+        """
+        end, _ = self._removed.find_end(self._removed_seen)
+        last = self._removed.get(end - 1) if end else None
+        total = (last.elems_end if last is not None else 0) + rows
+        record = Record(end, time_ns, rows, ordinal, total, KIND_REMOVED, 0, 0)
+        fd = os.open(removed_path(self.root), os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            _fs.pwrite(fd, pack(record, self._salt), end * RECORD_SIZE)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Drop the maps; arrays that callers still hold stay valid."""
+        self.segments.clear()
+        self.patches.clear()

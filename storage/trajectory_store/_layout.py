@@ -1,0 +1,269 @@
+"""The layout of a segment: which arrays it has, as Zarr v3 metadata and as files.
+
+A segment is a Zarr v3 group. Each array is uncompressed and has one chunk of fixed capacity, so the chunk
+file holds the raw little-endian values and nothing else; `storage/FORMAT.md` is the normative text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+
+from trajectory_store import _fs
+from trajectory_store._errors import CorruptionError, FormatVersionError, NotAStoreError, StoreError
+from trajectory_store._record import RECORD_SIZE, crc32c
+from trajectory_store._schema import Column, Fill, Schema
+
+FORMAT_NAME = "ragged-trajectories"
+FORMAT_VERSION = 1
+COMMITS = "commits"
+PRESENT = "present"
+ROW_ID = "row_id"
+ROW_TIME = "row_time"
+TARGET = "target"
+MAX_ROWS = 65_536
+FIRST_ROWS = 4_096
+MAX_ELEMENTS = 1 << 24
+FIRST_ELEMENTS = 1 << 20
+
+Kind = Literal["rows", "patch", "compacted"]
+
+
+class ArraySpec(NamedTuple):
+    """One array of a segment."""
+
+    name: str
+    dtype: np.dtype[Any]
+    capacity: int
+    dimension: str
+    fill: Fill
+
+
+def offsets_name(axis: str) -> str:
+    """The name of the offsets array of an axis."""
+    return f"{axis}.offsets"
+
+
+@dataclass(frozen=True)
+class SegmentMeta:
+    """What the `zarr.json` of a segment says about it.
+
+    Attributes:
+        schema: the columns of this segment.
+        rows_cap: rows that fit.
+        elems_cap: per axis the elements that fit.
+        kind: `rows`, `patch` (later values of rows elsewhere) or `compacted` (rows moved from elsewhere).
+        salt: random, in every record, so old bytes are never taken for records.
+        replaces: ordinals of the segments whose rows moved here.
+    """
+
+    schema: Schema
+    rows_cap: int
+    elems_cap: Mapping[str, int]
+    kind: Kind = "rows"
+    durability: str = "process"
+    preallocated: bool = False
+    replaces: tuple[int, ...] = ()
+    salt: int = field(default_factory=lambda: secrets.randbits(32) | 1)
+    writer: str = field(default_factory=lambda: f"{os.getpid()}@{socket.gethostname()}")
+    boot_id: str = field(default_factory=_fs.boot_id)
+    created_ns: int = field(default_factory=time.time_ns)
+
+    def internal_rows(self) -> tuple[str, ...]:
+        """The names of the per-row int64 arrays that this kind of segment has."""
+        return {"rows": (), "patch": (TARGET,), "compacted": (ROW_ID, ROW_TIME)}[self.kind]
+
+    def arrays(self) -> list[ArraySpec]:
+        """Every array but the commits: columns, offsets per axis, presence, internal rows."""
+        out: list[ArraySpec] = []
+        for column in self.schema:
+            size, dimension = self.rows_cap, "rows"
+            if column.axis is not None:
+                size, dimension = self.elems_cap[column.axis], column.axis
+            fill = 0 if column.is_text else column.fill_value
+            out.append(ArraySpec(column.name, column.np_dtype, size, dimension, fill))
+        int64 = np.dtype("<i8")
+        edges = self.rows_cap + 1
+        out.extend(ArraySpec(offsets_name(axis), int64, edges, "row_edges", 0) for axis in self.schema.axes)
+        if self.schema.optional:
+            out.append(ArraySpec(PRESENT, np.dtype("<u8"), self.rows_cap, "rows", 0))
+        out.extend(ArraySpec(n, int64, self.rows_cap, "rows", 0) for n in self.internal_rows())
+        return out
+
+    def to_json(self) -> bytes:
+        """The content of the segment's zarr.json."""
+        attributes = {
+            "format": FORMAT_NAME,
+            "version": FORMAT_VERSION,
+            "role": "segment",
+            "kind": self.kind,
+            "salt": self.salt,
+            "rows_cap": self.rows_cap,
+            "elems_cap": dict(self.elems_cap),
+            "schema": self.schema.to_json(),
+            "durability": self.durability,
+            "preallocated": self.preallocated,
+            "replaces": list(self.replaces),
+            "writer": self.writer,
+            "boot_id": self.boot_id,
+            "created_ns": self.created_ns,
+        }
+        return group_json(attributes)
+
+    @classmethod
+    def from_json(cls, raw: bytes, path: Path) -> SegmentMeta:
+        """Parse a segment's zarr.json."""
+        attributes = read_attributes(raw, path, "segment")
+        try:
+            return cls(
+                schema=Schema.from_json(attributes["schema"]),
+                rows_cap=int(attributes["rows_cap"]),
+                elems_cap={str(k): int(v) for k, v in attributes["elems_cap"].items()},
+                kind=attributes["kind"],
+                durability=str(attributes["durability"]),
+                preallocated=bool(attributes["preallocated"]),
+                replaces=tuple(int(x) for x in attributes["replaces"]),
+                salt=int(attributes["salt"]),
+                writer=str(attributes["writer"]),
+                boot_id=str(attributes["boot_id"]),
+                created_ns=int(attributes["created_ns"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CorruptionError(f"{path}: the attribute {error} is missing or damaged.") from None
+
+
+def group_json(attributes: Mapping[str, Any]) -> bytes:
+    """The zarr.json of a group."""
+    doc = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+    return json.dumps(doc, indent=1).encode()
+
+
+def read_attributes(raw: bytes, path: Path, role: str) -> dict[str, Any]:
+    """Return the attributes of a store's or a segment's zarr.json after checking what wrote them."""
+    try:
+        doc: Any = json.loads(raw)
+        attributes: Any = doc["attributes"]
+        name: Any = attributes["format"]
+        version: Any = attributes["version"]
+        found: Any = attributes["role"]
+    except (ValueError, KeyError, TypeError):
+        name = version = found = None
+        attributes = {}
+    if name != FORMAT_NAME or found != role:
+        raise NotAStoreError(
+            f"{path} is not the metadata of a trajectory {role}. Give the folder that TrajectoryStore.create made."
+        )
+    if version != FORMAT_VERSION:
+        way_out = (
+            "Install a newer release of rlhf-pipeline"
+            if isinstance(version, int) and version > FORMAT_VERSION
+            else "Convert it with the release that wrote it"
+        )
+        raise FormatVersionError(
+            f"{path} is format version {version!r}; this release reads version {FORMAT_VERSION}. {way_out}."
+        )
+    return cast("dict[str, Any]", attributes)
+
+
+def array_json(shape: list[int], dtype: np.dtype[Any], dimensions: list[str], fill: Fill = 0) -> bytes:
+    """The zarr.json of an uncompressed array with one chunk."""
+    value: Any = fill
+    if dtype.kind == "b":
+        value = bool(fill)
+    elif dtype.kind == "f":
+        number = float(fill)
+        value = number if np.isfinite(number) else {np.inf: "Infinity", -np.inf: "-Infinity"}.get(number, "NaN")
+    codec: dict[str, Any] = {"name": "bytes"}
+    if dtype.itemsize > 1:
+        codec["configuration"] = {"endian": "little"}
+    doc = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shape}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": value,
+        "codecs": [codec],
+        "attributes": {},
+        "dimension_names": dimensions,
+    }
+    return json.dumps(doc, indent=1).encode()
+
+
+def spec_json(spec: ArraySpec) -> bytes:
+    """The zarr.json of one array of a segment."""
+    return array_json([spec.capacity], spec.dtype, [spec.dimension], spec.fill)
+
+
+def commits_json(rows_cap: int) -> bytes:
+    """The zarr.json of the commits array."""
+    return array_json([commits_cap(rows_cap), RECORD_SIZE], np.dtype("uint8"), ["commits", "bytes"])
+
+
+def commits_cap(rows_cap: int) -> int:
+    """Records that fit: one per row, and the end."""
+    return rows_cap + 1
+
+
+def chunk_path(folder: Path, name: str) -> Path:
+    """The file with the values of a 1-D array."""
+    return folder / name / "c" / "0"
+
+
+def commits_path(folder: Path) -> Path:
+    """The file with the commit records."""
+    return folder / COMMITS / "c" / "0" / "0"
+
+
+def write_segment(folder: Path, meta: SegmentMeta) -> tuple[int, int]:
+    """Build the files of an empty segment in a folder that does not exist yet.
+
+    Returns:
+        The open, locked file of its commits, and the CRC32C of its zarr.json.
+    """
+    try:
+        _fs.mkdir(folder)
+        _fs.mkdir(folder / COMMITS)
+        _fs.mkdir(folder / COMMITS / "c")
+        _fs.mkdir(folder / COMMITS / "c" / "0")
+        size = commits_cap(meta.rows_cap) * RECORD_SIZE
+        _fs.create_sized(commits_path(folder), size, preallocate=False)
+        fd = os.open(commits_path(folder), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if not _fs.try_lock(fd):
+                raise StoreError(f"{folder} was locked by another process while it was made.")
+            _fs.write_file(folder / COMMITS / "zarr.json", commits_json(meta.rows_cap))
+            for spec in meta.arrays():
+                _fs.mkdir(folder / spec.name)
+                _fs.mkdir(folder / spec.name / "c")
+                _fs.write_file(folder / spec.name / "zarr.json", spec_json(spec))
+                nbytes = spec.capacity * spec.dtype.itemsize
+                _fs.create_sized(chunk_path(folder, spec.name), nbytes, meta.preallocated)
+            raw = meta.to_json()
+            _fs.write_file(folder / "zarr.json", raw)
+            if meta.durability != "process":
+                _fs.sync_tree(folder)
+        except BaseException:
+            os.close(fd)
+            raise
+    except OSError as error:
+        _fs.remove_tree(folder)
+        if isinstance(error, StoreError):
+            raise
+        raise _fs.failed(error, folder, "creating a segment") from error
+    return fd, crc32c(raw)
+
+
+def fixed_row_bytes(columns: tuple[Column, ...]) -> int:
+    """Bytes per row of the scalar columns."""
+    return sum(c.np_dtype.itemsize for c in columns if c.axis is None)

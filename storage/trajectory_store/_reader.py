@@ -1,0 +1,256 @@
+"""Reading one segment: its files mapped read-only, its rows as far as the records go."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store import _fs
+from trajectory_store._errors import CorruptionError, MissingRowError, StoreError
+from trajectory_store._layout import (
+    COMMITS,
+    ROW_ID,
+    ROW_TIME,
+    ArraySpec,
+    SegmentMeta,
+    chunk_path,
+    commits_path,
+    offsets_name,
+)
+from trajectory_store._ragged import Int64Array
+from trajectory_store._record import KIND_END, KIND_ROWS, Log, crc32c
+from trajectory_store._schema import Schema
+from trajectory_store._writer import ORDINAL_SHIFT
+
+VERIFIED = "verified"
+
+
+def map_file(path: Path, size: int, *, writable: bool = False) -> mmap.mmap:
+    """Map a file of at least `size` bytes.
+
+    Raises:
+        FileNotFoundError: the file is gone.
+        CorruptionError: the file is shorter than the metadata says.
+    """
+    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd).st_size
+        if found < size:
+            raise CorruptionError(
+                f"{path} has {found} bytes, but its metadata says {size}: it was cut short by a copy or "
+                "a repair. Restore it from a backup, or run verify to list what is lost."
+            )
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        return mmap.mmap(fd, size, access=access)
+    finally:
+        os.close(fd)
+
+
+class SegmentReader:
+    """One segment as a reader sees it.
+
+    Attributes:
+        rows: rows that the valid records cover.
+        records: valid records seen.
+        finished: nothing more will come.
+        holes: row ranges whose records are damaged.
+    """
+
+    def __init__(self, folder: Path, ordinal: int, *, writable: bool = False) -> None:
+        self.folder = folder
+        self.ordinal = ordinal
+        self.rows = 0
+        self.records = 0
+        self.finished = False
+        self.holes: list[tuple[int, int]] = []
+        self._writable = writable
+        raw = (folder / "zarr.json").read_bytes()
+        self.meta = SegmentMeta.from_json(raw, folder / "zarr.json")
+        self.meta_crc = crc32c(raw)
+        self._specs: dict[str, ArraySpec] = {spec.name: spec for spec in self.meta.arrays()}
+        self._maps: dict[str, memoryview] = {}
+        self._arrays: dict[str, npt.NDArray[Any]] = {}
+        size = (self.meta.rows_cap + 1) * 64
+        self.log = Log(memoryview(map_file(commits_path(folder), size)), self.meta.salt)
+        self._limit = self._limit_after_reboot()
+        self.refresh(first=True)
+
+    @property
+    def schema(self) -> Schema:
+        """The columns of this segment."""
+        return self.meta.schema
+
+    def refresh(self, *, first: bool = False) -> bool:
+        """Take in new records; returns whether rows were added."""
+        if self.finished or (not first and self.log.is_blank(self.records)):
+            return False
+        end, damaged = self.log.find_end(self.records)
+        if self._limit is not None:
+            end, self.finished = min(end, self._limit), True
+        if end == self.records:
+            return False
+        last = self.log.get(end - 1)
+        if last is not None and last.kind == KIND_END:
+            self.finished = True
+            last = self.log.get(end - 2) if end > 1 else None
+        before, self.records = self.rows, end
+        if last is not None:
+            self.rows = last.rows_end
+            self.finished |= last.rows_end == self.meta.rows_cap
+        if self.rows > self.meta.rows_cap:
+            raise CorruptionError(f"{self.folder}: a record covers {self.rows} rows of {self.meta.rows_cap}.")
+        if damaged:
+            self.find_holes()
+        return self.rows > before
+
+    def find_holes(self) -> None:
+        """Check every record and note the rows of the damaged ones."""
+        holes: list[tuple[int, int]] = []
+        covered = 0
+        for seq in range(self.records):
+            record = self.log.get(seq)
+            if record is None or record.kind != KIND_ROWS:
+                continue
+            if record.rows_end - record.n_rows > covered:
+                holes.append((covered, record.rows_end - record.n_rows))
+            covered = record.rows_end
+        self.holes = holes
+
+    @property
+    def live_rows(self) -> int:
+        """Rows that can be read."""
+        return self.rows - sum(b - a for a, b in self.holes)
+
+    def _limit_after_reboot(self) -> int | None:
+        """How many records to trust in a segment that was not synced before the machine went down."""
+        if self.meta.durability == "power" or self.meta.boot_id == _fs.boot_id():
+            return None
+        mark = self.folder / COMMITS / VERIFIED
+        try:
+            return int(json.loads(mark.read_bytes())["records"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        good = self.check_prefix()
+        temporary = mark.with_name(f"{VERIFIED}.{os.getpid()}")
+        try:
+            _fs.write_file(temporary, json.dumps({"records": good}).encode())
+            _fs.rename(temporary, mark)
+        except OSError:
+            pass
+        return good
+
+    def check_prefix(self) -> int:
+        """Count the records whose data checksum holds, up to the first that does not."""
+        seq = 0
+        edges = dict.fromkeys(self.schema.axes, 0)
+        while (record := self.log.get(seq)) is not None:
+            if record.kind == KIND_ROWS:
+                crc = self.data_crc(record.rows_end - record.n_rows, record.rows_end, edges)
+                if crc != record.data_crc:
+                    break
+            seq += 1
+        return seq
+
+    def data_crc(self, first: int, end: int, edges: dict[str, int] | None = None) -> int:
+        """CRC32C over the values of rows `first` to `end`, in the order they were written.
+
+        Args:
+            first: the first row.
+            end: one past the last row.
+            edges: per axis the expected first element; updated to the next one.
+
+        Returns:
+            The checksum, or -1 where the offsets cannot be right.
+        """
+        crc = 0
+        spans: dict[str, tuple[int, int]] = {}
+        for axis in self.schema.axes:
+            offsets = self.offsets(axis)
+            start, stop = int(offsets[first]), int(offsets[end])
+            if not 0 <= start <= stop <= self.meta.elems_cap[axis]:
+                return -1
+            if edges is not None:
+                if edges[axis] != start:
+                    return -1
+                edges[axis] = stop
+            spans[axis] = (start, stop)
+        for column in self.schema:
+            if column.mutable:
+                continue
+            start, stop = (first, end) if column.axis is None else spans[column.axis]
+            crc = crc32c(self.array(column.name)[start:stop].view(np.uint8), crc)
+        for axis in self.schema.axes:
+            crc = crc32c(self.offsets(axis)[first + 1 : end + 1].view(np.uint8), crc)
+        for name in (*(("present",) if self.schema.optional else ()), *self.meta.internal_rows()):
+            crc = crc32c(self.array(name)[first:end].view(np.uint8), crc)
+        return crc
+
+    def raw(self, name: str) -> memoryview:
+        """The bytes of an array, mapped at first use."""
+        view = self._maps.get(name)
+        if view is None:
+            spec = self._specs[name]
+            writable = self._writable and name in self.schema and self.schema[name].mutable
+            path = chunk_path(self.folder, name)
+            try:
+                mapped = map_file(path, spec.capacity * spec.dtype.itemsize, writable=writable)
+            except FileNotFoundError:
+                raise MissingRowError(
+                    f"segment {self.folder.name} was evicted or compacted away before its column "
+                    f"'{name}' was read. Call refresh() and take ids from ids()."
+                ) from None
+            except OSError as error:
+                if isinstance(error, StoreError) or error.errno != errno.ENOMEM:
+                    raise
+                raise CorruptionError(
+                    f"{path} cannot be mapped: too many maps ({error.strerror}). Run compact, or raise "
+                    "vm.max_map_count."
+                ) from None
+            view = self._maps[name] = memoryview(mapped)
+        return view
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """An array of the segment as numpy sees it, whole capacity."""
+        found = self._arrays.get(name)
+        if found is None:
+            found = self._arrays[name] = np.frombuffer(self.raw(name), self._specs[name].dtype)
+        return found
+
+    def offsets(self, axis: str) -> Int64Array:
+        """`[rows_cap + 1]` int64: where the rows of an axis begin."""
+        return self.array(offsets_name(axis))
+
+    def commits(self, start: int = 0) -> npt.NDArray[Any]:
+        """The row commits from record `start` on: a structured array, damaged records left out."""
+        table = self.log.table(self.records, start)
+        keep = table["kind"] == KIND_ROWS
+        keep &= table["salt"] == self.meta.salt
+        keep &= table["seq"] == np.arange(start, self.records)
+        return table[keep]
+
+    def row_ids(self, first: int, end: int) -> Int64Array:
+        """The ids of a range of rows."""
+        if self.meta.kind == "compacted":
+            return np.array(self.array(ROW_ID)[first:end])
+        base = self.ordinal << ORDINAL_SHIFT
+        return np.arange(base + first, base + end, dtype=np.int64)
+
+    def row_times(self) -> Int64Array:
+        """The commit times of a compacted segment's rows."""
+        return self.array(ROW_TIME)[: self.rows]
+
+    def elements(self) -> Mapping[str, int]:
+        """Per axis the number of elements in use."""
+        return {axis: int(self.offsets(axis)[self.rows]) for axis in self.schema.axes}
+
+    def is_live(self) -> bool:
+        """Whether a living process may still append."""
+        return not self.finished and _fs.is_locked(commits_path(self.folder))

@@ -1,0 +1,258 @@
+"""Columns and schemas: what one trajectory consists of."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store._errors import SchemaError, UnknownColumnError, did_you_mean
+
+NUMERIC_DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64"),
+)
+DTYPES = (*NUMERIC_DTYPES, "str")
+DEFAULT_AXIS = "tokens"
+MAX_OPTIONAL = 64
+RESERVED = frozenset({"commits", "removed", "present", "row_id", "row_time", "target", "lengths"})
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*\Z")
+
+Fill = bool | int | float | str
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a store.
+
+    Args:
+        name: letters, digits, `_` and `-`, starting with a letter.
+        dtype: a numpy name (`"int32"`, `"float32"`, `"bool"`, ...) or `"str"` for UTF-8 text.
+        ragged: one 1-D array of any length per trajectory instead of one value.
+        mutable: the value may change after the commit (`TrajectoryStore.update`); scalars only.
+        axis: ragged columns that share an axis have the same length in each trajectory and share one
+            offsets array. Default `"tokens"`; a text column has an axis of its own.
+        fill: what `append` writes where the column is left out, and what rows older than the column
+            read as. A column without a fill must be in every batch; mutable columns default to 0.
+
+    Raises:
+        SchemaError: the definition contradicts itself.
+
+    >>> Column("input_ids", "int32", ragged=True).axis
+    'tokens'
+    >>> Column("priority", "float32", mutable=True).optional
+    True
+    """
+
+    name: str
+    dtype: str
+    ragged: bool = False
+    mutable: bool = False
+    axis: str | None = None
+    fill: Fill | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.match(self.name) or self.name in RESERVED:
+            raise SchemaError(
+                f"column name {self.name!r} cannot be used: a name starts with a letter, holds letters, "
+                f"digits, '_' and '-', and is none of {', '.join(sorted(RESERVED))}."
+            )
+        if self.dtype not in DTYPES:
+            raise SchemaError(
+                f"column '{self.name}' has dtype {self.dtype!r}, which the format does not hold."
+                + did_you_mean(str(self.dtype), DTYPES)
+            )
+        if self.mutable and (self.ragged or self.is_text):
+            raise SchemaError(
+                f"column '{self.name}' cannot be mutable: only scalars change in place. Give later "
+                "values of ragged and text columns with TrajectoryStore.patch."
+            )
+        if self.is_text and self.ragged:
+            raise SchemaError(f"column '{self.name}' is text: leave out ragged=True.")
+        self._set_axis()
+        self._check_fill()
+
+    def _set_axis(self) -> None:
+        if self.axis is None:
+            axis = self.name if self.is_text else DEFAULT_AXIS if self.ragged else None
+            object.__setattr__(self, "axis", axis)
+        elif not (self.ragged or self.is_text):
+            raise SchemaError(f"column '{self.name}' is a scalar and has no axis; set ragged=True.")
+        elif not _NAME.match(self.axis):
+            raise SchemaError(f"axis {self.axis!r} of column '{self.name}' is not a valid name.")
+
+    def _check_fill(self) -> None:
+        if self.fill is None:
+            return
+        if self.is_text:
+            if not isinstance(self.fill, str):
+                raise SchemaError(f"fill {self.fill!r} of text column '{self.name}' is not a str.")
+            return
+        try:
+            kept = np.asarray(self.fill).astype(self.dtype)
+            same = bool(kept == self.fill) or (self.dtype.startswith("float") and self.fill != "")
+        except (ValueError, TypeError, OverflowError):
+            same = False
+        if not same or isinstance(self.fill, str):
+            raise SchemaError(f"fill {self.fill!r} of column '{self.name}' is not a {self.dtype}.")
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the column holds UTF-8 text."""
+        return self.dtype == "str"
+
+    @property
+    def optional(self) -> bool:
+        """Whether `append` may leave the column out."""
+        return self.fill is not None or self.mutable
+
+    @property
+    def np_dtype(self) -> np.dtype[Any]:
+        """The little-endian dtype on disk; uint8 for text."""
+        return np.dtype("uint8") if self.is_text else np.dtype(self.dtype).newbyteorder("<")
+
+    @property
+    def fill_value(self) -> Fill:
+        """The fill, or the default of the dtype: NaN, 0, False or the empty text."""
+        if self.fill is not None:
+            return self.fill
+        if self.is_text:
+            return ""
+        if self.dtype.startswith("float") and not self.mutable:
+            return math.nan
+        return False if self.dtype == "bool" else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the definition as JSON values; NaN and infinities become their names."""
+        out: dict[str, Any] = {"name": self.name, "dtype": self.dtype}
+        if self.ragged:
+            out["ragged"] = True
+        if self.mutable:
+            out["mutable"] = True
+        if self.axis is not None:
+            out["axis"] = self.axis
+        if self.fill is not None:
+            odd = isinstance(self.fill, float) and not math.isfinite(self.fill)
+            out["fill"] = {"float": repr(self.fill)} if odd else self.fill
+        return out
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Column:
+        """Rebuild a column from `to_json`."""
+        fields = dict(data)
+        if isinstance(fields.get("fill"), dict):
+            fields["fill"] = float(fields["fill"]["float"])
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise SchemaError(f"a column definition cannot be read: {dict(data)!r} ({error})") from None
+
+
+class Schema:
+    """The columns of a store, in order.
+
+    Args:
+        columns: the columns; names are unique, and columns of one axis are all text or all numeric.
+
+    Raises:
+        SchemaError: no columns, a name twice, or a text column that shares its axis.
+
+    >>> schema = Schema([Column("input_ids", "int32", ragged=True), Column("reward", "float32")])
+    >>> schema.names
+    ('input_ids', 'reward')
+    >>> Schema.from_json(schema.to_json()) == schema
+    True
+    """
+
+    def __init__(self, columns: Iterable[Column]) -> None:
+        self.columns: tuple[Column, ...] = tuple(columns)
+        if not self.columns:
+            raise SchemaError("a schema needs at least one column.")
+        self._by_name: dict[str, Column] = {}
+        axes: dict[str, list[Column]] = {}
+        for column in self.columns:
+            if column.name in self._by_name:
+                raise SchemaError(f"column '{column.name}' appears twice in the schema.")
+            self._by_name[column.name] = column
+            if column.axis is not None:
+                axes.setdefault(column.axis, []).append(column)
+        for axis, members in axes.items():
+            if len(members) > 1 and any(c.is_text for c in members):
+                names = ", ".join(c.name for c in members)
+                raise SchemaError(f"axis '{axis}' is shared by {names}: text has an axis of its own.")
+        self.axes: dict[str, tuple[Column, ...]] = {a: tuple(m) for a, m in axes.items()}
+        self.optional: tuple[Column, ...] = tuple(c for c in self.columns if c.optional)
+        if len(self.optional) > MAX_OPTIONAL:
+            raise SchemaError(
+                f"{len(self.optional)} columns have a fill or are mutable; the format holds presence "
+                f"flags for {MAX_OPTIONAL}."
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The column names, in order."""
+        return tuple(self._by_name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def __iter__(self) -> Iterator[Column]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __getitem__(self, name: str) -> Column:
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise UnknownColumnError(
+                f"the schema has no column '{name}'." + did_you_mean(str(name), self._by_name)
+            ) from None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schema) and self.to_json() == other.to_json()
+
+    def __hash__(self) -> int:
+        return hash(self.names)
+
+    def __repr__(self) -> str:
+        return f"Schema({list(self.columns)!r})"
+
+    def select(self, names: Sequence[str] | str | None) -> tuple[Column, ...]:
+        """Return the named columns, or all of them for None."""
+        if names is None:
+            return self.columns
+        return tuple(self[name] for name in ([names] if isinstance(names, str) else names))
+
+    def with_columns(self, columns: Iterable[Column]) -> Schema:
+        """Return a schema with more columns; every new one needs a fill for the rows that exist."""
+        added = list(columns)
+        for column in added:
+            if not column.optional:
+                raise SchemaError(
+                    f"column '{column.name}' is added to rows that exist: give it a fill, for example "
+                    f"Column({column.name!r}, {column.dtype!r}, fill=...)."
+                )
+        return Schema([*self.columns, *added])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the schema as JSON values."""
+        return {"columns": [c.to_json() for c in self.columns]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Schema:
+        """Rebuild a schema from `to_json`."""
+        columns: Any = data.get("columns")
+        if not isinstance(columns, list):
+            raise SchemaError(f"a schema cannot be read: no list of columns in {dict(data)!r}")
+        return cls([Column.from_json(c) for c in columns])  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+    def empty(self, column: Column) -> npt.NDArray[Any]:
+        """Return an empty array of the column's dtype on disk."""
+        return np.empty(0, column.np_dtype)

@@ -1,0 +1,480 @@
+"""`TrajectoryStore`: the one door to a store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store import _fs
+from trajectory_store._batch import cast_values, prepare
+from trajectory_store._catalog import Catalog
+from trajectory_store._errors import (
+    BatchError,
+    ReadOnlyError,
+    SchemaError,
+    StoreClosedError,
+    StoreError,
+)
+from trajectory_store._gather import Gather, Side, pad_value_of
+from trajectory_store._pool import BufferPool
+from trajectory_store._ragged import Int64Array, RaggedArray
+from trajectory_store._root import RootMeta, create_root, read_root
+from trajectory_store._schema import Column, Schema
+from trajectory_store._verify import VerifyReport, leftovers, verify_segments
+from trajectory_store._writer import (
+    DURABILITIES,
+    ORDINAL_SHIFT,
+    TEMPORARY,
+    Durability,
+    SegmentStream,
+)
+
+Ids = npt.ArrayLike
+Columns = Sequence[str] | str | None
+Mode = Literal["r", "a"]
+Backend = Literal["memmap", "zarr"]
+
+
+class TrajectoryStore:
+    """A durable, ragged, memory-mapped store of trajectories.
+
+    Make one with `create` or `open`. Any number of processes may append (each to segments of its own) and
+    read at the same time; a process that is killed holds nobody up and loses nothing that `append`
+    returned for.
+
+    Attributes:
+        path: the folder.
+        schema: the columns.
+        mode: `"r"` or `"a"`.
+        durability: what an append waits for.
+
+    >>> import tempfile
+    >>> schema = Schema([Column("input_ids", "int32", ragged=True), Column("reward", "float32")])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     store = TrajectoryStore.create(f"{folder}/store", schema)
+    ...     ids = store.append({"input_ids": [[1, 2, 3], [4]], "reward": [1.0, 0.0]})
+    ...     batch = store.read_padded(ids, ["input_ids"])
+    ...     store.close()
+    >>> batch["input_ids"].tolist(), batch["lengths"].tolist()
+    ([[1, 2, 3], [4, 0, 0]], [3, 1])
+    """
+
+    def __init__(self, path: Path, root: RootMeta, mode: Mode, durability: Durability) -> None:
+        self.path = path
+        self.schema = root.schema
+        self.mode: Mode = mode
+        self.durability: Durability = durability
+        self._root = root
+        self._pool = BufferPool()
+        self._catalog = Catalog(path, root.salt, writable=mode == "a")
+        self._stream = SegmentStream(
+            path,
+            root.schema,
+            durability=durability,
+            segment_rows=root.segment_rows,
+            segment_elements=root.segment_elements,
+            preallocate=root.preallocate,
+        )
+        self._closed = False
+
+    # Opening and closing
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        schema: Schema | Sequence[Column],
+        *,
+        backend: Backend = "memmap",
+        durability: Durability = "process",
+        max_trajectories: int | None = None,
+        max_bytes: int | None = None,
+        preallocate: bool = False,
+        segment_rows: int | None = None,
+        segment_elements: int | None = None,
+    ) -> TrajectoryStore:
+        """Make a store and open it for appending.
+
+        Args:
+            path: a folder that does not exist or is empty.
+            schema: the columns.
+            backend: `"memmap"` for raw segments on a local disk.
+            durability: `"process"`: an acknowledged row survives `kill -9`. `"power"`: it also survives
+                a power loss, for one sync of the disk per append. `"group"`: the same, but appends of several
+                threads share a sync.
+            max_trajectories: keep the newest so many; older ones leave by whole segments.
+            max_bytes: keep about so many bytes on the disk; older segments leave.
+            preallocate: reserve disk blocks a segment at a time: faster appends, and a full disk shows
+                when a segment is made.
+            segment_rows: rows per segment; by default 4096, growing to 65536.
+            segment_elements: elements per ragged axis and segment; by default 1 Mi, growing to 16 Mi.
+
+        Raises:
+            StoreExistsError: the path holds something.
+            WriteFailedError: the disk refused.
+        """
+        if not isinstance(schema, Schema):
+            schema = Schema(schema)
+        if backend != "memmap":
+            raise StoreError(f"backend {backend!r} is not known. Use backend='memmap'.")
+        _check_durability(durability)
+        limits = {
+            "max_trajectories": max_trajectories,
+            "max_bytes": max_bytes,
+            "segment_rows": segment_rows,
+            "segment_elements": segment_elements,
+        }
+        for name, value in limits.items():
+            if value is not None and value < 1:
+                raise SchemaError(f"{name}={value} is too small; give at least 1, or None.")
+        if max_trajectories is not None and segment_rows is None and max_trajectories < 1 << 20:
+            segment_rows = max(1, max_trajectories // 16)
+        folder = Path(path)
+        root = RootMeta(
+            schema=schema,
+            durability=durability,
+            max_trajectories=max_trajectories,
+            max_bytes=max_bytes,
+            segment_rows=segment_rows,
+            segment_elements=segment_elements,
+            preallocate=preallocate,
+        )
+        create_root(folder, root)
+        return cls(folder, root, "a", durability)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        mode: Mode = "r",
+        *,
+        durability: Durability | None = None,
+    ) -> TrajectoryStore:
+        """Open a store.
+
+        Args:
+            path: its folder.
+            mode: `"r"` to read, `"a"` to read, append and update.
+            durability: for the appends of this process; default: what the store was created with.
+
+        Raises:
+            StoreNotFoundError: nothing is there.
+            NotAStoreError: something else is there.
+            FormatVersionError: another version of the format wrote it.
+        """
+        if mode not in ("r", "a"):
+            raise SchemaError(f"mode {mode!r} is not known. Use 'r' to read or 'a' to append.")
+        if durability is not None:
+            _check_durability(durability)
+        folder = Path(path)
+        root = read_root(folder)
+        return cls(folder, root, mode, durability or root.durability)
+
+    def close(self) -> None:
+        """Finish the own segment and drop the maps; arrays that were read stay valid."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stream.close()
+        self._catalog.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close()
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return f"<TrajectoryStore {str(self.path)!r} closed>"
+        return (
+            f"<TrajectoryStore {str(self.path)!r} mode={self.mode!r} durability={self.durability!r}: "
+            f"{len(self)} trajectories, {len(self.schema)} columns, "
+            f"{len(self._catalog.segments)} segments>"
+        )
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    # Writing
+
+    def append(self, data: Mapping[str, Any]) -> Int64Array:
+        """Append trajectories in one atomic commit.
+
+        Args:
+            data: per column a RaggedArray or a list of 1-D rows (ragged), a list of str (text), or `[n]`
+                values (scalars). Columns with a fill, and mutable ones, may be left out.
+
+        Returns:
+            `[n]` int64 ids, stable and never given again. They are durable on return.
+
+        Raises:
+            BatchError: the rows do not fit the schema; nothing was written.
+            WriteFailedError: the disk refused; what was acknowledged before is safe.
+        """
+        self._check_writable("append")
+        batch = prepare(self.schema, data)
+        if not batch.n_rows:
+            return np.empty(0, np.int64)
+        ordinal, first = self._stream.append(batch)
+        self._catalog.refresh_segment(ordinal)
+        start = (ordinal << ORDINAL_SHIFT) + first
+        return np.arange(start, start + batch.n_rows, dtype=np.int64)
+
+    def update(self, ids: Ids, **values: Any) -> None:
+        """Set mutable scalars of some trajectories, in place.
+
+        The new values are visible to every process at once and survive `kill -9`; a power loss may bring
+        older values back. Where several processes update a row, the last one wins.
+
+        Args:
+            ids: `[n]` ids.
+            **values: per column `[n]` values, or one for all.
+
+        Raises:
+            ReadOnlyError: the column is not mutable, or the store was opened with mode "r".
+            MissingRowError: an id is not in the store.
+        """
+        self._check_writable("update")
+        wanted = as_ids(ids)
+        checked: list[tuple[Column, npt.NDArray[Any]]] = []
+        for name, given in values.items():
+            column = self.schema[name]
+            if not column.mutable:
+                raise ReadOnlyError(
+                    f"column '{name}' does not change after its commit. Declare it with mutable=True, or "
+                    "give later values with patch()."
+                )
+            array: npt.NDArray[Any] = np.asarray(given)
+            if array.ndim == 0:
+                array = np.broadcast_to(array, (len(wanted),))
+            if array.shape != wanted.shape:
+                raise BatchError(f"column '{name}' got {list(array.shape)} values for {len(wanted)} ids.")
+            checked.append((column, cast_values(column, array)))
+        gather = Gather(self._catalog, wanted)
+        for column, array in checked:
+            gather.assign(column, array)
+
+    def flush(self) -> None:
+        """Wait until everything this process appended is on the disk."""
+        self._check_writable("flush")
+        try:
+            self._stream.sync()
+        except OSError as error:
+            raise _fs.failed(error, self.path, "syncing") from error
+
+    # Following
+
+    def refresh(self) -> int:
+        """Take in what other processes wrote; returns the watermark."""
+        self._check_open()
+        self._catalog.refresh()
+        return self.watermark
+
+    @property
+    def watermark(self) -> int:
+        """Trajectories committed since the store was made, as far as this reader has seen.
+
+        It never falls: evicted trajectories still count.
+        """
+        self._check_open()
+        return self._catalog.evicted_rows + self._catalog.total_rows()
+
+    def __len__(self) -> int:
+        self._check_open()
+        total = self._catalog.total_rows()
+        limit = self._root.max_trajectories
+        return total if limit is None else min(total, limit)
+
+    def ids(self) -> Int64Array:
+        """`[len(self)]` int64, read-only: the ids in the order of arrival, the same for every reader."""
+        self._check_open()
+        ids = self._catalog.ids()
+        limit = self._root.max_trajectories
+        return ids if limit is None else ids[max(0, len(ids) - limit) :]
+
+    # Reading
+
+    def read(self, ids: Ids, columns: Columns = None) -> dict[str, Any]:
+        """Read trajectories as they are.
+
+        Args:
+            ids: `[B]` ids, in any order, repeated or not.
+            columns: names; None for all.
+
+        Returns:
+            Per column a list of B 1-D arrays (ragged), a list of str (text), or a `[B]` array.
+
+        Raises:
+            MissingRowError: an id is not in the store.
+            UnknownColumnError: the store has no such column.
+        """
+        gather = self._gather(ids)
+        out: dict[str, Any] = {}
+        for column in self.schema.select(columns):
+            if column.is_text:
+                out[column.name] = gather.text(column)
+            elif column.axis is not None:
+                out[column.name] = gather.ragged(column).to_list()
+            else:
+                out[column.name] = gather.scalars(column)
+        return out
+
+    def read_ragged(self, column: str, ids: Ids | None = None) -> RaggedArray:
+        """Read a ragged column in one flat array; None for all trajectories in the order of arrival."""
+        found = self._ragged_column(column)
+        if found.is_text:
+            raise SchemaError(f"column '{column}' is text; use read().")
+        return self._gather(self.ids() if ids is None else ids).ragged(found)
+
+    def read_padded(
+        self,
+        ids: Ids,
+        columns: Columns = None,
+        *,
+        pad_value: Any = 0,
+        side: Side = "right",
+        pad_to_multiple_of: int = 1,
+        out: Mapping[str, npt.NDArray[Any]] | None = None,
+    ) -> dict[str, Any]:
+        """Read trajectories as padded matrices.
+
+        The memory of an earlier batch is reused once nothing refers to it, which makes a batch
+        several times cheaper than fresh memory would.
+
+        Args:
+            ids: `[B]` ids.
+            columns: names; None for all.
+            pad_value: what fills the rest of a row: one value, or one per column name (default 0).
+            side: where the padding goes.
+            pad_to_multiple_of: T is rounded up to a multiple of this.
+            out: arrays to write into, by column: contiguous, at least `[B, T]`.
+
+        Returns:
+            Per ragged column `[B, T]`, T the longest row of the column's axis; text as a list of str,
+            scalars as `[B]`; `"lengths"` `[B]` int64 of the first ragged axis asked for, and
+            `"<axis>.lengths"` for any further axis.
+        """
+        if side not in ("left", "right"):
+            raise SchemaError(f"side {side!r} is not known. Use 'right' or 'left'.")
+        if pad_to_multiple_of < 1:
+            raise SchemaError(f"pad_to_multiple_of={pad_to_multiple_of} must be 1 or more.")
+        gather = self._gather(ids)
+        result: dict[str, Any] = {}
+        lengths: dict[str, Any] = {}
+        first_axis: str | None = None
+        for column in self.schema.select(columns):
+            name = column.name
+            if column.is_text:
+                result[name] = gather.text(column)
+                continue
+            if column.axis is None:
+                result[name] = gather.scalars(column)
+                continue
+            sizes = gather.lengths(column)
+            width = int(sizes.max()) if len(sizes) else 0
+            width = -(-width // pad_to_multiple_of) * pad_to_multiple_of
+            pad = pad_value_of(column, pad_value)
+            given = None if out is None else out.get(name)
+            result[name] = gather.padded(column, width, pad, side, self._pool, given)
+            first_axis = first_axis or column.axis
+            key = "lengths" if column.axis == first_axis else f"{column.axis}.lengths"
+            lengths[key] = sizes
+        return result | lengths
+
+    def read_scalars(self, column: str, ids: Ids | None = None) -> npt.NDArray[Any]:
+        """Read one scalar column.
+
+        Args:
+            column: its name; of a text column the texts come as an object array.
+            ids: `[B]` ids; None for all trajectories in the order of arrival.
+        """
+        self._check_open()
+        found = self.schema[column]
+        gather = self._gather(self.ids() if ids is None else ids)
+        if found.is_text:
+            return np.array(gather.text(found), dtype=object)
+        if found.axis is not None:
+            raise SchemaError(f"column '{column}' is ragged; use read_ragged or read_padded.")
+        return gather.scalars(found)
+
+    def lengths(self, column: str, ids: Ids | None = None) -> Int64Array:
+        """`[B]` int64: the length of each row of a ragged column (UTF-8 bytes for text)."""
+        found = self._ragged_column(column)
+        return self._gather(self.ids() if ids is None else ids).lengths(found)
+
+    # Care
+
+    def verify(self) -> VerifyReport:
+        """Recompute every checksum and report what is damaged, in words."""
+        self._check_open()
+        with closing(Catalog(self.path, self._root.salt, warn=False)) as fresh:
+            segments = [*fresh.segments.values(), *fresh.patches.values()]
+            broken = list(fresh.problems)
+            return verify_segments(self.path, segments, broken)
+
+    # Helpers
+
+    def _gather(self, ids: Ids) -> Gather:
+        self._check_open()
+        return Gather(self._catalog, as_ids(ids))
+
+    def _ragged_column(self, name: str) -> Column:
+        self._check_open()
+        column = self.schema[name]
+        if column.axis is None:
+            raise SchemaError(f"column '{name}' is a scalar; it has no lengths. Use read_scalars.")
+        return column
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"the store {self.path} is closed. Open it again with TrajectoryStore.open.")
+
+    def _check_writable(self, what: str) -> None:
+        self._check_open()
+        if self.mode != "a":
+            raise ReadOnlyError(
+                f"{what} needs a store opened for writing; {self.path} is open with mode 'r'. Use "
+                "TrajectoryStore.open(path, mode='a')."
+            )
+
+    def _clean_up(self) -> None:
+        for folder in leftovers(self.path, TEMPORARY):
+            _fs.remove_tree(folder)
+
+
+def as_ids(ids: Ids) -> Int64Array:
+    """Turn what a caller gives as ids into `[B]` int64."""
+    array: npt.NDArray[Any] = np.asarray(ids)
+    if array.size == 0:
+        return np.empty(0, np.int64)
+    if array.ndim == 0:
+        array = array.reshape(1)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise BatchError(
+            f"ids are a 1-D array of integers; got {array.dtype} {list(array.shape)}. Take them from append() or ids()."
+        )
+    return array.astype(np.int64, copy=False)
+
+
+def _check_durability(durability: str) -> None:
+    if durability not in DURABILITIES:
+        raise SchemaError(f"durability {durability!r} is not known. Use one of {', '.join(DURABILITIES)}.")

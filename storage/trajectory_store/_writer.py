@@ -1,0 +1,371 @@
+"""Writing: one process appends commits to its own segment and rolls to a new one when it is full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from trajectory_store import _fs
+from trajectory_store._batch import Batch
+from trajectory_store._errors import BatchError
+from trajectory_store._layout import (
+    FIRST_ELEMENTS,
+    FIRST_ROWS,
+    MAX_ELEMENTS,
+    MAX_ROWS,
+    PRESENT,
+    Kind,
+    SegmentMeta,
+    chunk_path,
+    offsets_name,
+    write_segment,
+)
+from trajectory_store._record import KIND_END, KIND_ROWS, RECORD_SIZE, Record, crc32c, pack
+from trajectory_store._schema import Schema
+
+Durability = Literal["process", "power", "group"]
+DURABILITIES: tuple[Durability, ...] = ("process", "power", "group")
+ORDINAL_SHIFT = 32
+ROW_MASK = (1 << ORDINAL_SHIFT) - 1
+MAX_ORDINAL = (1 << 31) - 1
+TEMPORARY = ".new-"
+_SEGMENT = re.compile(r"seg-([0-9]{8,10})\Z")
+_NO_ROOM_TO_CLAIM = {errno.ENOTEMPTY, errno.EEXIST}
+
+
+def segment_name(ordinal: int) -> str:
+    """The folder of a segment."""
+    return f"seg-{ordinal:08d}"
+
+
+def list_ordinals(root: Path) -> list[int]:
+    """The ordinals of the segments in a store's folder, ascending."""
+    matches = (_SEGMENT.match(name) for name in os.listdir(root))
+    return sorted(int(m.group(1)) for m in matches if m)
+
+
+class SegmentWriter:
+    """Appends commits to one segment; made by `SegmentStream`."""
+
+    def __init__(self, folder: Path, meta: SegmentMeta, log_fd: int, meta_crc: int) -> None:
+        self.folder = folder
+        self.meta = meta
+        self.rows = 0
+        self.records = 0
+        self.last_time = 0
+        self.elements = dict.fromkeys(meta.schema.axes, 0)
+        self._meta_crc = meta_crc
+        self._log_fd = log_fd
+        self._fds = {
+            spec.name: os.open(chunk_path(folder, spec.name), os.O_WRONLY | os.O_CLOEXEC) for spec in meta.arrays()
+        }
+        self._sync = threading.Condition()
+        self._synced = 0
+        self._syncing = False
+
+    def has_room(self, batch: Batch) -> bool:
+        """Whether a batch still fits."""
+        if self.rows + batch.n_rows > self.meta.rows_cap:
+            return False
+        return all(
+            used + int(batch.lengths[axis].sum()) <= self.meta.elems_cap[axis] for axis, used in self.elements.items()
+        )
+
+    def commit(self, batch: Batch, time_ns: int | None = None) -> int:
+        """Write a batch that fits and return its first row; on return readers see it.
+
+        Raises:
+            OSError: nothing of the batch became visible, unless the last sync failed.
+        """
+        first, durable = self.rows, self.meta.durability == "power"
+        touched, ends, crc = self._write_data(batch)
+        if durable:
+            for name in touched:
+                _fs.datasync(self._fds[name])
+        now = time.time_ns() if time_ns is None else time_ns
+        record = Record(
+            seq=self.records,
+            time_ns=max(now, self.last_time + 1),
+            rows_end=first + batch.n_rows,
+            n_rows=batch.n_rows,
+            elems_end=sum(ends.values()),
+            kind=KIND_ROWS,
+            meta_crc=self._meta_crc,
+            data_crc=crc,
+        )
+        _fs.pwrite(self._log_fd, pack(record, self.meta.salt), self.records * RECORD_SIZE)
+        if durable:
+            _fs.datasync(self._log_fd)
+        self.rows, self.elements, self.last_time = record.rows_end, ends, record.time_ns
+        self.records += 1
+        return first
+
+    def _write_data(self, batch: Batch) -> tuple[list[str], dict[str, int], int]:
+        schema, first, crc = self.meta.schema, self.rows, 0
+        touched: list[str] = []
+        for column in schema:
+            array = batch.values[column.name]
+            if not len(array):
+                continue
+            raw = array.view(np.uint8)
+            start = first if column.axis is None else self.elements[column.axis]
+            if not column.mutable:
+                crc = crc32c(raw, crc)
+            _fs.pwrite(self._fds[column.name], raw, start * array.itemsize)
+            touched.append(column.name)
+        ends = dict(self.elements)
+        for axis in schema.axes:
+            edges = np.cumsum(batch.lengths[axis])
+            edges += ends[axis]
+            ends[axis] = int(edges[-1])
+            name, raw = offsets_name(axis), edges.view(np.uint8)
+            crc = crc32c(raw, crc)
+            _fs.pwrite(self._fds[name], raw, (first + 1) * 8)
+            touched.append(name)
+        internal = {PRESENT: batch.present} if schema.optional else {}
+        for name, array in {**internal, **batch.extra}.items():
+            raw = array.view(np.uint8)
+            crc = crc32c(raw, crc)
+            _fs.pwrite(self._fds[name], raw, first * 8)
+            touched.append(name)
+        return touched, ends, crc
+
+    def wait_synced(self, records: int, delay_s: float) -> None:
+        """Return once that many records are on the disk; one waiting thread syncs for all.
+
+        Args:
+            records: the number of records that must be safe.
+            delay_s: how long the syncing thread lets others join.
+        """
+        with self._sync:
+            while self._synced < records:
+                if self._syncing:
+                    self._sync.wait()
+                    continue
+                self._syncing = True
+                break
+            else:
+                return
+        done = 0
+        try:
+            if delay_s > 0:
+                time.sleep(delay_s)
+            done = self.records
+            self.sync()
+        finally:
+            with self._sync:
+                self._syncing = False
+                self._synced = max(self._synced, done) if done else self._synced
+                self._sync.notify_all()
+
+    def sync(self) -> None:
+        """Wait until everything written so far is on the disk, data before records."""
+        for fd in self._fds.values():
+            _fs.datasync(fd)
+        _fs.datasync(self._log_fd)
+
+    def finish(self) -> None:
+        """Write the record that says nothing follows, and close; a failing disk does not matter here."""
+        record = Record(
+            seq=self.records,
+            time_ns=max(time.time_ns(), self.last_time + 1),
+            rows_end=self.rows,
+            n_rows=0,
+            elems_end=sum(self.elements.values()),
+            kind=KIND_END,
+            meta_crc=self._meta_crc,
+            data_crc=0,
+        )
+        try:
+            _fs.pwrite(self._log_fd, pack(record, self.meta.salt), self.records * RECORD_SIZE)
+        except OSError:
+            pass
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the files and drop the lock without a last record."""
+        for fd in (*self._fds.values(), self._log_fd):
+            os.close(fd)
+        self._fds = {}
+        self._log_fd = -1
+
+
+class SegmentStream:
+    """The segments that one process writes, one after another.
+
+    Args:
+        root: the store's folder.
+        schema: the columns of its segments.
+        kind: what its segments hold.
+        durability: when a commit counts as done.
+        segment_rows: rows of a full-size segment; None starts small and grows.
+        segment_elements: elements per axis of a full-size segment; None starts small and grows.
+        preallocate: reserve the blocks of a segment when it is made.
+        group_delay_s: how long a group sync waits for company.
+        on_new: called with the ordinal of each segment made.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        schema: Schema,
+        kind: Kind = "rows",
+        durability: Durability = "process",
+        *,
+        segment_rows: int | None = None,
+        segment_elements: int | None = None,
+        preallocate: bool = False,
+        group_delay_s: float = 0.005,
+        on_new: Callable[[int], None] | None = None,
+    ) -> None:
+        self.root = root
+        self.schema = schema
+        self.kind: Kind = kind
+        self.durability: Durability = durability
+        self.ordinal = -1
+        self.replaces: tuple[int, ...] = ()
+        self._rows_option = segment_rows
+        self._elements_option = segment_elements
+        self._preallocate = preallocate
+        self._group_delay_s = group_delay_s
+        self._on_new = on_new
+        self._made = 0
+        self._writer: SegmentWriter | None = None
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def append(self, batch: Batch, time_ns: int | None = None) -> tuple[int, int]:
+        """Commit a batch of one row or more.
+
+        Returns:
+            The ordinal of the segment and the first row in it.
+
+        Raises:
+            WriteFailedError: the disk refused; rows acknowledged before are safe.
+        """
+        if batch.n_rows == 0:
+            raise BatchError("a commit needs at least one row.")
+        with self._lock:
+            writer = self._writer_for(batch)
+            ordinal = self.ordinal
+            try:
+                first = writer.commit(batch, time_ns)
+            except OSError as error:
+                self._drop()
+                raise _fs.failed(error, writer.folder, "appending") from error
+            records = writer.records
+        if self.durability == "group":
+            try:
+                writer.wait_synced(records, self._group_delay_s)
+            except OSError as error:
+                with self._lock:
+                    self._drop()
+                raise _fs.failed(error, writer.folder, "syncing") from error
+        return ordinal, first
+
+    def _writer_for(self, batch: Batch) -> SegmentWriter:
+        if self._pid != os.getpid():
+            self._drop()
+            self._pid = os.getpid()
+        if self._writer is not None and self._writer.has_room(batch):
+            return self._writer
+        if self._writer is not None:
+            if self.durability == "group":
+                try:
+                    self._writer.sync()
+                except OSError as error:
+                    self._drop()
+                    raise _fs.failed(error, self.root, "syncing") from error
+            self._writer.finish()
+            self._writer = None
+        return self._roll(batch)
+
+    def _roll(self, batch: Batch) -> SegmentWriter:
+        meta = SegmentMeta(
+            schema=self.schema,
+            rows_cap=max(self._capacity(self._rows_option, FIRST_ROWS, MAX_ROWS), batch.n_rows),
+            elems_cap={
+                axis: max(
+                    self._capacity(self._elements_option, FIRST_ELEMENTS, MAX_ELEMENTS),
+                    int(batch.lengths[axis].sum()),
+                    1,
+                )
+                for axis in self.schema.axes
+            },
+            kind=self.kind,
+            durability=self.durability,
+            preallocated=self._preallocate,
+            replaces=self.replaces,
+        )
+        folder = self.root / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
+        log_fd, meta_crc = write_segment(folder, meta)
+        try:
+            ordinal = claim(self.root, folder)
+            if self.durability != "process":
+                _fs.sync_path(self.root)
+            writer = SegmentWriter(self.root / segment_name(ordinal), meta, log_fd, meta_crc)
+        except OSError as error:
+            os.close(log_fd)
+            _fs.remove_tree(folder)
+            raise _fs.failed(error, folder, "creating a segment") from error
+        self._made += 1
+        self.ordinal = ordinal
+        self._writer = writer
+        if self._on_new is not None:
+            self._on_new(ordinal)
+        return writer
+
+    def _capacity(self, option: int | None, first: int, largest: int) -> int:
+        return option if option is not None else min(first << (2 * self._made), largest)
+
+    def _drop(self) -> None:
+        if self._writer is not None:
+            self._writer.abandon()
+            self._writer = None
+
+    def sync(self) -> None:
+        """Wait until everything this stream wrote is on the disk."""
+        with self._lock:
+            if self._writer is not None and self._pid == os.getpid():
+                self._writer.sync()
+
+    def close(self) -> None:
+        """Finish the current segment."""
+        with self._lock:
+            if self._writer is not None:
+                if self._pid == os.getpid():
+                    self._writer.finish()
+                    self._writer = None
+                else:
+                    self._drop()
+
+
+def claim(root: Path, folder: Path) -> int:
+    """Rename a finished folder to the next free segment name and return its ordinal.
+
+    A rename onto a folder that holds something fails, so two processes never get the same ordinal, and
+    the newest segment is never removed, so no ordinal comes back.
+    """
+    ordinals = list_ordinals(root)
+    ordinal = ordinals[-1] + 1 if ordinals else 0
+    while True:
+        if ordinal > MAX_ORDINAL:
+            raise OSError(errno.EOVERFLOW, "the store has used all its segment numbers")
+        try:
+            _fs.rename(folder, root / segment_name(ordinal))
+        except OSError as error:
+            if error.errno not in _NO_ROOM_TO_CLAIM:
+                raise
+            ordinal += 1
+        else:
+            return ordinal
