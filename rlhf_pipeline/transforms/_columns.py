@@ -1,0 +1,440 @@
+"""Trajectories as flat columns: the one place that knows the shapes a TensorDict may come in.
+
+A batch of trajectories reaches the write path in one of three forms: a lazy stack with ragged leaves, a
+TensorDict with `torch.jagged` leaves, or a padded TensorDict with an attention mask. Reading a leaf per
+trajectory costs more than the arithmetic, so every form is flattened once per column here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection, lazy_stack
+from tensordict.tensorclass import NonTensorData, NonTensorStack
+from torch import Tensor
+
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.keys import (
+    ADVANTAGE,
+    ASSISTANT_MASK,
+    ATTENTION_MASK,
+    KL_PENALTY,
+    LOG_PROBS,
+    REF_LOG_PROBS,
+    REWARD,
+    TOKENS,
+    Key,
+)
+
+TOKEN_KEYS: tuple[Key, ...] = (TOKENS, ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS)
+"""Keys that always hold one value per token."""
+
+RAGGED_KEYS: tuple[Key, ...] = (*TOKEN_KEYS, REWARD, KL_PENALTY, ADVANTAGE, ATTENTION_MASK)
+"""Keys that stay ragged even where every trajectory of a batch has the same length."""
+
+
+@dataclass(slots=True)
+class Flat:
+    """One column of a batch: `values` of all trajectories one after the other.
+
+    Attributes:
+        values: `[sum(lengths), ...]` for a ragged column, `[n, ...]` where `lengths` is None.
+        lengths: int64 `[n]`, or None for a column with one entry per trajectory.
+        shapes: the shape of every row, where rows differ in more than their first dimension; `values` is then
+            flat and `lengths` counts elements.
+    """
+
+    values: Tensor
+    lengths: Tensor | None = None
+    shapes: list[torch.Size] | None = None
+
+    def select(self, index: Tensor) -> Flat:
+        """The rows `index` (int64 `[m]`), in that order."""
+        if self.lengths is None:
+            return Flat(self.values[index])
+        lengths = self.lengths[index]
+        shapes = None if self.shapes is None else [self.shapes[i] for i in index.tolist()]
+        return Flat(self.values[_element_index(self.lengths, index, lengths)], lengths, shapes)
+
+    def rows(self) -> list[Tensor]:
+        """One tensor per row."""
+        if self.lengths is None:
+            return list(self.values.unbind(0))
+        rows = list(self.values.split(self.lengths.tolist()))
+        return rows if self.shapes is None else [row.view(s) for row, s in zip(rows, self.shapes, strict=True)]
+
+
+@dataclass(slots=True)
+class Text:
+    """A non-tensor column: one Python object per trajectory, perhaps still wrapped as NonTensorData."""
+
+    items: list[Any]
+
+    def plain(self) -> list[Any]:
+        """The unwrapped objects."""
+        return [_unwrap(item) for item in self.items]
+
+    def select(self, index: Tensor) -> Text:
+        """The rows `index` (int64 `[m]`), in that order."""
+        return Text([self.items[i] for i in index.tolist()])
+
+
+class Columns(dict[Key, Flat | Text]):
+    """The columns of `n` trajectories (or of `n` steps), by key."""
+
+    def __init__(self, n: int, columns: Mapping[Key, Flat | Text] | None = None) -> None:
+        super().__init__(columns or {})
+        self.n = n
+
+    def select(self, index: Tensor) -> Columns:
+        """The rows `index` of every column."""
+        return Columns(int(index.numel()), {k: c.select(index) for k, c in self.items()})
+
+
+def _element_index(lengths: Tensor, rows: Tensor, row_lengths: Tensor) -> Tensor:
+    starts = (lengths.cumsum(0) - lengths)[rows]
+    ends = row_lengths.cumsum(0)
+    within = torch.arange(int(ends[-1]) if ends.numel() else 0)
+    return within + torch.repeat_interleave(starts - (ends - row_lengths), row_lengths)
+
+
+def _unwrap(item: Any) -> Any:
+    if isinstance(item, NonTensorData):
+        # The attribute of a tensorclass costs 4 us to read; the object's own dict holds the same value.
+        inner = vars(item).get("_non_tensordict")
+        return inner["data"] if isinstance(inner, dict) and "data" in inner else item.data
+    return item
+
+
+def is_jagged(leaf: object) -> bool:
+    """Whether `leaf` is a nested tensor. Plain tensors answer without a dispatch."""
+    return isinstance(leaf, Tensor) and type(leaf) is not Tensor and leaf.is_nested
+
+
+def jagged(flat: Flat, offsets: Tensor | None = None) -> Tensor:
+    """A `torch.jagged` nested tensor over the values of a ragged column."""
+    if flat.lengths is None:
+        raise DataError("a column with one entry per trajectory has no jagged form")
+    if offsets is None:
+        offsets = torch.zeros(flat.lengths.numel() + 1, dtype=torch.int64)
+        torch.cumsum(flat.lengths, 0, out=offsets[1:])
+    return torch.nested.nested_tensor_from_jagged(flat.values, offsets)
+
+
+def unjagged(leaf: Tensor) -> Flat:
+    """Values and lengths of a nested tensor, whatever its layout."""
+    nested: Any = leaf
+    if leaf.layout is not torch.jagged or nested.lengths() is not None:  # strided, or holes between the rows
+        rows = list(leaf.unbind())
+        return Flat(torch.cat(rows), torch.tensor([row.shape[0] for row in rows]))
+    return Flat(nested.values(), nested.offsets().diff().to(torch.int64))
+
+
+def walk(td: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[Key, Any]]:
+    """Yield `(key, leaf)` of a TensorDict or tensorclass; top-level keys are plain strings."""
+    for name, leaf in td.items():
+        if type(leaf) is TensorDict:
+            yield from walk(leaf, (*prefix, name))
+        elif isinstance(leaf, (Tensor, NonTensorData, NonTensorStack)):
+            yield ((*prefix, name) if prefix else name), leaf
+        elif is_tensor_collection(leaf):
+            yield from walk(leaf, (*prefix, name))
+        else:
+            yield ((*prefix, name) if prefix else name), leaf
+
+
+def is_stack(td: object) -> bool:
+    """Whether `td` is a lazy stack along its only batch dimension."""
+    return isinstance(td, LazyStackedTensorDict) and td.batch_dims == 1 and td.stack_dim == 0
+
+
+def rows_of(td: Any) -> list[TensorDictBase]:
+    """The TensorDicts of a lazy stack, not copied."""
+    return td.tensordicts
+
+
+def columns_of(td: TensorDictBase) -> Columns:
+    """Flatten a batch of trajectories in any of the accepted forms.
+
+    Args:
+        td: a lazy stack `[n]`, a TensorDict `[n]` with jagged, dense or padded leaves, a token-level
+            TensorDict `[n, T]`, or one trajectory with an empty batch size.
+
+    Returns:
+        One column per key. Padding is gone and the attention mask with it.
+
+    Raises:
+        DataError: if the trajectories do not hold the same keys, or a leaf's shapes do not fit together.
+    """
+    if td.batch_dims == 0:
+        columns = _from_rows([td])
+    elif is_stack(td):
+        columns = _from_rows(rows_of(td))
+    elif td.batch_dims == 2:
+        columns = _from_dense(token_level(td))
+    else:
+        columns = _from_dense(td)
+    return _drop_padding(columns)
+
+
+def token_level(td: TensorDictBase) -> TensorDictBase:
+    """View a `[n, T]` TensorDict whose second dimension is the token as a padded batch `[n]`."""
+    out = td.clone(recurse=False) if not isinstance(td, LazyStackedTensorDict) else td.contiguous()
+    out.batch_size = out.batch_size[:1]  # pyright: ignore[reportAttributeAccessIssue]  # it has a setter
+    tokens = out.get(TOKENS, None)
+    if tokens is None:
+        raise DataError(
+            f"a TensorDict of batch size {tuple(td.batch_size)} has no {TOKENS} leaf, so its rows are not "
+            "trajectories of tokens; pass [n] trajectories, or steps that end with ('next', 'done')"
+        )
+    mask = out.get(ATTENTION_MASK, None)
+    last = torch.full((out.shape[0],), tokens.shape[1] - 1) if mask is None else mask.long().sum(1) - 1
+    for key, leaf in list(walk(out)):
+        if key in RAGGED_KEYS or not isinstance(leaf, Tensor) or leaf.ndim < 2:
+            continue
+        if leaf.shape[1] == tokens.shape[1]:
+            out.set(key, leaf[torch.arange(leaf.shape[0]), last.clamp_min(0)])
+    return out
+
+
+def _from_rows(rows: Sequence[Any]) -> Columns:
+    n = len(rows)
+    leaves: dict[Key, list[Any]] = {}
+    for i, row in enumerate(rows):
+        for key, leaf in walk(row):
+            column = leaves.get(key)
+            if column is None:
+                leaves[key] = column = []
+            if len(column) != i:
+                raise DataError(f"trajectory {len(column)} of {n} lacks the key {key!r} that others have")
+            column.append(leaf)
+    out = Columns(n)
+    for key, column in leaves.items():
+        if len(column) != n:
+            raise DataError(f"trajectory {len(column)} of {n} lacks the key {key!r} that others have")
+        out[key] = _flatten(key, column)
+    return out
+
+
+def _flatten(key: Key, column: list[Any]) -> Flat | Text:
+    first = column[0]
+    if not isinstance(first, Tensor):
+        return Text(column)
+    if first.ndim == 0:
+        return Flat(torch.stack(column))
+    shapes = [leaf.shape for leaf in column]
+    if key not in RAGGED_KEYS and all(shape == first.shape for shape in shapes):
+        return Flat(torch.stack(column))
+    if all(shape[1:] == first.shape[1:] and len(shape) == first.ndim for shape in shapes):
+        return Flat(torch.cat(column), torch.tensor([shape[0] for shape in shapes]))
+    lengths = torch.tensor([leaf.numel() for leaf in column])
+    return Flat(torch.cat([leaf.reshape(-1) for leaf in column]), lengths, shapes)
+
+
+def _from_dense(td: TensorDictBase) -> Columns:
+    n = td.shape[0]
+    out = Columns(n)
+    for name, leaf in td.items():
+        if isinstance(leaf, LazyStackedTensorDict) and not isinstance(leaf, NonTensorStack):
+            inner = _from_rows(leaf.tensordicts)
+            out.update({(name, *(k if isinstance(k, tuple) else (k,))): c for k, c in inner.items()})
+        elif type(leaf) is TensorDict or (
+            is_tensor_collection(leaf) and not isinstance(leaf, (NonTensorData, NonTensorStack))
+        ):
+            inner = _from_dense(leaf)  # pyright: ignore[reportArgumentType]
+            out.update({(name, *(k if isinstance(k, tuple) else (k,))): c for k, c in inner.items()})
+        elif isinstance(leaf, NonTensorStack):
+            out[name] = Text(list(leaf.tensordicts))
+        elif not isinstance(leaf, Tensor):
+            out[name] = Text([leaf] * n)
+        elif is_jagged(leaf):
+            out[name] = unjagged(leaf)
+        else:
+            out[name] = Flat(leaf)
+    return out
+
+
+def _drop_padding(columns: Columns) -> Columns:
+    """Turn padded or dense token columns ragged, with the lengths that the attention mask tells."""
+    mask = columns.pop(ATTENTION_MASK, None)
+    if isinstance(mask, Flat) and mask.lengths is None:
+        _unpad(columns, mask.values.to(torch.bool))
+    elif isinstance(mask, Flat) and mask.lengths is not None and not bool(mask.values.all()):
+        _strip(columns, mask.values.to(torch.bool), mask.lengths)
+    return columns
+
+
+def ragged_tokens(columns: Columns) -> Columns:
+    """Give every token column lengths, also where all trajectories of the batch are equally long; in place."""
+    for key in RAGGED_KEYS:
+        column = columns.get(key)
+        if isinstance(column, Flat) and column.lengths is None and column.values.ndim >= 2:
+            columns[key] = _as_ragged(column, columns.n)
+    return columns
+
+
+def _unpad(columns: Columns, keep: Tensor) -> None:
+    lengths, width = keep.sum(1), keep.shape[1]
+    for key, column in columns.items():
+        if not isinstance(column, Flat) or column.lengths is not None or column.values.ndim < 2:
+            continue
+        if column.values.shape[1] == width and (key in RAGGED_KEYS or width > 1):
+            columns[key] = Flat(column.values[keep], lengths)
+
+
+def _strip(columns: Columns, keep: Tensor, padded: Tensor) -> None:
+    lengths = torch.segment_reduce(keep.double(), "sum", lengths=padded).to(torch.int64)
+    for key, column in columns.items():
+        if not isinstance(column, Flat) or column.lengths is None:
+            continue
+        if torch.equal(column.lengths, padded):
+            columns[key] = Flat(column.values[keep], lengths)
+
+
+def text_stack(items: Sequence[Any]) -> Any:
+    """A NonTensorStack of one object per row, wrapped or not."""
+    stack: Any = NonTensorStack
+    return stack(*items)
+
+
+def td_of(columns: Columns) -> TensorDictBase:
+    """A TensorDict of batch size `[n]` with jagged leaves, the fast form of the write path.
+
+    Rows that differ in more than their first dimension cannot be jagged: those batches come back as a lazy stack.
+    """
+    if any(isinstance(column, Flat) and column.shapes is not None for column in columns.values()):
+        return stack_of(columns)
+    tree: dict[str, Any] = {}
+    offsets: list[tuple[Tensor, Tensor]] = []
+    for key, column in columns.items():
+        if isinstance(column, Text):
+            leaf: Any = text_stack(column.items)
+        elif column.lengths is None:
+            leaf = column.values
+        else:
+            shared = next((o for ls, o in offsets if ls is column.lengths or torch.equal(ls, column.lengths)), None)
+            leaf = jagged(column, shared)
+            if shared is None:
+                offsets.append((column.lengths, leaf.offsets()))
+        _plant(tree, key, leaf)
+    return TensorDict(tree, batch_size=[columns.n])
+
+
+def stack_of(columns: Columns) -> TensorDictBase:
+    """A lazy stack `[n]`, one TensorDict per row."""
+    trees: list[dict[str, Any]] = [{} for _ in range(columns.n)]
+    for key, column in columns.items():
+        for tree, leaf in zip(trees, column.items if isinstance(column, Text) else column.rows(), strict=True):
+            _plant(tree, key, leaf)
+    return lazy_stack([TensorDict(tree, batch_size=[]) for tree in trees])  # pyright: ignore[reportReturnType]
+
+
+def _plant(tree: dict[str, Any], key: Key, leaf: Any) -> None:
+    names = key if isinstance(key, tuple) else (key,)
+    for name in names[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[names[-1]] = leaf
+
+
+def concat(parts: Sequence[Columns]) -> Columns:
+    """Put several batches one after the other.
+
+    Raises:
+        DataError: if the parts do not hold the same keys.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    out = Columns(sum(part.n for part in parts))
+    keys = {key for part in parts for key in part}
+    for key in sorted(keys, key=str):
+        missing = next((part for part in parts if key not in part), None)
+        if missing is not None:
+            raise DataError(f"{missing.n} of {out.n} trajectories lack the key {key!r} that others have")
+        out[key] = _concat_one([part[key] for part in parts], [part.n for part in parts], key)
+    return out
+
+
+def _concat_one(columns: Sequence[Flat | Text], counts: Sequence[int], key: Key) -> Flat | Text:
+    if all(isinstance(c, Text) for c in columns):
+        return Text([item for c in columns if isinstance(c, Text) for item in c.items])
+    flats = [c for c in columns if isinstance(c, Flat)]
+    if len(flats) != len(columns):
+        raise DataError(f"{key!r} is text in some trajectories and a tensor in others")
+    return concat_flat(flats, counts)
+
+
+def concat_flat(flats: Sequence[Flat], counts: Sequence[int]) -> Flat:
+    """Put several columns of `counts` rows one after the other."""
+    if all(c.lengths is None for c in flats) and len({c.values.shape[1:] for c in flats}) == 1:
+        return Flat(torch.cat([c.values for c in flats]))
+    ragged = [_as_ragged(c, n) for c, n in zip(flats, counts, strict=True)]
+    lengths = torch.cat([c.lengths for c in ragged if c.lengths is not None])
+    if all(c.shapes is None for c in ragged) and len({c.values.shape[1:] for c in ragged}) == 1:
+        return Flat(torch.cat([c.values for c in ragged]), lengths)
+    rows = [row for c in flats for row in c.rows()]
+    return Flat(
+        torch.cat([row.reshape(-1) for row in rows]),
+        torch.tensor([row.numel() for row in rows]),
+        [row.shape for row in rows],
+    )
+
+
+def _as_ragged(column: Flat, n: int) -> Flat:
+    if column.lengths is not None:
+        return column
+    if column.values.ndim < 2:
+        return Flat(column.values, torch.ones(n, dtype=torch.int64))
+    width = column.values.shape[1]
+    return Flat(column.values.flatten(0, 1), torch.full((n,), width))
+
+
+def columns_state(columns: Columns) -> dict[str, Any]:
+    """Plain tensors, lists and strings that `torch.load(weights_only=True)` reads back.
+
+    Raises:
+        DataError: if a non-tensor value is not plain data.
+    """
+    entries = []
+    for key, column in columns.items():
+        path = list(key) if isinstance(key, tuple) else [key]
+        if isinstance(column, Text):
+            items = column.plain()
+            _check_plain(items, key)
+            entries.append({"key": path, "text": items})
+        else:
+            lengths = None if column.lengths is None else column.lengths.clone()
+            shapes = None if column.shapes is None else [list(shape) for shape in column.shapes]
+            values = column.values.detach().clone()
+            entries.append({"key": path, "values": values, "lengths": lengths, "shapes": shapes})
+    return {"n": columns.n, "columns": entries}
+
+
+def columns_from_state(state: Mapping[str, Any]) -> Columns:
+    """The inverse of `columns_state`."""
+    out = Columns(int(state["n"]))
+    for entry in state["columns"]:
+        path = entry["key"]
+        key = path[0] if len(path) == 1 else tuple(path)
+        if "text" in entry:
+            out[key] = Text(list(entry["text"]))
+        else:
+            shapes = entry["shapes"]
+            shapes = None if shapes is None else [torch.Size(shape) for shape in shapes]
+            out[key] = Flat(entry["values"], entry["lengths"], shapes)
+    return out
+
+
+def _check_plain(items: Iterable[Any], key: Key) -> None:
+    for item in items:
+        if isinstance(item, (list, tuple)):
+            _check_plain(item, key)
+        elif isinstance(item, dict):
+            _check_plain([*item.keys(), *item.values()], key)
+        elif item is not None and not isinstance(item, (str, int, float, bool, bytes, Tensor)):
+            raise DataError(
+                f"a pending trajectory holds a {type(item).__name__} under {key!r}, which a checkpoint cannot "
+                "carry; store JSON text instead"
+            )

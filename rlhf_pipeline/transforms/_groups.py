@@ -1,0 +1,282 @@
+"""Batches of whole trajectories, and the queue that holds the groups that are not complete yet."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.keys import ATTENTION_MASK, Key
+from rlhf_pipeline.transforms._columns import (
+    Flat,
+    Text,
+    _flatten,
+    columns_of,
+    concat,
+    concat_flat,
+    is_jagged,
+    is_stack,
+    jagged,
+    rows_of,
+    td_of,
+    unjagged,
+)
+
+
+def read(td: TensorDictBase, key: Key) -> Flat | Text | None:
+    """One column of a batch `[n]` in any form, or None where the key is missing."""
+    if is_stack(td):
+        leaves = [row.get(key, None) for row in rows_of(td)]
+        if any(leaf is None for leaf in leaves):
+            return None
+        return _flatten(key, leaves)
+    leaf = td.get(key, None)
+    if leaf is None:
+        return None
+    if not isinstance(leaf, Tensor):
+        items = leaf.tolist() if hasattr(leaf, "tolist") else leaf
+        return Text(list(items) if isinstance(items, list) else [items] * td.shape[0])
+    if is_jagged(leaf):
+        return unjagged(leaf)
+    if leaf.ndim >= 2:
+        mask = td.get(ATTENTION_MASK, None)
+        if isinstance(mask, Tensor) and not is_jagged(mask) and mask.shape[:2] == leaf.shape[:2]:
+            mask = mask.to(torch.bool)
+            return Flat(leaf[mask], mask.sum(1))
+    return Flat(leaf)
+
+
+def write(td: TensorDictBase, values: dict[Key, Flat]) -> TensorDictBase:
+    """A shallow copy of `td` (any form, `[n]`) with these columns set, each in the form of the batch."""
+    if is_stack(td):
+        return _write_rows(td, values)
+    out = _shallow(td, values)
+    mask = td.get(ATTENTION_MASK, None)
+    padded = mask.to(torch.bool) if isinstance(mask, Tensor) and not is_jagged(mask) else None
+    lengths = None if padded is None else padded.sum(1)
+    for key, column in values.items():
+        if column.lengths is None:
+            out.set(key, column.values)
+        elif column.shapes is not None:
+            raise DataError(f"rows of {key!r} differ in more than their length; pass a lazy stack")
+        elif padded is not None and lengths is not None and torch.equal(lengths, column.lengths):
+            leaf = column.values.new_zeros((*padded.shape, *column.values.shape[1:]))
+            leaf[padded] = column.values
+            out.set(key, leaf)
+        else:
+            out.set(key, jagged(column))
+    return out
+
+
+def _shallow(td: Any, keys: Iterable[Key]) -> TensorDictBase:
+    """A copy that shares every leaf, and every container that none of `keys` goes through.
+
+    `clone(recurse=False)` copies stacks of strings item by item, which costs more than all the rest.
+    """
+    items = dict(td.items())
+    nested: dict[str, list[Key]] = {}
+    for key in keys:
+        if isinstance(key, tuple) and len(key) > 1:
+            nested.setdefault(key[0], []).append(key[1:])
+    for name, inner in nested.items():
+        if name in items:
+            items[name] = _shallow(items[name], inner)
+    if type(td) is TensorDict:
+        # The entries come from a TensorDict of the same batch size, so nothing needs checking again.
+        return TensorDict._new_unsafe(items, batch_size=td.batch_size, device=td.device)
+    return TensorDict(items, batch_size=td.batch_size, device=td.device)
+
+
+def _write_rows(td: TensorDictBase, values: dict[Key, Flat]) -> TensorDictBase:
+    split = {key: column.rows() for key, column in values.items()}
+    rows: list[TensorDictBase] = []
+    for i, row in enumerate(rows_of(td)):
+        copy = _shallow(row, split)
+        for key, leaves in split.items():
+            copy.set(key, leaves[i])
+        rows.append(copy)
+    return lazy_stack(rows)  # pyright: ignore[reportReturnType]
+
+
+def select(td: TensorDictBase, index: Tensor) -> TensorDictBase:
+    """The rows `index` (int64 `[m]`) of a batch `[n]` in any form, in that order."""
+    if index.numel() == td.shape[0] and torch.equal(index, torch.arange(index.numel())):
+        return td
+    if is_stack(td):
+        rows = rows_of(td)
+        return lazy_stack([rows[i] for i in index.tolist()])  # pyright: ignore[reportReturnType]
+    if any(is_jagged(leaf) for leaf in td.values(True, True)):
+        return td_of(columns_of(td).select(index))
+    return td[index]  # pyright: ignore[reportReturnType]
+
+
+def join(parts: Sequence[TensorDictBase]) -> TensorDictBase:
+    """Put batches `[n_i]` one after the other, in the common form if they share one."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(is_stack(part) for part in parts):
+        return lazy_stack([row for part in parts for row in rows_of(part)])  # pyright: ignore[reportReturnType]
+    if not any(isinstance(part, LazyStackedTensorDict) for part in parts):
+        leaves = [leaf for part in parts for leaf in part.values(True, True) if isinstance(leaf, Tensor)]
+        masks = {part.get(ATTENTION_MASK).shape[1] for part in parts if part.get(ATTENTION_MASK, None) is not None}
+        if not any(is_jagged(leaf) for leaf in leaves) and len(masks) <= 1:
+            try:
+                return torch.cat(list(parts), 0)  # pyright: ignore[reportReturnType,reportArgumentType,reportCallIssue]
+            except RuntimeError:  # shapes that differ between the parts: go the ragged way
+                pass
+    return td_of(concat([columns_of(part) for part in parts]))
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Whole trajectories that arrived together.
+
+    Attributes:
+        td: `[n]` steps in any form. On the LLM path every trajectory is one step.
+        bounds: `k + 1` step offsets of the `k` trajectories.
+        groups: the identity of each trajectory's group.
+        reward: the reward column of `td`, by step.
+        returns: float64 `[k]`.
+        lengths: int64 `[k]`, completion tokens (or steps) of each trajectory.
+    """
+
+    td: TensorDictBase
+    bounds: list[int]
+    groups: list[Hashable]
+    reward: Flat
+    returns: Tensor
+    lengths: Tensor
+
+    def rows(self, trajectories: Sequence[int]) -> Tensor:
+        """Step indices of some trajectories, int64."""
+        b = self.bounds
+        if len(b) == self.td.shape[0] + 1:
+            return torch.tensor(trajectories, dtype=torch.int64)
+        return torch.tensor([s for i in trajectories for s in range(b[i], b[i + 1])], dtype=torch.int64)
+
+    def take(self, trajectories: Sequence[int]) -> Chunk:
+        """Only some trajectories; keeps none of the others alive."""
+        rows = self.rows(trajectories)
+        bounds = [0]
+        for i in trajectories:
+            bounds.append(bounds[-1] + self.bounds[i + 1] - self.bounds[i])
+        index = torch.tensor(trajectories, dtype=torch.int64)
+        return Chunk(
+            select(self.td, rows),
+            bounds,
+            [self.groups[i] for i in trajectories],
+            self.reward.select(rows),
+            self.returns[index],
+            self.lengths[index],
+        )
+
+
+@dataclass(slots=True)
+class Entry:
+    """One waiting trajectory: number `index` of `chunk`."""
+
+    chunk: Chunk
+    index: int
+
+    @property
+    def value(self) -> float:
+        """Its return."""
+        return float(self.chunk.returns[self.index])
+
+    def trajectory(self) -> TensorDictBase:
+        """Its steps as a TensorDict `[steps]`."""
+        return select(self.chunk.td, self.chunk.rows([self.index]))
+
+
+@dataclass(slots=True)
+class GroupQueue:
+    """Incomplete groups, each with its trajectories in the order of arrival."""
+
+    waiting: dict[Hashable, list[Entry]] = field(default_factory=dict)
+    failed: dict[Hashable, int] = field(default_factory=dict)
+
+    def entries(self) -> Iterator[Entry]:
+        """All waiting trajectories, group by group."""
+        for entries in self.waiting.values():
+            yield from entries
+
+    def pop(self, group: Hashable) -> list[Entry]:
+        """Take a group out."""
+        self.failed.pop(group, None)
+        return self.waiting.pop(group, [])
+
+    def chunks(self) -> list[Chunk]:
+        """The chunks that waiting trajectories belong to, each once, in the order of arrival."""
+        seen: dict[int, Chunk] = {}
+        for entry in self.entries():
+            seen.setdefault(id(entry.chunk), entry.chunk)
+        return list(seen.values())
+
+    def shrink(self, fresh: Sequence[Chunk]) -> None:
+        """Let go of the completed trajectories of the chunks that just arrived."""
+        for chunk in fresh:
+            kept = [e for e in self.entries() if e.chunk is chunk]
+            if not kept or len(kept) == len(chunk.groups):
+                continue
+            kept.sort(key=lambda e: e.index)
+            small = chunk.take([e.index for e in kept])
+            for i, entry in enumerate(kept):
+                entry.chunk, entry.index = small, i
+
+
+def gather(entries: Sequence[Entry]) -> Chunk:
+    """One chunk of the given trajectories, in the given order."""
+    runs: list[tuple[Chunk, list[int]]] = []
+    for entry in entries:
+        if runs and runs[-1][0] is entry.chunk:
+            runs[-1][1].append(entry.index)
+        else:
+            runs.append((entry.chunk, [entry.index]))
+    parts = [chunk.take(index) for chunk, index in runs]
+    if len(parts) == 1:
+        return parts[0]
+    bounds = [0]
+    for part in parts:
+        bounds += [bounds[-1] + b for b in part.bounds[1:]]
+    return Chunk(
+        join([part.td for part in parts]),
+        bounds,
+        [group for part in parts for group in part.groups],
+        concat_flat([part.reward for part in parts], [part.td.shape[0] for part in parts]),
+        torch.cat([part.returns for part in parts]),
+        torch.cat([part.lengths for part in parts]),
+    )
+
+
+def group_ids(column: Flat | Text, first: Sequence[int], key: Key) -> list[Hashable]:
+    """Hashable identities of the groups of the trajectories whose first steps are `first`.
+
+    Raises:
+        DataError: if an identity is neither a string, nor a number, nor a tensor.
+    """
+    if isinstance(column, Text):
+        items: list[Any] = column.plain()
+        out: list[Hashable] = []
+        for i in first:
+            item = items[i]
+            if isinstance(item, (list, tuple)):
+                item = tuple(item)
+            elif not isinstance(item, (str, int)):
+                raise DataError(
+                    f"the group identity under {key!r} is a {type(item).__name__}; it must be a string, a number "
+                    "or a tensor"
+                )
+            out.append(item)
+        return out
+    if column.lengths is None:
+        values = column.values[torch.tensor(first)] if len(first) != column.values.shape[0] else column.values
+        if values.numel() == values.shape[0]:
+            return values.reshape(-1).tolist()
+        return [tuple(row) for row in values.reshape(values.shape[0], -1).tolist()]
+    rows = column.values.split(column.lengths.tolist())
+    return [tuple(rows[i].reshape(-1).tolist()) if rows[i].numel() != 1 else rows[i].item() for i in first]

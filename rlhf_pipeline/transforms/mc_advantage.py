@@ -1,0 +1,524 @@
+"""Group-relative advantages on the write path."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from torchrl.envs.transforms import Transform
+from torchrl.objectives.llm import MCAdvantageSelector
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.functional.advantage import group_advantage
+from rlhf_pipeline.keys import (
+    ADVANTAGE,
+    ASSISTANT_MASK,
+    DEGENERATE,
+    DONE,
+    GROUP_ID,
+    PRIORITY,
+    PROMPT,
+    RETURN,
+    REWARD,
+    TASK_REWARD,
+    TOKENS,
+    Key,
+)
+from rlhf_pipeline.transforms._columns import Flat, columns_from_state, columns_of, columns_state, td_of, token_level
+from rlhf_pipeline.transforms._groups import Chunk, Entry, GroupQueue, gather, group_ids, read, write
+
+_PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
+_STATS = (
+    "completed_trajectories",
+    "completed_decisions",
+    "trajectory_return_sum",
+    "trajectory_return_max",
+    "successful_trajectories",
+    "completed_groups",
+    "written_groups",
+    "dropped_groups",
+    "rescued_groups",
+    "degenerate_groups",
+    "selected_trajectories",
+    "unselected_trajectories",
+)
+
+
+class MCAdvantage(Transform):
+    """Computes the advantage of complete groups of trajectories; incomplete groups wait.
+
+    An inverse transform: `ReplayBuffer.extend` runs it before anything is written. A group passes as soon as its
+    `grpo_size` trajectories have arrived, in one call or over several. Trajectories that wait are part of
+    `state_dict()`, so a checkpoint loses none.
+
+    The batch may be a lazy stack `[n]`, a TensorDict `[n]` with jagged leaves, a padded one, or TorchRL's `[B, T]`
+    and multi-step forms whose trajectories end where `done_key` is set. What comes out has the form that came in
+    and, beside the advantage, `return` (float32, the sum of the rewards), `degenerate` (bool).
+
+    The advantage has the shape of the reward: one value per trajectory where the reward is one per trajectory;
+    where the reward is per token it is broadcast, zero outside the assistant mask if there is one.
+
+    Source: GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2; the other estimators are in
+    `rlhf_pipeline.functional.advantage`.
+
+    Args:
+        grpo_size: trajectories of a complete group.
+        prompt_key: identity of the group where no `group_id` is present: a string, a number or a tensor. None tries
+            the usual names.
+        rewards_key: rewards. Where the key is missing, `task_reward` is used.
+        advantage_key: where the advantage goes.
+        done_key: True at the last step of a trajectory. Where missing, every row is a whole trajectory.
+        verbose: ignored; kept because TorchRL has it. The figures are in `get_stats()`.
+        trajectory_return: how the rewards of one trajectory become its return. None normalises every reward over
+            all rewards of the group instead, as TorchRL does by default.
+        keep_return_bounds: groups whose mean return is not strictly inside are left out (dynamic sampling).
+        candidate_group_size: wait for up to this many trajectories and choose `grpo_size` of them.
+        candidate_selection_min_size: start choosing when this many have arrived.
+        candidate_selector: chooses; TorchRL's `MCAdvantageSelector` by default.
+        estimator: `grpo`, `dr_grpo`, `mean`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline` or `opo`.
+        group_key: identity of the group. None takes `group_id` where present, else `prompt_key`.
+        zero_variance: `keep` writes groups without spread (advantage 0, `degenerate` True); `mark` also sets their
+            `priority` to 0, so that the samplers pass over them; `drop` leaves them out.
+
+    Raises:
+        DefinitionError: if an argument is out of range or two arguments contradict each other.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> transform = MCAdvantage(grpo_size=2)
+    >>> half = TensorDict(group_id=torch.tensor([7]), task_reward=torch.tensor([0.0]), batch_size=[1])
+    >>> transform.inv(half) is None, transform.queued_trajectories
+    (True, 1)
+    >>> out = transform.inv(TensorDict(group_id=torch.tensor([7]), task_reward=torch.tensor([1.0]), batch_size=[1]))
+    >>> out["advantage"]
+    tensor([-0.7071,  0.7071])
+    """
+
+    requires_shared_write_state = True
+
+    def __init__(
+        self,
+        grpo_size: int,
+        prompt_key: Key | None = None,
+        rewards_key: Key = REWARD,
+        advantage_key: Key = ADVANTAGE,
+        done_key: Key = DONE,
+        verbose: bool = False,
+        *,
+        trajectory_return: Literal["sum", "mean", "max"] | None = "sum",
+        keep_return_bounds: tuple[float, float] | None = None,
+        candidate_group_size: int | None = None,
+        candidate_selection_min_size: int | None = None,
+        candidate_selector: MCAdvantageSelector | None = None,
+        estimator: str = "grpo",
+        group_key: Key | None = None,
+        zero_variance: Literal["keep", "drop", "mark"] = "keep",
+    ) -> None:
+        super().__init__()
+        self.grpo_size = int(grpo_size)
+        self.candidate_group_size = self.grpo_size if candidate_group_size is None else int(candidate_group_size)
+        self.candidate_selection_min_size = (
+            self.grpo_size if candidate_selection_min_size is None else int(candidate_selection_min_size)
+        )
+        self.prompt_key = prompt_key
+        self.rewards_key = rewards_key
+        self.advantage_key = advantage_key
+        self.done_key = done_key
+        self.verbose = verbose
+        self.trajectory_return = trajectory_return
+        self.keep_return_bounds = keep_return_bounds
+        self.candidate_selector = candidate_selector or MCAdvantageSelector()
+        self.estimator = estimator
+        self.group_key = group_key
+        self.zero_variance = zero_variance
+        self.in_keys = [key for key in (group_key, prompt_key, rewards_key, done_key) if key is not None]
+        self.out_keys = [advantage_key]
+        self._check()
+        self._queue = GroupQueue()
+        self._lock = threading.RLock()
+        self._stats: dict[str, float] = {}
+        self.reset_stats()
+
+    def _check(self) -> None:
+        size, most, least = self.grpo_size, self.candidate_group_size, self.candidate_selection_min_size
+        bounds = self.keep_return_bounds
+        rules = [
+            (size >= 1, f"grpo_size is {size}; it must be at least 1."),
+            (
+                self.trajectory_return in (None, "sum", "mean", "max"),
+                f"trajectory_return is {self.trajectory_return!r}; it must be 'sum', 'mean', 'max' or None.",
+            ),
+            (
+                self.zero_variance in ("keep", "drop", "mark"),
+                f"zero_variance is {self.zero_variance!r}; it must be 'keep', 'drop' or 'mark'.",
+            ),
+            (most >= size, f"candidate_group_size is {most}; it must be at least grpo_size ({size})."),
+            (
+                size <= least <= most,
+                f"candidate_selection_min_size is {least}; it must lie between {size} and {most}.",
+            ),
+            (
+                self.trajectory_return is not None or (bounds is None and most == size),
+                "keep_return_bounds and candidate_group_size choose by return: set trajectory_return.",
+            ),
+            (
+                bounds is None or (len(bounds) == 2 and bounds[0] < bounds[1]),
+                f"keep_return_bounds is {bounds}; it must be an increasing pair.",
+            ),
+        ]
+        for holds, message in rules:
+            if not holds:
+                raise DefinitionError(message)
+
+    # -- the write path ----------------------------------------------------------------------------------------
+
+    def inv(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The complete groups, or None. The input is not changed, so nothing is cloned first."""
+        return self._inv_call(tensordict)
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if tensordict is None:
+            return None
+        with self._lock:
+            chunks = self._chunks(tensordict)
+            out = self._emit([group for chunk in chunks for group in self._arrive(chunk)])
+            self._queue.shrink(chunks)
+        return out
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Set the advantage from the groups as they are in the batch; a batch that has one passes unchanged.
+
+        Args:
+            tensordict: whole trajectories, in one of the forms of the write path.
+
+        Returns:
+            The same batch with the advantage set.
+        """
+        if tensordict is None or self.advantage_key in tensordict.keys(True):  # pyright: ignore[reportUnnecessaryComparison]
+            return tensordict
+        chunks = self._chunks(tensordict)
+        if not chunks:
+            return tensordict
+        chunk = gather([Entry(c, i) for c in chunks for i in range(len(c.groups))])
+        codes = _codes(chunk.groups)
+        return self._write(chunk, *self._advantage(chunk, codes), codes)
+
+    def _chunks(self, td: TensorDictBase) -> list[Chunk]:
+        if td.batch_dims == 0:
+            return self._chunks(lazy_stack([td]))
+        if td.batch_dims >= 2:
+            flat: Any = td.flatten(0, -2) if td.batch_dims > 2 else td
+            tokens = flat.get(TOKENS, None)
+            if isinstance(tokens, Tensor) and tokens.ndim == 2:
+                return self._chunks(token_level(flat))
+            return [chunk for row in flat.unbind(0) for chunk in self._chunks(row)]
+        n = td.shape[0]
+        return [] if n == 0 else [self._chunk(td, self._bounds(td, n))]
+
+    def _bounds(self, td: TensorDictBase, n: int) -> list[int]:
+        done = read(td, self.done_key)
+        if not isinstance(done, Flat):
+            return list(range(n + 1))
+        flags = done.values.to(torch.bool)
+        if done.lengths is not None:
+            ended = torch.segment_reduce(flags.double().reshape(-1), "max", lengths=done.lengths) > 0
+        else:
+            ended = flags.reshape(n, -1).any(1)
+        if bool(ended.all()):
+            return list(range(n + 1))
+        bounds = [0, *(torch.nonzero(ended).reshape(-1) + 1).tolist()]
+        if bounds[-1] != n:
+            raise DataError(
+                f"the last trajectory of the batch is not complete: steps {bounds[-1]} to {n - 1} of {n} have no "
+                f"{self.done_key!r}. Pass whole trajectories, so that nothing is lost."
+            )
+        return bounds
+
+    def _chunk(self, td: TensorDictBase, bounds: list[int]) -> Chunk:
+        n, k = td.shape[0], len(bounds) - 1
+        key, identity = self._identity(td)
+        reward = read(td, self.rewards_key)
+        if reward is None:
+            reward = read(td, TASK_REWARD)
+        if not isinstance(reward, Flat):
+            raise DataError(f"the batch has neither {self.rewards_key!r} nor {TASK_REWARD!r}: there is nothing to rank")
+        values = reward.values.detach().double()
+        per_row = reward.lengths if reward.lengths is not None else torch.ones(n, dtype=torch.int64)
+        per_row = per_row * (values[0].numel() if values.shape[0] else 1)
+        per_trajectory = per_row if k == n else _segment_sum(per_row, bounds)
+        how = self.trajectory_return or "sum"
+        if k == values.numel() and reward.lengths is None:
+            returns = values.reshape(-1)
+        else:
+            returns = torch.segment_reduce(values.reshape(-1), how, lengths=per_trajectory)
+        returns = torch.where(per_trajectory == 0, 0.0, returns)
+        groups = group_ids(identity, bounds[:-1], key)
+        if not bool(returns.isfinite().all()):
+            bad = int(torch.nonzero(~returns.isfinite())[0])
+            raise DataError(f"trajectory {bad} of {k} (group {groups[bad]!r}) has return {float(returns[bad])}")
+        mask = read(td, ASSISTANT_MASK)
+        if isinstance(mask, Flat) and mask.lengths is not None:
+            tokens = torch.segment_reduce(mask.values.double(), "sum", lengths=mask.lengths).to(torch.int64)
+            lengths = tokens if k == n else _segment_sum(tokens, bounds)
+        else:
+            lengths = per_trajectory
+        return Chunk(td, bounds, groups, reward, returns, lengths)
+
+    def _identity(self, td: TensorDictBase) -> tuple[Key, Any]:
+        keys = (self.group_key,) if self.group_key is not None else (GROUP_ID, self.prompt_key)
+        if self.group_key is None and self.prompt_key is None:
+            keys = (GROUP_ID, *_PROMPT_KEYS)
+        for key in keys:
+            column = None if key is None else read(td, key)
+            if key is not None and column is not None:
+                return key, column
+        raise DataError(
+            f"no trajectory says which group it belongs to: looked for {[k for k in keys if k is not None]}. "
+            "Set group_id, or pass group_key=."
+        )
+
+    # -- groups ------------------------------------------------------------------------------------------------
+
+    def _arrive(self, chunk: Chunk) -> list[list[Entry]]:
+        self._count_arrivals(chunk)
+        waiting, ready = self._queue.waiting, []
+        least, failed = self.candidate_selection_min_size, self._queue.failed
+        for i, group in enumerate(chunk.groups):
+            entries = waiting.setdefault(group, [])
+            entries.append(Entry(chunk, i))
+            if len(entries) >= (least - failed.get(group, 0) if failed else least):
+                ready.append(self._complete(group))
+        return ready
+
+    def _complete(self, group: Hashable, close: bool = False) -> list[Entry]:
+        """Take the trajectories to write out of a group that may be complete."""
+        entries = self._queue.waiting[group]
+        missing = self._queue.failed.get(group, 0)
+        size = min(self.grpo_size, len(entries))
+        chosen: list[int] | None = list(range(len(entries)))
+        if self.candidate_group_size > self.grpo_size or self.keep_return_bounds is not None:
+            chosen = self._choose(entries, size)
+        if chosen is None and len(entries) < self.candidate_group_size - missing and not close:
+            return []
+        self._queue.pop(group)
+        self._stats["completed_groups"] += 1
+        if chosen is None:
+            self._stats["dropped_groups"] += 1
+            return []
+        self._stats["selected_trajectories"] += len(chosen)
+        self._stats["unselected_trajectories"] += len(entries) - len(chosen)
+        return [entries[i] for i in chosen]
+
+    def _choose(self, entries: Sequence[Entry], size: int) -> list[int] | None:
+        values = torch.tensor([entry.value for entry in entries])
+        candidates = TensorDict({"return": values}, batch_size=[len(entries)])
+        names = [key if isinstance(key, str) else key[0] for key in self.candidate_selector.in_keys]
+        if "trajectories" in names:
+            candidates.set("trajectories", lazy_stack([entry.trajectory() for entry in entries]))
+        chosen = self.candidate_selector.select(
+            candidates.select(*self.candidate_selector.in_keys, strict=True),
+            group_size=size,
+            keep_return_bounds=self.keep_return_bounds,
+        )
+        if chosen is not None and self.keep_return_bounds is not None:
+            low, high = self.keep_return_bounds
+            if not low < float(values[torch.tensor(chosen)].mean()) < high:
+                return None
+            if len(entries) > size and not low < float(values[:size].mean()) < high:
+                self._stats["rescued_groups"] += 1
+        return chosen
+
+    def report_failed(self, group: Hashable, count: int = 1) -> TensorDictBase | None:
+        """Say that `count` trajectories of a group will never arrive.
+
+        Args:
+            group: the group's identity.
+            count: how many failed.
+
+        Returns:
+            The group, if that completes it (write it with `TrajectoryReplayBuffer.extend_raw`), else None.
+        """
+        with self._lock:
+            self._queue.failed[group] = self._queue.failed.get(group, 0) + int(count)
+            arrived = len(self._queue.waiting.get(group, ()))
+            if self._queue.failed[group] >= self.candidate_group_size:
+                self._queue.failed.pop(group)
+            if arrived and arrived >= self.candidate_selection_min_size - self._queue.failed.get(group, 0):
+                return self._emit([self._complete(group)])
+        return None
+
+    def close(self, group: Hashable | None = None, min_size: int = 1) -> TensorDictBase | None:
+        """Close waiting groups early; the advantage uses the number that arrived.
+
+        Args:
+            group: only this group; None closes all.
+            min_size: groups with fewer trajectories go on waiting.
+
+        Returns:
+            The trajectories of the closed groups, or None.
+        """
+        with self._lock:
+            names = list(self._queue.waiting) if group is None else [group]
+            waiting = self._queue.waiting
+            due = [name for name in names if len(waiting.get(name, ())) >= max(min_size, 1)]
+            return self._emit([self._complete(name, close=True) for name in due])
+
+    # -- advantages --------------------------------------------------------------------------------------------
+
+    def _emit(self, groups: Sequence[list[Entry]]) -> TensorDictBase | None:
+        groups = [group for group in groups if group]
+        if not groups:
+            return None
+        chunk = gather([entry for group in groups for entry in group])
+        codes = torch.repeat_interleave(torch.tensor([len(group) for group in groups]))
+        advantage, degenerate = self._advantage(chunk, codes)
+        flat = int(codes[degenerate].unique().numel())
+        drop = self.zero_variance == "drop"
+        self._stats["degenerate_groups"] += flat
+        self._stats["written_groups"] += len(groups) - (flat if drop else 0)
+        self._stats["dropped_groups"] += flat if drop else 0
+        if drop and flat:
+            keep = torch.nonzero(~degenerate).reshape(-1)
+            if not keep.numel():
+                return None
+            chunk = chunk.take(keep.tolist())
+            advantage, degenerate, codes = advantage[keep], degenerate[keep], codes[keep]
+        return self._write(chunk, advantage, degenerate, codes)
+
+    def _advantage(self, chunk: Chunk, codes: Tensor) -> tuple[Tensor, Tensor]:
+        return group_advantage(chunk.returns, codes, estimator=self.estimator, lengths=chunk.lengths)  # pyright: ignore[reportArgumentType]
+
+    def _write(self, chunk: Chunk, advantage: Tensor, degenerate: Tensor, codes: Tensor) -> TensorDictBase:
+        reward, n = chunk.reward, chunk.td.shape[0]
+        trailing = reward.values.shape[1:]
+        if len(chunk.bounds) == n + 1:
+            owner = torch.arange(n)
+        else:
+            owner = torch.repeat_interleave(torch.tensor(chunk.bounds).diff())
+        element = owner if reward.lengths is None else torch.repeat_interleave(owner, reward.lengths)
+        if self.trajectory_return is None:
+            flat = reward.values.detach().double().reshape(-1)
+            code = torch.repeat_interleave(codes[element], flat.numel() // max(element.numel(), 1))
+            values = group_advantage(flat, code).advantages.reshape(reward.values.shape)
+        else:
+            values = advantage[element].reshape(-1, *(1 for _ in trailing)).expand(-1, *trailing)
+        values = values.to(torch.float32).contiguous()
+        if reward.lengths is not None:
+            mask = read(chunk.td, ASSISTANT_MASK)
+            if isinstance(mask, Flat) and mask.lengths is not None and torch.equal(mask.lengths, reward.lengths):
+                keep = mask.values.to(torch.bool)
+                values = values * keep.reshape(-1, *(1 for _ in trailing))
+        columns: dict[Key, Flat] = {
+            self.advantage_key: Flat(values, reward.lengths, reward.shapes),
+            RETURN: Flat(chunk.returns[owner].to(torch.float32)),
+            DEGENERATE: Flat(degenerate[owner]),
+        }
+        if self.zero_variance == "mark" and bool(degenerate.any()):
+            old = read(chunk.td, PRIORITY)
+            base = old.values.to(torch.float32) if isinstance(old, Flat) else torch.ones(n)
+            columns[PRIORITY] = Flat(torch.where(degenerate[owner], 0.0, base))
+        return write(chunk.td, columns)
+
+    # -- state and figures -------------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The waiting trajectories in the order of arrival, the failures reported and the counters."""
+        with self._lock:
+            chunks = []
+            for chunk in self._queue.chunks():
+                kept = sorted(e.index for e in self._queue.entries() if e.chunk is chunk)
+                part = chunk if len(kept) == len(chunk.groups) else chunk.take(kept)
+                chunks.append({"bounds": part.bounds, "columns": columns_state(columns_of(part.td))})
+            failed = [[group, count] for group, count in self._queue.failed.items()]
+            return {"chunks": chunks, "failed": failed, "stats": dict(self._stats)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Replace the waiting trajectories by those of a checkpoint."""
+        with self._lock:
+            self._queue = GroupQueue()
+            for saved in state["chunks"]:
+                chunk = self._chunk(td_of(columns_from_state(saved["columns"])), list(saved["bounds"]))
+                for i, group in enumerate(chunk.groups):
+                    self._queue.waiting.setdefault(group, []).append(Entry(chunk, i))
+            self._queue.failed = {_hashable(group): count for group, count in state["failed"]}
+            self._stats.update(state["stats"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_lock", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lock = threading.RLock()
+
+    def _count_arrivals(self, chunk: Chunk) -> None:
+        stats = self._stats
+        stats["completed_trajectories"] += len(chunk.groups)
+        stats["completed_decisions"] += chunk.td.shape[0]
+        stats["trajectory_return_sum"] += float(chunk.returns.sum())
+        stats["trajectory_return_max"] = max(stats["trajectory_return_max"], float(chunk.returns.max()))
+        stats["successful_trajectories"] += int((chunk.returns > 0).sum())
+
+    def reset_stats(self) -> None:
+        """Set the counters to zero."""
+        self._stats = dict.fromkeys(_STATS, 0)
+        self._stats["trajectory_return_max"] = float("-inf")
+
+    def get_stats(self) -> dict[str, float]:
+        """The counters and the size of the queue."""
+        return {
+            **self._stats,
+            "queued_groups": self.queued_groups,
+            "queued_trajectories": self.queued_trajectories,
+            "max_queued_trajectories_per_group": self.max_queued_trajectories_per_group,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _STATS:
+            return self.__dict__["_stats"][name]
+        return super().__getattr__(name)
+
+    @property
+    def queues(self) -> dict[Hashable, list[TensorDictBase]]:
+        """The waiting trajectories of each incomplete group, for inspection."""
+        return {group: [e.trajectory() for e in entries] for group, entries in self._queue.waiting.items()}
+
+    def clear_queues(self) -> None:
+        """Forget the waiting trajectories."""
+        with self._lock:
+            self._queue = GroupQueue()
+
+    @property
+    def queued_groups(self) -> int:
+        """Number of incomplete groups."""
+        return len(self._queue.waiting)
+
+    @property
+    def queued_trajectories(self) -> int:
+        """Number of waiting trajectories."""
+        return sum(len(entries) for entries in self._queue.waiting.values())
+
+    @property
+    def max_queued_trajectories_per_group(self) -> int:
+        """Size of the largest incomplete group."""
+        return max((len(entries) for entries in self._queue.waiting.values()), default=0)
+
+
+def _segment_sum(values: Tensor, bounds: Sequence[int]) -> Tensor:
+    total = torch.zeros(values.numel() + 1, dtype=values.dtype)
+    torch.cumsum(values, 0, out=total[1:])
+    return total[torch.tensor(bounds)].diff()
+
+
+def _codes(groups: Sequence[Hashable]) -> Tensor:
+    seen: dict[Hashable, int] = {}
+    return torch.tensor([seen.setdefault(group, len(seen)) for group in groups])
+
+
+def _hashable(group: Any) -> Hashable:
+    return tuple(group) if isinstance(group, list) else group
