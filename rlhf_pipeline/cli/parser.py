@@ -94,15 +94,22 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` shows what can be typed.\n")
 
 
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    width = min(shutil.get_terminal_size().columns, 100)
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=width)
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help as wide as the terminal, up to 100 characters, with commands and their meaning on one line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=min(shutil.get_terminal_size().columns, 100))
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            self._action_max_length += 4  # argparse forgets that it indents the commands
 
 
 def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Return the parser, and the parser of each command by name."""
     main = _Parser(
-        prog="rlhf-pipeline", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=_formatter, allow_abbrev=False
+        prog="rlhf-pipeline", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=_Help, allow_abbrev=False
     )
     main.add_argument("--version", action="store_true", help="show the version")
     main.set_defaults(debug=False)
@@ -115,7 +122,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
             help=help_line,
             description=f"{help_line[0].upper()}{help_line[1:]}.",
             epilog=more,
-            formatter_class=_formatter,
+            formatter_class=_Help,
             allow_abbrev=False,
         )
         added.set_defaults(module=module)
@@ -155,7 +162,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     inspect.add_argument("--definition", metavar="NAME|FILE.py[:function]", help="take the reward function from here")
     inspect.add_argument("--json", action="store_true", help="print JSON")
 
-    show = command("show", "show", "show stored trajectories: text, tokens, log-probs, masks, advantage", _SHOW)
+    show = command("show", "show", "show stored trajectories, token by token", _SHOW)
     show.add_argument("path", metavar="RUN|STORE")
     which = show.add_mutually_exclusive_group()
     which.add_argument("--id", type=_natural, metavar="N", help="the trajectory with this id")

@@ -89,6 +89,8 @@ def is_store(path: Path) -> bool:
 def not_found(path: Path, wanted: str = "run") -> MissingPathError:
     """Return an error that names the runs which are there."""
     runs = sorted({*_runs_in(path.parent), *_runs_in(Path("runs"))})
+    if is_store(path.parent / "store"):
+        runs.append(path.parent / "store")
     if not runs:
         hint = " Make one: rlhf-pipeline run copy_digits"
     else:

@@ -1,0 +1,115 @@
+"""`rlhf-pipeline inspect`: what is stored, and do the rewards come out again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+
+from rlhf_pipeline import definitions
+from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.report.inspect import Inspection, RewardCheck, inspect_store
+from rlhf_pipeline.report.run_folder import RunFolder
+from rlhf_pipeline.report.stored import Stored, open_run_or_store
+from rlhf_pipeline.report.words import count, number, plain
+from rlhf_pipeline.rewards import RewardFunction
+
+_BAR = 30
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Print what is stored; 1 if a reward does not come out again."""
+    run, store_path = open_run_or_store(args.path)
+    reward, why_not = _reward(run, args.definition)
+    with Stored(store_path) as stored:
+        found = inspect_store(stored, run=run, reward=reward, why_no_reward=why_not)
+    if args.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        print("\n".join(lines(found)))
+    return 0 if found.reward_check is None or found.reward_check.agrees else 1
+
+
+def _reward(run: RunFolder | None, typed: str | None) -> tuple[RewardFunction | None, str | None]:
+    """Return the reward function, or why there is none. A definition that was asked for must load."""
+    if typed is not None:
+        overrides = run.config.overrides if run is not None else ()
+        return definitions.find(typed).pipeline(overrides).reward, None
+    if run is None:
+        return (
+            None,
+            "a store alone does not say which reward function made it; add --definition NAME|FILE.py[:function]",
+        )
+    try:
+        return definitions.find(run.config.definition).pipeline(run.config.overrides).reward, None
+    except PipelineError as error:
+        return None, f"{error} Name where the definition is now: --definition FILE.py[:function]"
+
+
+def lines(found: Inspection) -> Iterator[str]:
+    """Yield an inspection as lines of text."""
+    about = f": {found.definition}, {count(found.num_steps or 0, 'optimizer step')}" if found.definition else ""
+    yield f"{found.path}{about}"
+    yield _row("trajectories", f"{found.num_trajectories:,} in {_group_text(found)}")
+    yield _row("tokens", f"{found.num_prompt_tokens:,} of prompts, {found.num_completion_tokens:,} of completions")
+    if found.policy_versions:
+        first, last, num = found.policy_versions
+        yield _row("policy", f"versions {first} to {last}, {num} of them" if num > 1 else f"version {first}")
+    if found.finish_reasons:
+        reasons = ", ".join(f"{plain(name or '?')} {num:,}" for name, num in found.finish_reasons.items())
+        yield _row("finished by", reasons)
+    if found.num_failed:
+        yield _row("failed", f"{count(found.num_failed, 'reward call')}; `show --id` says why")
+    if found.mean_reward is not None:
+        curve = "" if found.first_reward is None else f"; curve {found.first_reward:.3f} -> {found.last_reward:.3f}"
+        yield _row("reward", f"mean {found.mean_reward:.3f}{curve}")
+    yield _row("on disk", f"{found.size_bytes / 1e6:.1f} MB")
+    if found.completion_lengths:
+        yield "  completion lengths, in tokens"
+        most = max(num for _, _, num in found.completion_lengths)
+        width = max(len(f"{high}") for _, high, _ in found.completion_lengths)
+        for low, high, num in found.completion_lengths:
+            span = f"{low:>{width}}" + (f" to {high:>{width}}" if high > low else "")
+            yield f"    {span}  {num:>10,}  {'#' * -(-num * _BAR // most)}"
+    yield from _check_lines(found.reward_check, found.not_checked)
+
+
+def _check_lines(check: RewardCheck | None, why_not: str | None) -> Iterator[str]:
+    if check is None:
+        yield f"  rewards not graded again: {why_not}"
+        return
+    yield f"  graded again by {check.function}"
+    if check.num_different:
+        yield f"    DISAGREES: {count(check.num_different, 'trajectory')} of {check.num_trajectories:,}"
+        for item in check.first_different:
+            why = f" ({plain(item.error)})" if item.error else ""
+            yield f"      id {item.id}: stored {number(item.stored, 4)}, now {number(item.graded_again, 4)}{why}"
+    else:
+        yield f"    agrees: {count(check.num_trajectories, 'trajectory')}, each reward is what the function says"
+    if check.num_rollouts_different:
+        wrong = f"{check.num_rollouts_different} of {count(check.num_rollouts, 'rollout')}"
+        yield f"    DISAGREES with metrics.jsonl: {wrong}"
+        for item in check.first_rollouts_different:
+            yield (
+                f"      step {item.step}, rollout {item.rollout}: task_reward {number(item.recorded, 4)}, "
+                f"the stored trajectories give {number(item.graded_again, 4)}"
+            )
+    elif check.num_rollouts:
+        yield f"    agrees: {count(check.num_rollouts, 'rollout')}, each mean is the task_reward in metrics.jsonl"
+    if check.num_rollouts_partial:
+        partial = count(check.num_rollouts_partial, "rollout")
+        yield f"    {partial} not whole in the store (groups dropped or evicted), so not compared"
+    if check.num_failed_before:
+        yield f"    {count(check.num_failed_before, 'reward call')} failed during the run and would succeed now"
+
+
+def _group_text(found: Inspection) -> str:
+    sizes = list(found.group_sizes)
+    if len(sizes) == 1:
+        return f"{count(found.num_groups, 'group')} of {sizes[0]}"
+    spread = f" of {sizes[0]} to {sizes[-1]}" if sizes else ""
+    return f"{count(found.num_groups, 'group')}{spread}"
+
+
+def _row(name: str, text: str) -> str:
+    return f"  {name:<13} {text}"

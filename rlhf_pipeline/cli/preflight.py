@@ -1,0 +1,173 @@
+"""What can be checked before torch is imported, so that a slip costs a second and not ten.
+
+Every check raises the error that the run itself would end with, or a better one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+from pathlib import Path
+
+from rlhf_pipeline.config import Pipeline, PretrainedPolicy, TinyPolicy
+from rlhf_pipeline.errors import (
+    DataError,
+    DefinitionError,
+    MissingPathError,
+    PipelineError,
+    RunExistsError,
+    did_you_mean,
+)
+from rlhf_pipeline.prompts import Prompt
+from rlhf_pipeline.report.run_folder import RunFolder, is_run, not_found
+
+_DEVICES = ("cpu", "cuda", "mps")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+
+
+def check_new_folder(out: Path, command: str) -> None:
+    """Refuse a run folder that holds something; an empty folder is fine.
+
+    Args:
+        out: where the run is to go.
+        command: what was typed up to the definition, for the hint.
+
+    Raises:
+        RunExistsError: there is a run or something else; says how to go on with it, and names a free folder.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    free = f"--out {shlex.quote(str(_free_folder(out)))}"
+    if out.is_dir() and is_run(out):
+        run = RunFolder(out)
+        rewards = run.reward_points()
+        state = f" ({run.metrics[-1]['step']} steps, last reward {rewards[-1][1]:.2f})" if rewards else ""
+        raise RunExistsError(
+            f"{out} holds a run already{state}. Go on with it: {command} --resume. "
+            f"Or keep it and choose another folder: {free}"
+        )
+    what = "is not a run; nothing in it is touched" if out.is_dir() else "is a file"
+    raise RunExistsError(f"{out} exists and {what}. Choose another folder: {free}")
+
+
+def check_resumable(out: Path) -> None:
+    """Refuse to resume where there is no run.
+
+    Raises:
+        MissingPathError: no run at `out`; names the runs that are there.
+    """
+    if not is_run(out):
+        raise not_found(out, "run to resume")
+
+
+def check_device(device: str) -> None:
+    """Refuse a device name that cannot be one.
+
+    Raises:
+        DefinitionError: the name has not the form `cuda` or `cuda:1`.
+    """
+    kind = device.partition(":")[0]
+    if not re.fullmatch(r"[a-z]+(:\d+)?", device) or kind not in _DEVICES:
+        hint = did_you_mean(kind, _DEVICES)
+        raise DefinitionError(f"--device {device}: there is no such device.{hint} A number may follow: cuda:1.")
+
+
+def check_pipeline(pipeline: Pipeline, seed: int) -> None:
+    """Check all that a definition names: the model's folder, the prompts, the reward function's arguments.
+
+    Raises:
+        MissingPathError: the model folder or the prompt file is not there.
+        DataError: a prompt file is broken, or holds what the model cannot read.
+        DefinitionError: the prompt source or the reward function is not one.
+    """
+    if isinstance(pipeline.policy, PretrainedPolicy):
+        check_model_folder(pipeline.policy.path)
+    check_reward(pipeline)
+    prompt = first_prompt(pipeline, seed)
+    if isinstance(pipeline.policy, TinyPolicy):
+        unknown = sorted(set(prompt.text + (prompt.answer or "")) - set(pipeline.policy.alphabet))
+        if unknown:
+            raise DataError(
+                f"the prompt {prompt.text!r} (answer {prompt.answer!r}) has characters that the model does not know: "
+                f"{' '.join(map(repr, unknown))}. Add them to the definition: TinyPolicy(alphabet=...)."
+            )
+
+
+def check_reward(pipeline: Pipeline) -> None:
+    """Refuse a reward function that cannot be called with `(prompt, completion, answer, meta)`.
+
+    Raises:
+        DefinitionError: its arguments do not fit.
+    """
+    try:
+        signature = inspect.signature(pipeline.reward)
+    except (TypeError, ValueError):
+        return  # a builtin or an extension type; it is called as it is
+    try:
+        signature.bind("", "", None, {})
+    except TypeError as error:
+        name = getattr(pipeline.reward, "__qualname__", repr(pipeline.reward))
+        raise DefinitionError(
+            f"the reward function {name}{signature} cannot be called ({error}). "
+            "It must take (prompt, completion, answer, meta) and return a number."
+        ) from error
+
+
+def first_prompt(pipeline: Pipeline, seed: int) -> Prompt:
+    """Return the run's first prompt; a prompt file is read and checked whole by that.
+
+    Raises:
+        DefinitionError: the source raises something of its own or returns something else.
+        PipelineError: what the source says is wrong with its data.
+    """
+    source = type(pipeline.prompts).__name__
+    try:
+        prompt = pipeline.prompts.prompt(0, seed)
+    except PipelineError:
+        raise
+    except Exception as error:
+        raise DefinitionError(
+            f"prompts: {source}.prompt(0, {seed}) raised {type(error).__name__}: {error}. "
+            "A prompt source has a method prompt(cursor, seed) that returns a Prompt."
+        ) from error
+    if not isinstance(prompt, Prompt):
+        raise DefinitionError(
+            f"prompts: {source}.prompt(0, {seed}) returned {type(prompt).__name__}; it must return a "
+            "rlhf_pipeline.Prompt(text=..., answer=..., meta=...)."
+        )
+    return prompt
+
+
+def check_model_folder(path: str) -> None:
+    """Refuse a checkpoint path that is no folder and cannot be a name on a hub, which has the form `owner/name`.
+
+    Raises:
+        MissingPathError: the folder, its config or its weights are not there.
+    """
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) and not folder.parent.is_dir()
+        if on_hub:
+            return
+        raise MissingPathError(
+            f"there is no model folder at {path}. Make one: rlhf-pipeline new-model {shlex.quote(path)} --text FILE. "
+            "Or name one you have: --set policy.path=FOLDER (a name on the hub has the form owner/name)."
+        )
+    if not folder.is_dir():
+        raise MissingPathError(
+            f"{path} is a file; policy.path names the folder that holds config.json and the weights."
+        )
+    if not (folder / "config.json").is_file():
+        raise MissingPathError(
+            f"{path} holds no config.json, so it is not a model folder as save_pretrained writes it."
+        )
+    if not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
+        raise MissingPathError(f"{path} holds no weights ({', '.join(_WEIGHTS)}). Is a download incomplete?")
+
+
+def _free_folder(out: Path) -> Path:
+    number = 2
+    while out.with_name(f"{out.name}-{number}").exists():
+        number += 1
+    return out.with_name(f"{out.name}-{number}")

@@ -1,0 +1,245 @@
+"""`rlhf-pipeline run`: check, run, and say what came of it and what to type next."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_pipeline import definitions
+from rlhf_pipeline.cli import preflight
+from rlhf_pipeline.cli.progress import RunView
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunMismatchError
+from rlhf_pipeline.events import RunFinished
+from rlhf_pipeline.report.run_folder import RunFolder, is_run
+from rlhf_pipeline.report.words import count, duration, number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What is to be run, all checked."""
+
+    pipeline: Pipeline
+    definition: str
+    overrides: tuple[tuple[str, str], ...]
+    out: Path
+    seed: int
+    device: str
+    resume: bool
+    command: str
+    """What to type to start this run, without `--resume`."""
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run a pipeline; 130 or 143 if a signal stopped it."""
+    plan = make_plan(args)
+    view = RunView(sys.stdout, live=sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
+    view.say(f"{plan.pipeline.name}: starting, seed {plan.seed}, on {plan.device}; importing torch ...")
+    started = time.perf_counter()
+    seen: list[int] = []
+    try:
+        finished = _run(plan, view, started, seen)
+    except KeyboardInterrupt:
+        if plan.resume or is_run(plan.out):
+            view.say(f"stopped at once. Go on from the last checkpoint: {plan.command} --resume")
+        else:
+            view.say("stopped before the run began; nothing was written.")
+        return 128 + (seen[-1] if seen else signal.SIGINT)
+    finish(finished, plan, view)
+    if finished.reason == "interrupted":
+        return 128 + (seen[-1] if seen else signal.SIGINT)
+    return 0
+
+
+def _run(plan: Plan, view: RunView, started: float, seen: list[int]) -> RunFinished:
+    """Import torch and run; `seen` collects the signals that arrived."""
+    with _signals_seen(seen):
+        runtime = _import_runtime(plan.device)
+        definitions.share_with_workers()
+        view.say(f"torch is there ({duration(time.perf_counter() - started)}); building the model and the store ...")
+        return runtime.run(
+            plan.pipeline,
+            run_dir=plan.out,
+            seed=plan.seed,
+            device=plan.device,
+            resume=plan.resume,
+            definition=plan.definition,
+            overrides=plan.overrides,
+            on_event=view,
+        )
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Find out what to run and check all of it that needs no torch.
+
+    Raises:
+        PipelineError: anything wrong with the definition, the run folder, the model folder or the prompts.
+    """
+    overrides = tuple(args.overrides)
+    if args.steps is not None:
+        overrides = (*overrides, ("learn.steps", str(args.steps)))
+    plan = _resumed(args, overrides) if args.resume else _new(args, overrides)
+    preflight.check_device(plan.device)
+    preflight.check_pipeline(plan.pipeline, plan.seed)
+    return plan
+
+
+def _new(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -> Plan:
+    if args.definition is None:
+        raise DefinitionError("name what to run, for example: rlhf-pipeline run copy_digits (`rlhf-pipeline list`)")
+    definition = definitions.find(args.definition)
+    out = Path(args.out).expanduser() if args.out else Path("runs") / definition.function
+    command = _command(args.definition, args.out)
+    preflight.check_new_folder(out, command)
+    return Plan(
+        pipeline=definition.pipeline(overrides),
+        definition=definition.name,
+        overrides=overrides,
+        out=out,
+        seed=args.seed or 0,
+        device=args.device or "cpu",
+        resume=False,
+        command=command,
+    )
+
+
+def _resumed(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -> Plan:
+    """Take definition, overrides, seed and device from the run; what was typed comes on top."""
+    named = args.definition
+    if named is not None and not args.out and is_run(Path(named).expanduser()):
+        out, named = Path(named).expanduser(), None  # `run runs/copy_digits --resume`
+    elif args.out:
+        out = Path(args.out).expanduser()
+    elif named is not None:
+        out = Path("runs") / definitions.find(named).function
+    else:
+        raise DefinitionError("say which run to go on with: rlhf-pipeline run --resume --out runs/NAME")
+    preflight.check_resumable(out)
+    config = RunFolder(out).config
+    if args.seed is not None and args.seed != config.seed:
+        raise RunMismatchError(
+            f"{out} was started with seed {config.seed}, not {args.seed}. Leave --seed out to go on with it, "
+            "or leave --resume out and choose another --out."
+        )
+    definition = definitions.find(named) if named else _recorded_definition(config.definition, out)
+    merged = tuple({**dict(config.overrides), **dict(overrides)}.items())
+    return Plan(
+        pipeline=definition.pipeline(merged),
+        definition=definition.name,
+        overrides=merged,
+        out=out,
+        seed=config.seed,
+        device=args.device or config.device,
+        resume=True,
+        command=_command(named, str(out)) if args.out or named is None else _command(named, None),
+    )
+
+
+def _recorded_definition(name: str, out: Path) -> definitions.Definition:
+    try:
+        return definitions.find(name)
+    except MissingPathError as error:
+        raise MissingPathError(
+            f"the definition that {out} was started with is gone: {error} If the file has moved, name its new place: "
+            f"rlhf-pipeline run FILE.py:function --resume --out {shlex.quote(str(out))}"
+        ) from error
+
+
+def _command(definition: str | None, out: str | None) -> str:
+    parts = ["rlhf-pipeline", "run", *([definition] if definition else []), *(["--out", out] if out else [])]
+    return shlex.join(parts)
+
+
+def _import_runtime(device: str):  # noqa: ANN202 - a module
+    """Import torch and all that needs it, and check the device while no folder is made yet."""
+    import torch
+
+    from rlhf_pipeline import runtime
+
+    kind, _, index = device.partition(":")
+    if kind == "cuda":
+        found = torch.cuda.device_count()
+        if int(index or 0) >= found:
+            seen = f"torch sees {count(found, 'CUDA device')}" if found else "torch sees no CUDA device"
+            raise DefinitionError(f"--device {device}: {seen}. Use --device cpu, or see `rlhf-pipeline doctor`.")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise DefinitionError("--device mps: torch sees no Apple GPU here. Use --device cpu.")
+    return runtime
+
+
+def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
+    """Write the report and say what came of the run and what to type next."""
+    from rlhf_pipeline.report.html import write_report
+    from rlhf_pipeline.report.samples import before_and_after
+
+    view.say(result_sentence(finished, resumed=plan.resume))
+    run = RunFolder(finished.run_dir)
+    for line in before_and_after(run):
+        view.say(line)
+    written = write_report(run)
+    view.say(f"written: {', '.join(str(path) for path in written)}")
+    view.say("next:")
+    for command, meaning in next_commands(finished, plan):
+        view.say(f"  {command:<60}  {meaning}" if len(command) < 60 else f"  {command}\n      {meaning}")
+
+
+def result_sentence(finished: RunFinished, *, resumed: bool = False) -> str:
+    """Return what a run reached, for example `reward 0.10 -> 0.98 in 180 steps (21 s), 23,040 trajectories stored`."""
+    steps = (
+        f"{count(finished.steps, 'step')} ({duration(finished.seconds)}{' since it was resumed' if resumed else ''})"
+    )
+    stored = f"{count(finished.num_trajectories, 'trajectory')} stored"
+    if finished.first_reward is None:
+        sentence = f"no rollout was finished; {count(finished.steps, 'step')}, {stored}"
+    else:
+        sentence = f"reward {number(finished.first_reward)} -> {number(finished.last_reward)} in {steps}, {stored}"
+    why = {"target": "target reached: ", "steps": "", "interrupted": "stopped and saved: "}[finished.reason]
+    return why + sentence
+
+
+def next_commands(finished: RunFinished, plan: Plan) -> list[tuple[str, str]]:
+    """Return commands worth typing now, each with its meaning."""
+    folder = shlex.quote(str(finished.run_dir))
+    more = {
+        "interrupted": (f"{plan.command} --resume", "go on where it stopped"),
+        "steps": (f"{plan.command} --resume --steps {2 * finished.steps}", "go on for as many steps again"),
+        "target": (f"{plan.command} --resume --set learn.stop_at_reward=none", "go on beyond the target"),
+    }
+    looks = [
+        (f"rlhf-pipeline inspect {folder}", "count what is stored and grade it again"),
+        (f"rlhf-pipeline show {folder}", "the newest trajectory, token by token"),
+    ]
+    again = more[finished.reason]
+    return [again, *looks] if finished.reason == "interrupted" else [*looks, again]
+
+
+@contextmanager
+def _signals_seen(seen: list[int]) -> Iterator[None]:
+    """Collect the numbers of the signals that arrive, whoever handles them, for the exit code."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        try:
+            arrived = os.read(reading, 4096)
+        except BlockingIOError:
+            arrived = b""
+        seen += [signum for signum in arrived if signum in (signal.SIGINT, signal.SIGTERM)]
+        os.close(reading)
+        os.close(writing)

@@ -1,0 +1,227 @@
+"""`report.html`: one file that opens anywhere, with no server, no account and no network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_pipeline.jsonl import write_atomically
+from rlhf_pipeline.report.page import SCRIPT, STYLE
+from rlhf_pipeline.report.run_folder import RunFolder
+from rlhf_pipeline.report.samples import Trajectory, read_trajectories, typical_of_first_and_last
+from rlhf_pipeline.report.stored import Ids, Stored
+from rlhf_pipeline.report.svg import line_chart
+from rlhf_pipeline.report.tokens import TokenTexts
+from rlhf_pipeline.report.words import count, number
+
+_VERSIONS = 8
+_PER_VERSION = 24
+_MAX_TOKENS = 1024
+_MAX_ROWS = 30
+_CURVES = {
+    "entropy": "entropy (nats per token)",
+    "kl_k1": "KL to the reference (k1, nats)",
+    "clip_fraction": "share of clipped tokens",
+    "ess": "effective sample size (share)",
+    "grad_norm": "gradient norm",
+    "staleness": "staleness (steps)",
+}
+_COLUMNS = (
+    *("step", "task_reward", "loss", "kl_k1", "clip_fraction", "ess", "entropy", "grad_norm", "lr", "staleness"),
+    *("padding_efficiency", "tokens_per_s"),
+)
+
+
+def write_report(run: RunFolder, html_path: Path | None = None) -> list[Path]:
+    """Write `reward.svg` and `report.html`, each whole or not at all.
+
+    Args:
+        run: the run.
+        html_path: where the page goes; `report.html` in the run folder if None.
+
+    Returns:
+        The files written.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    svg = reward_curve(run)
+    curve, page = run.path / "reward.svg", html_path or run.path / "report.html"
+    write_atomically(curve, svg.encode())
+    write_atomically(page, render(run, svg).encode("utf-8", "replace"))
+    return [curve, page]
+
+
+def reward_curve(run: RunFolder) -> str:
+    """Return the learning curve as SVG: the mean task reward of each rollout."""
+    points = run.reward_points()
+    unit = bool(points) and all(0 <= value <= 1 for _, value in points)
+    return line_chart(
+        points,
+        title=f"{run.config.pipeline.get('name', run.path.name)}: mean task reward per rollout",
+        y_label="task reward",
+        target=run.config.pipeline.get("learn", {}).get("stop_at_reward"),
+        y_range=(0.0, 1.0) if unit else None,
+    )
+
+
+def render(run: RunFolder, svg: str) -> str:
+    """Return the page.
+
+    Args:
+        run: the run.
+        svg: its learning curve.
+    """
+    texts = TokenTexts(run)
+    with Stored(run.store_path) as stored:
+        shown = read_trajectories(stored, choose(stored), texts)
+        pair = typical_of_first_and_last(stored)
+        ends = read_trajectories(stored, np.array(pair), texts) if pair else []
+        total = len(stored.ids())
+    name = str(run.config.pipeline.get("name", run.path.name))
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(name)}</title><style>{STYLE}</style></head><body><main>",
+        *_head(run, name, total),
+        f'<div class="card">{_inline(svg)}</div>',
+        *_before_after(ends),
+        *_small_curves(run),
+        *_browser(shown, total),
+        *_metrics_table(run),
+        *_config_table(run),
+        f'<script type="application/json" id="data">{_data(shown)}</script>',
+        f"<script>{SCRIPT}</script></main></body></html>",
+    ]
+    return "\n".join(parts)
+
+
+def choose(stored: Stored) -> Ids:
+    """Return the trajectories for the browser: of up to eight policy versions, evenly spaced, the first groups."""
+    ids, versions = stored.ids(), stored.scalars("policy_version")
+    if versions is None or not len(ids):
+        return ids[-_VERSIONS * _PER_VERSION :]
+    known = sorted(set(versions.tolist()))
+    spread = {known[round(place)] for place in np.linspace(0, len(known) - 1, min(_VERSIONS, len(known)))}
+    return np.concatenate([ids[np.flatnonzero(versions == version)[:_PER_VERSION]] for version in sorted(spread)])
+
+
+def _head(run: RunFolder, name: str, total: int) -> Iterator[str]:
+    points = run.reward_points()
+    went = f"reward {number(points[0][1])} &rarr; {number(points[-1][1])} in " if points else ""
+    yield f"<h1>{escape(name)}</h1>"
+    yield f"<p>{went}{count(len(run.metrics), 'optimizer step')}, {count(total, 'trajectory')} stored</p>"
+    versions = ", ".join(f"{escape(str(k))} {escape(str(v))}" for k, v in run.config.versions.items())
+    yield f'<p class="soft">{escape(run.config.definition)}, seed {run.config.seed}, {escape(run.config.device)}'
+    yield f"{'; ' + versions if versions else ''}</p><br>"
+
+
+def _before_after(ends: Sequence[Trajectory]) -> Iterator[str]:
+    if not ends:
+        return
+    yield '<h2>Before and after</h2><p class="soft">The completion whose reward is nearest to its rollout\'s mean.</p>'
+    yield '<div class="two">'
+    for label, item in zip(("First policy", "Last policy"), ends, strict=True):
+        answer = "" if item.answer is None else f", answer {escape(item.answer)}"
+        yield f'<div class="card"><p class="soft">{label}, version {item.policy_version}: reward {number(item.reward)}'
+        yield f'{answer}</p><p class="text soft">{escape(item.prompt)}</p>'
+        yield f'<p class="text">{escape(item.completion)}</p></div>'
+    yield "</div>"
+
+
+def _small_curves(run: RunFolder) -> Iterator[str]:
+    curves = [(title, run.points(name)) for name, title in _CURVES.items()]
+    moving = [(title, points) for title, points in curves if len({value for _, value in points}) > 1]
+    if moving:
+        yield '<h2>Diagnostics</h2><div class="small">'
+        for title, points in moving:
+            yield f'<div class="card">{_inline(line_chart(points, title=title))}</div>'
+        yield "</div>"
+
+
+def _browser(shown: Sequence[Trajectory], total: int) -> Iterator[str]:
+    yield f'<h2>Trajectories</h2><p class="soft">{count(len(shown), "trajectory")} of {total:,}. Colour: how unlikely '
+    yield 'the behaviour policy found its token, <span class="bar"></span> from sure to surprised. Point at a token for'
+    yield " its numbers.</p>"
+    yield '<div id="controls"><label>policy <select id="version"><option value="">all versions</option></select></label>'
+    yield '<label>order <select id="order"><option>stored</option><option value="best">best first</option>'
+    yield '<option value="worst">worst first</option></select></label></div>'
+    yield '<div class="browser"><div class="card" id="items"></div><div class="card" id="detail"></div></div>'
+
+
+def _metrics_table(run: RunFolder) -> Iterator[str]:
+    rows = run.metrics
+    if not rows:
+        return
+    names = [name for name in _COLUMNS if any(row.get(name) is not None for row in rows)]
+    places = sorted({round(place) for place in np.linspace(0, len(rows) - 1, min(_MAX_ROWS, len(rows)))})
+    some = "" if len(places) == len(rows) else f" ({len(places)} of {len(rows):,} lines of metrics.jsonl)"
+    yield f'<h2>Metrics{some}</h2><div class="card wide"><table><thead><tr>'
+    yield "".join(f"<th>{escape(name)}</th>" for name in names) + "</tr></thead><tbody>"
+    for place in places:
+        yield f"<tr>{''.join(f'<td>{_cell(name, rows[place].get(name))}</td>' for name in names)}</tr>"
+    yield "</tbody></table></div>"
+
+
+def _cell(name: str, value: Any) -> str:
+    if name == "step":
+        return str(value)
+    return number(value, 3) if isinstance(value, (int, float)) else "-"
+
+
+def _config_table(run: RunFolder) -> Iterator[str]:
+    changed = dict(run.config.overrides)
+    yield '<h2>Definition</h2><div class="card wide"><table class="fields"><tbody>'
+    for path, value in _flat("", run.config.pipeline):
+        mark = " (--set)" if path in changed else ""
+        yield f"<tr><td>{escape(path)}</td><td>{escape(str(value))}{mark}</td></tr>"
+    yield "</tbody></table></div>"
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _flat(f"{prefix}.{name}" if prefix else name, inner)
+    else:
+        yield prefix, value
+
+
+def _data(shown: Sequence[Trajectory]) -> str:
+    """Return the browser's data as JSON that cannot end its script element."""
+    rows = [
+        {
+            "id": item.id,
+            "group_id": item.group_id,
+            "policy_version": item.policy_version,
+            "reward": item.reward,
+            "advantage": item.advantage,
+            "answer": item.answer,
+            "error": item.error,
+            "finish_reason": item.finish_reason,
+            "completion": item.completion[:200],
+            "token_ids": item.token_ids[:_MAX_TOKENS],
+            "pieces": item.pieces[:_MAX_TOKENS],
+            "mask": item.mask[:_MAX_TOKENS],
+            "log_probs": _rounded(item.log_probs),
+            "ref_log_probs": None if item.ref_log_probs is None else _rounded(item.ref_log_probs),
+            "cut": max(0, len(item.token_ids) - _MAX_TOKENS),
+        }
+        for item in shown
+    ]
+    text = json.dumps(rows, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("&", "\\u0026")
+
+
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else round(value, 4) for value in values[:_MAX_TOKENS]]
+
+
+def _inline(svg: str) -> str:
+    """Return an SVG document as a part of a page; a page needs no namespace."""
+    return svg.replace(' xmlns="http://www.w3.org/2000/svg"', "")

@@ -1,0 +1,162 @@
+"""Trajectories picked from the store to be looked at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_pipeline.report.run_folder import RunFolder
+from rlhf_pipeline.report.stored import Ids, Stored
+from rlhf_pipeline.report.tokens import TokenTexts
+from rlhf_pipeline.report.words import number, one_line
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """One trajectory with all that is stored of it; None where the store has no such column."""
+
+    id: int
+    prompt: str
+    completion: str
+    answer: str | None
+    error: str | None
+    """Why its reward call failed, or None."""
+    reward: float | None
+    advantage: float | None
+    group_id: int | None
+    trajectory_id: int | None
+    policy_version: int | None
+    finish_reason: str
+    use_count: int | None
+    num_prompt_tokens: int
+    token_ids: tuple[int, ...]
+    """[T], prompt first."""
+    pieces: tuple[str, ...]
+    """The text of each token, [T]."""
+    mask: tuple[bool, ...]
+    """True where the policy produced the token, [T]."""
+    log_probs: tuple[float | None, ...]
+    """Log-probs of the behaviour policy, [T]; None where no score exists."""
+    ref_log_probs: tuple[float | None, ...] | None
+    """Log-probs of the reference policy, [T], or None if none were stored."""
+
+
+def read_trajectories(stored: Stored, ids: Ids, texts: TokenTexts) -> list[Trajectory]:
+    """Read some trajectories whole.
+
+    Args:
+        stored: the open store.
+        ids: which, [N].
+        texts: turns token ids into text.
+
+    Raises:
+        MissingRowError: an id is not in the store.
+    """
+    num = len(ids)
+    prompts, completions = stored.texts("prompt", ids), stored.texts("completion", ids)
+    reasons, contexts = stored.texts("finish_reason", ids), stored.contexts(ids)
+    token_rows = stored.rows("input_ids", ids) or [np.empty(0, np.int64)] * num
+    masks, log_probs, reference = (stored.rows(n, ids) for n in ("assistant_mask", "log_probs", "ref_log_probs"))
+    names = ("task_reward", "advantage", "group_id", "trajectory_id", "policy_version", "use_count")
+    scalars = {name: stored.scalars(name, ids) for name in (*names, "num_prompt_tokens")}
+
+    def whole(name: str, row: int) -> int | None:
+        values = scalars[name]
+        return None if values is None else int(values[row])
+
+    def real(name: str, row: int) -> float | None:
+        values = scalars[name]
+        return None if values is None else _finite(values[row])
+
+    found: list[Trajectory] = []
+    for row in range(num):
+        tokens: list[int] = token_rows[row].tolist()
+        head = whole("num_prompt_tokens", row) or 0
+        mask = [False] * head + [True] * (len(tokens) - head) if masks is None else masks[row].tolist()
+        found.append(
+            Trajectory(
+                id=int(ids[row]),
+                prompt=prompts[row],
+                completion=completions[row],
+                answer=contexts[row].answer,
+                error=contexts[row].error,
+                reward=real("task_reward", row),
+                advantage=real("advantage", row),
+                group_id=whole("group_id", row),
+                trajectory_id=whole("trajectory_id", row),
+                policy_version=whole("policy_version", row),
+                finish_reason=reasons[row],
+                use_count=whole("use_count", row),
+                num_prompt_tokens=head,
+                token_ids=tuple(tokens),
+                pieces=tuple(texts.pieces(tokens, head, prompts[row], completions[row])),
+                mask=tuple(mask),
+                log_probs=_numbers(log_probs, row, len(tokens)) or (),
+                ref_log_probs=_numbers(reference, row, len(tokens)),
+            )
+        )
+    return found
+
+
+def typical_of_first_and_last(stored: Stored) -> tuple[int, int] | None:
+    """Return the ids of one typical trajectory of the first and of the last policy version.
+
+    Typical is the one whose reward is nearest to the mean of its rollout; so neither the best nor the worst is shown
+    as if it were the rule. None if there are no rewards, or only one version.
+    """
+    versions, rewards = stored.scalars("policy_version"), stored.scalars("task_reward")
+    if versions is None or rewards is None:
+        return None
+    graded = np.flatnonzero(np.isfinite(rewards))
+    if not len(graded):
+        return None
+    first, last = versions[graded].min(), versions[graded].max()
+    if first == last:
+        return None
+    ids = stored.ids()
+
+    def typical(version: Any) -> int:
+        places = graded[versions[graded] == version]
+        return int(ids[places[np.argmin(np.abs(rewards[places] - rewards[places].mean()))]])
+
+    return typical(first), typical(last)
+
+
+def before_and_after(run: RunFolder, width: int = 100) -> list[str]:
+    """Return two lines of text, a typical completion of the first policy version and one of the last."""
+    with Stored(run.store_path) as stored:
+        pair = typical_of_first_and_last(stored)
+        if pair is None:
+            return []
+        shown = read_trajectories(stored, np.array(pair), TokenTexts(None))
+    room = max((width - 40) // 2, 12)
+    parts = [
+        (
+            label,
+            one_line(item.prompt, room),
+            one_line(item.completion, room),
+            f"reward {number(item.reward)}" + ("" if item.answer is None else f", answer {one_line(item.answer, 24)}"),
+        )
+        for label, item in zip(("before", "after"), shown, strict=True)
+    ]
+    prompt_width, text_width = (max(len(part[column]) for part in parts) for column in (1, 2))
+    return [
+        f"  {label:<6}  {prompt:<{prompt_width}}  ->  {text:<{text_width}}  ({judged})"
+        for label, prompt, text, judged in parts
+    ]
+
+
+def _numbers(rows: Sequence[npt.NDArray[Any]] | None, row: int, num: int) -> tuple[float | None, ...] | None:
+    if rows is None:
+        return None
+    values = rows[row].tolist()
+    return tuple(_finite(value) for value in values) if len(values) == num else None
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

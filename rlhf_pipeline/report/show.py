@@ -1,0 +1,99 @@
+"""Trajectories as text: one line each, or every token with its log-prob."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rlhf_pipeline.report.samples import Trajectory
+from rlhf_pipeline.report.words import count, number, one_line, plain
+
+
+def brief(items: Sequence[Trajectory], width: int = 110) -> Iterator[str]:
+    """Yield a table with one line per trajectory.
+
+    Args:
+        items: what to show.
+        width: columns of the terminal; texts are cut to fit.
+    """
+    id_width = max([len(str(item.id)) for item in items] + [2])
+    room = max((width - id_width - 52) // 2, 12)
+    head = ("group", 6), ("version", 7), ("tokens", 6), ("reward", 7), ("advant.", 8)
+    yield f"{'id':>{id_width}}  {' '.join(f'{name:>{space}}' for name, space in head)}  prompt -> completion"
+    for item in items:
+        texts = f"{one_line(item.prompt, room)} -> {one_line(item.completion, room)}"
+        tail = "" if item.finish_reason in ("stop", "length", "") else f"  ({plain(item.finish_reason)})"
+        yield (
+            f"{item.id:>{id_width}}  {_or_dash(item.group_id):>6} {_or_dash(item.policy_version):>7} "
+            f"{len(item.token_ids) - item.num_prompt_tokens:>6} {number(item.reward):>7} {number(item.advantage):>8}  "
+            f"{texts}{tail}"
+        )
+
+
+def full(item: Trajectory, *, max_tokens: int | None = None) -> Iterator[str]:
+    """Yield everything that is stored about one trajectory.
+
+    Args:
+        item: what to show.
+        max_tokens: rows of the token table at most; the completion comes first. None shows all.
+    """
+    yield (
+        f"trajectory {item.id}: group {_or_dash(item.group_id)}, policy version {_or_dash(item.policy_version)}, "
+        f"finished by {plain(item.finish_reason) or '-'}"
+    )
+    used = "" if item.use_count is None else f", used {count(item.use_count, 'time')}"
+    yield f"  reward {number(item.reward, 4)}, advantage {number(item.advantage, 4)}{used}"
+    if item.error is not None:
+        yield f"  its reward call failed: {plain(item.error)}"
+    yield from _text("prompt", item.prompt)
+    yield from _text("completion", item.completion)
+    if item.answer is not None:
+        yield from _text("answer", item.answer)
+    scored = [value for value, mine in zip(item.log_probs, item.mask, strict=False) if mine and value is not None]
+    num = len(item.token_ids) - item.num_prompt_tokens
+    total = f", log-prob {number(sum(scored))} in all, {number(sum(scored) / len(scored))} per token" if scored else ""
+    yield f"  {count(item.num_prompt_tokens, 'prompt token')}, {count(num, 'completion token')}{total}"
+    yield from _token_table(item, max_tokens)
+
+
+def _text(label: str, text: str) -> Iterator[str]:
+    lines = plain(text).split("\n")
+    yield f"  {label:<10}  {lines[0]}"
+    for line in lines[1:]:
+        yield f"  {'':<10}  {line}"
+
+
+def _token_table(item: Trajectory, max_tokens: int | None) -> Iterator[str]:
+    places = list(range(len(item.token_ids)))
+    if max_tokens is not None and len(places) > max_tokens:
+        # The policy's own tokens matter most; a few of the prompt's before them show where they start.
+        start = max(0, min(item.num_prompt_tokens - 4, len(places) - max_tokens))
+        places = places[start : start + max_tokens]
+    reference = item.ref_log_probs
+    yield f"  {'place':>7} {'id':>7}  {'text':<16} {'by':<6} {'log-prob':>9} {'prob':>6}" + (
+        f" {'ref':>9} {'k1':>8}" if reference else ""
+    )
+    for place in places:
+        value = item.log_probs[place] if item.log_probs else None
+        mine = item.mask[place]
+        line = (
+            f"  {place:>7} {item.token_ids[place]:>7}  {one_line(item.pieces[place], 16):<16} "
+            f"{'policy' if mine else 'prompt':<6} {_digits(value, 4):>9} "
+            f"{_digits(None if value is None else math.exp(value), 3):>6}"
+        )
+        if reference:
+            ref = reference[place]
+            k1 = None if value is None or ref is None or not mine else value - ref
+            line += f" {_digits(ref, 4):>9} {_digits(k1, 4):>8}"
+        yield line
+    left_out = len(item.token_ids) - len(places)
+    if left_out:
+        yield f"  {count(left_out, 'token')} left out; --full shows all"
+
+
+def _digits(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)

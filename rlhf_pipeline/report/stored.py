@@ -1,0 +1,123 @@
+"""The trajectories of a run as arrays and text, whatever columns its store has."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_pipeline.errors import DataError, MissingPathError
+from rlhf_pipeline.report.run_folder import RunFolder, is_run, is_store, not_found
+from trajectory_store import TrajectoryStore
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """What was stored beside a trajectory for its reward function, from the column `meta`."""
+
+    answer: str | None
+    prompt_meta: dict[str, object]
+    error: str | None
+    """Why the reward call failed, or None."""
+
+
+class Stored:
+    """Reads the columns of a store.
+
+    Args:
+        path: the store's folder.
+
+    Raises:
+        StoreError: the folder is not a store, or is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.store: Any = TrajectoryStore.open(path, mode="r")
+        self.columns = {column.name: column for column in self.store.schema}
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.store.close()
+
+    def ids(self) -> Ids:
+        """Return the ids of all trajectories in order of arrival, [N] int64."""
+        return np.asarray(self.store.ids())
+
+    def scalars(self, name: str, ids: Ids | None = None) -> npt.NDArray[Any] | None:
+        """Return one value per trajectory, or None if the store has no such column, or has it per token."""
+        column = self.columns.get(name)
+        return None if column is None or column.axis is not None else self.store.read_scalars(name, ids)
+
+    def lengths(self, name: str, ids: Ids | None = None) -> npt.NDArray[np.int64]:
+        """Return the lengths of a ragged column, [N] int64."""
+        return self.store.lengths(name, ids)
+
+    def texts(self, name: str, ids: Ids) -> list[str]:
+        """Return a text column; empty texts if the store has no such column."""
+        return self.store.read(ids, [name])[name] if name in self.columns else [""] * len(ids)
+
+    def rows(self, name: str, ids: Ids) -> list[npt.NDArray[Any]] | None:
+        """Return a ragged column as one array per trajectory, or None if the store has no such column."""
+        return list(self.store.read(ids, [name])[name]) if name in self.columns else None
+
+    def contexts(self, ids: Ids) -> list[Context]:
+        """Return what `meta` holds; equal texts are read once.
+
+        Raises:
+            DataError: a `meta` is not the JSON that a run writes.
+        """
+        known: dict[str, Context] = {}
+        found: list[Context] = []
+        for row, text in zip(ids, self.texts("meta", ids), strict=True):
+            context = known.get(text)
+            if context is None:
+                context = known[text] = _context(text, int(row), self.path)
+            found.append(context)
+        return found
+
+
+def open_run_or_store(path: str | Path) -> tuple[RunFolder | None, Path]:
+    """Return the run at `path`, if it is one, and the folder of the store.
+
+    Raises:
+        MissingPathError: `path` is neither a run nor a store; names the runs that are there.
+    """
+    folder = Path(path).expanduser()
+    if is_run(folder):
+        run = RunFolder(folder)
+        if not is_store(run.store_path):
+            raise MissingPathError(
+                f"the run {folder} has stored nothing yet: there is no store at {run.store_path}. "
+                f"If it stopped early, go on with it: rlhf-pipeline run --resume --out {folder}"
+            )
+        return run, run.store_path
+    if is_store(folder):
+        parent = folder.resolve().parent
+        return (RunFolder(parent) if folder.name == "store" and is_run(parent) else None), folder
+    raise not_found(folder, "run or store")
+
+
+def _context(text: str, row: int, path: Path) -> Context:
+    if not text:
+        return Context(answer=None, prompt_meta={}, error=None)
+    try:
+        data: Any = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{path}: the meta of trajectory {row} is not JSON ({error}): {text[:60]!r}") from error
+    if not isinstance(data, dict):
+        raise DataError(f"{path}: the meta of trajectory {row} is not a JSON object: {text[:60]!r}")
+    answer, meta, failure = data.get("answer"), data.get("prompt"), data.get("error")
+    return Context(
+        answer=None if answer is None else str(answer),
+        prompt_meta=meta if isinstance(meta, dict) else {},
+        error=None if failure is None else str(failure),
+    )

@@ -1,0 +1,78 @@
+"""Token ids as text, without torch and without transformers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline.report.run_folder import RunFolder
+
+
+class TokenTexts:
+    """Says which piece of text each token id stands for.
+
+    The tokenizer is the one in the run's newest checkpoint, else the one in the definition's model folder. Where there
+    is none, a text with as many characters as tokens is taken apart by characters; anything else is shown as ids.
+
+    Args:
+        run: the run, or None for a store alone.
+    """
+
+    def __init__(self, run: RunFolder | None) -> None:
+        self._file = _tokenizer_file(run) if run is not None else None
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        if self._file is None:
+            return None
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            return None
+        return Tokenizer.from_file(str(self._file))
+
+    def pieces(self, ids: Sequence[int], num_prompt_tokens: int, prompt: str, completion: str) -> list[str]:
+        """Return one text per token.
+
+        Args:
+            ids: token ids, prompt first, [T].
+            num_prompt_tokens: how many of them are the prompt's.
+            prompt: the prompt's text.
+            completion: the completion's text.
+        """
+        if self._tokenizer is not None:
+            return [self._piece(token) for token in ids]
+        head = _by_character(prompt, num_prompt_tokens, at_end=True)
+        tail = _by_character(completion, len(ids) - num_prompt_tokens, at_end=False)
+        texts = [*head, *tail]
+        return [f"[{token}]" if text is None else text for token, text in zip(ids, texts, strict=True)]
+
+    def _piece(self, token: int) -> str:
+        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        if text and "\ufffd" not in text:
+            return text
+        name: str | None = self._tokenizer.id_to_token(token)  # a part of a character, or a special token
+        return name if name is not None else f"[{token}]"
+
+
+def _by_character(text: str, num: int, *, at_end: bool) -> list[str | None]:
+    """Return `num` characters, or Nones; one special token may stand before (prompt) or after (completion)."""
+    characters: list[str | None] = list(text)
+    if num == len(text):
+        return characters
+    if num == len(text) + 1:
+        return [None, *characters] if at_end else [*characters, None]
+    return [None] * num
+
+
+def _tokenizer_file(run: RunFolder) -> Path | None:
+    folders = sorted((run.path / "checkpoints").glob("step-*"), reverse=True)
+    policy = run.config.pipeline.get("policy", {})
+    if "path" in policy:
+        folders.append(Path(policy["path"]).expanduser())
+    for folder in folders:
+        if (folder / "tokenizer.json").is_file():
+            return folder / "tokenizer.json"
+    return None
