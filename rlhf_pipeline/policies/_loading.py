@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging as hf_logging
 
 from rlhf_pipeline.errors import DataError, MissingPathError
 
-# "gpt2" or "organisation/name": what may also be a model on the hub.
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# "organisation/name": what may also be a model on the hub. A bare name is a folder: the few models that the hub still
+# knows by a bare name have the long form too ("openai-community/gpt2").
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -34,8 +39,7 @@ def resolve_source(source: str | os.PathLike[str]) -> tuple[str, bool]:
     if path.exists():
         raise DataError(f"{path} is a file. Name the folder that save_pretrained wrote.")
     # A relative name with one slash may be a folder or a hub name; where its parent is here, it is a folder.
-    looks_local = not _HUB_NAME.fullmatch(name) or ("/" in name and path.parent.is_dir())
-    if looks_local:
+    if not _HUB_NAME.fullmatch(name) or path.parent.is_dir():
         raise MissingPathError(_missing(path))
     return name, False
 
@@ -44,7 +48,8 @@ def _missing(path: Path) -> str:
     near = f" Its parent folder holds: {_listing(path.parent)}." if path.parent.is_dir() else ""
     return (
         f"There is no checkpoint folder at {path}.{near} Make a small one with "
-        f"`rlhf-pipeline new {path} --text FILE`, or name a folder that save_pretrained wrote."
+        f"`rlhf-pipeline new {path} --text FILE`, or name a folder that save_pretrained wrote, or a hub model as "
+        "organisation/name."
     )
 
 
@@ -66,6 +71,18 @@ def _check_folder(path: Path) -> None:
         )
 
 
+@contextmanager
+def quiet_progress() -> Iterator[None]:
+    """Keep the progress bars of transformers off the terminal; they say nothing about a local folder."""
+    was_on = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            hf_logging.enable_progress_bar()
+
+
 def load_model(source: str, *, local: bool, dtype: torch.dtype | str | None) -> nn.Module:
     """Load a causal language model; a local folder never touches the network.
 
@@ -73,11 +90,10 @@ def load_model(source: str, *, local: bool, dtype: torch.dtype | str | None) -> 
         DataError: the folder's files cannot be read as a causal language model.
         MissingPathError: neither a folder nor a hub model of that name could be found.
     """
-    from transformers import AutoModelForCausalLM
-
     wanted: Any = "auto" if dtype is None else dtype
     try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=wanted, local_files_only=local)
+        with quiet_progress() if local else nullcontext():
+            return AutoModelForCausalLM.from_pretrained(source, dtype=wanted, local_files_only=local)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         if not local and isinstance(error, OSError):
             raise MissingPathError(
@@ -105,15 +121,26 @@ def load_tokenizer(source: str, *, local: bool) -> Any | None:
     """
     if local and not any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer
-
+    # AutoTokenizer picks a class by the model's type even where the folder declares the generic one, and some of
+    # those classes rebuild the pre-tokenizer, which gives other ids for the same text. The folder's own file is right.
+    generic = local and _declares_generic(Path(source))
+    loader: Any = PreTrainedTokenizerFast if generic else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(source, local_files_only=local)
+        return loader.from_pretrained(source, local_files_only=local)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"The tokenizer of {source} cannot be loaded: {_first_line(error)} "
             "Check tokenizer.json and tokenizer_config.json."
         ) from error
+
+
+def _declares_generic(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    named = config.get("tokenizer_class") if isinstance(config, dict) else None
+    return named in ("TokenizersBackend", "PreTrainedTokenizerFast") and (folder / "tokenizer.json").is_file()
 
 
 def _first_line(error: BaseException) -> str:

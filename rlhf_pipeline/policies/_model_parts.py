@@ -60,15 +60,27 @@ class ModelParts:
         hidden: Tensor = self.trunk(**inputs).last_hidden_state
         return hidden if self.scale == 1.0 else hidden * self.scale
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits `[N, V]` of hidden states `[N, H]`."""
-        weight, bias = self.head.weight, self.head.bias
-        if weight.dtype == torch.float32:
-            return nn.functional.linear(hidden, weight, bias)
-        if hidden.is_cuda:
-            logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        else:
-            logits = hidden.float() @ weight.float().t()
+    def sampling_weight(self) -> Tensor:
+        """Return the head's weight in the dtype that `logits` multiplies in, made once per call of the engine.
+
+        float32 and float64 weights as they are; bfloat16 and float16 as they are on CUDA, where a matmul of them can
+        write float32, and as float32 elsewhere.
+        """
+        weight = self.head.weight.detach()
+        return weight if weight.is_cuda or weight.dtype == torch.float64 else weight.float()
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return logits `[N, V]` of hidden states `[N, H]`, float32 (float64 for a float64 model).
+
+        Args:
+            hidden: `[N, H]`.
+            weight: from `sampling_weight`.
+        """
+        bias = self.head.bias
+        if weight.dtype in (torch.float32, torch.float64):
+            bias = None if bias is None else bias.to(weight.dtype)
+            return nn.functional.linear(hidden.to(weight.dtype), weight, bias)
+        logits = torch.mm(hidden.to(weight.dtype), weight.t(), out_dtype=torch.float32)
         return logits if bias is None else logits.add_(bias.float())
 
 
@@ -155,9 +167,7 @@ def _builds_own_mask(config: Any) -> bool:
         else getattr(config, "sliding_window", None) is None
     )
     return (
-        not uniform
-        or getattr(config, "_attn_implementation", None) != "sdpa"
-        or bool(getattr(config, "alibi", False))
+        not uniform or getattr(config, "_attn_implementation", None) != "sdpa" or bool(getattr(config, "alibi", False))
     )
 
 
@@ -182,11 +192,13 @@ def _check_logits(model: nn.Module, parts: ModelParts, vocab: int) -> None:
     model.eval()
     with torch.no_grad():
         own = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
-        ours = parts.logits(parts.hidden(input_ids=ids, position_ids=positions, use_cache=False)[0])
+        hidden = parts.hidden(input_ids=ids, position_ids=positions, use_cache=False)[0]
+        ours = parts.logits(hidden, parts.sampling_weight())
     model.train(was_training)
     spread = float(own.abs().max()) + 1e-6
     error = float((own - ours).abs().max()) / spread
-    if not error <= (1e-4 if own.dtype == parts.head.weight.dtype else 5e-2):
+    exact = parts.head.weight.dtype in (torch.float32, torch.float64)
+    if not error <= (1e-4 if exact else 5e-2):
         raise _refuse(
             model,
             f"its logits differ from head(hidden) by {error:.1%} of their size",

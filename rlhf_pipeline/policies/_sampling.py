@@ -1,11 +1,11 @@
 """One token per row by inverse CDF, with its log-prob.
 
-Why not `torch.multinomial`: for 64 rows of 32,000 entries on 2 cores it takes more than ten times as long as the inverse
-CDF, it takes its randomness from a generator with a state, and it does not say what a token cost.
+Why not `torch.multinomial`: for 64 rows of 32,000 entries on 2 cores it takes more than ten times as long as the
+inverse CDF, it takes its randomness from a generator with a state, and it does not say what a token cost.
 
-A float32 running sum over a large vocabulary cannot resolve a probability below 6e-8, and a float64 one writes twice the
-memory. So the vocabulary is cut into blocks: a vectorised sum per block, a float64 running sum over the blocks, then a
-float64 running sum inside the one block that holds the token. It costs about as much as the softmax before it.
+A float32 running sum over a large vocabulary cannot resolve a probability below 6e-8, and a float64 one writes twice
+the memory. So the vocabulary is cut into blocks: a vectorised sum per block, a float64 running sum over the blocks,
+then a float64 running sum inside the one block that holds the token. It costs about as much as the softmax before it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def sample_rows(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     never drawn, and no index is out of range, for any `uniform` in [0, 1].
 
     Args:
-        logits: float32 `[N, V]`; overwritten.
+        logits: float32 or float64 `[N, V]`; overwritten.
         uniform: float64 `[N]`, in [0, 1); unused at temperature 0.
         temperature: the sampling temperature. At 0 the most probable token is taken, and the log-prob is that of the
             distribution at temperature 1, since the distribution at temperature 0 has no finite log-probs to train on.
@@ -72,7 +72,7 @@ def sample_rows(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
         index = _guard(probs, index)
     else:
         index = _two_level(probs, uniform.unsqueeze(1))
-    return index.squeeze(1), probs.gather(1, index).log_().squeeze(1)
+    return index.squeeze(1), probs.gather(1, index).log_().squeeze(1).float()
 
 
 def _two_level(probs: Tensor, uniform: Tensor) -> Tensor:

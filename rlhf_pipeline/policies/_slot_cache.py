@@ -9,8 +9,8 @@ All slots write at one *shared column*, and each slot's tokens are the consecuti
 
 So a step writes one slice per layer instead of a scatter, keys and values are read through a view that begins at the
 longest live slot, and a slot that starts now puts its prompt right before the shared column, whatever the others did.
-Distances between columns are distances between positions, so sliding windows hold as well. When the columns run out, the
-live window moves back to the front, which happens once per many steps.
+Distances between columns are distances between positions, so sliding windows hold as well. When the columns run out,
+the live window moves back to the front, which happens once per many steps.
 
 What lies in the masked columns is stale but finite: an attention weight of zero times a stale value is zero.
 """
@@ -51,9 +51,7 @@ class _Layer(CacheLayerMixin):
 class _PrefillLayer(_Layer):
     """Keeps the keys and values of one forward pass over whole prompts."""
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.keys, self.values = key_states, value_states
         self.is_initialized = True
         return key_states, value_states
@@ -106,9 +104,7 @@ class _SlotLayer(_Layer):
         super().__init__()
         self.owner = owner
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values = self.storage(key_states, value_states)
         owner = self.owner
         rows, column, low = owner.rows, owner.column, owner.low
@@ -161,6 +157,7 @@ class SlotCache(Cache):
         super().__init__(layers=[_SlotLayer(self) for _ in range(num_layers)])
         self.num_slots = num_slots
         self.lead = longest_prompt
+        self.bound = longest_prompt + longest_completion
         self.num_columns = longest_prompt + min(longest_completion, _HEADROOM)
         self.mask = torch.zeros((num_slots, self.num_columns), dtype=torch.bool, device=device)
         self.rows = 0
@@ -185,9 +182,10 @@ class SlotCache(Cache):
     def _relayout(self, longest: int) -> None:
         """Move the live window to the front, into wider buffers when it fills most of them."""
         window = max(longest, self.lead)
-        # A quarter more than the window: the copy is then paid once per window / 4 steps, each of which reads the
-        # whole window anyway.
-        wanted = window + max(window // 4, _HEADROOM)
+        # Double while completions may still grow, then a quarter more than the window: fresh memory costs a page fault
+        # per page, and a copy of the window is paid once per window / 4 steps, each of which reads the whole of it.
+        growth = min(window, self.bound - window)
+        wanted = window + max(growth, window // 4, _HEADROOM)
         columns = max(self.num_columns, wanted)
         source = slice(self.column - longest, self.column)
         target = slice(window - longest, window)

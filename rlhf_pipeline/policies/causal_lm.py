@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,6 +16,7 @@ from rlhf_pipeline.policies._loading import (
     end_token_ids,
     load_model,
     load_tokenizer,
+    quiet_progress,
     resolve_source,
 )
 from rlhf_pipeline.policies._model_parts import find_parts
@@ -98,9 +98,7 @@ class CausalLMPolicy(nn.Module):
         self.temperature = float(temperature)
         self.max_new_tokens = max_new_tokens
         self.num_slots = num_slots
-        self.eos_token_ids = (
-            end_token_ids(model, tokenizer) if eos_token_id is None else as_id_tuple(eos_token_id)
-        )
+        self.eos_token_ids = end_token_ids(model, tokenizer) if eos_token_id is None else as_id_tuple(eos_token_id)
         self.pad_token_id = self._pad(pad_token_id)
         # Kept out of the module tree: trunk and head are parts of `model` already.
         self.__dict__["_parts"] = find_parts(model)
@@ -151,7 +149,8 @@ class CausalLMPolicy(nn.Module):
         Args:
             folder: made if absent; files of the same names are replaced.
         """
-        cast(Any, self.model).save_pretrained(folder)
+        with quiet_progress():
+            cast(Any, self.model).save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
@@ -198,9 +197,7 @@ class CausalLMPolicy(nn.Module):
         gathered = hidden.gather(1, positions.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
         return gathered.masked_fill(~mask[..., None], 0.0)
 
-    def scoring_rows(
-        self, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None = None
-    ) -> ScoringRows:
+    def scoring_rows(self, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None = None) -> ScoringRows:
         """Return the hidden states that predict the scored tokens, and no others.
 
         For losses that apply the head themselves. Arguments as in `log_probs`.

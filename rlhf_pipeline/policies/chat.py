@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 
 Message = Mapping[str, Any]
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def _need_tokenizer(tokenizer: Any | None) -> Any:
@@ -53,10 +56,24 @@ def encode_prompt(tokenizer: Any | None, prompt: str | Sequence[Message], *, as_
             _messages(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
         )
     else:
-        ids = tokenizer.encode(prompt)
+        ids = _encode_text(tokenizer, str(prompt))
     if not ids:
         raise DataError(f"The prompt {prompt!r} gives no tokens. Check the prompt field of the data.")
     return [int(i) for i in ids]
+
+
+def _encode_text(tokenizer: Any, text: str) -> list[int]:
+    try:
+        return tokenizer.encode(text)
+    except Exception as error:
+        # The tokenizers package raises a bare Exception for a character without a token.
+        if "Missing [UNK] token" not in str(error):
+            raise
+        known = "".join(sorted(t for t in tokenizer.get_vocab() if len(t) == 1))
+        raise DataError(
+            f"The prompt {text!r} has a character that the tokenizer does not know. It knows {known!r}; "
+            "put the missing ones in the alphabet."
+        ) from error
 
 
 def decode_completion(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
@@ -74,7 +91,7 @@ def has_generation_markers(tokenizer: Any | None) -> bool:
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, Mapping):
         template = template.get("default")
-    return isinstance(template, str) and "generation %}" in template.replace("-%}", " %}")
+    return isinstance(template, str) and _GENERATION.search(template) is not None
 
 
 def encode_chat(tokenizer: Any | None, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:

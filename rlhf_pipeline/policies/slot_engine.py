@@ -5,9 +5,9 @@ still computed. Here a row that finishes leaves at once and the next of the queu
 once for its whole group; and a token's log-prob is taken from the very probabilities that it was sampled from, so no
 `[B, T, V]` logits are kept and nothing is scored twice.
 
-One step is: fill free slots from the queue; apply the head to the last hidden state of every row, those of fresh prompts
-included; sample; drop what finished; copy the prompts of new rows that go on into slots; one forward pass of the rest. A
-completion of one token therefore never takes a slot.
+One step is: fill free slots from the queue; apply the head to the last hidden state of every row, those of fresh
+prompts included; sample; drop what finished; copy the prompts of new rows that go on into slots; one forward pass of
+the rest. A completion of one token therefore never takes a slot.
 
 Profile (2 cores, Qwen2 with hidden 256 and 4 layers, 64 slots, a step of 64 rows): PROFILE
 """
@@ -33,8 +33,8 @@ FinishReason = Literal["stop", "length"]
 Int64Array = npt.NDArray[np.int64]
 
 _PREFILL_TOKENS = 4096
-"""Padded tokens of one prefill pass. Prompts are prefilled that far ahead of their turn, so that slots which free up one
-by one do not cost one small forward pass each."""
+"""Padded tokens of one prefill pass. Prompts are prefilled that far ahead of their turn, so that slots which free up
+one by one do not cost one small forward pass each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +118,7 @@ class SlotEngine:
         DefinitionError: the model keeps a kind of cache that slots cannot hold.
     """
 
-    def __init__(
-        self, parts: ModelParts, *, num_slots: int, eos_token_ids: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, parts: ModelParts, *, num_slots: int, eos_token_ids: Sequence[int] = ()) -> None:
         if num_slots < 1:
             raise DefinitionError(f"num_slots is {num_slots}; it must be at least 1.")
         if parts.cache_refusal is not None:
@@ -171,9 +169,7 @@ class SlotEngine:
         if stream_ids is None:
             stream_ids = range(len(prompts))
         elif len(stream_ids) != len(prompts):
-            raise DefinitionError(
-                f"{len(stream_ids)} stream_ids were given for {len(prompts)} prompts; give one each."
-            )
+            raise DefinitionError(f"{len(stream_ids)} stream_ids were given for {len(prompts)} prompts; give one each.")
         count = len(prompts) * group_size
         prompt_of = np.repeat(np.arange(len(prompts), dtype=np.int64), group_size)
         member_of = np.tile(np.arange(group_size, dtype=np.int64), len(prompts))
@@ -261,7 +257,8 @@ class _Run:
     ) -> None:
         self.parts = engine.parts
         self.is_eos = engine._is_eos
-        self.device = engine.parts.head.weight.device
+        self.weight = engine.parts.sampling_weight()
+        self.device = self.weight.device
         self.prompts = prompts
         self.prompt_lengths = prompt_lengths
         self.prompt_of = prompt_of
@@ -326,7 +323,7 @@ class _Run:
         self, hidden: Tensor, rows: Int64Array, sampled: Int64Array
     ) -> tuple[Int64Array, npt.NDArray[np.float32]]:
         u = torch.from_numpy(uniforms(self.keys[rows], sampled)).to(self.device)
-        tokens, log_probs = sample_rows(self.parts.logits(hidden), u, self.temperature)
+        tokens, log_probs = sample_rows(self.parts.logits(hidden, self.weight), u, self.temperature)
         if self.device.type == "cpu":
             host_tokens, host_log_probs = tokens.numpy(), log_probs.numpy()
         else:
@@ -336,9 +333,9 @@ class _Run:
         if not np.isfinite(host_log_probs).all():
             bad = int(rows[int((~np.isfinite(host_log_probs)).argmax())])
             raise DataError(
-                f"The model's logits are not finite at token {int(sampled[rows == bad][0])} of a completion of prompt "
-                f"{self.prompt_of[bad]}. Its weights have diverged or overflow their dtype: load an earlier checkpoint, "
-                "lower the learning rate, or use float32."
+                f"The model's logits are not finite at token {int(sampled[rows == bad][0])} of a completion of "
+                f"prompt {self.prompt_of[bad]}. Its weights have diverged or overflow their dtype: load an earlier "
+                "checkpoint, lower the learning rate, or use float32."
             )
         return host_tokens, host_log_probs
 

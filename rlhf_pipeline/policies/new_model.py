@@ -1,0 +1,293 @@
+"""Models made from scratch: a small checkpoint folder, or a tiny policy in memory.
+
+Both have random weights, so nothing is downloaded. A checkpoint has a byte-level BPE tokenizer that knows every text
+(unknown characters fall back to bytes) and a chat template that marks the assistant's tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+)
+
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
+from rlhf_pipeline.policies._loading import quiet_progress
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+
+# The special tokens of Qwen2's chat models.
+PAD, EOS, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message['role'] + '\\n' -}}
+    {%- if message['role'] == 'assistant' -%}
+        {%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}
+    {%- else -%}
+        {{- message['content'] + '<|im_end|>' -}}
+    {%- endif -%}
+    {{- '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+"""ChatML with generation markers: the assistant's content and the token that ends it are the assistant's tokens."""
+
+_BYTES_AND_SPECIALS = 256 + 3
+
+
+@dataclass(frozen=True, slots=True)
+class NewModel:
+    """What `new_model` made.
+
+    Attributes:
+        folder: the checkpoint folder.
+        vocab_size: tokens of the tokenizer and rows of the head; below what was asked for where the text gives no more.
+        num_parameters: of the model, the tied embedding counted once.
+        num_texts: texts that the tokenizer was trained on.
+    """
+
+    folder: Path
+    vocab_size: int
+    num_parameters: int
+    num_texts: int
+
+
+def new_model(
+    folder: str | os.PathLike[str],
+    *,
+    text_file: str | os.PathLike[str],
+    vocab_size: int = 4096,
+    hidden_size: int = 256,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    max_positions: int = 2048,
+    seed: int = 0,
+) -> NewModel:
+    """Make a small Qwen2 checkpoint with random weights and a tokenizer trained on a file.
+
+    The folder appears whole or not at all: it is built under another name and renamed.
+
+    Args:
+        folder: where to put it; must not exist, or be empty.
+        text_file: what to train the tokenizer on: plain text, or JSONL (by its suffix), of which every string is used.
+        vocab_size: the most tokens, the 256 bytes and 3 special tokens included.
+        hidden_size: a multiple of `num_heads`.
+        num_layers: decoder layers.
+        num_heads: attention heads.
+        max_positions: the longest sequence.
+        seed: of the weights.
+
+    Returns:
+        A summary.
+
+    Raises:
+        DefinitionError: a size is out of range, or the folder is taken.
+        MissingPathError: there is no such text file.
+        DataError: the text file is not UTF-8, a line is not JSON, or there is no text in it.
+    """
+    target = Path(folder).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DefinitionError(
+            f"{target} exists already and is not an empty folder. Name another folder, or remove it with "
+            f"`rm -r {target}` if nothing in it is needed."
+        )
+    if vocab_size < _BYTES_AND_SPECIALS:
+        raise DefinitionError(
+            f"vocab_size is {vocab_size}; it must be at least {_BYTES_AND_SPECIALS}: 256 bytes and 3 special tokens."
+        )
+    sizes = _sizes(hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads)
+    tokenizer, num_texts = _train_tokenizer(Path(text_file).expanduser(), vocab_size, max_positions)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=max_positions,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True,
+        **sizes,
+    )
+    model = _random_model(Qwen2ForCausalLM, config, seed)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    try:
+        with quiet_progress():
+            model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return NewModel(
+        folder=target,
+        vocab_size=len(tokenizer),
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_texts=num_texts,
+    )
+
+
+def scratch_policy(
+    alphabet: str,
+    *,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    seed: int = 0,
+    max_positions: int = 512,
+    **policy_kwargs: Any,
+) -> CausalLMPolicy:
+    """Make a tiny policy in memory: one token per character, random weights.
+
+    Args:
+        alphabet: every character that may occur, each once. Token ids are 0 for padding, 1 for the end of a
+            completion, then the characters in their order.
+        hidden_size: a multiple of `num_heads`.
+        num_layers: decoder layers.
+        num_heads: attention heads.
+        seed: of the weights.
+        max_positions: the longest sequence.
+        **policy_kwargs: the keyword arguments of `CausalLMPolicy`.
+
+    Raises:
+        DefinitionError: the alphabet is empty or repeats itself, or a size is out of range.
+
+    >>> policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0)
+    >>> policy.tokenizer.encode("10="), policy.tokenizer.decode([3, 2, 12, 1], skip_special_tokens=True)
+    ([3, 2, 12], '10=')
+    """
+    if not alphabet or len(set(alphabet)) != len(alphabet):
+        raise DefinitionError(f"alphabet {alphabet!r} is empty or repeats itself; name every character once.")
+    tokenizer = _character_tokenizer(alphabet, max_positions)
+    # A Llama: AutoTokenizer reads tokenizer.json as it is for this type, so a saved policy loads anywhere.
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=max_positions,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **_sizes(hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads),
+    )
+    model = _random_model(LlamaForCausalLM, config, seed)
+    return CausalLMPolicy(model, tokenizer, **policy_kwargs)
+
+
+def _sizes(*, hidden_size: int, num_layers: int, num_heads: int) -> dict[str, Any]:
+    if num_layers < 1 or num_heads < 1:
+        raise DefinitionError(f"num_layers is {num_layers} and num_heads is {num_heads}; both must be at least 1.")
+    if hidden_size < 1 or hidden_size % (2 * num_heads):
+        raise DefinitionError(
+            f"hidden_size is {hidden_size}; it must be a multiple of {2 * num_heads}, twice the number of heads, "
+            "because a head's size must be even."
+        )
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+    }
+
+
+def _random_model(kind: type[Any], config: Any, seed: int) -> Any:
+    """Return a model whose weights depend on the seed alone; the global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return kind(config).eval()
+
+
+def _character_tokenizer(alphabet: str, max_positions: int) -> PreTrainedTokenizerFast:
+    vocab = {token: i for i, token in enumerate((PAD, EOS, *alphabet))}
+    backend = Tokenizer(models.WordLevel(vocab))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        model_max_length=max_positions,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _train_tokenizer(text_file: Path, vocab_size: int, max_positions: int) -> tuple[Qwen2Tokenizer, int]:
+    texts = list(_texts(text_file))
+    if not texts:
+        raise DataError(f"{text_file} holds no text to train a tokenizer on. Name another file.")
+    # Qwen2Tokenizer's own normalizer and pre-tokenizer (one token per digit): AutoTokenizer makes a Qwen2Tokenizer for
+    # every Qwen2 model and puts these in place, so a tokenizer of another make would read other ids from the same text.
+    backend = Qwen2Tokenizer().backend_tokenizer
+    trained = Tokenizer(models.BPE())
+    trained.normalizer, trained.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, EOS, START],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator(texts, trainer)
+    learned = json.loads(trained.to_str())["model"]
+    merges: Any = [tuple(pair) for pair in learned["merges"]]
+    tokenizer = Qwen2Tokenizer(
+        vocab=learned["vocab"],
+        merges=merges,
+        unk_token=PAD,
+        pad_token=PAD,
+        eos_token=EOS,
+        additional_special_tokens=[START],
+        model_max_length=max_positions,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer, len(texts)
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """Yield the lines of a text file, or every string in the objects of a JSONL file."""
+    if not path.is_file():
+        raise MissingPathError(
+            f"There is no text file at {path}. Name a .txt or .jsonl file to train the tokenizer on."
+        )
+    is_json = path.suffix in (".jsonl", ".json", ".ndjson")
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                if not is_json:
+                    yield line
+                    continue
+                try:
+                    value = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise DataError(
+                        f"{path}, line {number} is not JSON ({error.msg}). Put one object per line, or name the "
+                        "file .txt."
+                    ) from error
+                yield from _strings(value)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error.reason}). Convert it first.") from error
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
