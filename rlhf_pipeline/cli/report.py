@@ -15,7 +15,8 @@ def execute(args: argparse.Namespace) -> int:
     run, store_path = open_run_or_store(args.path)
     if run is None:
         raise MissingPathError(
-            f"{store_path} is a store alone; a report needs the run around it. `rlhf-pipeline inspect {store_path}` works."
+            f"{store_path} is a store alone; a report needs the run around it. "
+            f"`rlhf-pipeline inspect {store_path}` works."
         )
     target = Path(args.out).expanduser() if args.out else None
     if target is not None and not target.parent.is_dir():

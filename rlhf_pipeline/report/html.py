@@ -149,7 +149,8 @@ def _browser(shown: Sequence[Trajectory], total: int) -> Iterator[str]:
     yield f'<h2>Trajectories</h2><p class="soft">{count(len(shown), "trajectory")} of {total:,}. Colour: how unlikely '
     yield 'the behaviour policy found its token, <span class="bar"></span> from sure to surprised. Point at a token for'
     yield " its numbers.</p>"
-    yield '<div id="controls"><label>policy <select id="version"><option value="">all versions</option></select></label>'
+    yield '<div id="controls"><label>policy <select id="version"><option value="">all versions</option></select>'
+    yield "</label>"
     yield '<label>order <select id="order"><option>stored</option><option value="best">best first</option>'
     yield '<option value="worst">worst first</option></select></label></div>'
     yield '<div class="browser"><div class="card" id="items"></div><div class="card" id="detail"></div></div>'
