@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,6 +60,7 @@ class Catalog:
         self.problems: list[str] = []
         self.order = ArrivalOrder()
         self._order_generation = -1
+        self._lock = threading.RLock()
         self._writable = writable
         self._salt = salt
         self._next = 0
@@ -70,6 +72,10 @@ class Catalog:
 
     def refresh(self) -> bool:
         """Take in new commits, new segments and removals; returns whether anything changed."""
+        with self._lock:
+            return self._refresh()
+
+    def _refresh(self) -> bool:
         before = self.generation
         if not self._removed.is_blank(self._removed_seen):
             self._relist()
@@ -88,15 +94,15 @@ class Catalog:
 
     def refresh_segment(self, ordinal: int) -> None:
         """Take in the new commits of one segment: the cheap path after an own append."""
-        while self._next <= ordinal:
-            self._open(self._next)
-            self._next += 1
-        segment = self.segments.get(ordinal) or self.patches.get(ordinal)
-        if segment is not None:
-            segment.refresh()
-            if ordinal in self.segments:
-                self._limits[ordinal] = segment.rows
-            self.generation += 1
+        with self._lock:
+            while self._next <= ordinal:
+                self._open(self._next)
+                self._next += 1
+            segment = self.segments.get(ordinal) or self.patches.get(ordinal)
+            if segment is not None and segment.refresh():
+                if ordinal in self.segments:
+                    self._limits[ordinal] = segment.rows
+                self.generation += 1
 
     def _relist(self) -> None:
         self._removed_seen, _ = self._removed.find_end(self._removed_seen)
@@ -167,14 +173,15 @@ class Catalog:
 
     def total_rows(self) -> int:
         """Rows that can be read."""
-        return sum(s.live_rows for s in self.segments.values())
+        return sum(s.rows for s in list(self.segments.values()))
 
     def ids(self) -> Int64Array:
         """All ids in the order of arrival."""
-        if self._order_generation != self.generation:
-            self.order.update(self.row_segments())
-            self._order_generation = self.generation
-        return self.order.ids()
+        with self._lock:
+            if self._order_generation != self.generation:
+                self.order.update(self.row_segments())
+                self._order_generation = self.generation
+            return self.order.ids()
 
     def any_segment(self, ordinal: int) -> SegmentReader:
         """The segment of rows or patches with this ordinal."""
@@ -196,8 +203,6 @@ class Catalog:
         outside = rows >= self._limits[ordinals]
         if outside.any():
             ordinals, rows = self._follow_moves(ids, ordinals, rows, outside)
-        if any(s.holes for s in self.segments.values()):
-            self._check_holes(ids, ordinals, rows)
         return Address(ordinals, rows)
 
     def _follow_moves(
@@ -223,23 +228,15 @@ class Catalog:
             ordinals[where] = target
         return ordinals, rows
 
-    def _check_holes(self, ids: Int64Array, ordinals: Int64Array, rows: Int64Array) -> None:
-        for segment in self.segments.values():
-            for first, end in segment.holes:
-                bad = (ordinals == segment.ordinal) & (rows >= first) & (rows < end)
-                if bad.any():
-                    raise self._missing(int(ids[bad][0]), "its commit record is damaged")
-
-    def _missing(self, row_id: int, why: str = "") -> MissingRowError:
+    def _missing(self, row_id: int) -> MissingRowError:
         ordinal, row = row_id >> ORDINAL_SHIFT, row_id & ROW_MASK
-        if not why:
-            segment = self.segments.get(ordinal)
-            if segment is not None:
-                why = f"segment {ordinal} has {segment.rows} rows as seen from here, and this is row {row}"
-            elif 0 <= ordinal < self._next:
-                why = f"segment {ordinal} was evicted"
-            else:
-                why = f"there is no segment {ordinal}"
+        segment = self.segments.get(ordinal)
+        if segment is not None:
+            why = f"segment {ordinal} has {segment.rows} rows as seen from here, and this is row {row}"
+        elif 0 <= ordinal < self._next:
+            why = f"segment {ordinal} was evicted"
+        else:
+            why = f"there is no segment {ordinal}"
         return MissingRowError(
             f"no trajectory with id {row_id} in {self.root}: {why}. Ids come from append() and ids(); "
             "refresh() shows what other processes wrote or evicted."

@@ -26,7 +26,7 @@ from trajectory_store._layout import (
     offsets_name,
 )
 from trajectory_store._ragged import Int64Array
-from trajectory_store._record import KIND_END, KIND_ROWS, Log, crc32c
+from trajectory_store._record import KIND_END, KIND_ROWS, MAGIC, Log, crc32c
 from trajectory_store._schema import Schema
 from trajectory_store._writer import ORDINAL_SHIFT
 
@@ -61,7 +61,6 @@ class SegmentReader:
         rows: rows that the valid records cover.
         records: valid records seen.
         finished: nothing more will come.
-        holes: row ranges whose records are damaged.
     """
 
     def __init__(self, folder: Path, ordinal: int, *, writable: bool = False) -> None:
@@ -70,7 +69,6 @@ class SegmentReader:
         self.rows = 0
         self.records = 0
         self.finished = False
-        self.holes: list[tuple[int, int]] = []
         self._writable = writable
         raw = (folder / "zarr.json").read_bytes()
         self.meta = SegmentMeta.from_json(raw, folder / "zarr.json")
@@ -92,42 +90,19 @@ class SegmentReader:
         """Take in new records; returns whether rows were added."""
         if self.finished or (not first and self.log.is_blank(self.records)):
             return False
-        end, damaged = self.log.find_end(self.records)
+        end, _ = self.log.find_end(self.records)
         if self._limit is not None:
             end, self.finished = min(end, self._limit), True
         if end == self.records:
             return False
-        last = self.log.get(end - 1)
-        if last is not None and last.kind == KIND_END:
-            self.finished = True
-            last = self.log.get(end - 2) if end > 1 else None
         before, self.records = self.rows, end
+        last = self.log.get(end - 1)
         if last is not None:
             self.rows = last.rows_end
-            self.finished |= last.rows_end == self.meta.rows_cap
+            self.finished |= last.kind == KIND_END or last.rows_end == self.meta.rows_cap
         if self.rows > self.meta.rows_cap:
             raise CorruptionError(f"{self.folder}: a record covers {self.rows} rows of {self.meta.rows_cap}.")
-        if damaged:
-            self.find_holes()
         return self.rows > before
-
-    def find_holes(self) -> None:
-        """Check every record and note the rows of the damaged ones."""
-        holes: list[tuple[int, int]] = []
-        covered = 0
-        for seq in range(self.records):
-            record = self.log.get(seq)
-            if record is None or record.kind != KIND_ROWS:
-                continue
-            if record.rows_end - record.n_rows > covered:
-                holes.append((covered, record.rows_end - record.n_rows))
-            covered = record.rows_end
-        self.holes = holes
-
-    @property
-    def live_rows(self) -> int:
-        """Rows that can be read."""
-        return self.rows - sum(b - a for a, b in self.holes)
 
     def _limit_after_reboot(self) -> int | None:
         """How many records to trust in a segment that was not synced before the machine went down."""
@@ -229,12 +204,38 @@ class SegmentReader:
         return self.array(offsets_name(axis))
 
     def commits(self, start: int = 0) -> npt.NDArray[Any]:
-        """The row commits from record `start` on: a structured array, damaged records left out."""
+        """The row commits from record `start` on, as a structured array.
+
+        A damaged record that valid ones follow is stood in for by one with its rows and the time before it.
+        """
         table = self.log.table(self.records, start)
-        keep = table["kind"] == KIND_ROWS
-        keep &= table["salt"] == self.meta.salt
-        keep &= table["seq"] == np.arange(start, self.records)
-        return table[keep]
+        if not len(table):
+            return table
+        good = (table["salt"] == self.meta.salt) & (table["seq"] == np.arange(start, self.records))
+        begins = table["rows_end"] - table["n_rows"]
+        good[1:] &= begins[1:] == table["rows_end"][:-1]
+        before = self.log.get(start - 1) if start else None
+        good[0] &= int(begins[0]) == (before.rows_end if before is not None else 0)
+        good &= table["magic"] == MAGIC
+        good &= (table["kind"] == KIND_ROWS) | (table["kind"] == KIND_END)
+        good[1:] &= table["time_ns"][1:] > table["time_ns"][:-1]
+        if not good.all():
+            table = self._mend(table, start)
+        return table[table["kind"] == KIND_ROWS]
+
+    def _mend(self, table: npt.NDArray[Any], start: int) -> npt.NDArray[Any]:
+        before = self.log.get(start - 1) if start else None
+        rows, time = (before.rows_end, before.time_ns) if before is not None else (0, 0)
+        table = table.copy()
+        for i in range(len(table)):
+            if self.log.get(start + i) is None:
+                later = (self.log.get(seq) for seq in range(start + i + 1, self.records))
+                following = next((r for r in later if r is not None), None)
+                end = following.rows_end - following.n_rows if following is not None else rows
+                table[i]["kind"], table[i]["time_ns"] = KIND_ROWS, time
+                table[i]["rows_end"], table[i]["n_rows"] = end, end - rows
+            rows, time = int(table[i]["rows_end"]), int(table[i]["time_ns"])
+        return table
 
     def row_ids(self, first: int, end: int) -> Int64Array:
         """The ids of a range of rows."""

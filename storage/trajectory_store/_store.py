@@ -175,7 +175,10 @@ class TrajectoryStore:
             _check_durability(durability)
         folder = Path(path)
         root = read_root(folder)
-        return cls(folder, root, mode, durability or root.durability)
+        store = cls(folder, root, mode, durability or root.durability)
+        if mode == "a":
+            store._clean_up()
+        return store
 
     def close(self) -> None:
         """Finish the own segment and drop the maps; arrays that were read stay valid."""

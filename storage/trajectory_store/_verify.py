@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,18 +101,19 @@ def _verify_segment(segment: SegmentReader, report: VerifyReport) -> list[Int64A
             continue
         if record.meta_crc != segment.meta_crc:
             report.problems.append(f"{name}: zarr.json is not the one that record {seq} was written with")
+        first = record.rows_end - record.n_rows
+        if covered < first <= segment.meta.rows_cap:
+            damaged.append(segment.row_ids(covered, first))
+            report.problems.append(f"{name}: rows {covered} to {first - 1} have no valid record")
+            edges = {axis: int(segment.offsets(axis)[first]) for axis in edges}
+            covered = first
         if record.kind == KIND_END:
             if seq != end - 1:
                 report.problems.append(f"{name}: records follow the end record {seq}")
             continue
-        first = record.rows_end - record.n_rows
         if record.kind != KIND_ROWS or first < covered or record.rows_end > segment.meta.rows_cap:
             report.problems.append(f"{name}: commit record {seq} contradicts the one before it")
             continue
-        if first > covered:
-            damaged.append(segment.row_ids(covered, first))
-            report.problems.append(f"{name}: rows {covered} to {first - 1} have no valid record")
-            edges = {axis: int(segment.offsets(axis)[first]) for axis in edges}
         covered = record.rows_end
         crc = segment.data_crc(first, record.rows_end, edges)
         report.rows += record.n_rows
@@ -149,7 +151,16 @@ def _used_bytes(segment: SegmentReader) -> int:
     return total + 8 * segment.rows * len(elements)
 
 
-def leftovers(root: Path, prefix: str) -> list[Path]:
+def leftovers(root: Path, prefix: str, older_than_s: float = 60.0) -> list[Path]:
     """Folders of segments whose maker died before they were named."""
-    found = [p for p in root.iterdir() if p.name.startswith(prefix)]
-    return [p for p in found if not _fs.is_locked(commits_path(p))]
+    now = time.time()
+    found: list[Path] = []
+    for path in root.iterdir():
+        if not path.name.startswith(prefix) or _fs.is_locked(commits_path(path)):
+            continue
+        try:
+            if now - path.stat().st_mtime > older_than_s:
+                found.append(path)
+        except FileNotFoundError:
+            continue
+    return found

@@ -68,6 +68,7 @@ class SegmentWriter:
         self._fds = {
             spec.name: os.open(chunk_path(folder, spec.name), os.O_WRONLY | os.O_CLOEXEC) for spec in meta.arrays()
         }
+        self._files = threading.Lock()
         self._sync = threading.Condition()
         self._synced = 0
         self._syncing = False
@@ -103,10 +104,10 @@ class SegmentWriter:
             data_crc=crc,
         )
         _fs.pwrite(self._log_fd, pack(record, self.meta.salt), self.records * RECORD_SIZE)
-        if durable:
-            _fs.datasync(self._log_fd)
         self.rows, self.elements, self.last_time = record.rows_end, ends, record.time_ns
         self.records += 1
+        if durable:
+            _fs.datasync(self._log_fd)
         return first
 
     def _write_data(self, batch: Batch) -> tuple[list[str], dict[str, int], int]:
@@ -147,31 +148,32 @@ class SegmentWriter:
             delay_s: how long the syncing thread lets others join.
         """
         with self._sync:
-            while self._synced < records:
-                if self._syncing:
-                    self._sync.wait()
-                    continue
-                self._syncing = True
-                break
-            else:
+            while self._synced < records and self._syncing:
+                self._sync.wait()
+            if self._synced >= records:
                 return
-        done = 0
+            self._syncing = True
         try:
             if delay_s > 0:
                 time.sleep(delay_s)
-            done = self.records
             self.sync()
+            if self._synced < records:
+                raise OSError(errno.EIO, "the segment was closed before it was synced")
         finally:
             with self._sync:
                 self._syncing = False
-                self._synced = max(self._synced, done) if done else self._synced
                 self._sync.notify_all()
 
     def sync(self) -> None:
         """Wait until everything written so far is on the disk, data before records."""
-        for fd in self._fds.values():
-            _fs.datasync(fd)
-        _fs.datasync(self._log_fd)
+        with self._files:
+            if self._log_fd < 0:
+                return
+            done = self.records
+            for fd in self._fds.values():
+                _fs.datasync(fd)
+            _fs.datasync(self._log_fd)
+            self._synced = max(self._synced, done)
 
     def finish(self) -> None:
         """Write the record that says nothing follows, and close; a failing disk does not matter here."""
@@ -194,10 +196,11 @@ class SegmentWriter:
 
     def abandon(self) -> None:
         """Close the files and drop the lock without a last record."""
-        for fd in (*self._fds.values(), self._log_fd):
-            os.close(fd)
-        self._fds = {}
-        self._log_fd = -1
+        with self._files:
+            for fd in (*self._fds.values(), self._log_fd):
+                os.close(fd)
+            self._fds = {}
+            self._log_fd = -1
 
 
 class SegmentStream:
@@ -261,7 +264,7 @@ class SegmentStream:
             try:
                 first = writer.commit(batch, time_ns)
             except OSError as error:
-                self._drop()
+                self._give_up()
                 raise _fs.failed(error, writer.folder, "appending") from error
             records = writer.records
         if self.durability == "group":
@@ -269,7 +272,7 @@ class SegmentStream:
                 writer.wait_synced(records, self._group_delay_s)
             except OSError as error:
                 with self._lock:
-                    self._drop()
+                    self._give_up()
                 raise _fs.failed(error, writer.folder, "syncing") from error
         return ordinal, first
 
@@ -284,7 +287,7 @@ class SegmentStream:
                 try:
                     self._writer.sync()
                 except OSError as error:
-                    self._drop()
+                    self._give_up()
                     raise _fs.failed(error, self.root, "syncing") from error
             self._writer.finish()
             self._writer = None
@@ -328,7 +331,14 @@ class SegmentStream:
     def _capacity(self, option: int | None, first: int, largest: int) -> int:
         return option if option is not None else min(first << (2 * self._made), largest)
 
+    def _give_up(self) -> None:
+        """After an error: end the segment where it is good, so a torn record is overwritten."""
+        if self._writer is not None:
+            self._writer.finish()
+            self._writer = None
+
     def _drop(self) -> None:
+        """After a fork: close the parent's files and leave its segment alone."""
         if self._writer is not None:
             self._writer.abandon()
             self._writer = None

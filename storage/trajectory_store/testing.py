@@ -1,0 +1,310 @@
+"""The contract of a store as a test class: subclass it, say how to make a store, and run pytest.
+
+class TestMemmap(StoreContract):
+    def create(self, path, schema, **options):
+        return TrajectoryStore.create(path, schema, **options)
+
+    def open(self, path, mode="r"):
+        return TrajectoryStore.open(path, mode)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trajectory_store._errors import (
+    BatchError,
+    MissingRowError,
+    ReadOnlyError,
+    SchemaError,
+    StoreClosedError,
+    StoreExistsError,
+    StoreNotFoundError,
+    UnknownColumnError,
+)
+from trajectory_store._ragged import RaggedArray
+from trajectory_store._schema import Column, Schema
+from trajectory_store._store import TrajectoryStore
+
+
+def example_schema() -> Schema:
+    """A schema with a column of every kind."""
+    return Schema(
+        [
+            Column("input_ids", "int32", ragged=True),
+            Column("assistant_mask", "bool", ragged=True),
+            Column("log_probs", "float32", ragged=True),
+            Column("ref_log_probs", "float32", ragged=True, fill=float("nan")),
+            Column("frames", "uint8", ragged=True, axis="frames", fill=0),
+            Column("task_reward", "float32"),
+            Column("group_id", "int64"),
+            Column("advantage", "float32", fill=float("nan")),
+            Column("prompt", "str"),
+            Column("meta", "str", fill="{}"),
+            Column("use_count", "int32", mutable=True),
+            Column("priority", "float32", mutable=True, fill=1.0),
+        ]
+    )
+
+
+def example_rows(count: int, seed: int = 0, longest: int = 40) -> dict[str, Any]:
+    """A batch for `example_schema`; lengths include 0."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, longest, count)
+    total = int(lengths.sum())
+    log_probs = rng.normal(size=total).astype(np.float32)
+    log_probs[::3] = np.nan
+    return {
+        "input_ids": RaggedArray(rng.integers(0, 50_000, total).astype(np.int32), lengths),
+        "assistant_mask": RaggedArray(rng.random(total) < 0.5, lengths),
+        "log_probs": RaggedArray(log_probs, lengths),
+        "task_reward": rng.normal(size=count).astype(np.float32),
+        "group_id": np.arange(count) // 4,
+        "prompt": [f"prompt {seed} {i} " + "\u00e9" * int(n) for i, n in enumerate(lengths)],
+    }
+
+
+@contextmanager
+def raises(kind: type[BaseException], *words: str) -> Generator[None]:
+    """Expect an error of this kind whose message holds these words."""
+    try:
+        yield
+    except kind as error:
+        missing = [w for w in words if w not in str(error)]
+        if missing:
+            raise AssertionError(f"{missing} not in the message: {error}") from error
+    else:
+        raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def check(condition: bool, what: str = "") -> None:
+    """Fail with a word about what was wrong."""
+    if not condition:
+        raise AssertionError(what or "the condition does not hold")
+
+
+def same_rows(store: TrajectoryStore, ids: Any, data: dict[str, Any]) -> None:
+    """Fail unless the store returns these rows for these ids."""
+    rows = store.read(ids, list(data))
+    for name, wanted in data.items():
+        column = store.schema[name]
+        if column.is_text:
+            check(rows[name] == list(wanted), name)
+        elif column.axis is not None:
+            check(len(rows[name]) == len(wanted), name)
+            for got, want in zip(rows[name], wanted, strict=True):
+                np.testing.assert_array_equal(got, np.asarray(want, column.dtype))
+        else:
+            np.testing.assert_array_equal(rows[name], np.asarray(wanted, column.dtype))
+
+
+class StoreContract:
+    """What every backend does; see the module docstring for how to use it."""
+
+    def create(self, path: Path, schema: Schema, **options: Any) -> TrajectoryStore:
+        """Make a store."""
+        raise NotImplementedError
+
+    def open(self, path: Path, mode: Any = "r") -> TrajectoryStore:
+        """Open a store."""
+        raise NotImplementedError
+
+    def test_rows_come_back_as_they_went_in(self, tmp_path: Path) -> None:
+        """Every kind of column round-trips, in the own store, in a reader and after a reopen."""
+        data = example_rows(30)
+        with self.create(tmp_path / "s", example_schema()) as store:
+            ids = store.append(data)
+            same_rows(store, ids, data)
+            with self.open(tmp_path / "s") as reader:
+                same_rows(reader, ids, data)
+        with self.open(tmp_path / "s") as reader:
+            same_rows(reader, ids, data)
+            same_rows(reader, ids[[5, 5, 2]], {"group_id": [1, 1, 0]})
+
+    def test_left_out_columns_read_as_their_fill(self, tmp_path: Path) -> None:
+        """NaN per token, NaN per row, 0 and the default text stand in for what was not given."""
+        with self.create(tmp_path / "s", example_schema()) as store:
+            data = example_rows(9)
+            ids = store.append(data)
+            rows = store.read(ids)
+            for got, want in zip(rows["ref_log_probs"], data["input_ids"], strict=True):
+                check(len(got) == len(want) and bool(np.isnan(got).all()))
+            check(bool(np.isnan(rows["advantage"]).all()))
+            check(rows["meta"] == ["{}"] * 9)
+            check(rows["use_count"].tolist() == [0] * 9 and rows["priority"].tolist() == [1.0] * 9)
+            check([len(f) for f in rows["frames"]] == [0] * 9)
+
+    def test_ids_are_stable_and_in_order_of_arrival(self, tmp_path: Path) -> None:
+        """Ids of several commits and two sessions are distinct, ordered, and the same for every reader."""
+        with self.create(tmp_path / "s", example_schema()) as store:
+            first = np.concatenate([store.append(example_rows(n, seed=n)) for n in (3, 1, 7)])
+            check(store.ids().tolist() == first.tolist())
+        with self.open(tmp_path / "s", "a") as store:
+            second = store.append(example_rows(4, seed=9))
+            everything = [*first.tolist(), *second.tolist()]
+            check(len(set(everything)) == 15 and store.ids().tolist() == everything)
+            check(len(store) == 15 and store.watermark == 15)
+        with self.open(tmp_path / "s") as reader:
+            check(reader.ids().tolist() == everything)
+            same_rows(reader, second, example_rows(4, seed=9))
+
+    def test_a_reader_follows_with_refresh(self, tmp_path: Path) -> None:
+        """Rows appear at refresh, not before, and never in part."""
+        with (
+            self.create(tmp_path / "s", example_schema()) as store,
+            self.open(tmp_path / "s") as reader,
+        ):
+            check(len(reader) == 0 and reader.ids().tolist() == [])
+            ids = store.append(example_rows(5))
+            check(len(reader) == 0)
+            check(reader.refresh() == 5)
+            same_rows(reader, ids, example_rows(5))
+            more = store.append(example_rows(6, seed=1))
+            with raises(MissingRowError, str(int(more[0])), "refresh"):
+                reader.read(more)
+            reader.refresh()
+            same_rows(reader, more, example_rows(6, seed=1))
+
+    def test_padded(self, tmp_path: Path) -> None:
+        """Padding sits on the asked side, with the asked values, and T is rounded up."""
+        schema = Schema([Column("x", "int64", ragged=True), Column("lp", "float32", ragged=True)])
+        with self.create(tmp_path / "s", schema) as store:
+            ids = store.append({"x": [[1, 2, 3], [], [4]], "lp": [[1, 2, 3], [], [4]]})
+            batch = store.read_padded(ids)
+            check(batch["x"].tolist() == [[1, 2, 3], [0, 0, 0], [4, 0, 0]])
+            check(batch["lengths"].tolist() == [3, 0, 1] and batch["lp"].dtype == np.float32)
+            batch = store.read_padded(ids[::-1], ["x"], pad_value={"x": -1}, side="left", pad_to_multiple_of=4)
+            check(batch["x"].tolist() == [[-1, -1, -1, 4], [-1] * 4, [-1, 1, 2, 3]])
+            out = {"x": np.zeros((4, 9), np.int64)}
+            batch = store.read_padded(ids, "x", pad_value=7, out=out)
+            check(batch["x"].tolist() == [[1, 2, 3], [7, 7, 7], [4, 7, 7]])
+            check(out["x"][0, :4].tolist() == [1, 2, 3, 0] and out["x"][3].sum() == 0)
+            with raises(BatchError, "out['x']", "[3, 3]"):
+                store.read_padded(ids, "x", out={"x": np.zeros((2, 3), np.int64)})
+            check(store.read_padded([], "x")["x"].shape == (0, 0))
+            check(store.read_padded(ids[1:2], "x")["x"].shape == (1, 0))
+
+    def test_a_batch_stays_as_it_is_while_it_is_held(self, tmp_path: Path) -> None:
+        """Reused output memory never changes a batch that somebody still holds."""
+        schema = Schema([Column("x", "int64", ragged=True)])
+        with self.create(tmp_path / "s", schema) as store:
+            ids = store.append({"x": [[i] * 300 for i in range(40)]})
+            held = [store.read_padded(ids[[i]], "x")["x"][0, 5:9] for i in range(40)]
+            check([part.tolist() for part in held] == [[i] * 4 for i in range(40)])
+
+    def test_update_changes_mutable_scalars_for_everybody(self, tmp_path: Path) -> None:
+        """Arrays and single values; visible to a reader without refresh; refused elsewhere."""
+        with self.create(tmp_path / "s", example_schema()) as store:
+            ids = store.append(example_rows(6))
+            reader = self.open(tmp_path / "s")
+            store.update(ids[[4, 1]], use_count=[40, 10], priority=0.5)
+            reader.refresh()
+            check(reader.read_scalars("use_count").tolist() == [0, 10, 0, 0, 40, 0])
+            check(reader.read_scalars("priority", ids[:2]).tolist() == [1.0, 0.5])
+            with raises(ReadOnlyError, "task_reward", "mutable"):
+                store.update(ids, task_reward=0.0)
+            with raises(ReadOnlyError, "mode"):
+                reader.update(ids, use_count=1)
+            with raises(BatchError, "use_count"):
+                store.update(ids, use_count=[1, 2])
+            with raises(UnknownColumnError, "use_count"):
+                store.update(ids, use_coumt=1)
+            check(store.verify().ok)
+            reader.close()
+
+    def test_scalars_and_lengths_of_everything(self, tmp_path: Path) -> None:
+        """Whole columns come in the order of arrival, without reading tokens."""
+        with self.create(tmp_path / "s", example_schema()) as store:
+            parts = [example_rows(n, seed=n) for n in (5, 8)]
+            for part in parts:
+                store.append(part)
+            wanted = np.concatenate([p["task_reward"] for p in parts])
+            np.testing.assert_array_equal(store.read_scalars("task_reward"), wanted)
+            lengths = np.concatenate([p["input_ids"].lengths for p in parts])
+            np.testing.assert_array_equal(store.lengths("input_ids"), lengths)
+            check(store.read_scalars("prompt").tolist() == parts[0]["prompt"] + parts[1]["prompt"])
+            tokens = store.read_ragged("input_ids")
+            np.testing.assert_array_equal(tokens.values, np.concatenate([p["input_ids"].values for p in parts]))
+            with raises(SchemaError, "ragged"):
+                store.read_scalars("input_ids")
+
+    def test_wrong_batches_are_refused_whole(self, tmp_path: Path) -> None:
+        """The message names the column and the value, and nothing is written."""
+        with self.create(tmp_path / "s", example_schema()) as store:
+            good = example_rows(3)
+            cases: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+                ({"task_reward": [1.0, 2.0]}, ("task_reward", "2 rows")),
+                ({"task_reward": [[1.0], [2.0], [3.0]]}, ("task_reward", "[3, 1]")),
+                ({"group_id": [0.5, 1, 2]}, ("group_id", "float64")),
+                ({"input_ids": [[2**40], [1], []]}, ("input_ids", str(2**40), "int32")),
+                ({"log_probs": [[0.1], [], []]}, ("log_probs", "tokens", "input_ids")),
+                ({"prompt": ["a", 1, "b"]}, ("row 1", "prompt", "int")),
+                ({"prompt": ["a", "\ud800", "b"]}, ("row 1", "prompt", "Unicode")),
+                ({"inputids": [1, 2, 3]}, ("inputids", "Did you mean 'input_ids'")),
+            ]
+            for change, words in cases:
+                with raises(ValueError, *words):
+                    store.append({**good, **change})
+            short = dict(good)
+            del short["input_ids"]
+            with raises(BatchError, "input_ids", "missing"):
+                store.append(short)
+            check(len(store) == 0 and store.ids().tolist() == [])
+
+    def test_nothing_to_append(self, tmp_path: Path) -> None:
+        """An empty batch gives no ids and makes no commit."""
+        with self.create(tmp_path / "s", example_schema()) as store:
+            check(store.append(example_rows(0)).tolist() == [])
+            check(len(store) == 0 and store.read([])["prompt"] == [])
+            check(store.verify().ok)
+
+    def test_long_texts_and_odd_texts(self, tmp_path: Path) -> None:
+        """Megabytes of text, empty text, NUL and emoji come back."""
+        texts = ["", "a\0b", "\U0001f600" * 3, "x" * 3_000_000, "\u4e2d" * 1000]
+        with self.create(tmp_path / "s", Schema([Column("t", "str")])) as store:
+            ids = store.append({"t": texts})
+            check(store.read(ids)["t"] == texts)
+
+    def test_paths_and_modes(self, tmp_path: Path) -> None:
+        """Wrong places and modes are told apart."""
+        with raises(StoreNotFoundError, "create"):
+            self.open(tmp_path / "none")
+        store = self.create(tmp_path / "s", example_schema())
+        with raises(StoreExistsError, "open"):
+            self.create(tmp_path / "s", example_schema())
+        with raises(ValueError, "'r'"):
+            self.open(tmp_path / "s", "w")
+        store.close()
+        store.close()
+        for call in (store.ids, store.refresh, store.verify, lambda: len(store)):
+            with raises(StoreClosedError, "open"):
+                call()
+        check("closed" in repr(store))
+
+    def test_ids_that_are_not_there(self, tmp_path: Path) -> None:
+        """Unknown ids are errors that name the id, never other rows."""
+        with self.create(tmp_path / "s", example_schema()) as store:
+            ids = store.append(example_rows(3))
+            for bad in (-1, int(ids[-1]) + 1, 1 << 40, (1 << 62) + 5):
+                with raises(MissingRowError, str(bad)):
+                    store.read([int(ids[0]), bad], ["group_id"])
+            with raises(BatchError, "float64"):
+                store.read([0.5])
+
+    def test_many_small_commits(self, tmp_path: Path) -> None:
+        """Commits of one row over several segments read back in any order."""
+        schema = Schema([Column("x", "int64", ragged=True), Column("n", "int64")])
+        with self.create(tmp_path / "s", schema, segment_rows=7) as store:
+            ids = [int(store.append({"x": [[i] * (i % 5)], "n": [i]})[0]) for i in range(60)]
+            order = np.random.default_rng(0).permutation(60)
+            picked = np.array(ids)[order]
+            rows = store.read(picked)
+            check(rows["n"].tolist() == order.tolist())
+            check([r.tolist() for r in rows["x"]] == [[int(i)] * (int(i) % 5) for i in order])
+            check(store.read_scalars("n").tolist() == list(range(60)))
+            check(store.verify().ok)

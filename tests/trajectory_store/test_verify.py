@@ -1,0 +1,190 @@
+"""A flipped bit anywhere is found and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from trajectory_store import (
+    Column,
+    CorruptionError,
+    FormatVersionError,
+    NotAStoreError,
+    Schema,
+    TrajectoryStore,
+)
+from trajectory_store.testing import example_rows, example_schema
+
+
+@pytest.fixture
+def store_path(tmp_path):
+    """A closed store of two segments and six commits."""
+    path = tmp_path / "s"
+    with TrajectoryStore.create(path, example_schema(), segment_rows=24) as store:
+        for i in range(6):
+            store.append(example_rows(8, seed=i))
+    return path
+
+
+def flip(file, byte, bit=0):
+    """Flip one bit of a file."""
+    with open(file, "r+b") as f:
+        f.seek(byte)
+        value = f.read(1)[0]
+        f.seek(byte)
+        f.write(bytes([value ^ (1 << bit)]))
+
+
+def used_bytes(path, segment, name):
+    """How many bytes of an array the rows of a segment use."""
+    with TrajectoryStore.open(path) as store:
+        reader = store._catalog.segments[segment]
+        spec = reader._specs[name]
+        if name in reader.schema and reader.schema[name].axis is not None:
+            return reader.elements()[reader.schema[name].axis] * spec.dtype.itemsize
+        extra = 1 if name.endswith(".offsets") else 0
+        return (reader.rows + extra) * spec.dtype.itemsize
+
+
+def test_an_intact_store_is_ok(store_path):
+    """All checksums hold and the report says what was checked."""
+    with TrajectoryStore.open(store_path) as store:
+        report = store.verify()
+    assert report.ok
+    assert report
+    assert (report.rows, report.segments) == (48, 2)
+    assert "48 trajectories" in str(report)
+
+
+def test_a_flipped_bit_in_any_column_is_found(store_path):
+    """Each immutable array of a segment, at three places, reports the damaged commit's ids."""
+    rng = np.random.default_rng(0)
+    with TrajectoryStore.open(store_path) as store:
+        names = list(store._catalog.segments[0]._specs)
+        mutable = {c.name for c in store.schema if c.mutable}
+        ids = store.ids()
+    for name in names:
+        if name in mutable or name == "frames":
+            continue
+        size = used_bytes(store_path, 0, name)
+        for byte in {0, size - 1, int(rng.integers(size))}:
+            if name.endswith(".offsets") and byte < 8:
+                continue
+            file = store_path / "seg-00000000" / name / "c" / "0"
+            bit = int(rng.integers(8))
+            flip(file, byte, bit)
+            with TrajectoryStore.open(store_path) as store:
+                report = store.verify()
+            assert not report.ok, (name, byte)
+            assert "seg-00000000" in str(report)
+            assert set(report.damaged_ids) <= set(ids[:24])
+            assert 8 <= len(report.damaged_ids) <= 24
+            flip(file, byte, bit)
+
+
+def test_a_flipped_bit_in_any_record_is_found(store_path):
+    """Every byte of the records, the last and the end record too; later commits stay readable."""
+    file = store_path / "seg-00000001" / "commits" / "c" / "0" / "0"
+    with TrajectoryStore.open(store_path) as store:
+        count = store._catalog.segments[1].records
+    for byte in range(0, count * 64, 7):
+        flip(file, byte, byte % 8)
+        with TrajectoryStore.open(store_path) as store:
+            report = store.verify()
+        assert not report.ok, byte
+        assert f"record {byte // 64}" in str(report)
+        flip(file, byte, byte % 8)
+
+
+def test_a_damaged_record_in_the_middle_is_not_the_end(tmp_path):
+    """Commits around a damaged record stay, its own rows stay in order, and verify names them."""
+    path = tmp_path / "s"
+    log = path / "seg-00000000" / "commits" / "c" / "0" / "0"
+    with TrajectoryStore.create(path, Schema([Column("n", "int64")])) as store:
+        ids = np.concatenate([store.append({"n": [2 * i, 2 * i + 1]}) for i in range(8)])
+    for bad in range(8):
+        for byte in (1, 5, 9, 17, 24, 28, 41, 60):
+            flip(log, 64 * bad + byte)
+            with TrajectoryStore.open(path) as store:
+                assert len(store) == 16
+                assert store.ids().tolist() == ids.tolist()
+                assert store.read_scalars("n").tolist() == list(range(16))
+                report = store.verify()
+                assert report.damaged_ids.tolist() == ids[2 * bad : 2 * bad + 2].tolist()
+                assert f"record {bad} is damaged" in str(report)
+            flip(log, 64 * bad + byte)
+
+
+def test_a_damaged_last_record_is_reported(tmp_path):
+    """Where nothing follows, the rows of the damaged record are not served, and verify says so."""
+    path = tmp_path / "s"
+    store = TrajectoryStore.create(path, Schema([Column("n", "int64")]))
+    for i in range(4):
+        store.append({"n": [i]})
+    copy = shutil.copytree(path, tmp_path / "copy")
+    store.close()
+    flip(copy / "seg-00000000" / "commits" / "c" / "0" / "0", 64 * 3 + 30)
+    with TrajectoryStore.open(copy) as store:
+        assert store.read_scalars("n").tolist() == [0, 1, 2]
+        assert "record 3 is damaged" in str(store.verify())
+
+
+def test_damaged_metadata_is_found(store_path):
+    """A changed zarr.json of a column, a segment or the commits is a problem."""
+    for name in ("input_ids/zarr.json", "commits/zarr.json", "prompt.offsets/zarr.json"):
+        flip(store_path / "seg-00000000" / name, 40)
+        with TrajectoryStore.open(store_path) as store:
+            assert name in str(store.verify())
+        flip(store_path / "seg-00000000" / name, 40)
+    with TrajectoryStore.open(store_path) as store:
+        assert store.verify().ok
+    meta = store_path / "seg-00000001" / "zarr.json"
+    doc = json.loads(meta.read_text())
+    doc["attributes"]["writer"] = "somebody else"
+    meta.write_text(json.dumps(doc))
+    with TrajectoryStore.open(store_path) as store:
+        assert "zarr.json is not the one" in str(store.verify())
+
+
+def test_an_unreadable_segment_leaves_the_others(store_path):
+    """Opening warns, names the segment, and serves the rest; verify lists it."""
+    (store_path / "seg-00000000" / "zarr.json").write_text("{")
+    with pytest.warns(RuntimeWarning, match="seg-00000000"):
+        store = TrajectoryStore.open(store_path)
+    assert len(store) == 24
+    assert "seg-00000000" in str(store.verify())
+    store.close()
+
+
+def test_a_file_cut_short_is_an_error_not_a_crash(store_path):
+    """A truncated column says so instead of killing the process with SIGBUS."""
+    file = store_path / "seg-00000000" / "task_reward" / "c" / "0"
+    with open(file, "r+b") as f:
+        f.truncate(10)
+    with TrajectoryStore.open(store_path) as store:
+        with pytest.raises(CorruptionError, match="cut short"):
+            store.read_scalars("task_reward")
+        assert "cut short" in str(store.verify())
+        assert len(store.read(store.ids(), "prompt")["prompt"]) == 48
+
+
+def test_other_folders_and_versions_are_named(tmp_path, store_path):
+    """A folder of something else, a file, and versions on both sides of ours."""
+    (tmp_path / "other").mkdir()
+    with pytest.raises(NotAStoreError, match=r"zarr\.json"):
+        TrajectoryStore.open(tmp_path / "other")
+    (tmp_path / "other" / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
+    with pytest.raises(NotAStoreError):
+        TrajectoryStore.open(tmp_path / "other")
+    with pytest.raises(NotAStoreError):
+        TrajectoryStore.open(store_path / "seg-00000000")
+    for version, advice in ((2, "Install a newer release"), (0, "Convert it")):
+        meta = store_path / "zarr.json"
+        doc = json.loads(meta.read_text())
+        doc["attributes"]["version"] = version
+        meta.write_text(json.dumps(doc))
+        with pytest.raises(FormatVersionError, match=advice):
+            TrajectoryStore.open(store_path)

@@ -1,0 +1,167 @@
+"""A disk that refuses, a fork, threads: nothing acknowledged is lost and the message says what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trajectory_store import Column, Schema, StoreError, TrajectoryStore, WriteFailedError
+
+STORAGE = Path(__file__).resolve().parents[2] / "storage"
+
+LIMITED = """
+import resource, sys
+from trajectory_store import Column, Schema, StoreError, TrajectoryStore, WriteFailedError
+path, limit = sys.argv[1], int(sys.argv[2])
+schema = Schema([Column("x", "int64", ragged=True), Column("n", "int64")])
+store = TrajectoryStore.create(path, schema, segment_rows=1000, segment_elements=40_000)
+kept = []
+if limit > 1000:
+    store.append({"x": [[0] * 100], "n": [0]})
+    kept.append(0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+try:
+    for i in range(len(kept), 1000):
+        store.append({"x": [[i] * 100], "n": [i]})
+        kept.append(i)
+except WriteFailedError as error:
+    assert isinstance(error, OSError) and isinstance(error, StoreError)
+    assert error.errno == 27 and "safe and readable" in str(error) and "ulimit" in str(error), error
+else:
+    raise SystemExit("the limit was not met")
+assert store.read_scalars("n").tolist() == kept and store.verify().ok
+print(len(kept))
+"""
+
+
+def test_a_file_size_limit_is_an_error_and_loses_nothing(tmp_path):
+    """EFBIG in the middle of appends, or when the next segment is made: the store stays readable."""
+    env = {**os.environ, "PYTHONPATH": str(STORAGE)}
+    for limit in (100_000, 200_123, 1_000):
+        path = tmp_path / str(limit)
+        done = subprocess.run(
+            [sys.executable, "-c", LIMITED, str(path), str(limit)],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        with TrajectoryStore.open(path, "a") as store:
+            assert len(store) == int(done.stdout)
+            store.append({"x": [[1]], "n": [1]})
+            assert store.verify().ok
+
+
+def test_a_full_disk_is_an_error_and_the_writer_goes_on_afterwards(tmp_path, monkeypatch):
+    """ENOSPC at every single write of a commit: no row appears, earlier rows stay, a retry works."""
+    real = os.pwrite
+    state = {"left": -1}
+
+    def full(fd, data, offset):
+        if state["left"] == 0:
+            state["left"] = -1
+            real(fd, bytes(data)[: len(data) // 2], offset)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        state["left"] -= 1
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    schema = Schema([Column("x", "int64", ragged=True), Column("n", "int64"), Column("t", "str")])
+    store = TrajectoryStore.create(tmp_path / "s", schema)
+    kept = []
+    for fails_at in range(12):
+        row = {"x": [np.arange(50)], "n": [fails_at], "t": ["text"]}
+        state["left"] = fails_at
+        try:
+            store.append(row)
+            kept.append(fails_at)
+        except WriteFailedError as error:
+            assert error.errno == errno.ENOSPC
+            assert "Free space" in str(error)
+        state["left"] = -1
+        assert store.read_scalars("n").tolist() == kept
+        store.append(row)
+        kept.append(fails_at)
+    assert store.verify().ok
+    store.close()
+    with TrajectoryStore.open(tmp_path / "s") as reader:
+        assert reader.read_scalars("n").tolist() == kept
+        assert reader.verify().ok
+
+
+def test_a_path_that_cannot_be_made(tmp_path):
+    """A file in the way of the folder is named."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="file"):
+        TrajectoryStore.create(tmp_path / "file" / "store", Schema([Column("n", "int64")]))
+    with pytest.raises(StoreError, match="file"):
+        TrajectoryStore.create(tmp_path / "file", Schema([Column("n", "int64")]))
+    with pytest.raises(StoreError, match=r"zarr\.json"):
+        TrajectoryStore.open(tmp_path / "file")
+
+
+def test_threads_share_a_writer(tmp_path):
+    """Appends of several threads are all there, each commit whole."""
+    for durability in ("process", "group"):
+        path = tmp_path / durability
+        schema = Schema([Column("n", "int64")])
+        with TrajectoryStore.create(path, schema, durability=durability, segment_rows=50) as store:
+
+            def work(k, store=store):
+                for i in range(15):
+                    ids = store.append({"n": [100 * k + i] * 3})
+                    assert store.read(ids)["n"].tolist() == [100 * k + i] * 3
+
+            threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            values = store.read_scalars("n").reshape(-1, 3)
+            assert len(values) == 60
+            assert (values == values[:, :1]).all()
+            assert store.verify().ok
+
+
+def test_a_forked_child_writes_its_own_segment(tmp_path):
+    """After a fork, parent and child append side by side without touching each other's rows."""
+    schema = Schema([Column("n", "int64")])
+    store = TrajectoryStore.create(tmp_path / "s", schema)
+    store.append({"n": [0]})
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            store.append({"n": [10]})
+            store.append({"n": [11]})
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    store.append({"n": [1]})
+    store.refresh()
+    assert sorted(store.read_scalars("n").tolist()) == [0, 1, 10, 11]
+    assert store.verify().ok
+    store.close()
+
+
+def test_folders_of_killed_makers_are_swept(tmp_path):
+    """A half-made segment is invisible, and a later writer removes it once it is old."""
+    schema = Schema([Column("n", "int64")])
+    TrajectoryStore.create(tmp_path / "s", schema).close()
+    half = tmp_path / "s" / ".new-1-abc"
+    (half / "commits").mkdir(parents=True)
+    with TrajectoryStore.open(tmp_path / "s", "a") as store:
+        assert len(store) == 0
+    assert half.exists()
+    os.utime(half, (1, 1))
+    TrajectoryStore.open(tmp_path / "s", "a").close()
+    assert not half.exists()
