@@ -38,6 +38,7 @@ _STATS = (
     "trajectory_return_sum",
     "trajectory_return_max",
     "successful_trajectories",
+    "failed_trajectories",
     "completed_groups",
     "written_groups",
     "dropped_groups",
@@ -58,6 +59,9 @@ class MCAdvantage(Transform):
     The batch may be a lazy stack `[n]`, a TensorDict `[n]` with jagged leaves, a padded one, or TorchRL's `[B, T]`
     and multi-step forms whose trajectories end where `done_key` is set. What comes out has the form that came in
     and, beside the advantage, `return` (float32, the sum of the rewards), `degenerate` (bool).
+
+    A trajectory whose return is not finite has failed: it counts as arrived, the advantages of its group are those
+    of the others, and its own is 0 with `degenerate` True.
 
     The advantage has the shape of the reward: one value per trajectory where the reward is one per trajectory;
     where the reward is per token it is broadcast, zero outside the assistant mask if there is one.
@@ -257,9 +261,6 @@ class MCAdvantage(Transform):
             returns = torch.segment_reduce(values.reshape(-1), how, lengths=per_trajectory)
         returns = torch.where(per_trajectory == 0, 0.0, returns)
         groups = group_ids(identity, bounds[:-1], key)
-        if not bool(returns.isfinite().all()):
-            bad = int(torch.nonzero(~returns.isfinite())[0])
-            raise DataError(f"trajectory {bad} of {k} (group {groups[bad]!r}) has return {float(returns[bad])}")
         mask = read(td, ASSISTANT_MASK)
         if isinstance(mask, Flat) and mask.lengths is not None:
             tokens = torch.segment_reduce(mask.values.double(), "sum", lengths=mask.lengths).to(torch.int64)
@@ -314,7 +315,8 @@ class MCAdvantage(Transform):
         return [entries[i] for i in chosen]
 
     def _choose(self, entries: Sequence[Entry], size: int) -> list[int] | None:
-        values = torch.tensor([entry.value for entry in entries])
+        # A failed trajectory ranks as one that earned nothing.
+        values = torch.tensor([entry.value for entry in entries]).nan_to_num(0.0, 0.0, 0.0)
         candidates = TensorDict({"return": values}, batch_size=[len(entries)])
         names = [key if isinstance(key, str) else key[0] for key in self.candidate_selector.in_keys]
         if "trajectories" in names:
@@ -390,7 +392,13 @@ class MCAdvantage(Transform):
         return self._write(chunk, advantage, degenerate, codes)
 
     def _advantage(self, chunk: Chunk, codes: Tensor) -> tuple[Tensor, Tensor]:
-        return group_advantage(chunk.returns, codes, estimator=self.estimator, lengths=chunk.lengths)  # pyright: ignore[reportArgumentType]
+        graded = chunk.returns.isfinite()
+        if bool(graded.all()):
+            return group_advantage(chunk.returns, codes, self.estimator, lengths=chunk.lengths)
+        advantage, degenerate = torch.zeros_like(chunk.returns), torch.ones_like(graded)
+        found = group_advantage(chunk.returns[graded], codes[graded], self.estimator, lengths=chunk.lengths[graded])
+        advantage[graded], degenerate[graded] = found.advantages, found.degenerate
+        return advantage, degenerate
 
     def _write(self, chunk: Chunk, advantage: Tensor, degenerate: Tensor, codes: Tensor) -> TensorDictBase:
         reward, n = chunk.reward, chunk.td.shape[0]
@@ -401,7 +409,7 @@ class MCAdvantage(Transform):
             owner = torch.repeat_interleave(torch.tensor(chunk.bounds).diff())
         element = owner if reward.lengths is None else torch.repeat_interleave(owner, reward.lengths)
         if self.trajectory_return is None:
-            flat = reward.values.detach().double().reshape(-1)
+            flat = reward.values.detach().double().nan_to_num(0.0, 0.0, 0.0).reshape(-1)
             code = torch.repeat_interleave(codes[element], flat.numel() // max(element.numel(), 1))
             values = group_advantage(flat, code).advantages.reshape(reward.values.shape)
         else:
@@ -460,8 +468,11 @@ class MCAdvantage(Transform):
         stats = self._stats
         stats["completed_trajectories"] += len(chunk.groups)
         stats["completed_decisions"] += chunk.td.shape[0]
-        stats["trajectory_return_sum"] += float(chunk.returns.sum())
-        stats["trajectory_return_max"] = max(stats["trajectory_return_max"], float(chunk.returns.max()))
+        returns = chunk.returns[chunk.returns.isfinite()]
+        stats["failed_trajectories"] += chunk.returns.numel() - returns.numel()
+        if returns.numel():
+            stats["trajectory_return_sum"] += float(returns.sum())
+            stats["trajectory_return_max"] = max(stats["trajectory_return_max"], float(returns.max()))
         stats["successful_trajectories"] += int((chunk.returns > 0).sum())
 
     def reset_stats(self) -> None:

@@ -241,8 +241,6 @@ def test_no_identity_and_no_reward_are_errors():
         MCAdvantage(2).inv(TensorDict(task_reward=torch.zeros(2), batch_size=[2]))
     with pytest.raises(DataError, match="task_reward"):
         MCAdvantage(2).inv(TensorDict(group_id=torch.zeros(2), batch_size=[2]))
-    with pytest.raises(DataError, match="return nan"):
-        MCAdvantage(2).inv(TensorDict(group_id=torch.zeros(2), task_reward=torch.full((2,), torch.nan), batch_size=[2]))
 
 
 @pytest.mark.parametrize(
@@ -339,6 +337,16 @@ def test_failed_members_and_early_close(make_rows, to_form, form):
     closed = transform.close()
     assert scalars(closed, keys.DEGENERATE).tolist() == [True]
     assert transform.close() is None
+
+
+def test_failed_reward_leaves_the_rest_of_the_group_right(make_rows, to_form, form):
+    """A NaN reward counts as arrived, gets advantage 0, and the others are normalised among themselves."""
+    transform = MCAdvantage(3)
+    out = transform.inv(to_form(make_rows([4, 5, 6], group_size=3, rewards=[0.0, math.nan, 2.0]), form))
+    half = 1 / math.sqrt(2)
+    assert scalars(out, keys.ADVANTAGE).tolist() == pytest.approx([-half, 0.0, half], abs=1e-6)
+    assert scalars(out, keys.DEGENERATE).tolist() == [False, True, False]
+    assert transform.failed_trajectories == 1
 
 
 def test_forward_uses_the_groups_of_the_batch(make_rows, to_form, form):

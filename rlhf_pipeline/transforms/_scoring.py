@@ -1,0 +1,148 @@
+"""Scoring ragged trajectories with a model: by token budget, sorted by length, from stored token ids."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.keys import ASSISTANT_MASK, LOG_PROBS, NUM_PROMPT_TOKENS, TOKENS, Key
+from rlhf_pipeline.padding import pad_flat, plan_batches
+from rlhf_pipeline.transforms._columns import Flat
+from rlhf_pipeline.transforms._groups import read
+
+
+class Scorer(Protocol):
+    """What gives log-probs of tokens; `CausalLMPolicy` does."""
+
+    def log_probs(self, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None = None) -> Tensor:
+        """float32 `[B, T]`, 0 where not scored."""
+        ...
+
+
+def as_scorer(model: Any, owner: str) -> Scorer:
+    """Return a model with `log_probs`; a transformers model is wrapped in a policy.
+
+    Raises:
+        DefinitionError: if the model can not score tokens.
+    """
+    if callable(getattr(model, "log_probs", None)):
+        return model
+    if isinstance(model, nn.Module) and hasattr(model, "config"):
+        from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+
+        return CausalLMPolicy(model)
+    raise DefinitionError(
+        f"{owner} got a {type(model).__name__}, which has no log_probs(input_ids, attention_mask, score_mask). "
+        "Pass a CausalLMPolicy or a causal language model of transformers."
+    )
+
+
+def per_token(td: TensorDictBase, key: Key, like: Flat | None = None) -> Flat | None:
+    """A column with one value per token, or None where missing; trailing dimensions of 1 are dropped.
+
+    Raises:
+        DataError: if its lengths are not those of `like`.
+    """
+    column = read(td, key)
+    if not isinstance(column, Flat):
+        return None
+    if column.lengths is None and column.values.ndim >= 2:
+        n, width = column.values.shape[:2]
+        column = Flat(column.values.flatten(0, 1), torch.full((n,), width))
+    if column.lengths is not None:
+        column = Flat(column.values.reshape(-1), column.lengths)
+    if like is None or like.lengths is None:
+        return column
+    if column.lengths is None or not torch.equal(column.lengths, like.lengths):
+        seen = "one value each" if column.lengths is None else f"lengths {column.lengths.tolist()[:8]}"
+        raise DataError(f"{key!r} has {seen}, the tokens have lengths {like.lengths.tolist()[:8]}")
+    return column
+
+
+def scored_positions(td: TensorDictBase, like: Flat, assistant_only: bool) -> Tensor:
+    """bool, flat: the tokens that have or get a log-prob.
+
+    Raises:
+        DataError: if nothing tells the assistant's tokens from the prompt's.
+    """
+    lengths = like.lengths
+    if lengths is None:
+        raise DataError(f"the batch has no ragged token column to score: pass {TOKENS!r} per trajectory")
+    starts = lengths.cumsum(0) - lengths
+    position = torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
+    if not assistant_only:
+        return position > 0
+    mask = per_token(td, ASSISTANT_MASK, like)
+    if mask is not None:
+        return mask.values.to(torch.bool) & (position > 0)
+    prompt = read(td, NUM_PROMPT_TOKENS)
+    if isinstance(prompt, Flat):
+        return (position >= torch.repeat_interleave(prompt.values.reshape(-1), lengths)) & (position > 0)
+    scored = per_token(td, LOG_PROBS, like)
+    if scored is not None and bool(scored.values.isnan().any()):
+        return scored.values.isfinite()
+    raise DataError(
+        f"nothing tells the assistant's tokens from the prompt's: pass {ASSISTANT_MASK!r} or "
+        f"{NUM_PROMPT_TOKENS!r}, or set assistant_only=False"
+    )
+
+
+def score(
+    model: Scorer,
+    tokens: Flat,
+    scored: Tensor,
+    *,
+    token_budget: int,
+    fill: float = float("nan"),
+    device: torch.device | None = None,
+) -> Tensor:
+    """Log-probs of the scored tokens.
+
+    Args:
+        model: the scorer.
+        tokens: ragged token ids.
+        scored: bool, flat, where a log-prob is wanted.
+        token_budget: padded tokens of one forward pass; a longer trajectory passes alone.
+        fill: value of the other positions.
+        device: where the model runs; None asks the model.
+
+    Returns:
+        float32, flat, on the tokens' device.
+    """
+    lengths = tokens.lengths
+    if lengths is None:
+        raise DataError("token ids must be ragged or padded, one row per trajectory")
+    home = tokens.values.device
+    device = device or _device_of(model) or home
+    out = torch.full(tokens.values.shape, fill, dtype=torch.float32, device=home)
+    starts = lengths.cumsum(0) - lengths
+    for rows in plan_batches(lengths, max(token_budget, int(lengths.max()))):
+        row_lengths = lengths[rows]
+        ends = row_lengths.cumsum(0)
+        offset = torch.repeat_interleave(starts[rows] - (ends - row_lengths), row_lengths)
+        index = torch.arange(int(ends[-1])) + offset
+        wanted = scored[index]
+        if not bool(wanted.any()):
+            continue
+        ids = pad_flat(tokens.values[index].to(torch.int64), row_lengths)
+        attention = pad_flat(torch.ones_like(index, dtype=torch.bool), row_lengths)
+        targets = pad_flat(wanted, row_lengths)
+        found = model.log_probs(ids.to(device), attention.to(device), targets.to(device))
+        picked = found[targets.to(found.device)].to(device=home, dtype=torch.float32)
+        out = (
+            out.index_put((index[wanted],), picked)
+            if picked.requires_grad
+            else out.index_copy_(0, index[wanted], picked)
+        )
+    return out
+
+
+def _device_of(model: Any) -> torch.device | None:
+    if isinstance(model, nn.Module):
+        parameter = next(model.parameters(), None)
+        return None if parameter is None else parameter.device
+    return None

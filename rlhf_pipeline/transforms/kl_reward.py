@@ -1,0 +1,294 @@
+"""The KL penalty in the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self, cast
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor
+from torchrl.envs.transforms import Transform
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
+from rlhf_pipeline.keys import (
+    KL_COEF,
+    KL_PENALTY,
+    LOG_PROBS,
+    REF_LOG_PROBS,
+    REWARD,
+    TASK_REWARD,
+    TOKENS,
+    Key,
+)
+from rlhf_pipeline.transforms._columns import Flat
+from rlhf_pipeline.transforms._groups import read, write
+from rlhf_pipeline.transforms._scoring import as_scorer, per_token, score, scored_positions
+from rlhf_pipeline.transforms.kl_controllers import ConstantKLController, KLController
+
+
+class KLRewardTransform(Transform):
+    """Takes the KL to a reference model off the reward of every assistant token.
+
+    `r_t = [t is the last assistant token] * task_reward - coef * k1_t`, with `k1_t = log_prob_t - ref_log_prob_t`
+    at the behaviour policy's log-probs: the form whose policy gradient is unbiased. Runs on the write path (as an
+    inverse transform) and as a forward transform. A batch that carries `("next", "kl_penalty")` has been through
+    it already and passes unchanged, so a sampled batch is not penalised twice.
+
+    Writes, in the form of the batch: the shaped reward and `k1` per token (0 outside the assistant's tokens), the
+    coefficient used as `kl_coef`, and the reference log-probs if it computed them. Tokens whose log-prob is not
+    finite have no penalty. No autograd graph is kept.
+
+    Passing a `ProbabilisticTensorDictModule` gives the general form for any actor and environment,
+    `ActorKLRewardTransform`.
+
+    Source: https://arxiv.org/abs/1909.08593, equation 2; the choice of k1 in the reward:
+    https://arxiv.org/abs/2512.21852.
+
+    Args:
+        ref_model: the reference; needed only where the batch has no reference log-probs.
+        coef: weight of the penalty.
+        in_keys: the reward, in `next` unless a full key is given. Per token, or one per trajectory. Where missing,
+            `task_reward` is used.
+        out_keys: the reward, and optionally the penalty and the reference log-probs.
+        actor: the reference, under the older name.
+        ref_model_factory: a function that returns the reference.
+        log_prob_key: behaviour log-probs.
+        ref_log_prob_key: reference log-probs, used if present.
+        add_to_reward: False leaves the reward as it is and only measures.
+        assistant_only: penalise the assistant's tokens only. False takes every token that has a log-prob.
+        controller: gives the coefficient, and is updated after every batch of the write path with the KL of each
+            trajectory. Overrides `coef`.
+        action_key: ignored here; used by the general form.
+        requires_grad: ignored here; used by the general form.
+        device: where to run the reference; None leaves it where it is.
+        token_budget: padded tokens of one forward pass of the reference.
+
+    Attributes:
+        stats: of the last batch: `k1`, `k2`, `k3` (means over the penalised tokens, nats), `kl` (mean over
+            trajectories of the sum of k1), `coef`, `tokens`.
+
+    Raises:
+        DefinitionError: if the arguments contradict each other.
+
+    >>> import torch
+    >>> from tensordict import TensorDict, lazy_stack
+    >>> nan = float("nan")
+    >>> row = TensorDict({
+    ...     "tokens": {"full": torch.tensor([5, 6, 7])},
+    ...     "masks": {"all_assistant_mask": torch.tensor([False, True, True])},
+    ...     "log_probs": {"full": torch.tensor([nan, -1.0, -2.0])},
+    ...     "next": {"ref_log_probs": {"full": torch.tensor([nan, -1.5, -1.0])}},
+    ...     "task_reward": torch.tensor(1.0),
+    ... })
+    >>> transform = KLRewardTransform(coef=0.5)
+    >>> transform.inv(lazy_stack([row]))[0]["next", "reward"]
+    tensor([ 0.0000, -0.2500,  1.5000])
+    >>> round(transform.stats["k1"], 6)
+    -0.25
+    """
+
+    def __new__(cls, ref_model: Any = None, *args: Any, actor: Any = None, **kwargs: Any) -> Self:
+        """Choose the general form for a probabilistic TensorDict module."""
+        from rlhf_pipeline.transforms.actor_kl_reward import ActorKLRewardTransform, is_actor
+
+        del args, kwargs
+        if cls is KLRewardTransform and is_actor(ref_model if ref_model is not None else actor):
+            general: Any = ActorKLRewardTransform
+            return super().__new__(general)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        ref_model: Any = None,
+        coef: float | Tensor = 1.0,
+        in_keys: Key | Sequence[Key] | None = None,
+        out_keys: Key | Sequence[Key] | None = None,
+        *,
+        actor: Any = None,
+        ref_model_factory: Callable[[], Any] | None = None,
+        log_prob_key: Key = LOG_PROBS,
+        ref_log_prob_key: Key = REF_LOG_PROBS,
+        add_to_reward: bool = True,
+        assistant_only: bool = True,
+        controller: KLController | None = None,
+        action_key: Key | None = None,
+        requires_grad: bool = False,
+        device: torch.device | str | None = None,
+        token_budget: int = 16_384,
+    ) -> None:
+        del action_key, requires_grad
+        models = [m for m in (ref_model, actor) if m is not None]
+        if len(models) + (ref_model_factory is not None) > 1:
+            raise DefinitionError("pass one of ref_model, actor and ref_model_factory, not several.")
+        reward_keys = _as_keys(in_keys, [REWARD])
+        names = _as_keys(out_keys, reward_keys)
+        if len(reward_keys) != 1 or len(names) not in (1, 2, 3):
+            raise DefinitionError(f"one reward key and up to three out keys; got {in_keys!r} and {out_keys!r}.")
+        names += [KL_PENALTY, ref_log_prob_key][len(names) - 1 :]
+        super().__init__(in_keys=[reward_keys[0], log_prob_key], out_keys=names)
+        self.reward_key = reward_keys[0]
+        self.reward_out_key, self.kl_key, self.ref_out_key = names
+        self.log_prob_key = log_prob_key
+        self.ref_log_prob_key = ref_log_prob_key
+        self.add_to_reward = add_to_reward
+        self.assistant_only = assistant_only
+        self.controller: KLController = controller or ConstantKLController(kl_coef=float(coef))
+        self.token_budget = int(token_budget)
+        self.device = None if device is None else torch.device(device)
+        model = ref_model_factory() if ref_model_factory is not None else (models[0] if models else None)
+        # Kept out of the submodules: a checkpoint of the buffer must not carry the reference's weights.
+        self.__dict__["ref_model"] = None if model is None else as_scorer(model, "KLRewardTransform")
+        if self.device is not None and isinstance(model, torch.nn.Module):
+            model.to(self.device)
+        self.stats: dict[str, float] = {}
+
+    @property
+    def coef(self) -> float:
+        """The coefficient that the next batch gets."""
+        return self.controller.coef
+
+    @coef.setter
+    def coef(self, value: float) -> None:
+        self.controller.load_state_dict({"coef": float(value)})
+
+    def inv(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The batch with the shaped reward; the input is not changed."""
+        return self._inv_call(tensordict)
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None if tensordict is None else self._shape(tensordict, update=True)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Shape the reward of a batch that has not been through the transform.
+
+        Args:
+            tensordict: trajectories in any of the forms of the write path, or a sampled batch.
+
+        Returns:
+            The batch with the shaped reward, in its form.
+        """
+        return tensordict if tensordict is None else self._shape(tensordict, update=False)  # pyright: ignore[reportUnnecessaryComparison]
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        whole = tensordict.clone(recurse=False).set("next", next_tensordict)
+        return self._shape(whole, update=False).get("next")
+
+    @torch.no_grad()
+    def _shape(self, td: TensorDictBase, *, update: bool) -> TensorDictBase:
+        if td.batch_dims == 0:
+            return self._shape(lazy_stack([td]), update=update)[0]  # pyright: ignore[reportReturnType,reportArgumentType]
+        if read(td, self.kl_key) is not None:
+            return td
+        log_probs = per_token(td, self.log_prob_key)
+        if log_probs is None or log_probs.lengths is None:
+            raise DataError(
+                f"the batch has no behaviour log-probs under {self.log_prob_key!r}; the collector gives them, or "
+                "RetrieveLogProb(..., behaviour_model=...)"
+            )
+        lengths = log_probs.lengths
+        mask = scored_positions(td, log_probs, self.assistant_only)
+        out: dict[Key, Flat] = {}
+        ref = per_token(td, self.ref_log_prob_key, log_probs)
+        if ref is None:
+            ref = self._reference(td, log_probs, mask)
+            out[self.ref_out_key] = ref
+        lp, lr = log_probs.values.detach().double(), ref.values.detach().double()
+        valid = mask & lp.isfinite() & lr.isfinite()
+        k1 = torch.where(valid, kl_k1(lp, lr), 0.0)
+        kl = torch.segment_reduce(k1, "sum", lengths=lengths)
+        coef = self.coef
+        base, shape = self._base(td, log_probs, mask)
+        if self.add_to_reward:
+            out[self.reward_out_key] = Flat((base - coef * k1).float().reshape(shape), lengths)
+            if read(td, TASK_REWARD) is None:
+                out[TASK_REWARD] = Flat(torch.segment_reduce(base, "sum", lengths=lengths).float())
+        out[self.kl_key] = Flat(k1.float(), lengths)
+        out[KL_COEF] = Flat(torch.full((lengths.numel(),), coef if self.add_to_reward else 0.0))
+        self._measure(lp[valid], lr[valid], kl, coef)
+        if update:
+            self.controller.update(kl)
+        return write(td, out)
+
+    def _reference(self, td: TensorDictBase, like: Flat, mask: Tensor) -> Flat:
+        model: Any = self.ref_model
+        if model is None:
+            raise DataError(
+                f"the batch has no reference log-probs under {self.ref_log_prob_key!r} and KLRewardTransform has no "
+                "model: put RetrieveLogProb(reference) after it in the list, or pass ref_model="
+            )
+        tokens = per_token(td, TOKENS, like)
+        if tokens is None:
+            raise DataError(f"the batch has no token ids under {TOKENS!r}")
+        values = score(model, tokens, mask, token_budget=self.token_budget, device=self.device)
+        return Flat(values, like.lengths)
+
+    def _base(self, td: TensorDictBase, like: Flat, mask: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """The reward before the penalty, float64 per token, and the shape that it had."""
+        lengths = like.lengths
+        if lengths is None:
+            raise DataError("log-probs must be ragged or padded, one row per trajectory")
+        reward = read(td, self.reward_key)
+        reward = reward if isinstance(reward, Flat) else read(td, TASK_REWARD)
+        if not isinstance(reward, Flat):
+            raise DataError(f"the batch has neither {self.reward_key!r} nor {TASK_REWARD!r}")
+        values, total = reward.values.detach().double(), int(lengths.sum())
+        if reward.lengths is not None and torch.equal(reward.lengths, lengths) and values.numel() == total:
+            return values.reshape(-1), tuple(values.shape)
+        if reward.lengths is None and values.ndim >= 2 and values.numel() == total != lengths.numel():
+            return values.reshape(-1), (total,)
+        if values.numel() != lengths.numel():
+            raise DataError(
+                f"the reward has {values.numel()} values for {lengths.numel()} trajectories of {total} tokens; it "
+                "must be one per trajectory or one per token"
+            )
+        base = torch.zeros(total, dtype=torch.float64)
+        base[last_position(mask, lengths)] = values.reshape(-1)
+        return base, (total,)
+
+    def _measure(self, lp: Tensor, lr: Tensor, kl: Tensor, coef: float) -> None:
+        names = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+        count = lp.numel()
+        self.stats = {name: float(f(lp, lr).mean()) if count else 0.0 for name, f in names.items()}
+        self.stats |= {"kl": float(kl.mean()), "coef": coef, "tokens": float(count)}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The controller's state and the last measurements."""
+        return {"controller": dict(self.controller.state_dict()), "stats": dict(self.stats)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Put back what `get_extra_state` returned."""
+        self.controller.load_state_dict(state["controller"])
+        self.stats = dict(state["stats"])
+
+
+def last_position(mask: Tensor, lengths: Tensor) -> Tensor:
+    """Flat index of the last True of each row; the row's last position where there is none.
+
+    Args:
+        mask: bool, flat.
+        lengths: int64 `[n]`, all at least 1.
+
+    >>> last_position(torch.tensor([True, True, False, False, False]), torch.tensor([3, 2])).tolist()
+    [1, 4]
+    """
+    if not bool((lengths > 0).all()):
+        raise DataError(f"trajectory {int((lengths == 0).nonzero()[0])} has no tokens")
+    flat = torch.arange(mask.numel(), dtype=torch.float64)
+    last = torch.segment_reduce(torch.where(mask, flat, -1.0), "max", lengths=lengths).to(torch.int64)
+    return torch.where(last < 0, lengths.cumsum(0) - 1, last)
+
+
+def _as_keys(keys: Key | Sequence[Key] | None, default: list[Key]) -> list[Key]:
+    """A list of full keys; a plain name means a key in `next`."""
+    if keys is None:
+        return list(default)
+    one = isinstance(keys, str) or (isinstance(keys, tuple) and keys[:1] == ("next",))
+    out: list[Key] = []
+    for key in [cast(Key, keys)] if one else cast("Sequence[Key]", keys):
+        if key == TASK_REWARD or (isinstance(key, tuple) and key[0] == "next"):
+            out.append(key)
+        else:
+            out.append(("next", key) if isinstance(key, str) else ("next", *key))
+    return out

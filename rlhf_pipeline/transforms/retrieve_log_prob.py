@@ -1,0 +1,139 @@
+"""Reference log-probs, computed once per trajectory on the write path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+from torchrl.envs.transforms import Transform
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.keys import LOG_PROBS, REF_LOG_PROBS, TOKENS, Key
+from rlhf_pipeline.transforms._columns import Flat
+from rlhf_pipeline.transforms._groups import read, write
+from rlhf_pipeline.transforms._scoring import as_scorer, per_token, score, scored_positions
+
+_NAN = float("nan")
+
+
+class RetrieveLogProb(Transform):
+    """Writes the log-probs of a reference model for every completed trajectory.
+
+    Works from the stored token ids and never from text. Trajectories are sorted by length and scored by token
+    budget; only response positions reach the head; no autograd graph is kept. A batch that has the log-probs
+    already passes unchanged, so each trajectory is scored once.
+
+    Positions without a score are NaN on the write path and 0 when called as a forward transform.
+
+    Args:
+        model: the reference, a `CausalLMPolicy` or anything with
+            `log_probs(input_ids [B, T], attention_mask [B, T], score_mask [B, T]) -> [B, T]`.
+        actor: the same, under the older name.
+        log_probs_full_key: where the result goes; `("next", "ref_log_probs", "full")` by default.
+        log_prob_key: the same, under the older name.
+        history_key: ignored; a conversation's token ids are stored, and re-tokenizing it would change them.
+        assistant_only: score the assistant's tokens only. False scores every token but the first.
+        tokenizer_kwargs: ignored, as nothing is tokenized.
+        tokenizer: ignored, as nothing is tokenized.
+        detach: False keeps the graph when called as a forward transform. The write path never does.
+        device: where to run the model; None leaves it where it is.
+        padding_side: ignored; the result has the form of the batch.
+        behaviour_model: fills `("log_probs", "full")` where the collector gave none, at its own temperature.
+        token_budget: padded tokens of one forward pass.
+
+    Raises:
+        DefinitionError: if no model, or two, or one that can not score tokens is given.
+
+    >>> import torch
+    >>> from tensordict import TensorDict, lazy_stack
+    >>> class Uniform:
+    ...     def log_probs(self, input_ids, attention_mask, score_mask):
+    ...         return torch.where(score_mask, -1.0, 0.0)
+    >>> tokens, mask = torch.tensor([5, 6, 7]), torch.tensor([False, True, True])
+    >>> row = TensorDict({"tokens": {"full": tokens}, "masks": {"all_assistant_mask": mask}})
+    >>> RetrieveLogProb(Uniform()).inv(lazy_stack([row]))[0]["next", "ref_log_probs", "full"]
+    tensor([nan, -1., -1.])
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        actor: Any = None,
+        log_probs_full_key: Key | None = None,
+        log_prob_key: Key | None = None,
+        history_key: Key | None = None,
+        assistant_only: bool = True,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        tokenizer: Any = None,
+        detach: bool = True,
+        device: torch.device | str | None = None,
+        padding_side: str = "left",
+        behaviour_model: Any = None,
+        token_budget: int = 16_384,
+    ) -> None:
+        if (model is None) == (actor is None):
+            raise DefinitionError("RetrieveLogProb needs a reference model: pass model=, or actor=, not both.")
+        if token_budget < 1:
+            raise DefinitionError(f"token_budget is {token_budget}; it must be at least 1.")
+        out_key = log_probs_full_key or log_prob_key or REF_LOG_PROBS
+        super().__init__(in_keys=[TOKENS], out_keys=[out_key])
+        del history_key, tokenizer_kwargs, tokenizer, padding_side
+        # Kept out of the submodules: a checkpoint of the buffer must not carry the reference's weights.
+        self.__dict__["model"] = as_scorer(model if model is not None else actor, "RetrieveLogProb")
+        self.__dict__["behaviour_model"] = (
+            None if behaviour_model is None else as_scorer(behaviour_model, "RetrieveLogProb")
+        )
+        self.log_probs_full_key: Key = out_key
+        self.assistant_only = assistant_only
+        self.detach = detach
+        self.device = None if device is None else torch.device(device)
+        if self.device is not None and isinstance(self.model, torch.nn.Module):
+            self.model.to(self.device)
+        self.token_budget = int(token_budget)
+
+    def inv(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The batch with the log-probs; the input is not changed."""
+        return self._inv_call(tensordict)
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None if tensordict is None else self._fill(tensordict, fill=_NAN, detach=True)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Set the log-probs of a batch that has none.
+
+        Args:
+            tensordict: trajectories in any of the forms of the write path, or a sampled batch.
+
+        Returns:
+            The batch with the log-probs, in its form; 0 where nothing is scored.
+        """
+        return tensordict if tensordict is None else self._fill(tensordict, fill=0.0, detach=self.detach)  # pyright: ignore[reportUnnecessaryComparison]
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        whole = next_tensordict if TOKENS in next_tensordict.keys(True) else tensordict
+        key = self.log_probs_full_key
+        filled = self._fill(whole.exclude("next"), fill=0.0, detach=self.detach)
+        inner: Any = key[1:] if isinstance(key, tuple) and key[0] == "next" else key
+        return next_tensordict.set(inner, filled.get(key))
+
+    def _fill(self, td: TensorDictBase, *, fill: float, detach: bool) -> TensorDictBase:
+        if td.batch_dims == 0:
+            stacked = self._fill(lazy_stack([td]), fill=fill, detach=detach)  # pyright: ignore[reportArgumentType]
+            return stacked[0]  # pyright: ignore[reportReturnType]
+        out: dict[Key, Flat] = {}
+        with torch.set_grad_enabled(not detach and torch.is_grad_enabled()):
+            if self.behaviour_model is not None and read(td, LOG_PROBS) is None:
+                out[LOG_PROBS] = self._scores(td, self.behaviour_model, fill)
+            if read(td, self.log_probs_full_key) is None:
+                out[self.log_probs_full_key] = self._scores(td, self.model, fill)
+        return write(td, out) if out else td
+
+    def _scores(self, td: TensorDictBase, model: Any, fill: float) -> Flat:
+        tokens = per_token(td, TOKENS)
+        if tokens is None:
+            raise DataError(f"the batch has no token ids under {TOKENS!r}; text is never tokenized here")
+        scored = scored_positions(td, tokens, self.assistant_only)
+        values = score(model, tokens, scored, token_budget=self.token_budget, fill=fill, device=self.device)
+        return Flat(values, tokens.lengths)

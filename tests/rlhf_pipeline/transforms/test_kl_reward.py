@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+from tensordict import lazy_stack
+from torchrl.envs.transforms import Compose
+
+from rlhf_pipeline import keys
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.transforms._columns import columns_of
+from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
+from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+
+
+class Table:
+    """A scorer whose log-prob of a token is a function of the token alone."""
+
+    def __init__(self):
+        self.weight = torch.linspace(-3, -0.1, 50).requires_grad_()
+        self.calls = 0
+
+    def log_probs(self, input_ids, attention_mask, score_mask):
+        """Look the tokens up."""
+        self.calls += 1
+        return torch.where(score_mask & attention_mask, self.weight[input_ids], 0.0)
+
+
+def flat(td, key):
+    """Values of a column, one trajectory after the other."""
+    return columns_of(td)[key].values
+
+
+def test_shaped_reward_against_a_hand_computed_reference(make_rows, to_form, form):
+    """Per token: the task reward on the last assistant token, minus coef times k1 on every assistant token."""
+    rows = make_rows([4, 6, 3], rewards=[1.0, -0.5, 2.0])
+    out = KLRewardTransform(coef=0.3).inv(to_form(rows, form))
+    reward, penalty, sums, counts = [], [], [], 0
+    k1s, k2s, k3s = 0.0, 0.0, 0.0
+    for row in rows:
+        d = row["log_probs", "full"].double() - row["next", "ref_log_probs", "full"].double()
+        k1 = torch.where(row["masks", "all_assistant_mask"], d, 0.0)
+        r = -0.3 * k1
+        r[-1] += row["task_reward"]
+        reward.append(r)
+        penalty.append(k1)
+        sums.append(float(k1.sum()))
+        scored = d[2:]
+        counts += scored.numel()
+        k1s, k2s = k1s + float(scored.sum()), k2s + float((scored**2 / 2).sum())
+        k3s += float((torch.exp(-scored) - 1 + scored).sum())
+    torch.testing.assert_close(flat(out, keys.REWARD).double(), torch.cat(reward), atol=1e-6, rtol=0)
+    torch.testing.assert_close(flat(out, keys.KL_PENALTY).double(), torch.cat(penalty), atol=1e-6, rtol=0)
+    assert flat(out, keys.KL_COEF).tolist() == pytest.approx([0.3] * 3)
+    transform = KLRewardTransform(coef=0.3)
+    transform.inv(to_form(rows, form))
+    stats = transform.stats
+    assert stats["k1"] == pytest.approx(k1s / counts, abs=1e-9)
+    assert stats["k2"] == pytest.approx(k2s / counts, abs=1e-9)
+    assert stats["k3"] == pytest.approx(k3s / counts, abs=1e-9)
+    assert stats["kl"] == pytest.approx(math.fsum(sums) / 3, abs=1e-9)
+
+
+def test_statistics_do_not_depend_on_padding(make_rows, to_form):
+    """TorchRL averages over prompt and padding: 2.0x and 2.8x too small."""
+    rows = make_rows([4, 20])
+    transform = KLRewardTransform()
+    transform.inv(to_form(rows, "padded"))
+    padded = dict(transform.stats)
+    transform.inv(to_form(rows, "stack"))
+    assert transform.stats == pytest.approx(padded)
+    assert transform.stats["tokens"] == 2 + 18
+
+
+def test_last_assistant_token_gets_the_reward(make_rows, to_form, form):
+    """Tokens of another role at the end carry nothing."""
+    rows = make_rows([6], rewards=[1.0])
+    rows[0]["masks", "all_assistant_mask"] = torch.tensor([False, False, True, True, False, False])
+    out = KLRewardTransform(coef=0.0).inv(to_form(rows, form))
+    assert flat(out, keys.REWARD).tolist() == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_log_probs_that_are_not_finite_have_no_penalty(make_rows, to_form, form):
+    """The token and its share of the count leave the statistics."""
+    rows = make_rows([5], rewards=[0.0])
+    rows[0]["log_probs", "full"][3] = torch.nan
+    transform = KLRewardTransform(coef=1.0)
+    out = transform.inv(to_form(rows, form))
+    assert bool(flat(out, keys.REWARD).isfinite().all())
+    assert flat(out, keys.REWARD)[3] == 0
+    assert transform.stats["tokens"] == 2
+
+
+@pytest.mark.parametrize("shape", ["per token", "trailing one", "scalar", "scalar one"])
+def test_reward_as_input(make_rows, to_form, form, shape):
+    """`("next", "reward")` may be per token or one per trajectory; it wins over `task_reward`."""
+    rows = make_rows([4, 5], rewards=[100.0, 100.0])
+    for row in rows:
+        n = row["tokens", "full"].shape[0]
+        base = torch.arange(n, dtype=torch.float32)
+        row["next", "reward"] = {
+            "per token": base,
+            "trailing one": base[:, None],
+            "scalar": torch.tensor(7.0),
+            "scalar one": torch.tensor([7.0]),
+        }[shape]
+    out = KLRewardTransform(coef=0.0).inv(to_form(rows, form))
+    expected = [0.0, 1, 2, 3, 0, 1, 2, 3, 4] if "scalar" not in shape else [0.0, 0, 0, 7, 0, 0, 0, 0, 7]
+    assert flat(out, keys.REWARD).reshape(-1).tolist() == expected
+
+
+def test_task_reward_is_kept_where_only_rewards_per_token_came(make_rows, to_form, form):
+    """The sum before the penalty becomes `task_reward`, so the store can derive the shaped reward."""
+    row = make_rows([4])[0].exclude("task_reward")
+    row["next", "reward"] = torch.tensor([0.0, 0.0, 0.5, 1.0])
+    out = KLRewardTransform(coef=0.1).inv(to_form([row], form))
+    assert flat(out, keys.TASK_REWARD).tolist() == [1.5]
+
+
+def test_own_model_is_used_only_where_needed(make_rows, to_form, form):
+    """Stored reference log-probs are reused; otherwise the model scores the assistant tokens, without a graph."""
+    rows = make_rows([4, 6], ref=False)
+    model = Table()
+    out = KLRewardTransform(model, coef=0.5).inv(to_form(rows, form))
+    assert model.calls > 0
+    mask = torch.cat([row["masks", "all_assistant_mask"] for row in rows])
+    tokens = torch.cat([row["tokens", "full"] for row in rows])
+    ref = flat(out, keys.REF_LOG_PROBS)
+    assert torch.equal(ref[mask], model.weight.detach()[tokens[mask]])
+    assert not ref.requires_grad
+    assert not flat(out, keys.REWARD).requires_grad
+    calls = model.calls
+    KLRewardTransform(model).inv(to_form(make_rows([4]), form))
+    assert model.calls == calls
+
+
+def test_behaviour_log_probs_with_a_graph_lose_it(make_rows, to_form, form):
+    """Nothing that is stored keeps an autograd graph."""
+    rows = make_rows([4])
+    rows[0]["log_probs", "full"] = rows[0]["log_probs", "full"].clone().requires_grad_()
+    out = KLRewardTransform().inv(to_form(rows, form))
+    assert not flat(out, keys.REWARD).requires_grad
+    assert not flat(out, keys.KL_PENALTY).requires_grad
+
+
+def test_never_applied_twice(make_rows, to_form, form):
+    """A second pass, inverse or forward, changes nothing."""
+    transform = KLRewardTransform(coef=0.5)
+    once = transform.inv(to_form(make_rows([4, 5]), form))
+    assert transform.inv(once) is once
+    assert transform(once) is once
+
+
+def test_forward_equals_inverse(make_rows, to_form, form):
+    """The same numbers on a sampled batch."""
+    td = to_form(make_rows([4, 5]), form)
+    transform = KLRewardTransform(coef=0.5)
+    expected = flat(transform.inv(td), keys.REWARD)
+    assert torch.equal(flat(transform(td), keys.REWARD), expected)
+
+
+def test_measuring_only(make_rows, to_form, form):
+    """`add_to_reward=False` writes the penalty and leaves the reward out."""
+    out = KLRewardTransform(coef=0.5, add_to_reward=False).inv(to_form(make_rows([4]), form))
+    columns = columns_of(out)
+    assert keys.REWARD not in columns
+    assert keys.KL_PENALTY in columns
+    assert columns[keys.KL_COEF].values.tolist() == [0.0]
+
+
+def test_controller_gives_and_receives(make_rows, to_form, form):
+    """The coefficient of a batch is the one before its update, and `kl_coef` records it."""
+    controller = AdaptiveKLController(init_kl_coef=0.2, target=0.01, horizon=2)
+    transform = KLRewardTransform(controller=controller)
+    rows = make_rows([4, 5])
+    for row in rows:
+        row["next", "ref_log_probs", "full"] = row["log_probs", "full"] - 1.0  # k1 = 1 on every token
+    out = transform.inv(to_form(rows, form))
+    assert flat(out, keys.KL_COEF).tolist() == pytest.approx([0.2, 0.2])
+    assert transform.coef == pytest.approx(0.2 * 1.2)
+    assert transform.stats["kl"] == pytest.approx(2.5)
+    transform(to_form(rows, form))
+    assert transform.coef == pytest.approx(0.24)
+
+
+def test_controller_state_travels_with_the_transform(make_rows, to_form):
+    """Through `state_dict` and a file that `torch.load` reads with weights_only."""
+
+    def build():
+        return KLRewardTransform(controller=AdaptiveKLController(init_kl_coef=0.2, target=0.01, horizon=2))
+
+    first, second = build(), build()
+    first.inv(to_form(make_rows([4, 5]), "stack"))
+    file = io.BytesIO()
+    torch.save(Compose(first).state_dict(), file)
+    file.seek(0)
+    Compose(second).load_state_dict(torch.load(file, weights_only=True))
+    assert second.coef == first.coef != 0.2
+
+
+def test_state_dict_carries_no_model_weights():
+    """A checkpoint of the buffer is not a checkpoint of the reference."""
+    model = torch.nn.Linear(2, 2)
+    model.log_probs = lambda *a: None
+    assert list(KLRewardTransform(model).state_dict()) == ["_extra_state"]
+
+
+def test_missing_inputs_are_named(make_rows, to_form):
+    """Each message says what is missing and what to do."""
+    rows = make_rows([4])
+    with pytest.raises(DataError, match="RetrieveLogProb"):
+        KLRewardTransform().inv(lazy_stack([rows[0].exclude(("log_probs", "full"))]))
+    with pytest.raises(DataError, match="reference"):
+        KLRewardTransform().inv(lazy_stack(make_rows([4], ref=False)))
+    with pytest.raises(DataError, match="task_reward"):
+        KLRewardTransform().inv(lazy_stack([rows[0].exclude("task_reward")]))
+    row = rows[0].exclude("masks", "num_prompt_tokens")
+    row["log_probs", "full"] = torch.zeros(4)
+    with pytest.raises(DataError, match="all_assistant_mask"):
+        KLRewardTransform().inv(lazy_stack([row]))
+
+
+def test_none_passes_and_wrong_arguments():
+    """None stays None; contradictions are refused."""
+    assert KLRewardTransform().inv(None) is None
+    with pytest.raises(DefinitionError, match="one of"):
+        KLRewardTransform(Table(), actor=Table())
+    with pytest.raises(DefinitionError, match="one reward key"):
+        KLRewardTransform(in_keys=["reward", "other"])
+    with pytest.raises(DefinitionError, match="log_probs"):
+        KLRewardTransform(torch.nn.Linear(2, 2))
+
+
+def test_keys_may_be_renamed(make_rows, to_form, form):
+    """TorchRL's names relative to `next` and full keys both work."""
+    transform = KLRewardTransform(coef=0.0, in_keys=["score"], out_keys=["shaped", "kl"])
+    rows = make_rows([4])
+    rows[0]["next", "score"] = torch.tensor(5.0)
+    columns = columns_of(transform.inv(to_form(rows, form)))
+    assert columns[("next", "shaped")].values.reshape(-1).tolist() == [0.0, 0.0, 0.0, 5.0]
+    assert ("next", "kl") in columns
+
+
+def test_single_trajectory(make_rows):
+    """A TensorDict with an empty batch size is one trajectory."""
+    out = KLRewardTransform(coef=0.0).inv(make_rows([4], rewards=[3.0])[0])
+    assert out["next", "reward"].tolist() == [0.0, 0.0, 0.0, 3.0]

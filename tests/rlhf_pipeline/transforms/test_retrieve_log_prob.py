@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from rlhf_pipeline import keys
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.transforms._columns import columns_of
+from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
+
+
+@pytest.fixture(scope="module")
+def policy():
+    """A tiny random Qwen2, scored at temperature 0.7."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    return CausalLMPolicy(Qwen2ForCausalLM(config), temperature=0.7, eos_token_id=[], pad_token_id=0)
+
+
+class Spy:
+    """Passes calls on and notes how much was asked for."""
+
+    def __init__(self, policy):
+        self.policy = policy
+        self.shapes = []
+        self.scored = 0
+
+    def log_probs(self, input_ids, attention_mask, score_mask):
+        """Note the shape and ask the policy."""
+        self.shapes.append(tuple(input_ids.shape))
+        self.scored += int(score_mask.sum())
+        return self.policy.log_probs(input_ids, attention_mask, score_mask)
+
+
+def one_by_one(policy, rows, temperature=0.7):
+    """Float64 reference: full logits of each trajectory alone."""
+    out = []
+    for row in rows:
+        ids = row["tokens", "full"]
+        with torch.no_grad():
+            logits = policy.model(ids[None]).logits[0].double() / temperature
+        scores = torch.log_softmax(logits, -1)[:-1].gather(1, ids[1:, None])[:, 0]
+        full = torch.cat([torch.full((1,), torch.nan, dtype=torch.float64), scores])
+        out.append(torch.where(row["masks", "all_assistant_mask"], full, torch.nan))
+    return torch.cat(out)
+
+
+def test_equals_one_by_one(policy, make_rows, to_form, form):
+    """Batching by length with padding changes nothing but the last bits."""
+    rows = make_rows([5, 19, 3, 40, 8, 8, 27], ref=False)
+    out = RetrieveLogProb(policy, token_budget=64).inv(to_form(rows, form))
+    got = columns_of(out)[keys.REF_LOG_PROBS].values
+    torch.testing.assert_close(got.double(), one_by_one(policy, rows), atol=2e-6, rtol=0, equal_nan=True)
+    assert got.dtype == torch.float32
+    assert not got.requires_grad
+
+
+def test_work_is_bounded_and_only_on_responses(policy, make_rows, to_form, form):
+    """No forward pass exceeds the token budget, rows of one length share a pass, and the prompt is never scored."""
+    rows = make_rows([8] * 6 + [30] * 2, ref=False)
+    spy = Spy(policy)
+    RetrieveLogProb(spy, token_budget=64).inv(to_form(rows, form))
+    assert all(b * t <= 64 for b, t in spy.shapes)
+    assert spy.shapes == [(2, 30), (6, 8)]
+    assert spy.scored == 6 * 6 + 2 * 28
+
+
+def test_scored_once(policy, make_rows, to_form, form):
+    """A batch that has reference log-probs is left alone, on write and on read."""
+    spy = Spy(policy)
+    transform = RetrieveLogProb(spy)
+    td = to_form(make_rows([5, 6]), form)
+    assert transform.inv(td) is td
+    assert transform(td) is td
+    assert spy.shapes == []
+
+
+def test_behaviour_log_probs_are_filled_where_missing(policy, make_rows, to_form, form):
+    """A collector without log-probs: the behaviour model gives them, at its own temperature."""
+    rows = make_rows([5, 9], ref=False)
+    expected = one_by_one(policy, rows)
+    for row in rows:
+        row.pop("log_probs")
+    out = columns_of(RetrieveLogProb(policy, behaviour_model=policy).inv(to_form(rows, form)))
+    for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS):
+        torch.testing.assert_close(out[key].values.double(), expected, atol=2e-6, rtol=0, equal_nan=True)
+
+
+def test_existing_behaviour_log_probs_are_kept(policy, make_rows, to_form, form):
+    """What the sampler reported is never replaced by a re-computation."""
+    rows = make_rows([5, 9], ref=False)
+    before = torch.cat([row["log_probs", "full"] for row in rows])
+    out = columns_of(RetrieveLogProb(policy, behaviour_model=policy).inv(to_form(rows, form)))
+    torch.testing.assert_close(out[keys.LOG_PROBS].values, before, equal_nan=True)
+
+
+def test_tokens_of_the_first_position_have_no_score(policy, make_rows, to_form, form):
+    """Every token but the first when all are asked for."""
+    out = columns_of(RetrieveLogProb(policy, assistant_only=False).inv(to_form(make_rows([4, 6], ref=False), form)))
+    scored = out[keys.REF_LOG_PROBS].values.isfinite()
+    assert scored.tolist() == [False, True, True, True, False, True, True, True, True, True]
+
+
+def test_prompt_length_stands_in_for_the_mask(policy, make_rows, to_form, form):
+    """Without an assistant mask `num_prompt_tokens` says where the response begins."""
+    rows = make_rows([5, 9], ref=False)
+    expected = one_by_one(policy, rows)
+    rows = [row.exclude("masks") for row in rows]
+    out = columns_of(RetrieveLogProb(policy).inv(to_form(rows, form)))
+    torch.testing.assert_close(out[keys.REF_LOG_PROBS].values.double(), expected, atol=2e-6, rtol=0, equal_nan=True)
+
+
+def test_forward_fills_zeros_and_may_keep_the_graph(policy, make_rows, to_form):
+    """On a sampled batch unscored positions are 0; `detach=False` is honoured there."""
+    td = to_form(make_rows([4, 6], ref=False), "padded")
+    detached = RetrieveLogProb(policy)(td)[keys.REF_LOG_PROBS]
+    assert detached.shape == (2, 6)
+    assert bool((detached[:, :2] == 0).all())
+    assert bool((detached[0, 4:] == 0).all())
+    assert not detached.requires_grad
+    assert RetrieveLogProb(policy, detach=False)(td)[keys.REF_LOG_PROBS].requires_grad
+    assert not RetrieveLogProb(policy, detach=False).inv(td)[keys.REF_LOG_PROBS].requires_grad
+
+
+def test_older_names(policy, make_rows):
+    """`actor` and `log_prob_key` of the older document."""
+    transform = RetrieveLogProb(actor=policy, log_prob_key=("next", "mine"), history_key="history")
+    out = transform.inv(lazy_stack(make_rows([4], ref=False)))
+    assert ("next", "mine") in out.keys(True)
+    assert transform.inv(None) is None
+
+
+def test_transformers_model_is_wrapped(policy, make_rows):
+    """A bare causal language model is scored at temperature 1."""
+    rows = make_rows([6], ref=False)
+    out = columns_of(RetrieveLogProb(policy.model).inv(lazy_stack(rows)))
+    torch.testing.assert_close(
+        out[keys.REF_LOG_PROBS].values.double(), one_by_one(policy, rows, 1.0), atol=2e-6, rtol=0, equal_nan=True
+    )
+
+
+def test_errors(policy):
+    """No model, two models, no tokens, a model that cannot score."""
+    with pytest.raises(DefinitionError, match="reference model"):
+        RetrieveLogProb()
+    with pytest.raises(DefinitionError, match="not both"):
+        RetrieveLogProb(policy, actor=policy)
+    with pytest.raises(DefinitionError, match="token_budget"):
+        RetrieveLogProb(policy, token_budget=0)
+    with pytest.raises(DefinitionError, match="Linear"):
+        RetrieveLogProb(torch.nn.Linear(1, 1))
+    with pytest.raises(DataError, match="token ids"):
+        RetrieveLogProb(policy).inv(TensorDict(text=torch.zeros(2), batch_size=[2]))
+
+
+def test_state_dict_carries_no_model_weights(policy):
+    """A checkpoint of the buffer is not a checkpoint of the reference."""
+    assert list(RetrieveLogProb(policy).state_dict()) == []
