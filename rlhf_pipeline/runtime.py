@@ -14,16 +14,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlhf_pipeline.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from rlhf_pipeline.collectors.collector import Collector, Rollout
+from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline, to_json
 from rlhf_pipeline.errors import MissingPathError, RunExistsError, RunMismatchError, RunStorageError
 from rlhf_pipeline.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
 from rlhf_pipeline.jsonl import append_row, keep_rows, write_atomically
-from rlhf_pipeline.learner.ledger import Ledger
-from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.run_lock import run_lock
 from rlhf_pipeline.runtime_build import Parts, build_models, build_parts
 from rlhf_pipeline.signals import StopRequest, stop_on_signals

@@ -13,8 +13,8 @@ from torchrl.envs.transforms import Compose, Transform
 
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
-from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.losses.grpo import GRPOLoss
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.new_model import scratch_policy
@@ -137,7 +137,6 @@ def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int)
                 loss=loss,
                 buffer=buffer,
                 config=pipeline.learn,
-                aggregation=pipeline.loss.aggregation,
                 max_completion_tokens=pipeline.collect.max_new_tokens,
                 max_staleness=buffer_config.max_staleness,
                 ledger=Ledger(run_dir / "ledger.jsonl"),
@@ -157,17 +156,13 @@ def _write_path(
 
     `extend` runs the list from its end: log-probs, then shaped reward, then advantage.
     """
-    advantage = MCAdvantage(
-        pipeline.collect.group_size, estimator=config.estimator, zero_variance=config.zero_variance
-    )
+    advantage = MCAdvantage(pipeline.collect.group_size, estimator=config.estimator, zero_variance=config.zero_variance)
     transforms: list[Transform] = [advantage]
     kl_reward: KLRewardTransform | None = None
     if models.reference is not None:
         if config.kl_coef > 0:
             controller = (
-                AdaptiveKLController(
-                    init_kl_coef=config.kl_coef, target=config.kl_target, horizon=config.kl_horizon
-                )
+                AdaptiveKLController(init_kl_coef=config.kl_coef, target=config.kl_target, horizon=config.kl_horizon)
                 if config.kl_target is not None
                 else None
             )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
 from rlhf_pipeline.collectors.grading import grade
-from rlhf_pipeline.collectors.trajectories import trajectories
+from rlhf_pipeline.collectors.trajectories import select, trajectories
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
@@ -96,7 +97,7 @@ class Collector:
         prompt_ids = [
             encode_prompt(self.policy.tokenizer, prompt.text, as_chat=self.prompts.as_chat) for prompt in prompts
         ]
-        completions = self.policy.generate_groups(
+        completions = self.policy.generate_ragged(
             prompt_ids,
             group_size=self.config.group_size,
             max_new_tokens=self.config.max_new_tokens,
@@ -105,26 +106,25 @@ class Collector:
             stream_ids=cursors.tolist(),
         )
         texts = [decode_completion(self.policy.tokenizer, completion.token_ids) for completion in completions]
-        grades = grade(self.reward, [prompts[completion.prompt_index] for completion in completions], texts)
+        grades = grade(self.reward, [prompts[index] for index in completions.prompt_index], texts)
         # The whole rollout is sampled even if only some groups are missing: batch composition moves the last
         # bits of a log-prob, and a resumed run must equal the straight one.
-        rows = [i for i, completion in enumerate(completions) if missing[completion.prompt_index]]
+        rows = missing[completions.prompt_index]
         self.buffer.extend(
             trajectories(
-                [prompts[completions[i].prompt_index] for i in rows],
-                [prompt_ids[completions[i].prompt_index] for i in rows],
-                [completions[i] for i in rows],
-                [texts[i] for i in rows],
-                [grades[i] for i in rows],
-                group_ids=[int(cursors[completions[i].prompt_index]) for i in rows],
+                prompts,
+                prompt_ids,
+                select(completions, rows),
+                list(compress(texts, rows)),
+                list(compress(grades, rows)),
+                cursors=cursors,
                 group_size=self.config.group_size,
                 policy_version=policy_version,
             )
         )
-        num_tokens = sum(len(completion.token_ids) for completion in completions)
+        rewards = np.array([item.reward for item in grades], dtype=np.float32)
         error = next((item.error for item in grades if item.error is not None), None)
-        rewards = np.array([item.reward for item in grades])
-        return self._summary(rollout, rewards, num_tokens, error, started, from_store=False)
+        return self._summary(rollout, rewards, len(completions.token_ids), error, started, from_store=False)
 
     def _stored_rewards(self, cursors: np.ndarray) -> np.ndarray:
         """Return the stored task rewards of these groups, [n]."""
@@ -140,7 +140,7 @@ class Collector:
             index=index,
             num_trajectories=len(rewards),
             num_tokens=num_tokens,
-            task_reward=float(np.nanmean(rewards)) if failed < len(rewards) else math.nan,
+            task_reward=float(np.nanmean(rewards, dtype=np.float64)) if failed < len(rewards) else math.nan,
             num_failed=failed,
             first_error=error,
             seconds=time.perf_counter() - started,

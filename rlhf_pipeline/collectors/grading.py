@@ -53,9 +53,7 @@ def _grade_one(reward: RewardFunction, prompt: Prompt, completion: str) -> Grade
         value = float(reward(prompt.text, completion, prompt.answer, prompt.meta))
     except Exception as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        return Grade(
-            reward=math.nan, error=f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
-        )
+        return Grade(reward=math.nan, error=f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})")
     if not math.isfinite(value):
         return Grade(reward=math.nan, error=f"the reward is {value}; it must be a finite number")
     return Grade(reward=value)

@@ -6,24 +6,25 @@ import json
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from rlhf_pipeline import keys
 from rlhf_pipeline.collectors.grading import Grade
-from rlhf_pipeline.policies.slot_engine import Completion
+from rlhf_pipeline.policies.slot_engine import RaggedCompletions
 from rlhf_pipeline.prompts import Prompt
 
 
 def trajectories(
     prompts: Sequence[Prompt],
     prompt_ids: Sequence[Sequence[int]],
-    completions: Sequence[Completion],
+    completions: RaggedCompletions,
     texts: Sequence[str],
     grades: Sequence[Grade],
     *,
-    group_ids: Sequence[int],
+    cursors: np.ndarray,
     group_size: int,
     policy_version: int,
 ) -> TensorDict:
@@ -33,57 +34,64 @@ def trajectories(
     tokens: no behaviour policy produced those.
 
     Args:
-        prompts: the prompt of each trajectory.
-        prompt_ids: its token ids.
-        completions: what the policy sampled, with behaviour log-probs.
-        texts: the completions as text.
-        grades: the rewards.
-        group_ids: the group of each trajectory.
+        prompts: the prompts that were sampled from, [P].
+        prompt_ids: their token ids.
+        completions: `n` completions with behaviour log-probs, each naming its prompt.
+        texts: the completions as text, [n].
+        grades: the rewards, [n].
+        cursors: int64 [P], the cursor of each prompt; it is the group's id.
         group_size: members of a whole group; makes `trajectory_id` unique.
         policy_version: optimizer steps behind the behaviour policy's weights.
     """
-    num = len(completions)
-    prompt_lengths = torch.tensor([len(ids) for ids in prompt_ids])
-    completion_lengths = torch.tensor([len(completion.token_ids) for completion in completions])
-    lengths = prompt_lengths + completion_lengths
-    offsets = torch.zeros(num + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=offsets[1:])
-    position = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], lengths)
-    assistant = position >= torch.repeat_interleave(prompt_lengths, lengths)
+    num, owner = len(completions), completions.prompt_index
+    prompt_lengths = np.array([len(ids) for ids in prompt_ids])[owner]
+    lengths = prompt_lengths + completions.lengths
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    assistant = position >= np.repeat(prompt_lengths, lengths)
 
-    tokens = torch.empty(len(assistant), dtype=torch.int64)
-    tokens[~assistant] = torch.tensor([token for ids in prompt_ids for token in ids], dtype=torch.int64)
-    tokens[assistant] = torch.cat([torch.as_tensor(completion.token_ids) for completion in completions]).long()
-    log_probs = torch.full((len(assistant),), torch.nan)
-    log_probs[assistant] = torch.cat([torch.as_tensor(completion.log_probs) for completion in completions]).float()
+    tokens = np.empty(offsets[-1], dtype=np.int64)
+    tokens[~assistant] = np.concatenate([prompt_ids[index] for index in owner])
+    tokens[assistant] = completions.token_ids
+    log_probs = np.full(offsets[-1], np.nan, dtype=np.float32)
+    log_probs[assistant] = completions.log_probs
 
-    rewards = torch.tensor([item.reward for item in grades])
-    groups = torch.tensor(group_ids, dtype=torch.int64)
-    members = torch.tensor([completion.member for completion in completions], dtype=torch.int64)
-    reasons = [
-        completion.finish_reason if item.error is None else "failed"
-        for completion, item in zip(completions, grades, strict=True)
-    ]
+    groups = cursors[owner]
+    reasons = np.where(completions.stopped, "stop", "length").tolist()
+    reasons = [reason if item.error is None else "failed" for reason, item in zip(reasons, grades, strict=True)]
+
+    def jagged(values: np.ndarray) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(torch.from_numpy(values), torch.from_numpy(offsets))
+
     data = TensorDict(batch_size=[num])
-    data[keys.TOKENS] = _jagged(tokens, offsets)
-    data[keys.ASSISTANT_MASK] = _jagged(assistant, offsets)
-    data[keys.LOG_PROBS] = _jagged(log_probs, offsets)
-    data[keys.TASK_REWARD] = rewards
-    data[keys.GROUP_ID] = groups
-    data[keys.TRAJECTORY_ID] = groups * group_size + members
+    data[keys.TOKENS] = jagged(tokens)
+    data[keys.ASSISTANT_MASK] = jagged(assistant)
+    data[keys.LOG_PROBS] = jagged(log_probs)
+    data[keys.TASK_REWARD] = torch.tensor([item.reward for item in grades])
+    data[keys.GROUP_ID] = torch.from_numpy(groups)
+    data[keys.TRAJECTORY_ID] = torch.from_numpy(groups * group_size + completions.member)
     data[keys.POLICY_VERSION] = torch.full((num,), policy_version, dtype=torch.int64)
-    data[keys.NUM_PROMPT_TOKENS] = prompt_lengths
+    data[keys.NUM_PROMPT_TOKENS] = torch.from_numpy(prompt_lengths)
     data[keys.DONE] = torch.ones(num, dtype=torch.bool)
     data[keys.CREATED_AT] = torch.full((num,), time.time(), dtype=torch.float64)
     data[keys.FINISH_REASON] = NonTensorStack(*reasons)
-    data[keys.PROMPT] = NonTensorStack(*(prompt.text for prompt in prompts))
+    data[keys.PROMPT] = NonTensorStack(*(prompts[index].text for index in owner))
     data[keys.COMPLETION] = NonTensorStack(*texts)
-    data[keys.META] = NonTensorStack(*map(_meta, prompts, grades))
+    data[keys.META] = NonTensorStack(*(_meta(prompts[index], item) for index, item in zip(owner, grades, strict=True)))
     return data
 
 
-def _jagged(values: Tensor, offsets: Tensor) -> Tensor:
-    return torch.nested.nested_tensor_from_jagged(values, offsets)
+def select(completions: RaggedCompletions, rows: np.ndarray) -> RaggedCompletions:
+    """Return the completions whose flag in `rows` (bool [n]) is set."""
+    tokens = np.repeat(rows, completions.lengths)
+    return RaggedCompletions(
+        token_ids=completions.token_ids[tokens],
+        log_probs=completions.log_probs[tokens],
+        lengths=completions.lengths[rows],
+        prompt_index=completions.prompt_index[rows],
+        member=completions.member[rows],
+        stopped=completions.stopped[rows],
+    )
 
 
 def _meta(prompt: Prompt, item: Grade) -> str:

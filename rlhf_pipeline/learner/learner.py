@@ -1,0 +1,191 @@
+"""The learner: one optimizer step over fresh trajectories, split into micro-batches that cannot change the gradient."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from rlhf_pipeline import keys
+from rlhf_pipeline.config import Learn
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.functional.aggregation import contributes, spread_token_weights, step_counts, token_weights
+from rlhf_pipeline.learner.ledger import Ledger
+from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
+from rlhf_pipeline.padding import plan_batches
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+
+
+class Learner:
+    """Takes optimizer steps on what the buffer holds.
+
+    A step is a pure function of the weights, the store and the step number: it sees the graded trajectories whose
+    policy version is at most `max_staleness` behind, in the order of their ids. Loss weights are fixed from the counts
+    of the whole step before it is split, so the token budget changes memory and not the gradient. The step's ledger row
+    is on disk before the optimizer moves.
+
+    Args:
+        policy: the policy that learns.
+        loss: takes a padded batch with per-token weights.
+        buffer: where trajectories are read.
+        config: optimizer and token budget.
+        max_staleness: largest age, in optimizer steps, of a trajectory that is learned from.
+        max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
+        ledger: which trajectories entered which step.
+        seed: recorded in the ledger.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: CausalLMPolicy,
+        loss: GRPOLoss,
+        buffer: TrajectoryReplayBuffer,
+        config: Learn,
+        max_staleness: int,
+        max_completion_tokens: int,
+        ledger: Ledger,
+        seed: int,
+    ) -> None:
+        self.policy = policy
+        self.loss = loss
+        self.buffer = buffer
+        self.config = config
+        self.max_staleness = max_staleness
+        self.max_completion_tokens = max_completion_tokens
+        self.ledger = ledger
+        self.seed = seed
+        self.optimizer = torch.optim.AdamW(
+            [parameter for parameter in policy.model.parameters() if parameter.requires_grad],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
+        )
+        self._notices: list[str] = []
+
+    def take_notices(self) -> list[str]:
+        """Return what a person should know about the steps since the last call, and forget it."""
+        notices, self._notices = self._notices, []
+        return notices
+
+    def step(self, step: int) -> dict[str, float | int | None]:
+        """Take optimizer step number `step` (1-based) and return its metrics.
+
+        Raises:
+            DataError: no graded trajectory is fresh enough.
+        """
+        started = time.perf_counter()
+        version = step - 1
+        row_ids, ages = self._fresh_rows(version)
+        losses, padding_efficiency = self._accumulate_gradient(row_ids)
+        gradient_norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self.config.max_grad_norm)
+        self._record(step, row_ids, ages, losses.get("ess"))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {
+            "policy_version": version,
+            "num_trajectories": len(row_ids),
+            "watermark": self.buffer.store.watermark,
+            **losses,
+            "padding_efficiency": padding_efficiency,
+            "grad_norm": float(gradient_norm),
+            "lr": self._learning_rate(step),
+            "staleness": float(ages.mean()),
+            "update_s": time.perf_counter() - started,
+        }
+
+    def _fresh_rows(self, version: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of the trajectories to learn from, in order, and their ages in optimizer steps."""
+        store = self.buffer.store
+        versions = store.read_scalars("policy_version")
+        ages = version - versions
+        # A NaN reward marks a trajectory whose reward call failed: stored, never learned from.
+        usable = (ages >= 0) & (ages <= self.max_staleness) & ~np.isnan(store.read_scalars("task_reward"))
+        if not usable.any():
+            raise DataError(
+                f"no graded trajectory is younger than {self.max_staleness + 1} optimizer steps at policy version "
+                f"{version}; the store holds {len(versions)}. Collect first, or raise buffer.max_staleness."
+            )
+        row_ids = store.ids()[usable]
+        order = np.argsort(store.read_scalars("trajectory_id")[usable], kind="stable")
+        return row_ids[order], ages[usable][order]
+
+    def _accumulate_gradient(self, row_ids: np.ndarray) -> tuple[dict[str, float], float | None]:
+        """Run forward and backward over the step's trajectories in micro-batches of similar length.
+
+        Returns:
+            The losses and diagnostics of the whole step, and the share of real tokens among the processed ones.
+        """
+        store, loss = self.buffer.store, self.loss
+        total = torch.from_numpy(store.lengths("input_ids", row_ids))
+        completion = total - torch.from_numpy(store.read_scalars("num_prompt_tokens", row_ids))
+        weights = token_weights(
+            completion,
+            loss.aggregation,
+            counts=step_counts(completion),
+            max_completion_tokens=self.max_completion_tokens,
+        )
+        advantages = torch.from_numpy(store.read_scalars("advantage", row_ids))
+        useful = contributes(
+            advantages, kl_loss=loss.kl_to_ref_coeff is not None, entropy_bonus=loss.entropy_bonus
+        ).nonzero()[:, 0]
+        device = next(self.policy.model.parameters()).device
+        outputs: list[GRPOLossOutput] = []
+        padded_tokens = 0
+        for rows in plan_batches(total[useful], self.config.token_budget):
+            chosen = useful[rows]
+            batch = self.buffer.read(row_ids[chosen.numpy()]).to(device)
+            mask = batch[keys.ASSISTANT_MASK]
+            batch[keys.LOSS_WEIGHT] = spread_token_weights(weights[chosen].to(device), mask)
+            output = loss(batch)
+            output.total_loss().backward()
+            outputs.append(output)
+            padded_tokens += mask.numel()
+        store.update(row_ids, use_count=store.read_scalars("use_count", row_ids) + 1)
+        if not outputs:  # every group without spread: nothing to learn from, and the step counts all the same
+            return {}, None
+        return _as_metrics(GRPOLossOutput.merge(outputs)), float(total[useful].sum()) / padded_tokens
+
+    def _record(self, step: int, row_ids: np.ndarray, ages: np.ndarray, ess: float | None) -> None:
+        as_before = self.ledger.record(
+            {
+                "step": step,
+                "row_ids": row_ids.tolist(),
+                "watermark": self.buffer.store.watermark,
+                "seed": self.seed,
+                "ages": ages.tolist(),
+                "ess": ess,
+            }
+        )
+        if not as_before:
+            self._notices.append(
+                f"step {step} uses other trajectories than before the restart; the run goes on, but it is not the "
+                "one that was interrupted."
+            )
+
+    def _learning_rate(self, step: int) -> float:
+        """Linear warm-up, then constant."""
+        return (
+            self.config.lr * min(1.0, step / self.config.warmup_steps) if self.config.warmup_steps else self.config.lr
+        )
+
+
+def _as_metrics(output: GRPOLossOutput) -> dict[str, float]:
+    """Return the fields of `output` that a metrics line holds, as floats."""
+    named = {
+        "loss": output.total_loss(),
+        "loss_objective": output.loss_objective,
+        "clip_fraction": output.clip_fraction,
+        "clip_fraction_low": output.clip_fraction_low,
+        "clip_fraction_high": output.clip_fraction_high,
+        "kl_approx": output.kl_approx,
+        "kl_to_ref": output.kl_to_ref,
+        "ess": output.ESS,
+        "ess_sequence": output.ess_sequence,
+        "entropy": output.entropy,
+    }
+    return {name: float(value) for name, value in named.items() if value is not None}

@@ -1,0 +1,96 @@
+"""A run killed with SIGKILL again and again ends like the run that was left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.jsonl import read_rows
+from trajectory_store import TrajectoryStore
+
+pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+STEPS = 60
+NUM_KILLS = 20
+
+
+def start(run_dir: Path, *extra: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "rlhf_pipeline", "run", "copy_digits", "--out", str(run_dir), "--steps", str(STEPS)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*command, *extra], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+
+
+def finish(process: subprocess.Popen[bytes]) -> str:
+    output, _ = process.communicate(timeout=300)
+    text = output.decode()
+    assert process.returncode == 0, text
+    return text
+
+
+def acknowledged(run_dir: Path) -> set[int]:
+    """The row ids that the ledger names: the run was told that they are stored."""
+    return {row_id for row in read_rows(run_dir / "ledger.jsonl") for row_id in row["row_ids"]}
+
+
+def last_weights(run_dir: Path) -> bytes:
+    return (run_dir / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors").read_bytes()
+
+
+def test_twenty_kills_then_the_same_end(tmp_path):
+    """Twenty SIGKILLs at random moments: nothing acknowledged is missing, and the weights equal the straight run's."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    finish(start(straight))
+
+    rng = random.Random(20)
+    kills = 0
+    while kills < NUM_KILLS:
+        process = start(killed, *(["--resume"] if killed.exists() else []))
+        # Wait until the run is under way, then strike at any moment of the next second or so of work.
+        before = count_lines(killed / "metrics.jsonl")
+        deadline = time.monotonic() + 120
+        while process.poll() is None and count_lines(killed / "metrics.jsonl") <= before and rng.random() > 0.02:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(rng.uniform(0, 0.5))
+        if process.poll() is not None:
+            break  # it reached its end before the kill
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        kills += 1
+        if (killed / "store").exists():
+            with TrajectoryStore.open(killed / "store") as store:
+                report = store.verify()
+                assert report.ok, str(report)
+                assert acknowledged(killed) <= set(store.ids().tolist())
+    finish(start(killed, "--resume"))
+    assert last_weights(killed) == last_weights(straight)
+    assert_no_group_lost_or_repeated(straight, killed)
+    assert [reward_curve(killed)] == [reward_curve(straight)]
+
+
+def count_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def reward_curve(run_dir: Path) -> list[tuple[int, float | None]]:
+    return [(row["step"], row["task_reward"]) for row in read_rows(run_dir / "metrics.jsonl")]
+
+
+def assert_no_group_lost_or_repeated(straight: Path, killed: Path) -> None:
+    found = []
+    for run_dir in (straight, killed):
+        with TrajectoryStore.open(run_dir / "store") as store:
+            trajectory_ids = store.read_scalars("trajectory_id").tolist()
+        assert len(trajectory_ids) == len(set(trajectory_ids)), "a trajectory was stored twice"
+        found.append(sorted(trajectory_ids))
+    assert found[0] == found[1]
+    assert json.loads((killed / "config.json").read_text())["seed"] == 0
