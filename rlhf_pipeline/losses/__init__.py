@@ -1,0 +1,1 @@
+"""Losses as TorchRL loss modules."""

@@ -1,0 +1,210 @@
+"""Reading the tensors of a loss out of a TensorDict: padded, ragged, or with trailing dimensions of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+
+from rlhf_pipeline import keys
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.padding import Side
+
+__all__ = ["LossBatch", "MaskingStrategy", "read_batch"]
+
+MaskingStrategy = Literal["sft", "rlhf", "generic"]
+NestedKey = Any
+_PROMPT_TOKENS = ("tokens", "prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class LossBatch:
+    """The padded tensors of a loss.
+
+    Attributes:
+        tokens: int64 [B, T].
+        attention: bool [B, T], the real tokens.
+        mask: bool [B, T], the tokens of the loss: chosen by the masking strategy, with a token before them to be
+            predicted from, and a finite behaviour log-prob.
+        behaviour: [B, T].
+        advantage: [B, T].
+        ref: [B, T] or None.
+        proximal: [B, T] or None.
+        weight: [B, T] or None.
+    """
+
+    tokens: torch.Tensor
+    attention: torch.Tensor
+    mask: torch.Tensor
+    behaviour: torch.Tensor
+    advantage: torch.Tensor
+    ref: torch.Tensor | None
+    proximal: torch.Tensor | None
+    weight: torch.Tensor | None
+
+
+class _Reader:
+    def __init__(self, td: TensorDictBase, side: Side, device: torch.device | None) -> None:
+        # The typed signature of `get` does not list the arguments for ragged stacks.
+        self.td: Any = td
+        self.side: Side = side
+        self.device = device
+
+    def get(self, key: NestedKey, pad: float = 0.0) -> torch.Tensor | None:
+        """The tensor under a key, padded on the one side that all leaves share; None where absent."""
+        if isinstance(self.td, LazyStackedTensorDict):
+            value = self.td.get(key, None, as_padded_tensor=True, padding_side=self.side, padding_value=pad)
+        else:
+            value = self.td.get(key, None)
+        if value is None:
+            return None
+        if value.is_nested:
+            if self.side != "right":
+                raise DefinitionError(
+                    f"{key!r} is a nested tensor, which pads on the right; pass padding_side='right'."
+                )
+            value = torch.nested.to_padded_tensor(value.detach(), pad)
+        return value.detach() if self.device is None else value.detach().to(self.device)
+
+    def need(self, key: NestedKey, advice: str) -> torch.Tensor:
+        value = self.get(key)
+        if value is None:
+            found = sorted(str(k) for k in self.td.keys(include_nested=True, leaves_only=True) if k != key)
+            raise DataError(f"the batch has no {key!r}. {advice} It has: {', '.join(found[:12]) or 'nothing'}.")
+        return value
+
+    def per_token(self, value: torch.Tensor | None, key: NestedKey, like: torch.Tensor) -> Any:
+        """Bring a leaf to [B, T]: a trailing dimension of one goes, one value per trajectory spreads."""
+        if value is None:
+            return None
+        if value.ndim == 3 and value.shape[-1] == 1:
+            value = value.squeeze(-1)
+        if value.ndim == 1 and value.shape[0] == like.shape[0]:
+            value = value[:, None]
+        if value.shape == (like.shape[0], 1):
+            value = value.expand(like.shape)
+        if value.shape != like.shape:
+            raise DataError(
+                f"{key!r} has shape {list(value.shape)} but the tokens have {list(like.shape)}: one value per "
+                "token or one per trajectory. Was it padded to another length, or computed for the response only?"
+            )
+        return value
+
+
+def read_batch(
+    td: TensorDictBase,
+    names: Any,
+    *,
+    masking_strategy: MaskingStrategy,
+    side: Side,
+    device: torch.device | None,
+    decoupled: bool,
+) -> LossBatch:
+    """Read and check what a loss needs.
+
+    Args:
+        td: batch of size [B], padded on any side, or ragged (a lazy stack, or jagged leaves).
+        names: the loss's tensor keys.
+        masking_strategy: which tokens count.
+        side: where ragged leaves are padded; one side for all of them.
+        device: where the tensors go; where they are by default.
+        decoupled: whether proximal log-probs are read.
+
+    Raises:
+        DataError: a key is missing or a shape does not fit.
+    """
+    read = _Reader(td, side, device)
+    tokens = read.need(names.action, "GRPOLoss scores token ids: write them, or set_keys(action=...).")
+    if tokens.ndim == 3 and tokens.shape[-1] == 1:
+        tokens = tokens.squeeze(-1)
+    if tokens.ndim != 2:
+        raise DataError(
+            f"{names.action!r} must be [B, T]; got {list(tokens.shape)}. Flatten further batch dimensions with "
+            "td.reshape(-1)."
+        )
+    attention = _attention(read, names, tokens)
+    behaviour = read.per_token(
+        read.need(names.sample_log_prob, "Store the sampler's log-probs, or set_keys(sample_log_prob=...)."),
+        names.sample_log_prob,
+        tokens,
+    )
+    advantage = read.need(names.advantage, "MCAdvantage writes it; or set_keys(advantage=...).")
+    proximal = None
+    if decoupled:
+        proximal = read.per_token(
+            read.need(names.prox_log_probs, "decoupled=True needs the trainer's own log-probs."),
+            names.prox_log_probs,
+            tokens,
+        )
+    mask = _token_mask(read, names, tokens, attention, masking_strategy)
+    mask = mask & attention & (attention.cumsum(1) > 1) & torch.isfinite(behaviour)
+    return LossBatch(
+        tokens=tokens,
+        attention=attention,
+        mask=mask,
+        behaviour=behaviour,
+        advantage=read.per_token(advantage, names.advantage, tokens),
+        ref=read.per_token(read.get(names.ref_log_probs), names.ref_log_probs, tokens),
+        proximal=proximal,
+        weight=read.per_token(read.get(names.loss_weight), names.loss_weight, tokens),
+    )
+
+
+def _attention(read: _Reader, names: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The mask of real tokens; from the row lengths where a ragged batch carries none."""
+    value = read.get(names.attention_mask)
+    if value is not None:
+        return read.per_token(value.bool(), names.attention_mask, tokens)
+    if isinstance(read.td, LazyStackedTensorDict):
+        ones = read.td.apply(torch.ones_like)
+        lengths = _Reader(ones, read.side, read.device).get(names.action)
+        if lengths is not None:
+            return lengths.bool()
+    elif read.td.get(names.action).is_nested:
+        ones = torch.ones_like(read.td.get(names.action))
+        return torch.nested.to_padded_tensor(ones, 0).bool().to(tokens.device)
+    return read.need(names.attention_mask, "A padded batch needs the mask of its real tokens.")
+
+
+def _token_mask(
+    read: _Reader,
+    names: Any,
+    tokens: torch.Tensor,
+    attention: torch.Tensor,
+    strategy: MaskingStrategy,
+) -> torch.Tensor:
+    if strategy == "generic":
+        return attention
+    assistant = read.per_token(read.get(names.assistant_mask), names.assistant_mask, tokens)
+    if strategy == "rlhf":
+        advice = "masking_strategy='rlhf' counts the assistant's tokens; pass 'sft' for one response after a prompt."
+        if assistant is None:
+            assistant = read.need(names.assistant_mask, advice)
+        return assistant.bool()
+    prompt = read.td.get(keys.NUM_PROMPT_TOKENS, None)
+    if prompt is None:
+        prompt = _prompt_lengths(read)
+    if prompt is not None:
+        lengths = prompt.to(tokens.device).reshape(-1, 1)
+        return attention.cumsum(1) > lengths
+    if assistant is None:
+        raise DataError(
+            f"masking_strategy='sft' needs {keys.NUM_PROMPT_TOKENS!r}, {_PROMPT_TOKENS!r} or "
+            f"{names.assistant_mask!r} to tell the response from the prompt; the batch has none of them."
+        )
+    return assistant.bool().cumsum(1) > 0
+
+
+def _prompt_lengths(read: _Reader) -> torch.Tensor | None:
+    """Prompt lengths from ragged prompt tokens; padded ones do not tell their length."""
+    if isinstance(read.td, LazyStackedTensorDict):
+        rows = read.td.get(_PROMPT_TOKENS, None, as_list=True)
+        if rows is not None and all(isinstance(row, torch.Tensor) for row in rows):
+            return torch.tensor([row.shape[-1] for row in rows])
+        return None
+    value = read.td.get(_PROMPT_TOKENS, None)
+    if value is not None and value.is_nested:
+        return value.offsets().diff()
+    return None

@@ -1,0 +1,100 @@
+"""The arguments of `GRPOLoss` that cannot work, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
+
+from rlhf_pipeline.errors import DefinitionError, did_you_mean
+from rlhf_pipeline.functional.aggregation import canonical_aggregation
+from rlhf_pipeline.losses._batch import MaskingStrategy
+from rlhf_pipeline.losses._terms import Head, KLEstimator, Level, Objective
+
+__all__ = ["check_arguments", "refuse_unknown"]
+
+_REFUSED = {
+    "critic_network": "GRPO has no critic; its baseline is the group. Leave it out.",
+    "advantage_key": "use set_keys(advantage=...).",
+    "value_key": "GRPO has no value network.",
+    "separate_losses": "there is no critic to separate from.",
+    "functional": "the parameters stay in the actor; there is no functional copy.",
+}
+
+
+def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise `DefinitionError` for the first name, with the reason or the nearest known name."""
+    for name in names:
+        reason = _REFUSED.get(name)
+        if reason is not None:
+            raise DefinitionError(f"GRPOLoss takes no {name}: {reason}")
+        raise DefinitionError(f"GRPOLoss takes no {name!r}.{did_you_mean(name, known)}")
+
+
+def check_arguments(s: Any, *, gamma: float | None, clip_value: bool | float | None, token_level: bool) -> None:
+    """Refuse what cannot work, with the reason.
+
+    Args:
+        s: the loss, with its attributes set.
+        gamma: as passed.
+        clip_value: as passed.
+        token_level: whether the loss is a sum over tokens of functions of that token alone.
+
+    Raises:
+        DefinitionError: an argument is unknown or cannot work.
+    """
+    if s.kl_estimator == "k1":
+        raise DefinitionError(
+            "kl_estimator='k1' as a loss has an expected gradient of zero, so it would do nothing but add noise. "
+            "Put k1 in the reward (KLRewardTransform), or use 'k3+' or 'k2' here."
+        )
+    choices: list[tuple[str, str, Sequence[str]]] = [
+        ("objective", s.objective, get_args(Objective)),
+        ("kl_estimator", s.kl_estimator, get_args(KLEstimator)),
+        ("head", s.head, get_args(Head)),
+        ("masking_strategy", s.masking_strategy, get_args(MaskingStrategy)),
+        ("reduction", s.reduction, ("mean", "sum", "none")),
+        ("tis_level", s.tis_level, get_args(Level)),
+        ("icepop_level", s.icepop_level, get_args(Level)),
+        ("padding_side", s.padding_side, ("left", "right")),
+    ]
+    for name, value, known in choices:
+        if value not in known:
+            raise DefinitionError(f"unknown {name} {value!r}.{did_you_mean(str(value), known)}")
+    if s.aggregation != "none":
+        canonical_aggregation(s.aggregation)
+    rules: list[tuple[bool, str]] = [
+        (
+            gamma in (None, 1, 1.0),
+            f"gamma={gamma}: GRPO has no discount; returns are formed on the write path. Leave it out.",
+        ),
+        (
+            not clip_value,
+            f"clip_value={clip_value}: GRPO has no value network to clip. Leave it out.",
+        ),
+        (
+            s.dual_clip is None or s.dual_clip > 1,
+            f"dual_clip is {s.dual_clip}; it must be above 1 (3 in the paper).",
+        ),
+        (
+            s.delta is None or s.delta > 1 + s.clip_epsilon_high,
+            f"delta is {s.delta}; it must be above 1 + clip high, {1 + s.clip_epsilon_high}.",
+        ),
+        (
+            s.objective != "cispo" or (s.dual_clip is None and s.delta is None),
+            "dual_clip and delta bound the min of PPO's clip, which cispo does not have. Leave them out.",
+        ),
+        (
+            s.decoupled or (s.tis_cap is None and s.icepop is None),
+            "tis_cap and icepop compare proximal with behaviour log-probs; without decoupled=True they are the same "
+            "and the correction is 1. Pass decoupled=True and proximal log-probs.",
+        ),
+        (
+            s.head != "fused" or token_level,
+            "head='fused' forms the gradient token by token; objective='gspo', kl_mask_threshold and unreduced "
+            "losses need all log-probs first. Use head='auto'.",
+        ),
+        (s.samples_mc_entropy >= 1, "samples_mc_entropy must be at least 1."),
+    ]
+    for holds, message in rules:
+        if not holds:
+            raise DefinitionError(message)

@@ -1,0 +1,263 @@
+"""The loss term by term on the masked tokens, and the diagnostics beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from rlhf_pipeline.functional import policy_loss as pl
+from rlhf_pipeline.functional.aggregation import token_weights
+from rlhf_pipeline.functional.diagnostics import (
+    ess_from_sums,
+    sequence_effective_sample_size,
+    weight_sums,
+)
+from rlhf_pipeline.functional.kl import clamped_log_ratio, kl_k2, kl_k3
+from rlhf_pipeline.losses._batch import LossBatch
+
+__all__ = [
+    "Head",
+    "KLEstimator",
+    "Level",
+    "Objective",
+    "TermSettings",
+    "TokenRows",
+    "diagnostics",
+    "gather_rows",
+    "is_unreduced",
+    "term_names",
+    "trust_region",
+    "weighted_terms",
+]
+
+Objective = Literal["grpo", "cispo", "gspo"]
+Head = Literal["auto", "fused", "recompute"]
+Level = Literal["token", "sequence"]
+KLEstimator = Literal["k3+", "k3", "k2"]
+
+
+class TermSettings(Protocol):
+    """The attributes of `GRPOLoss` that the terms read, as they stand at the time of the call."""
+
+    clip_epsilon_low: float
+    clip_epsilon_high: float
+    kl_mask_threshold: float | None
+    aggregation: str
+    reduction: str
+    entropy_bonus: bool
+    entropy_coeff: float
+    kl_to_ref_coeff: float | None
+    kl_to_inference_coeff: float | None
+    objective: Objective
+    kl_estimator: KLEstimator
+    kl_importance_weight: bool
+    dual_clip: float | None
+    delta: float | None
+    tis_cap: float | None
+    tis_level: Level
+    icepop: tuple[float, float] | None
+    icepop_level: Level
+    max_completion_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """The constants of the loss on the masked tokens, row-major; each [N].
+
+    Attributes:
+        index: the trajectory of each token.
+        column: its position.
+        advantage: its advantage.
+        proximal: the log-prob that the ratio is taken against.
+        behaviour: the sampler's log-prob.
+        ref: the reference log-prob, or None.
+        weight: what the token counts.
+        policy_weight: the same for the policy term, with the corrections for stale samples.
+        sequences: trajectories in the batch.
+    """
+
+    index: torch.Tensor
+    column: torch.Tensor
+    advantage: torch.Tensor
+    proximal: torch.Tensor
+    behaviour: torch.Tensor
+    ref: torch.Tensor | None
+    weight: torch.Tensor
+    policy_weight: torch.Tensor
+    sequences: int
+
+
+def is_unreduced(s: TermSettings) -> bool:
+    """Whether the losses stay [B, T]."""
+    return s.reduction == "none" or s.aggregation == "none"
+
+
+def _token_weight(s: TermSettings, batch: LossBatch) -> torch.Tensor:
+    """The weight of every token, [B, T]."""
+    if batch.weight is not None:
+        return batch.weight.float()
+    if is_unreduced(s) or s.reduction == "sum":
+        return torch.ones_like(batch.mask, dtype=torch.float32)
+    weights = token_weights(batch.mask.sum(1), s.aggregation, max_completion_tokens=s.max_completion_tokens)
+    return weights[:, None].expand(batch.mask.shape)
+
+
+def gather_rows(s: TermSettings, batch: LossBatch) -> TokenRows:
+    """Gather the masked tokens and fix what each one counts."""
+    index, column = batch.mask.nonzero(as_tuple=True)
+    behaviour = batch.behaviour[index, column].float()
+    proximal = behaviour if batch.proximal is None else batch.proximal[index, column].float()
+    sequences = batch.tokens.shape[0]
+    weight = _token_weight(s, batch)[index, column]
+    policy_weight = weight
+    if s.tis_cap is not None:
+        if s.tis_level == "token":
+            factor = pl.tis_weight(proximal, behaviour, s.tis_cap)
+        else:
+            factor = pl.sequence_tis_weight(proximal, behaviour, index, sequences, s.tis_cap)
+        policy_weight = policy_weight * factor
+    if s.icepop is not None:
+        if s.icepop_level == "token":
+            keep = pl.icepop_mask(proximal, behaviour, *s.icepop)
+        else:
+            keep = pl.sequence_icepop_mask(proximal, behaviour, index, sequences, *s.icepop)
+        policy_weight = policy_weight * keep
+    return TokenRows(
+        index=index,
+        column=column,
+        advantage=batch.advantage[index, column].float(),
+        proximal=proximal,
+        behaviour=behaviour,
+        ref=None if batch.ref is None else batch.ref[index, column].float(),
+        weight=weight,
+        policy_weight=policy_weight,
+        sequences=sequences,
+    )
+
+
+def term_names(s: TermSettings) -> list[str]:
+    """The names of the loss terms that are on, in order."""
+    names = ["loss_objective"]
+    names += ["loss_entropy"] if s.entropy_bonus else []
+    names += ["loss_kl_to_ref"] if s.kl_to_ref_coeff else []
+    return names + (["loss_kl_to_inference"] if s.kl_to_inference_coeff else [])
+
+
+def _estimate(kind: KLEstimator, log_probs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The KL per token, 0 where the other log-prob is not finite; `k3+` has k3's value and k2's gradient."""
+    known = torch.isfinite(other)
+    other = torch.where(known, other, log_probs.detach())
+    if kind == "k3":
+        value = kl_k3(log_probs, other)
+    else:
+        value = kl_k2(log_probs, other)
+        if kind == "k3+":
+            value = value + (kl_k3(log_probs, other) - value).detach()
+    return torch.where(known, value, torch.zeros_like(value))
+
+
+def _kl_term(s: TermSettings, log_probs: torch.Tensor, other: torch.Tensor, proximal: torch.Tensor) -> torch.Tensor:
+    value = _estimate(s.kl_estimator, log_probs, other)
+    if s.kl_importance_weight:
+        ratio = clamped_log_ratio(log_probs, proximal).exp()
+        value = value * ratio.clamp(1 - s.clip_epsilon_low, 1 + s.clip_epsilon_high)
+    return value
+
+
+def _token_loss(
+    s: TermSettings,
+    log_probs: torch.Tensor,
+    advantage: torch.Tensor,
+    proximal: torch.Tensor,
+    index: torch.Tensor | None,
+    sequences: int,
+) -> tuple[pl.TokenLoss, torch.Tensor]:
+    """The unweighted policy loss per token, and the log-ratio it used."""
+    low, high = s.clip_epsilon_low, s.clip_epsilon_high
+    if s.objective == "gspo" and index is not None:
+        log_ratio = pl.gspo_log_ratio(log_probs, proximal, index, sequences)
+    else:
+        log_ratio = clamped_log_ratio(log_probs, proximal)
+    if s.objective == "cispo":
+        return pl.cispo_loss(log_probs, log_ratio, advantage, low, high), log_ratio
+    loss = pl.clipped_loss(log_ratio, advantage, low, high, dual_clip=s.dual_clip, delta=s.delta)
+    return loss, log_ratio
+
+
+def weighted_terms(
+    s: TermSettings,
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor | None,
+    advantage: torch.Tensor,
+    proximal: torch.Tensor,
+    behaviour: torch.Tensor,
+    weight: torch.Tensor,
+    policy_weight: torch.Tensor,
+    ref: torch.Tensor | None = None,
+    *,
+    index: torch.Tensor | None = None,
+    sequences: int = 0,
+) -> list[torch.Tensor]:
+    """The loss terms per token, weighted, in the order of `term_names`; each [n].
+
+    Any part of the tokens may be passed, in chunks, unless the objective is `gspo`.
+    """
+    loss, _ = _token_loss(s, log_probs, advantage, proximal, index, sequences)
+    terms = [policy_weight * loss.loss]
+    if s.entropy_bonus and entropy is not None:
+        terms.append(entropy * (weight * -s.entropy_coeff))
+    if s.kl_to_ref_coeff and ref is not None:
+        terms.append(_kl_term(s, log_probs, ref, proximal) * (weight * s.kl_to_ref_coeff))
+    if s.kl_to_inference_coeff:
+        kl = _kl_term(s, log_probs, behaviour, proximal)
+        terms.append(kl * (weight * s.kl_to_inference_coeff))
+    return terms
+
+
+def trust_region(s: TermSettings, batch: LossBatch, rows: TokenRows, log_probs: torch.Tensor) -> torch.Tensor:
+    """The factor of every token under `kl_mask_threshold`: 0 outside the region.
+
+    Where this batch's own counts made the weights, the tokens that are left carry the whole count.
+    """
+    threshold = s.kl_mask_threshold or float("inf")
+    keep = pl.kl_trust_mask(log_probs - rows.behaviour, threshold).to(log_probs.dtype)
+    if batch.weight is not None or is_unreduced(s) or s.reduction == "sum":
+        return keep
+    left = pl.segment_sum(keep, rows.index, rows.sequences)
+    weights = token_weights(left, s.aggregation, max_completion_tokens=s.max_completion_tokens)
+    return keep * weights[rows.index] / rows.weight
+
+
+@torch.no_grad()
+def diagnostics(
+    s: TermSettings, rows: TokenRows, log_probs: torch.Tensor, entropy: torch.Tensor | None
+) -> dict[str, Any]:
+    """The diagnostics of `GRPOLossOutput`, all of them over the masked tokens."""
+    lp = log_probs.detach()
+    loss, log_ratio = _token_loss(s, lp, rows.advantage, rows.proximal, rows.index, rows.sequences)
+    count = max(lp.numel(), 1)
+    low, high = loss.clipped_low.sum() / count, loss.clipped_high.sum() / count
+    tokens, total, squares = weight_sums(log_ratio)
+    gap = lp - rows.proximal
+    return {
+        "clip_fraction": low + high,
+        "clip_fraction_low": low,
+        "clip_fraction_high": high,
+        "kl_approx": -gap.sum() / count,
+        "ESS": ess_from_sums(tokens, total, squares).float(),
+        "ess_sequence": sequence_effective_sample_size(gap, rows.index, rows.sequences).float(),
+        "entropy": None if entropy is None else entropy.detach().sum() / count,
+        "kl_to_ref": None if rows.ref is None else _mean_kl(s, lp, rows.ref),
+        "kl_to_inference": _mean_kl(s, lp, rows.behaviour),
+        "num_tokens": tokens.float(),
+        "weight_sum": total.float(),
+        "weight_square_sum": squares.float(),
+    }
+
+
+def _mean_kl(s: TermSettings, log_probs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The mean KL estimate over the tokens whose other log-prob is finite."""
+    known = torch.isfinite(other).sum().clamp_min(1)
+    return _estimate(s.kl_estimator, log_probs, other).sum() / known
