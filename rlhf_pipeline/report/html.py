@@ -118,8 +118,8 @@ def _head(run: RunFolder, name: str, total: int) -> Iterator[str]:
     yield f"<h1>{escape(name)}</h1>"
     yield f"<p>{went}{count(len(run.metrics), 'optimizer step')}, {count(total, 'trajectory')} stored</p>"
     versions = ", ".join(f"{escape(str(k))} {escape(str(v))}" for k, v in run.config.versions.items())
-    yield f'<p class="soft">{escape(run.config.definition)}, seed {run.config.seed}, {escape(run.config.device)}'
-    yield f"{'; ' + versions if versions else ''}</p><br>"
+    about = f"{escape(run.config.definition)}, seed {run.config.seed}, {escape(run.config.device)}"
+    yield f'<p class="soft">{about}{"; " + versions if versions else ""}</p><br>'
 
 
 def _before_after(ends: Sequence[Trajectory]) -> Iterator[str]:
@@ -129,8 +129,9 @@ def _before_after(ends: Sequence[Trajectory]) -> Iterator[str]:
     yield '<div class="two">'
     for label, item in zip(("First policy", "Last policy"), ends, strict=True):
         answer = "" if item.answer is None else f", answer {escape(item.answer)}"
-        yield f'<div class="card"><p class="soft">{label}, version {item.policy_version}: reward {number(item.reward)}'
-        yield f'{answer}</p><p class="text soft">{escape(item.prompt)}</p>'
+        judged = f"reward {number(item.reward)}{answer}"
+        yield f'<div class="card"><p class="soft">{label}, version {item.policy_version}: {judged}</p>'
+        yield f'<p class="text soft">{escape(item.prompt)}</p>'
         yield f'<p class="text">{escape(item.completion)}</p></div>'
     yield "</div>"
 
@@ -141,7 +142,7 @@ def _small_curves(run: RunFolder) -> Iterator[str]:
     if moving:
         yield '<h2>Diagnostics</h2><div class="small">'
         for title, points in moving:
-            yield f'<div class="card">{_inline(line_chart(points, title=title))}</div>'
+            yield f'<div class="card">{_inline(line_chart(points, title=title, width=420, height=250))}</div>'
         yield "</div>"
 
 

@@ -8,7 +8,6 @@ from xml.sax.saxutils import escape
 
 Point = tuple[float, float]
 
-_WIDTH, _HEIGHT = 720, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 48, 48
 _STYLE = """
 .chart { font: 13px system-ui, sans-serif; }
@@ -44,6 +43,8 @@ def line_chart(
     y_label: str = "",
     target: float | None = None,
     y_range: tuple[float, float] | None = None,
+    width: int = 720,
+    height: int = 360,
 ) -> str:
     """Return an SVG picture of one curve: the values thin, their moving average bold.
 
@@ -54,6 +55,8 @@ def line_chart(
         y_label: what y is.
         target: a dashed horizontal line, for example the reward at which the run stops.
         y_range: the least range that the y axis covers.
+        width: of the picture; texts keep their size.
+        height: of the picture.
 
     Returns:
         A whole, well-formed SVG document without anything external.
@@ -68,20 +71,20 @@ def line_chart(
     y_low, y_high = y_ticks[0], y_ticks[-1]
 
     def at_x(x: float) -> float:
-        return _LEFT + (x - x_low) / (x_high - x_low) * (_WIDTH - _LEFT - _RIGHT)
+        return _LEFT + (x - x_low) / (x_high - x_low) * (width - _LEFT - _RIGHT)
 
     def at_y(y: float) -> float:
-        return _HEIGHT - _BOTTOM - (y - y_low) / (y_high - y_low) * (_HEIGHT - _TOP - _BOTTOM)
+        return height - _BOTTOM - (y - y_low) / (y_high - y_low) * (height - _TOP - _BOTTOM)
 
     def line(values: Sequence[Point], kind: str) -> str:
         return f'<polyline class="{kind}" points="{" ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in values)}"/>'
 
-    right, floor = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    right, floor = width - _RIGHT, height - _BOTTOM
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width} {height}" role="img">',
         f"<title>{escape(title)}</title>",
         f"<style>{_STYLE}</style>",
-        f'<rect class="back" width="{_WIDTH}" height="{_HEIGHT}" rx="8"/>',
+        f'<rect class="back" width="{width}" height="{height}" rx="8"/>',
         f'<text class="title" x="{_LEFT}" y="28">{escape(title)}</text>',
     ]
     for tick in y_ticks:
@@ -95,9 +98,7 @@ def line_chart(
             )
             parts.append(f'<text x="{at_x(tick):.1f}" y="{floor + 19}" text-anchor="middle">{tick:g}</text>')
     parts.append(f'<line class="axis" x1="{_LEFT}" y1="{floor}" x2="{right}" y2="{floor}"/>')
-    parts.append(
-        f'<text x="{(_LEFT + right) / 2:.0f}" y="{_HEIGHT - 10}" text-anchor="middle">{escape(x_label)}</text>'
-    )
+    parts.append(f'<text x="{(_LEFT + right) / 2:.0f}" y="{height - 10}" text-anchor="middle">{escape(x_label)}</text>')
     middle = (_TOP + floor) / 2
     parts.append(
         f'<text x="16" y="{middle:.0f}" text-anchor="middle" transform="rotate(-90 16 {middle:.0f})">'
@@ -118,13 +119,18 @@ def line_chart(
 
 
 def _moving_average(points: Sequence[Point]) -> list[Point]:
-    """Average each value with its neighbours, over a window of about a twentieth of the curve."""
+    """Average each value with its neighbours, over a window of about a twentieth of the curve.
+
+    The two ends of the window count half: what alternates from step to step (two updates per rollout) averages out.
+    """
     reach = min(len(points) // 40, 25)
+    if reach == 0:
+        return list(points)
     values = [y for _, y in points]
     smooth: list[Point] = []
     for index, (x, _) in enumerate(points):
         near = values[max(0, index - reach) : index + reach + 1]
-        smooth.append((x, sum(near) / len(near)))
+        smooth.append((x, (sum(near) - (near[0] + near[-1]) / 2) / (len(near) - 1)))
     return smooth
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore
 
 from rlhf_pipeline import definitions
 from rlhf_pipeline.config import to_json
 from rlhf_pipeline.jsonl import append_row
+from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore
 
 ALPHABET = "0123456789="
 COLUMNS = (

@@ -1,0 +1,130 @@
+"""Is a run whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from rlhf_pipeline.report.check import Finding, check_run, check_store
+from rlhf_pipeline.report.run_folder import RunFolder
+
+
+def damage(folder: Path) -> list[Finding]:
+    """Return what is wrong with a run."""
+    return [finding for finding in check_run(RunFolder(folder)) if not finding.ok]
+
+
+def rewrite(file: Path, change: object) -> None:
+    """Rewrite a JSONL file through a function of its rows."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row) + "\n" for row in change(rows)))  # type: ignore[operator]
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    """Write the files of a checkpoint."""
+    made = folder / "checkpoints" / f"step-{step:08}"
+    made.mkdir(parents=True)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        save_file({"w": np.zeros(100, np.float32)}, made / name)
+    for name in ("state.json", "config.json"):
+        (made / name).write_text("{}")
+    return made
+
+
+def test_whole_run(run_dir: Path):
+    """A run as it was written is whole, each part is named."""
+    checkpoint(run_dir, 10)
+    findings = list(check_run(RunFolder(run_dir)))
+    assert all(finding.ok for finding in findings)
+    assert {"store", "metrics.jsonl", "ledger.jsonl", "ledger ids", "checkpoints"} == {item.part for item in findings}
+
+
+def test_flipped_bit(run_dir: Path):
+    """One flipped bit in the data of the store is found, and the trajectories that it touches are named."""
+    chunk = next((run_dir / "store").rglob("log_probs/c/0"))
+    data = bytearray(chunk.read_bytes())
+    data[100] ^= 1
+    chunk.write_bytes(data)
+    found = [finding for finding in check_store(run_dir / "store") if not finding.ok]
+    assert found
+    assert "8 trajectories cannot be trusted (ids 0, 1, 2" in found[-1].text
+
+
+def test_missing_step(run_dir: Path):
+    """A line that is missing in the middle of the metrics is found."""
+    rewrite(run_dir / "metrics.jsonl", lambda rows: rows[:4] + rows[5:])
+    assert any("line 5 is step 6, expected step 5" in finding.text for finding in damage(run_dir))
+
+
+def test_ledger_names_a_trajectory_that_is_not_there(run_dir: Path):
+    """An id in the ledger that the store has not is found, with the step that used it."""
+
+    def change(rows: list[dict[str, list[int]]]) -> list[dict[str, list[int]]]:
+        rows[2]["row_ids"][0] = 4711
+        return rows
+
+    rewrite(run_dir / "ledger.jsonl", change)
+    found = damage(run_dir)
+    assert len(found) == 1
+    assert "step 3 used trajectory 4711" in found[0].text
+
+
+def test_evicted_trajectories_are_no_damage(run_dir: Path):
+    """With max_trajectories the old ids of the ledger may be gone; newer ones may not."""
+    config = json.loads((run_dir / "config.json").read_text())
+    config["pipeline"]["buffer"]["max_trajectories"] = 48
+    (run_dir / "config.json").write_text(json.dumps(config))
+
+    def gone(rows: list[dict[str, list[int]]]) -> list[dict[str, list[int]]]:
+        rows[0]["row_ids"] = [-2, -1]
+        return rows
+
+    rewrite(run_dir / "ledger.jsonl", gone)
+    assert damage(run_dir) == []
+    rewrite(run_dir / "ledger.jsonl", lambda rows: [{**rows[0], "row_ids": [99]}, *rows[1:]])
+    assert len(damage(run_dir)) == 1
+
+
+def test_ledger_may_be_one_step_ahead(run_dir: Path):
+    """A kill between a step's ledger row and its metrics is no damage; two steps are."""
+    rewrite(run_dir / "metrics.jsonl", lambda rows: rows[:-1])
+    assert damage(run_dir) == []
+    rewrite(run_dir / "metrics.jsonl", lambda rows: rows[:-1])
+    assert len(damage(run_dir)) == 1
+
+
+def test_torn_line_is_told_and_no_damage(run_dir: Path):
+    """A torn last line is what a kill leaves; it is said and does not count."""
+    file = run_dir / "ledger.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"step": 13, "row')
+    findings = list(check_run(RunFolder(run_dir)))
+    assert all(finding.ok for finding in findings)
+    assert any("last line is torn" in finding.text for finding in findings)
+
+
+def test_damaged_line(run_dir: Path):
+    """A line in the middle that is not JSON is damage, and the store is checked all the same."""
+    file = run_dir / "metrics.jsonl"
+    file.write_text("nonsense\n" + file.read_text())
+    findings = list(check_run(RunFolder(run_dir)))
+    assert any("metrics.jsonl:1" in finding.text for finding in findings if not finding.ok)
+    assert any(finding.part == "store" and finding.ok for finding in findings)
+
+
+def test_lost_store(run_dir: Path):
+    """A run with steps and no store is damaged."""
+    (run_dir / "store").rename(run_dir / "elsewhere")
+    assert any("there is no store" in finding.text for finding in damage(run_dir))
+
+
+def test_damaged_checkpoint(run_dir: Path):
+    """A checkpoint that lacks a file, or whose weights are cut short, is named."""
+    made = checkpoint(run_dir, 10)
+    weights = made / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    assert any("step-00000010/model.safetensors has" in finding.text for finding in damage(run_dir))
+    weights.unlink()
+    assert any("step-00000010 lacks model.safetensors" in finding.text for finding in damage(run_dir))

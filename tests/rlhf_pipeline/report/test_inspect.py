@@ -1,0 +1,158 @@
+"""Counting what is stored, and grading it again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.report.inspect import Inspection, histogram, inspect_store
+from rlhf_pipeline.report.run_folder import RunFolder
+from rlhf_pipeline.report.stored import Stored
+from rlhf_pipeline.rewards import token_match
+from trajectory_store import TrajectoryStore
+
+from .conftest import write_run
+
+
+def inspect(folder: Path, reward: Any = token_match) -> Inspection:
+    """Inspect a run with a reward function."""
+    run = RunFolder(folder)
+    with Stored(run.store_path) as stored:
+        return inspect_store(stored, run=run, reward=reward)
+
+
+def test_counts(run_dir: Path):
+    """Trajectories, groups, tokens and versions are counted: 6 rollouts, 2 prompts, 4 completions, 5 + 4 tokens."""
+    found = inspect(run_dir)
+    assert (found.num_trajectories, found.num_groups, found.group_sizes) == (48, 12, {4: 12})
+    assert (found.num_prompt_tokens, found.num_completion_tokens) == (240, 192)
+    assert found.completion_lengths == ((4, 4, 48),)
+    assert found.policy_versions == (0, 10, 6)
+    assert found.finish_reasons == {"length": 48}
+    assert found.num_steps == 12
+    assert found.last_reward == 1.0
+
+
+def test_rewards_agree(run_dir: Path):
+    """The function that made the rewards gives them again, one by one and per rollout."""
+    check = inspect(run_dir).reward_check
+    assert check is not None
+    assert check.agrees
+    assert (check.num_trajectories, check.num_rollouts, check.num_rollouts_partial) == (48, 6, 0)
+    assert check.function == "rlhf_pipeline.rewards.token_match"
+
+
+def test_other_reward_function_is_noticed(run_dir: Path):
+    """Another function disagrees with the store and with the curve, with examples of both."""
+
+    def half(prompt: str, completion: str, answer: str | None, meta: Mapping[str, object]) -> float:
+        return token_match(prompt, completion, answer, meta) / 2
+
+    check = inspect(run_dir, half).reward_check
+    assert check is not None
+    assert not check.agrees
+    assert check.num_rollouts_different == 6
+    assert check.first_different[0].graded_again == check.first_different[0].stored / 2  # type: ignore[operator]
+
+
+def test_edited_curve_is_noticed(run_dir: Path):
+    """A point of the curve that was edited by 0.001 is found; the trajectories still agree."""
+    file = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[4]["task_reward"] += 0.001
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    check = inspect(run_dir).reward_check
+    assert check is not None
+    assert (check.num_different, check.num_rollouts_different) == (0, 1)
+    assert (check.first_rollouts_different[0].step, check.first_rollouts_different[0].rollout) == (5, 2)
+
+
+def test_edited_completion_is_noticed(run_dir: Path):
+    """One completion overwritten on the disk is found by its reward."""
+    chunk = next((run_dir / "store").rglob("completion/c/0"))
+    data = bytearray(chunk.read_bytes())
+    with TrajectoryStore.open(run_dir / "store") as store:
+        last = store.read(store.ids()[-1:], ["completion"])["completion"][0]
+    place = data.rindex(last.encode())
+    data[place : place + 4] = b"xxxx"
+    chunk.write_bytes(data)
+    check = inspect(run_dir).reward_check
+    assert check is not None
+    assert check.num_different == 1
+    assert check.first_different[0].graded_again == 0.0
+
+
+def test_failed_trajectories(tmp_path: Path):
+    """Failed calls count on neither side, and one that would succeed now is told."""
+    run_dir = write_run(tmp_path / "run", failed=3)
+    found = inspect(run_dir)
+    assert found.num_failed == 3
+    assert found.finish_reasons == {"length": 45, "failed": 3}
+    assert found.reward_check is not None
+    assert found.reward_check.agrees
+    assert found.reward_check.num_failed_before == 3
+
+
+def test_reward_that_raises_now(run_dir: Path):
+    """A call that raises now and did not then is a disagreement with its error."""
+
+    def broken(prompt: str, completion: str, answer: str | None, meta: Mapping[str, object]) -> float:
+        raise KeyError("gone")
+
+    check = inspect(run_dir, broken).reward_check
+    assert check is not None
+    assert check.num_different == 48
+    assert check.first_different[0].error == "KeyError: 'gone'"
+    assert check.first_different[0].graded_again is None
+
+
+def test_partial_rollouts_are_not_compared(run_dir: Path):
+    """A rollout that is not whole in the store says nothing about the curve."""
+    config = json.loads((run_dir / "config.json").read_text())
+    config["pipeline"]["collect"]["group_size"] = 5
+    (run_dir / "config.json").write_text(json.dumps(config))
+    check = inspect(run_dir).reward_check
+    assert check is not None
+    assert (check.num_rollouts, check.num_rollouts_partial) == (0, 6)
+
+
+def test_without_reward_function(run_dir: Path):
+    """Without a reward function the counts are there, and why there is no check."""
+    run = RunFolder(run_dir)
+    with Stored(run.store_path) as stored:
+        found = inspect_store(stored, run=run, reward=None, why_no_reward="the file is gone")
+    assert found.num_trajectories == 48
+    assert found.reward_check is None
+    assert found.not_checked == "the file is gone"
+
+
+def test_json(run_dir: Path):
+    """An inspection is JSON-ready and says whether the rewards agree."""
+    data = json.loads(json.dumps(inspect(run_dir).to_json()))
+    assert data["reward_check"]["agrees"] is True
+    assert data["group_sizes"] == {"4": 12}
+
+
+def test_damaged_meta(tmp_path: Path):
+    """A meta that is not JSON is named with its trajectory."""
+    run_dir = write_run(tmp_path / "run", num_rollouts=1)
+    chunk = next((run_dir / "store").rglob("meta/c/0"))
+    data = chunk.read_bytes()
+    chunk.write_bytes(b"?" + data[1:])
+    with pytest.raises(DataError, match="the meta of trajectory 0 is not JSON"):
+        inspect(run_dir)
+
+
+def test_histogram():
+    """At most eight buckets of one width cover all lengths."""
+    assert histogram(np.array([], np.int64)) == ()
+    buckets = histogram(np.arange(1, 101))
+    assert len(buckets) == 8
+    assert (buckets[0][:2], buckets[-1][:2]) == ((1, 13), (92, 100))
+    assert sum(num for _, _, num in buckets) == 100

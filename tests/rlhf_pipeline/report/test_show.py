@@ -1,0 +1,143 @@
+"""Trajectories as text."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from rlhf_pipeline.report.run_folder import RunFolder
+from rlhf_pipeline.report.samples import Trajectory, before_and_after, read_trajectories, typical_of_first_and_last
+from rlhf_pipeline.report.show import brief, full
+from rlhf_pipeline.report.stored import Stored
+from rlhf_pipeline.report.tokens import TokenTexts
+
+from .conftest import write_run
+
+
+def one(**changes: object) -> Trajectory:
+    """Return a trajectory of two prompt tokens and two completion tokens."""
+    values: dict[str, object] = {
+        "id": 7,
+        "prompt": "a=",
+        "completion": "bc",
+        "answer": "bd",
+        "error": None,
+        "reward": 0.5,
+        "advantage": -0.25,
+        "group_id": 3,
+        "trajectory_id": 13,
+        "policy_version": 4,
+        "finish_reason": "length",
+        "use_count": 1,
+        "num_prompt_tokens": 2,
+        "token_ids": (10, 11, 12, 13),
+        "pieces": ("a", "=", "b", "c"),
+        "mask": (False, False, True, True),
+        "log_probs": (None, None, math.log(0.5), math.log(0.25)),
+        "ref_log_probs": None,
+    }
+    return Trajectory(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_full_shows_each_token():
+    """Text, ids, who wrote a token, its log-prob and probability are shown, with the sum over the completion."""
+    lines = list(full(one()))
+    text = "\n".join(lines)
+    assert "trajectory 7: group 3, policy version 4, finished by length" in text
+    assert "reward 0.5000, advantage -0.2500, used 1 time" in text
+    assert "2 prompt tokens, 2 completion tokens, log-prob -2.08 in all, -1.04 per token" in text
+    assert [line.split() for line in lines[-2:]] == [
+        ["2", "12", "b", "policy", "-0.6931", "0.500"],
+        ["3", "13", "c", "policy", "-1.3863", "0.250"],
+    ]
+
+
+def test_full_shows_the_reference():
+    """With reference log-probs the k1 of each of the policy's tokens is shown."""
+    lines = list(full(one(ref_log_probs=(None, None, math.log(0.25), math.log(0.25)))))
+    assert lines[-2].split()[-2:] == ["-1.3863", "0.6931"]
+    assert lines[-1].split()[-1] == "0.0000"
+
+
+def test_full_leaves_out_what_is_too_long():
+    """With a limit the completion's start is kept and what is left out is counted."""
+    lines = list(full(one(), max_tokens=2))
+    assert "2 tokens left out; --full shows all" in lines[-1]
+
+
+def test_failed_reward_is_explained():
+    """A failed reward call shows its error."""
+    assert any("its reward call failed: ValueError: x" in line for line in full(one(error="ValueError: x")))
+
+
+def test_control_characters_are_spelled_out():
+    """A completion cannot send commands to the terminal."""
+    item = one(completion="\x1b[2J\a", pieces=("a", "=", "\x1b", "\a"))
+    text = "\n".join([*full(item), *brief([item])])
+    assert "\x1b" not in text
+    assert "\a" not in text
+    assert "\\x1b[2J\\x07" in text
+
+
+def test_brief_is_one_line_each():
+    """Several trajectories are one line each, cut to the width of the terminal."""
+    lines = list(brief([one(), one(id=8, completion="x\n" * 200)], width=90))
+    assert len(lines) == 3
+    assert all(len(line) <= 90 for line in lines)
+
+
+def test_pieces_by_character_or_id(run_dir: Path):
+    """Without a tokenizer a text with as many characters as tokens is taken apart; else ids are shown."""
+    texts = TokenTexts(RunFolder(run_dir))
+    assert texts.pieces([1, 2, 3], 2, "a=", "b") == ["a", "=", "b"]
+    assert texts.pieces([9, 1, 2, 3, 8], 3, "a=", "b") == ["[9]", "a", "=", "b", "[8]"]
+    assert texts.pieces([1, 2, 3], 1, "long prompt", "bcdef") == ["[1]", "[2]", "[3]"]
+
+
+def test_pieces_by_tokenizer(run_dir: Path):
+    """The tokenizer of the newest checkpoint is used where there is one."""
+    tokenizer = Tokenizer(models.WordLevel({"one": 0, "two": 1, "<unk>": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = run_dir / "checkpoints" / "step-00000010"
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    texts = TokenTexts(RunFolder(run_dir))
+    assert texts.pieces([1, 0, 99], 1, "two", "one ?") == ["two", "one", "[99]"]
+
+
+def test_reads_a_trajectory_whole(run_dir: Path):
+    """What was stored comes back: tokens, mask, log-probs without NaN, scalars and context."""
+    run = RunFolder(run_dir)
+    with Stored(run.store_path) as stored:
+        item = read_trajectories(stored, np.array([47]), TokenTexts(run))[0]
+    assert (item.id, item.group_id, item.trajectory_id, item.policy_version) == (47, 11, 47, 10)
+    assert "".join(item.pieces) == item.prompt + item.completion
+    assert item.answer == item.completion
+    assert item.log_probs[:5] == (None,) * 5
+    assert item.ref_log_probs is None
+
+
+def test_typical_is_near_the_mean(run_dir: Path):
+    """The shown completions are those nearest to their rollouts' means, of the first and the last version."""
+    with Stored(run_dir / "store") as stored:
+        pair = typical_of_first_and_last(stored)
+        assert pair is not None
+        rewards, versions = stored.scalars("task_reward"), stored.scalars("policy_version")
+    assert rewards is not None
+    assert versions is not None
+    first = rewards[versions == 0]
+    assert abs(rewards[pair[0]] - first.mean()) == pytest.approx(abs(first - first.mean()).min())
+    assert versions[pair[1]] == 10
+
+
+def test_before_and_after(run_dir: Path, tmp_path: Path):
+    """Two aligned lines; nothing to compare after one rollout."""
+    lines = before_and_after(RunFolder(run_dir))
+    assert [line.split()[0] for line in lines] == ["before", "after"]
+    assert lines[0].index("->") == lines[1].index("->")
+    assert "reward 1.00" in lines[1]
+    assert before_and_after(RunFolder(write_run(tmp_path / "short", num_rollouts=1))) == []
