@@ -205,7 +205,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.version:
         from rlhf_pipeline import __version__
 
-        main.exit(0, f"rlhf-pipeline {__version__}\n")
+        print(f"rlhf-pipeline {__version__}")
+        main.exit(0)
     if args.command is None:
         if unknown:
             main.error(f"{unknown[0]} is not an option here. A command comes first, for example: rlhf-pipeline list")

@@ -1,0 +1,180 @@
+"""The commands that look: list, inspect, show, verify, report, doctor."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.cli import doctor
+
+from .conftest import Cli
+
+
+def test_list(cli: Cli):
+    """Each pipeline has its description and its needs."""
+    shown = cli("list")
+    assert shown.code == 0
+    assert "copy_digits\n    copy four digits" in shown.out
+    assert "gsm8k\n" in shown.out
+    assert "needs: nothing" in shown.out
+
+
+def test_list_of_files(cli: Cli, tmp_path: Path):
+    """Own files can be listed; a broken one is a line on stderr and the others are shown."""
+    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    good.write_text((Path(__file__).parents[3] / "pipelines" / "copy_digits.py").read_text())
+    bad.write_text("1 / 0\n")
+    shown = cli("list", bad, good)
+    assert shown.code == 2
+    assert f"{good}:copy_digits" in shown.out
+    assert "ZeroDivisionError" in shown.err
+
+
+def test_inspect(cli: Cli, run_dir: Path):
+    """Counts and the agreement of the rewards are said."""
+    shown = cli("inspect", run_dir)
+    assert shown.code == 0
+    assert "trajectories  48 in 12 groups of 4" in shown.out
+    assert "agrees: 48 trajectories" in shown.out
+    assert "agrees: 6 rollouts, each mean is the task_reward in metrics.jsonl" in shown.out
+    assert json.loads(cli("inspect", run_dir, "--json").out)["reward_check"]["agrees"] is True
+
+
+def test_inspect_disagreement(cli: Cli, run_dir: Path, tmp_path: Path):
+    """A reward function that says something else is exit code 1, with examples."""
+    file = tmp_path / "other.py"
+    file.write_text(
+        "from rlhf_pipeline import CopyDigits, Pipeline, TinyPolicy\n\n"
+        "def zero(prompt, completion, answer, meta):\n    return 0.0\n\n"
+        "def other() -> Pipeline:\n"
+        "    return Pipeline(name='o', policy=TinyPolicy(), prompts=CopyDigits(), reward=zero)\n"
+    )
+    shown = cli("inspect", run_dir, "--definition", file)
+    assert shown.code == 1
+    assert "DISAGREES: " in shown.out
+    assert "DISAGREES with metrics.jsonl: 6 of 6 rollouts" in shown.out
+    assert "stored 0.2500, now 0.00" in shown.out
+
+
+def test_inspect_without_definition(cli: Cli, run_dir: Path):
+    """A definition that is gone costs the check and not the counts."""
+    config = json.loads((run_dir / "config.json").read_text())
+    config["definition"] = "gone_pipeline"
+    (run_dir / "config.json").write_text(json.dumps(config))
+    shown = cli("inspect", run_dir)
+    assert shown.code == 0
+    assert "trajectories  48" in shown.out
+    assert "rewards not graded again: there is no pipeline 'gone_pipeline'" in shown.out
+    assert "--definition" in shown.out
+
+
+def test_inspect_store_alone(cli: Cli, run_dir: Path):
+    """A store alone can be counted, and graded with a definition."""
+    (run_dir / "store").rename("alone")
+    assert "add --definition" in cli("inspect", "alone").out
+    assert "agrees: 48 trajectories" in cli("inspect", "alone", "--definition", "copy_digits").out
+
+
+@pytest.mark.parametrize("command", ["inspect", "show", "verify", "report"])
+def test_missing_run(cli: Cli, run_dir: Path, command: str):
+    """A path that is not there names the run that is."""
+    shown = cli(command, "runs/dmo")
+    assert shown.code == 2
+    assert "Did you mean 'runs/demo'?" in shown.err
+
+
+def test_show(cli: Cli, run_dir: Path):
+    """One trajectory is shown whole, several as a table."""
+    assert "trajectory 47: group 11, policy version 10" in cli("show", run_dir).out
+    assert "trajectory 5: group 1" in cli("show", run_dir, "--id", 5).out
+    group = cli("show", run_dir, "--group", 3).out.splitlines()
+    assert [line.split()[:2] for line in group[1:-1]] == [[str(row), "3"] for row in range(12, 16)]
+    assert len(cli("show", run_dir, "--last", 7).out.splitlines()) == 9
+    step = cli("show", run_dir, "--step", 3).out.splitlines()
+    assert [line.split()[0] for line in step[1:-1]] == [str(row) for row in range(8, 16)]
+    assert cli("show", run_dir, "--last", 2, "--full").out.count("trajectory ") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--id", "99"], "there is no trajectory 99"),
+        (["--group", "99"], "there is no group 99 in runs/demo/store; groups go from 0 to 11"),
+        (["--step", "99"], "has no step 99; it has steps 1 to 12"),
+    ],
+)
+def test_show_what_is_not_there(cli: Cli, run_dir: Path, options: list[str], message: str):
+    """What is not there is answered with what is."""
+    shown = cli("show", run_dir, *options)
+    assert shown.code == 2
+    assert message in shown.err
+
+
+def test_verify(cli: Cli, run_dir: Path):
+    """A whole run is exit code 0; a flipped bit is 1, in words."""
+    assert cli("verify", run_dir).code == 0
+    assert cli("verify", run_dir / "store").code == 0
+    chunk = next((run_dir / "store").rglob("input_ids/c/0"))
+    data = bytearray(chunk.read_bytes())
+    data[0] ^= 1
+    chunk.write_bytes(data)
+    shown = cli("verify", run_dir)
+    assert shown.code == 1
+    assert "DAMAGED  store:" in shown.out
+    assert cli("verify", run_dir / "store").code == 1
+
+
+def test_verify_damaged_store_metadata(cli: Cli, run_dir: Path):
+    """A store that cannot even be opened is damage, not a slip."""
+    (run_dir / "store" / "zarr.json").write_text("{")
+    shown = cli("verify", run_dir)
+    assert shown.code == 1
+    assert "DAMAGED  store:" in shown.out
+
+
+def test_report(cli: Cli, run_dir: Path, tmp_path: Path):
+    """The report is written again, beside the run or elsewhere."""
+    assert cli("report", run_dir).out.split() == ["runs/demo/reward.svg", "runs/demo/report.html"]
+    assert cli("report", run_dir, "--out", tmp_path / "page.html").code == 0
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert "there is no folder" in cli("report", run_dir, "--out", "no/where.html").err
+
+
+def test_new_model_checks_first(cli: Cli, tmp_path: Path):
+    """A missing text file or a folder that is taken is said before torch is imported."""
+    assert "there is no text file at nothing.txt" in cli("new-model", tmp_path / "m", "--text", "nothing.txt").err
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+    shown = cli("new-model", tmp_path, "--text", text)
+    assert shown.code == 2
+    assert "is not an empty folder" in shown.err
+
+
+def test_doctor_file_system(tmp_path: Path):
+    """A local temporary folder supports what the store needs, and the self test passes and cleans up."""
+    assert all(ok for ok, _ in doctor._file_system(tmp_path))
+    ok, text = doctor._store(tmp_path)
+    assert ok, text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_doctor_read_only_folder(tmp_path: Path):
+    """A folder that cannot be written is said with what to do."""
+    tmp_path.chmod(0o500)
+    assert any("cannot write here" in text for ok, text in doctor._file_system(tmp_path) if not ok)
+
+
+def test_closed_pipe(run_dir: Path):
+    """A reader that leaves early (head) is no error on stderr."""
+    root = Path(__file__).parents[3]
+    env = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'storage'}"}
+    line = f"{sys.executable} -m rlhf_pipeline.cli show {run_dir} --last 48 --full | head -1"
+    shown = subprocess.run(line, shell=True, capture_output=True, text=True, env=env, check=False)
+    assert shown.stdout.startswith("trajectory 0")
+    assert shown.stderr == ""

@@ -1,0 +1,230 @@
+"""The run command up to the import of torch, and after the run."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.cli import run as run_command
+from rlhf_pipeline.cli.parser import parse
+from rlhf_pipeline.cli.progress import RunView
+from rlhf_pipeline.events import RunFinished
+
+from ..report.conftest import write_run
+from .conftest import Cli
+
+TASK = """
+from rlhf_pipeline import {imports}, CopyDigits, JsonlPrompts, Pipeline, PretrainedPolicy, TinyPolicy, token_match
+
+def task() -> Pipeline:
+    return Pipeline(name="task", **(dict(policy=TinyPolicy(), prompts=CopyDigits(), reward=token_match) | {fields}))
+"""
+
+
+def plan(*argv: object) -> run_command.Plan:
+    """Return the plan of `rlhf-pipeline run ARGV`."""
+    return run_command.make_plan(parse(["run", *map(str, argv)]))
+
+
+def task_file(folder: Path, fields: str, imports: str = "Collect") -> Path:
+    """Write a definition with some fields changed."""
+    file = folder / "task.py"
+    file.write_text(TASK.format(imports=imports, fields=fields))
+    return file
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_plan_of_a_new_run():
+    """Defaults: runs/NAME, seed 0, cpu; --steps is an override."""
+    made = plan("copy_digits", "--steps", 7, "--set", "learn.lr=3e-4")
+    assert (made.out, made.seed, made.device, made.resume) == (Path("runs/copy_digits"), 0, "cpu", False)
+    assert made.overrides == (("learn.lr", "3e-4"), ("learn.steps", "7"))
+    assert (made.pipeline.learn.steps, made.pipeline.learn.lr) == (7, 3e-4)
+    assert made.command == "rlhf-pipeline run copy_digits"
+
+
+def test_an_empty_folder_is_fine(tmp_path: Path):
+    """A folder with nothing in it may become the run folder."""
+    (tmp_path / "empty").mkdir()
+    assert plan("copy_digits", "--out", "empty").out == Path("empty")
+
+
+def test_run_folder_is_taken(cli: Cli):
+    """A run that is there is kept: go on with it, or take the next free name."""
+    write_run(Path("runs/copy_digits"))
+    Path("runs/copy_digits-2").mkdir()
+    shown = cli("run", "copy_digits")
+    assert shown.code == 2
+    assert "holds a run already (12 steps, last reward 1.00)" in shown.err
+    assert "rlhf-pipeline run copy_digits --resume" in shown.err
+    assert "--out runs/copy_digits-3" in shown.err
+
+
+def test_other_folder_is_taken(cli: Cli):
+    """A folder or file of something else is not touched."""
+    Path("mine").mkdir()
+    Path("mine/thesis.tex").write_text("x")
+    assert "is not a run; nothing in it is touched" in cli("run", "copy_digits", "--out", "mine").err
+    assert "is a file" in cli("run", "copy_digits", "--out", "mine/thesis.tex").err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["copy_digit"], "Did you mean 'copy_digits'? `rlhf-pipeline list`"),
+        (["copy_digits", "--set", "learn.lrr=1"], "--set learn.lrr=1: Learn has no field 'lrr'. Did you mean 'lr'?"),
+        (["copy_digits", "--device", "cudda"], "there is no such device. Did you mean 'cuda'?"),
+        (["gsm8k"], "there is no model folder at model. Make one: rlhf-pipeline new-model model --text FILE"),
+        (["gsm8k", "--set", "policy.path=./nowhere/model"], "there is no model folder at ./nowhere/model"),
+        (["gsm8k", "--set", "policy.path=owner/name"], "there is no prompt file at train.jsonl"),
+        (["copy_digits", "--resume"], "there is no run to resume at runs/copy_digits"),
+        (["--resume"], "say which run to go on with"),
+        ([], "name what to run, for example: rlhf-pipeline run copy_digits"),
+    ],
+)
+def test_mistakes_cost_no_torch(cli: Cli, argv: list[str], message: str):
+    """Each mistake ends with exit code 2 and what to do, before anything heavy is imported or written."""
+    shown = cli("run", *argv)
+    assert shown.code == 2
+    assert message in shown.err
+    assert "Traceback" not in shown.err
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_broken_model_folder(cli: Cli):
+    """A folder without config or weights is not a model."""
+    Path("model").mkdir()
+    assert "holds no config.json" in cli("run", "gsm8k").err
+    Path("model/config.json").write_text("{}")
+    assert "holds no weights" in cli("run", "gsm8k").err
+    Path("model/model.safetensors").write_bytes(b"")
+    assert "there is no prompt file" in cli("run", "gsm8k").err
+
+
+def test_broken_prompt_file(cli: Cli, tmp_path: Path):
+    """A prompt file is read whole: its last broken line is named."""
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"question": "1+1?", "answer": "2"}\n{"question": "1+1?", "answr": "2"}\n')
+    shown = cli("run", "gsm8k", "--set", "policy.path=owner/name", "--set", f"prompts.path={file}")
+    assert f"{file}:2: there is no field 'answer'. Did you mean 'answr'?" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ("dict(prompts=CopyDigits(), policy=TinyPolicy(alphabet='0123'))", "characters that the model does not know"),
+        ("dict(reward=lambda completion: 1.0)", "cannot be called"),
+        ("dict(prompts=object())", "prompts: object.prompt(0, 0) raised AttributeError"),
+        ("dict(prompts=type('P', (), {'prompt': lambda *a: 'x'})())", "returned str; it must return a"),
+        ("dict(collect=Collect(group_sise=4))", "Collect has no field 'group_sise'. Did you mean 'group_size'?"),
+    ],
+)
+def test_broken_definitions(cli: Cli, tmp_path: Path, fields: str, message: str):
+    """What a definition names is checked before torch is imported."""
+    shown = cli("run", task_file(tmp_path, fields))
+    assert shown.code == 2
+    assert message in shown.err
+
+
+def test_debug_shows_the_traceback(tmp_path: Path):
+    """With --debug the error keeps its traceback."""
+    from rlhf_pipeline.cli import main
+    from rlhf_pipeline.errors import DefinitionError
+
+    with pytest.raises(DefinitionError):
+        main(["run", "copy_digit", "--debug"])
+
+
+def test_resume_takes_what_was_recorded():
+    """Definition, settings and seed come from the run; new settings come on top."""
+    write_run(Path("runs/copy_digits"), overrides=(("learn.lr", "5e-4"),))
+    made = plan("copy_digits", "--resume", "--steps", 800)
+    assert made.resume
+    assert (made.pipeline.learn.lr, made.pipeline.learn.steps, made.pipeline.collect.group_size) == (5e-4, 800, 4)
+    assert dict(made.overrides)["learn.steps"] == "800"
+    assert made.command == "rlhf-pipeline run copy_digits"
+
+
+@pytest.mark.parametrize("argv", [["--resume", "--out", "runs/demo"], ["runs/demo", "--resume"]])
+def test_resume_by_folder(argv: list[str]):
+    """The run folder alone is enough."""
+    write_run(Path("runs/demo"))
+    made = plan(*argv)
+    assert (made.out, made.definition) == (Path("runs/demo"), "copy_digits")
+    assert made.command == "rlhf-pipeline run --out runs/demo"
+
+
+def test_resume_with_another_seed(cli: Cli):
+    """A resume under another seed is refused."""
+    write_run(Path("runs/demo"))
+    shown = cli("run", "--resume", "--out", "runs/demo", "--seed", 3)
+    assert shown.code == 2
+    assert "was started with seed 0, not 3" in shown.err
+
+
+def test_resume_when_the_definition_has_moved(cli: Cli, tmp_path: Path):
+    """A definition file that is gone can be named at its new place."""
+    write_run(Path("runs/demo"))
+    config = json.loads(Path("runs/demo/config.json").read_text())
+    config["definition"] = str(tmp_path / "gone.py") + ":task"
+    Path("runs/demo/config.json").write_text(json.dumps(config))
+    shown = cli("run", "--resume", "--out", "runs/demo")
+    assert "the definition that runs/demo was started with is gone" in shown.err
+    assert "FILE.py:function --resume --out runs/demo" in shown.err
+    file = task_file(tmp_path, "dict()")
+    assert plan(file, "--resume", "--out", "runs/demo").definition == f"{file}:task"
+
+
+FINISHED = RunFinished(
+    run_dir=Path("runs/demo"),
+    reason="steps",
+    steps=180,
+    seconds=21.4,
+    first_reward=0.1,
+    last_reward=0.98,
+    num_trajectories=23_040,
+)
+
+
+def test_result_sentence():
+    """The result is one sentence; it says when a target or a signal ended the run."""
+    sentence = "reward 0.10 -> 0.98 in 180 steps (21 s), 23,040 trajectories stored"
+    assert run_command.result_sentence(FINISHED) == sentence
+    assert run_command.result_sentence(replace(FINISHED, reason="target")) == f"target reached: {sentence}"
+    assert run_command.result_sentence(replace(FINISHED, reason="interrupted")).startswith("stopped and saved: ")
+    nothing = replace(FINISHED, first_reward=None, last_reward=None, steps=0, num_trajectories=0)
+    assert "no rollout was finished" in run_command.result_sentence(nothing)
+
+
+def test_next_commands_are_accepted():
+    """Every command that is suggested can be typed."""
+    made = plan("copy_digits")
+    for reason in ("steps", "target", "interrupted"):
+        commands = run_command.next_commands(replace(FINISHED, reason=reason), made)
+        assert len(commands) == 3
+        for command, _ in commands:
+            assert isinstance(parse(command.split()[1:]), argparse.Namespace)
+    assert "--resume --steps 360" in run_command.next_commands(FINISHED, made)[-1][0]
+
+
+def test_finish_writes_the_report_and_says_what_is_next(tmp_path: Path):
+    """At the end: the sentence, before and after, the files, the next commands."""
+    run_dir = write_run(tmp_path / "runs" / "demo")
+    out = io.StringIO()
+    run_command.finish(replace(FINISHED, run_dir=run_dir), plan("copy_digits"), RunView(out, live=False))
+    text = out.getvalue()
+    assert "reward 0.10 -> 0.98 in 180 steps" in text
+    assert "  before  " in text
+    assert "  after   " in text
+    assert f"rlhf-pipeline inspect {run_dir}" in text
+    assert (run_dir / "reward.svg").is_file()
+    assert (run_dir / "report.html").is_file()

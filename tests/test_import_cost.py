@@ -1,0 +1,102 @@
+"""The commands that look answer at once: no torch, well under half a second."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .rlhf_pipeline.report.conftest import write_run
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 0.5
+HEAVY = ("torch", "torchrl", "tensordict", "transformers", "zarr", "rich")
+CODE = f"""
+import sys
+from rlhf_pipeline.cli import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as stop:
+    code = stop.code
+heavy = [name for name in {HEAVY!r} if name in sys.modules]
+if heavy:
+    sys.exit(f"imported {{heavy}}")
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of an installation: byte code is kept between starts."""
+    names = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    path = f"{ROOT}{os.pathsep}{ROOT / 'storage'}"
+    return names | {"PYTHONPATH": path, "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("pycache"))}
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 48 trajectories."""
+    return write_run(tmp_path_factory.mktemp("small") / "run")
+
+
+@pytest.fixture(scope="module")
+def large_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 30,720 trajectories, graded again by `inspect`."""
+    return write_run(tmp_path_factory.mktemp("large") / "run", num_rollouts=120, prompts=16, group_size=16)
+
+
+def best_time(env: dict[str, str], *args: str) -> float:
+    """Run a command until it is quick enough, ten times at most; return the best wall time of the whole process."""
+    best = float("inf")
+    for _ in range(10):
+        started = time.perf_counter()
+        shown = subprocess.run(
+            [sys.executable, "-c", CODE, *args], env=env, capture_output=True, text=True, check=False
+        )
+        best = min(best, time.perf_counter() - started)
+        assert shown.returncode == 0, shown.stderr
+        if best < LIMIT_S:
+            break
+    return best
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["list"], ["run", "--help"]])
+def test_commands_without_a_run(env: dict[str, str], args: list[str]):
+    """Help and list import nothing heavy and answer in under half a second."""
+    assert best_time(env, *args) < LIMIT_S
+
+
+@pytest.mark.parametrize("command", ["inspect", "show", "verify"])
+def test_commands_on_a_run(env: dict[str, str], small_run: Path, command: str):
+    """Looking at a run imports nothing heavy and answers in under half a second."""
+    assert best_time(env, command, str(small_run)) < LIMIT_S
+
+
+def test_inspect_of_thirty_thousand_trajectories(env: dict[str, str], large_run: Path):
+    """Counting and grading 30,720 trajectories answers in under half a second, start of the process included."""
+    assert best_time(env, "inspect", str(large_run)) < LIMIT_S
+
+
+def test_mistakes_of_run(env: dict[str, str], small_run: Path):
+    """A slip in `run` is answered before torch is imported."""
+    shown = subprocess.run(
+        [sys.executable, "-c", CODE, "run", "copy_digits", "--out", str(small_run)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert shown.returncode == 2
+    assert "holds a run already" in shown.stderr
+
+
+@pytest.mark.parametrize("module", ["rlhf_pipeline", "rlhf_pipeline.definitions", "rlhf_pipeline.report.html"])
+def test_modules_import_no_torch(env: dict[str, str], module: str):
+    """Definitions and reports import nothing heavy."""
+    code = f"import sys, {module}; sys.exit(str([m for m in {HEAVY!r} if m in sys.modules] or ''))"
+    shown = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert shown.stderr.strip() == ""
