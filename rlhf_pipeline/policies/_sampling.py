@@ -90,4 +90,5 @@ def _two_level(probs: Tensor, uniform: Tensor) -> Tensor:
     inside = probs.gather(1, columns.clamp(max=vocab - 1)).masked_fill_(columns >= vocab, 0.0)
     # The block's own running sum may end a rounding away from the block's sum; `_invert` clamps that too.
     local, _ = _invert(inside.cumsum(1, dtype=torch.float64), (target - before).clamp_(min=0.0))
-    return block * _BLOCK + _guard(inside, local)
+    # The clamp is for rows that are not numbers: their token is arbitrary, and the caller sees a log-prob of NaN.
+    return (block * _BLOCK + _guard(inside, local)).clamp_(max=vocab - 1)

@@ -19,7 +19,7 @@ from rlhf_pipeline.policies._loading import (
     quiet_progress,
     resolve_source,
 )
-from rlhf_pipeline.policies._model_parts import find_parts
+from rlhf_pipeline.policies._model_parts import ModelParts, find_parts
 from rlhf_pipeline.policies.slot_engine import Completion, RaggedCompletions, SlotEngine
 
 __all__ = ["CausalLMPolicy", "Completion", "RaggedCompletions", "ScoringRows"]
@@ -100,8 +100,16 @@ class CausalLMPolicy(nn.Module):
         self.num_slots = num_slots
         self.eos_token_ids = end_token_ids(model, tokenizer) if eos_token_id is None else as_id_tuple(eos_token_id)
         self.pad_token_id = self._pad(pad_token_id)
-        # Kept out of the module tree: trunk and head are parts of `model` already.
-        self.__dict__["_parts"] = find_parts(model)
+        self._found: list[Any] = []
+        _ = self._parts
+
+    @property
+    def _parts(self) -> ModelParts:
+        """Trunk and head of the model, looked up once per model: `policy.model` may be replaced."""
+        if not self._found or self._found[0] is not self.model:
+            # In a list, so that the module tree does not register the same modules twice.
+            self._found = [self.model, find_parts(self.model)]
+        return self._found[1]
 
     def _pad(self, given: int | None) -> int:
         candidates = (
@@ -263,7 +271,8 @@ class CausalLMPolicy(nn.Module):
         """
         positions = mask.cumsum(1) - 1
         width = max(1, int(positions[:, -1].max()) + 1) if mask.numel() else 1
-        ids = torch.zeros((mask.shape[0], width), dtype=torch.int64, device=mask.device)
+        # One row at least: some models cannot run on an empty batch.
+        ids = torch.zeros((max(1, mask.shape[0]), width), dtype=torch.int64, device=mask.device)
         rows, columns = mask.nonzero(as_tuple=True)
         ids[rows, positions[rows, columns]] = input_ids.to(mask.device)[rows, columns].long()
         hidden = self._parts.hidden(

@@ -44,19 +44,19 @@ def encode_prompt(tokenizer: Any | None, prompt: str | Sequence[Message], *, as_
         DefinitionError: there is no tokenizer, or messages were given and it has no chat template.
         DataError: the prompt gives no tokens.
     """
-    tokenizer = _need_tokenizer(tokenizer)
-    template = getattr(tokenizer, "chat_template", None)
+    codec = _need_tokenizer(tokenizer)
+    template = getattr(codec, "chat_template", None)
     if not isinstance(prompt, str) and template is None:
         raise DefinitionError(
             "The prompt is a list of messages and the tokenizer has no chat template. "
             "Set tokenizer.chat_template, or pass the prompt as text."
         )
     if template is not None and (as_chat or not isinstance(prompt, str)):
-        ids = tokenizer.apply_chat_template(
+        ids = codec.apply_chat_template(
             _messages(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
         )
     else:
-        ids = _encode_text(tokenizer, str(prompt))
+        ids = _encode_text(codec, str(prompt))
     if not ids:
         raise DataError(f"The prompt {prompt!r} gives no tokens. Check the prompt field of the data.")
     return [int(i) for i in ids]
@@ -109,13 +109,13 @@ def encode_chat(tokenizer: Any | None, messages: Sequence[Message]) -> tuple[lis
     Raises:
         DefinitionError: there is no tokenizer, or its template has no markers.
     """
-    tokenizer = _need_tokenizer(tokenizer)
+    codec = _need_tokenizer(tokenizer)
     if not has_generation_markers(tokenizer):
         raise DefinitionError(
             "The chat template does not mark the assistant's tokens. Put `{% generation %}` and `{% endgeneration %}` "
             "around the assistant's content in tokenizer.chat_template."
         )
-    encoded = tokenizer.apply_chat_template(
+    encoded = codec.apply_chat_template(
         _messages(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     return [int(i) for i in encoded["input_ids"]], [bool(m) for m in encoded["assistant_masks"]]

@@ -48,6 +48,8 @@ CHAT_TEMPLATE = """\
 """
 """ChatML with generation markers: the assistant's content and the token that ends it are the assistant's tokens."""
 
+# Both kinds of tokenizer number their special tokens first, in this order.
+_PAD_ID, _EOS_ID = 0, 1
 _BYTES_AND_SPECIALS = 256 + 3
 
 
@@ -117,8 +119,8 @@ def new_model(
         vocab_size=len(tokenizer),
         max_position_embeddings=max_positions,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=_EOS_ID,
+        pad_token_id=_PAD_ID,
         tie_word_embeddings=True,
         **sizes,
     )
@@ -177,8 +179,8 @@ def scratch_policy(
         vocab_size=len(tokenizer),
         max_position_embeddings=max_positions,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=_EOS_ID,
+        pad_token_id=_PAD_ID,
         **_sizes(hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads),
     )
     model = _random_model(LlamaForCausalLM, config, seed)

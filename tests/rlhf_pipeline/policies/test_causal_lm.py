@@ -1,0 +1,362 @@
+"""Scoring, saving and loading of a policy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.new_model import scratch_policy
+
+ROWS = [[5, 6, 7, 8, 9, 10, 11], [1, 20, 1], [33], [40, 41, 42, 43]]
+
+Make = Callable[..., PreTrainedModel]
+Oracle = Callable[..., Tensor]
+
+
+def _padded(side: str, width: int = 9, pad: int = 0) -> tuple[Tensor, Tensor, list[int]]:
+    """Return ids, mask and the column at which each row begins."""
+    ids = torch.full((len(ROWS), width), pad, dtype=torch.int64)
+    mask = torch.zeros(len(ROWS), width, dtype=torch.bool)
+    starts = []
+    for i, row in enumerate(ROWS):
+        start = {"right": 0, "left": width - len(row), "middle": 1}[side]
+        ids[i, start : start + len(row)] = torch.tensor(row)
+        mask[i, start : start + len(row)] = True
+        starts.append(start)
+    return ids, mask, starts
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen2", "qwen2-tied", "qwen2-sliding", "llama", "mistral", "gemma3_text", "granite"),
+        *("phi", "gpt2", "gpt_neox", "opt"),
+    ],
+)
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_log_probs_equal_a_naive_loop(name: str, side: str, make_model: Make, oracle: Oracle) -> None:
+    """Every padding side gives the log-probs of each row alone, in float64, within 1e-5; 0 at padding and at starts."""
+    model = make_model(name)
+    policy = CausalLMPolicy(model, temperature=1.3)
+    ids, mask, starts = _padded(side)
+    scored = policy.log_probs(ids, mask).detach()
+    assert scored.dtype == torch.float32
+    for i, row in enumerate(ROWS):
+        exact = oracle(model, row, 1.3)
+        part = scored[i, starts[i] : starts[i] + len(row)].double()
+        assert float((part - exact).abs().max()) < 1e-5
+        assert float(part[0]) == 0.0
+    assert not scored[~mask].any()
+
+
+def test_padding_sides_agree(make_model: Make) -> None:
+    """Left, right and no padding agree within 1e-6 in float32, whatever stands at the padding."""
+    policy = CausalLMPolicy(make_model())
+    ids, mask, starts = _padded("right")
+    right = policy.log_probs(ids, mask)
+    for side, pad in (("left", 0), ("left", 1), ("right", 1), ("middle", -100)):
+        other_ids, other_mask, other_starts = _padded(side, pad=pad)
+        other = policy.log_probs(other_ids, other_mask)
+        for i, row in enumerate(ROWS):
+            a = right[i, starts[i] : starts[i] + len(row)]
+            b = other[i, other_starts[i] : other_starts[i] + len(row)]
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    for i, row in enumerate(ROWS):
+        alone = policy.log_probs(torch.tensor([row]), torch.ones(1, len(row), dtype=torch.bool))
+        torch.testing.assert_close(alone[0], right[i, : len(row)], atol=1e-6, rtol=0)
+
+
+def test_an_end_token_equal_to_padding_is_scored(make_model: Make, oracle: Oracle) -> None:
+    """Padding and end share id 1: a real token 1 has its log-prob, and padding of the same id has none."""
+    model = make_model("qwen2", pad_token_id=1)
+    policy = CausalLMPolicy(model, pad_token_id=1)
+    ids = torch.tensor([[5, 6, 1, 1, 1]])
+    mask = torch.tensor([[True, True, True, False, False]])
+    scored = policy.log_probs(ids, mask)[0].detach()
+    assert float((scored[:3] - oracle(model, [5, 6, 1])).abs().max()) < 1e-5
+    assert scored[3:].tolist() == [0.0, 0.0]
+
+
+def test_only_the_score_mask_is_scored(make_model: Make) -> None:
+    """Positions outside the score mask are 0 and those inside are unchanged; first tokens and padding never count."""
+    policy = CausalLMPolicy(make_model())
+    ids, mask, _ = _padded("left")
+    everything = policy.log_probs(ids, mask)
+    score = torch.zeros_like(mask)
+    score[0, 4:6] = True
+    score[3, :] = True
+    scored = policy.log_probs(ids, mask, score)
+    torch.testing.assert_close(scored[score], everything[score], atol=1e-6, rtol=0)
+    assert not scored[~score].any()
+    nothing = policy.log_probs(ids, mask, torch.zeros_like(mask))
+    assert not nothing.any()
+
+
+def test_the_chunk_size_does_not_matter(make_model: Make) -> None:
+    """One row per pass through the head gives the same log-probs."""
+    policy = CausalLMPolicy(make_model())
+    ids, mask, _ = _padded("right")
+    torch.testing.assert_close(
+        policy.log_probs(ids, mask, chunk_size=1), policy.log_probs(ids, mask), atol=1e-6, rtol=0
+    )
+
+
+def test_the_head_sees_only_scored_rows(make_model: Make) -> None:
+    """The hidden states handed to the head are as many as the scored tokens."""
+    policy = CausalLMPolicy(make_model())
+    ids, mask, _ = _padded("right")
+    score = torch.zeros_like(mask)
+    score[0, 2:4] = True
+    score[1, 0] = True
+    found = policy.scoring_rows(ids, mask, score)
+    assert found.hidden.shape == (2, 32)
+    assert found.targets.tolist() == [7, 8]
+    assert list(zip(found.rows.tolist(), found.columns.tolist(), strict=True)) == [(0, 2), (0, 3)]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["qwen2-tied", "phi", "granite"])
+def test_gradients_equal_those_of_full_logits(name: str, side: str, make_model: Make) -> None:
+    """Every parameter's gradient equals autograd through the model's own logits, in float64."""
+    model = make_model(name).double()
+    policy = CausalLMPolicy(model, temperature=0.7)
+    ids, mask, starts = _padded(side)
+    weight = torch.linspace(-1, 1, ids.numel(), dtype=torch.float64).reshape(ids.shape)
+    (policy.log_probs(ids, mask) * weight).sum().backward()
+    ours = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    loss = torch.zeros((), dtype=torch.float64)
+    for i, row in enumerate(ROWS):
+        logits = model(input_ids=torch.tensor([row])).logits[0] / 0.7
+        scores = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(row[1:], dtype=torch.int64)[:, None])[:, 0]
+        loss = loss + (scores * weight[i, starts[i] + 1 : starts[i] + len(row)]).sum()
+    loss.backward()
+    for n, p in model.named_parameters():
+        assert p.grad is not None
+        # log_probs returns float32, so the incoming gradient is rounded to it once.
+        torch.testing.assert_close(ours[n], p.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_hidden_states_stand_where_their_tokens_stand(make_model: Make) -> None:
+    """Head of hidden[t] gives the logits after token t, for both padding sides; zero at padding."""
+    model = make_model("phi")
+    policy = CausalLMPolicy(model)
+    assert policy.head_bias is not None
+    for side in ("left", "right"):
+        ids, mask, starts = _padded(side)
+        hidden = policy.hidden_states(ids, mask)
+        assert hidden.shape == (4, 9, 32)
+        assert not hidden[~mask].any()
+        logits = hidden @ policy.head_weight.T + policy.head_bias
+        for i, row in enumerate(ROWS):
+            own = model(input_ids=torch.tensor([row])).logits[0]
+            torch.testing.assert_close(logits[i, starts[i] : starts[i] + len(row)], own, atol=1e-4, rtol=1e-5)
+
+
+def test_low_precision_scores_are_float32_and_near(make_model: Make, oracle: Oracle) -> None:
+    """A bfloat16 model gives float32 log-probs, near those of the same weights in float32."""
+    policy = CausalLMPolicy(make_model().bfloat16())
+    ids, mask, _ = _padded("left")
+    scored = policy.log_probs(ids, mask).detach()
+    assert scored.dtype == torch.float32
+    exact = CausalLMPolicy(copy.deepcopy(policy.model).float()).log_probs(ids, mask).detach()
+    assert float((scored - exact).abs().mean()) < 0.05
+    assert len(set(scored[mask].tolist()) - {0.0}) > 8
+
+
+def test_dropout_is_off_in_training_mode(make_model: Make) -> None:
+    """train() leaves the model in eval mode, so two scores of the same tokens are equal."""
+    policy = CausalLMPolicy(make_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)).train()
+    ids, mask, _ = _padded("right")
+    assert policy.training
+    assert torch.equal(policy.log_probs(ids, mask), policy.log_probs(ids, mask))
+    assert not any(m.training for m in policy.model.modules())
+
+
+def test_rows_beyond_the_models_positions_are_refused(make_model: Make) -> None:
+    """The message has both numbers."""
+    policy = CausalLMPolicy(make_model("gpt2", n_positions=8))
+    ids = torch.full((1, 9), 5)
+    with pytest.raises(DefinitionError, match="9 tokens; the model has 8 positions"):
+        policy.log_probs(ids, torch.ones_like(ids, dtype=torch.bool))
+    policy.log_probs(ids, torch.tensor([[False] + [True] * 8]))
+
+
+def test_bad_shapes_and_temperatures_are_refused(make_model: Make) -> None:
+    """Shapes that differ, and temperature 0, say what to do."""
+    policy = CausalLMPolicy(make_model(), temperature=0.0)
+    ids = torch.full((2, 3), 5)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    with pytest.raises(DefinitionError, match=r"temperature=1\.0"):
+        policy.log_probs(ids, mask)
+    with pytest.raises(DefinitionError, match=r"attention_mask must have the shape of input_ids, \[2, 3\]"):
+        policy.log_probs(ids, mask[:, :2], temperature=1.0)
+    with pytest.raises(DefinitionError, match=r"input_ids must be \[B, T\]"):
+        policy.log_probs(ids[0], mask[0], temperature=1.0)
+    with pytest.raises(DefinitionError, match="num_slots is 0"):
+        CausalLMPolicy(make_model(), num_slots=0)
+    with pytest.raises(DefinitionError, match="max_new_tokens is 0"):
+        CausalLMPolicy(make_model(), max_new_tokens=0)
+    with pytest.raises(DefinitionError, match="temperature is -1"):
+        CausalLMPolicy(make_model(), temperature=-1.0)
+
+
+def test_a_row_of_padding_only_scores_nothing(make_model: Make) -> None:
+    """An empty row, an empty batch: zeros of the right shape."""
+    policy = CausalLMPolicy(make_model())
+    ids = torch.full((2, 3), 5)
+    mask = torch.tensor([[False] * 3, [True] * 3])
+    assert not policy.log_probs(ids, mask)[0].any()
+    assert policy.log_probs(ids[:0], mask[:0]).shape == (0, 3)
+    assert policy.log_probs(ids, torch.zeros_like(mask)).tolist() == [[0.0] * 3] * 2
+
+
+def test_end_and_padding_tokens_come_from_the_configs(make_model: Make) -> None:
+    """Generation config and tokenizer both count; explicit values win; padding falls back to the end token."""
+    model = make_model("qwen2", eos_token_id=[3, 4], pad_token_id=None)
+    assert CausalLMPolicy(model).eos_token_ids == (3, 4)
+    assert CausalLMPolicy(model).pad_token_id == 3
+    assert CausalLMPolicy(model, eos_token_id=7).eos_token_ids == (7,)
+    assert CausalLMPolicy(model, eos_token_id=[]).eos_token_ids == ()
+    assert CausalLMPolicy(model, pad_token_id=9).pad_token_id == 9
+    tokenizer = scratch_policy("ab").tokenizer
+    assert CausalLMPolicy(model, tokenizer).eos_token_ids == (1, 3, 4)
+    assert CausalLMPolicy(model, tokenizer).pad_token_id == 0
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2-tied", "gpt2"])
+def test_saved_and_loaded_policies_are_equal(name: str, make_model: Make, tmp_path: Path) -> None:
+    """A round trip through a folder keeps every weight, the tokens that end and the scores, bit for bit."""
+    policy = CausalLMPolicy(make_model(name), scratch_policy("0123=").tokenizer)
+    policy.save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    loaded = CausalLMPolicy.from_pretrained(tmp_path / "model", temperature=0.5, num_slots=3)
+    ids, mask, _ = _padded("right")
+    assert torch.equal(policy.log_probs(ids, mask, temperature=0.5), loaded.log_probs(ids, mask))
+    assert loaded.eos_token_ids == policy.eos_token_ids
+    assert loaded.num_slots == 3
+    assert loaded.tokenizer.encode("12=") == policy.tokenizer.encode("12=")
+
+
+def test_loading_needs_no_network(make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a folder opens no connection."""
+
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("a connection was opened")
+
+    scratch_policy("0123=").save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    assert CausalLMPolicy.from_pretrained(tmp_path / "model").tokenizer is not None
+
+
+def test_a_folder_without_a_tokenizer_loads(make_model: Make, tmp_path: Path) -> None:
+    """Token ids need no tokenizer."""
+    CausalLMPolicy(make_model()).save_pretrained(tmp_path / "model")
+    assert CausalLMPolicy.from_pretrained(str(tmp_path / "model")).tokenizer is None
+
+
+def test_dtype_and_device_are_applied(make_model: Make, tmp_path: Path) -> None:
+    """The dtype is a torch dtype or its name; None keeps the checkpoint's."""
+    CausalLMPolicy(make_model().bfloat16()).save_pretrained(tmp_path / "model")
+    assert CausalLMPolicy.from_pretrained(tmp_path / "model").head_weight.dtype == torch.bfloat16
+    wide = CausalLMPolicy.from_pretrained(tmp_path / "model", dtype="float32", device="cpu")
+    assert wide.head_weight.dtype == torch.float32
+    with pytest.raises(DefinitionError, match="'float31' is no dtype"):
+        CausalLMPolicy.from_pretrained(tmp_path / "model", dtype="float31")
+
+
+def test_missing_folders_say_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absolute, relative and bare names; the message has the path and a command."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for name in (str(tmp_path / "nowhere"), "./nowhere", "nowhere", "runs/nowhere", "a/b/c"):
+        with pytest.raises(MissingPathError, match="rlhf-pipeline new"):
+            CausalLMPolicy.from_pretrained(name)
+    with pytest.raises(FileNotFoundError):
+        CausalLMPolicy.from_pretrained("nowhere")
+
+
+def test_folders_that_are_not_models_are_refused(make_model: Make, tmp_path: Path) -> None:
+    """A file, an empty folder, a config without weights, broken JSON, damaged weights, another kind of model."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(DataError, match=r"no config\.json \(it holds: nothing\)"):
+        CausalLMPolicy.from_pretrained(empty)
+    (empty / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(DataError, match="no weights"):
+        CausalLMPolicy.from_pretrained(empty)
+    with pytest.raises(DataError, match="is a file"):
+        CausalLMPolicy.from_pretrained(empty / "config.json")
+    good = tmp_path / "good"
+    CausalLMPolicy(make_model()).save_pretrained(good)
+    whole = (good / "model.safetensors").read_bytes()
+    (good / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"damaged|cannot be loaded"):
+        CausalLMPolicy.from_pretrained(good)
+    (good / "model.safetensors").write_bytes(whole)
+    (good / "config.json").write_text('{"model_type": "no_such_type"}')
+    with pytest.raises(DataError, match="cannot be loaded as a causal language model"):
+        CausalLMPolicy.from_pretrained(good)
+    (good / "config.json").write_text("{")
+    with pytest.raises(DataError, match="cannot be loaded as a causal language model"):
+        CausalLMPolicy.from_pretrained(good)
+
+
+def test_parameters_are_listed_once(make_model: Make) -> None:
+    """The trunk and the head are not registered a second time, so optimizers and checkpoints see each weight once."""
+    model = make_model("qwen2-tied")
+    policy = CausalLMPolicy(model)
+    assert [n for n, _ in policy.named_parameters()] == [f"model.{n}" for n, _ in model.named_parameters()]
+    assert list(policy.state_dict()) == [f"model.{n}" for n in model.state_dict()]
+
+
+def test_a_copy_has_its_own_weights(make_model: Make) -> None:
+    """A deepcopy is a policy whose trunk and head are its own: the reference model of a run."""
+    policy = CausalLMPolicy(make_model())
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    ids, mask, _ = _padded("right")
+    before = reference.log_probs(ids, mask)
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(0.1)
+    assert torch.equal(reference.log_probs(ids, mask), before)
+    assert not torch.equal(policy.log_probs(ids, mask), before)
+    assert reference.head_weight is not policy.head_weight
+
+
+def test_the_model_may_be_replaced(make_model: Make) -> None:
+    """After `policy.model = other`, scores are the other's."""
+    policy, other = CausalLMPolicy(make_model(seed=0)), make_model(seed=1)
+    ids, mask, _ = _padded("right")
+    expected = CausalLMPolicy(other).log_probs(ids, mask)
+    policy.model = other
+    assert torch.equal(policy.log_probs(ids, mask), expected)
+
+
+def test_unsupported_models_are_refused_by_name(make_model: Make) -> None:
+    """Softcapped logits, ALiBi without positions, encoder-decoders, models without a head, other modules."""
+    with pytest.raises(DefinitionError, match=r"Gemma2ForCausalLM: it caps its logits"):
+        CausalLMPolicy(make_model("gemma2", attention="eager", head_dim=8))
+    with pytest.raises(DefinitionError, match="BloomForCausalLM: its forward takes no position_ids"):
+        CausalLMPolicy(make_model("bloom", attention="eager"))
+    with pytest.raises(DefinitionError, match="no language model head"):
+        CausalLMPolicy(make_model().model)
+    with pytest.raises(DefinitionError, match="not a model of transformers"):
+        CausalLMPolicy(nn.Linear(2, 2))
+
+
+def test_logits_that_are_changed_unknown_ways_are_refused(make_model: Make) -> None:
+    """A head whose output is squashed by a hook does not pass the check against the model's own logits."""
+    model = make_model()
+    model.lm_head.register_forward_hook(lambda _m, _i, output: output.tanh())
+    with pytest.raises(DefinitionError, match=r"its logits differ from head\(hidden\)"):
+        CausalLMPolicy(model)
