@@ -20,8 +20,10 @@ from trajectory_store._errors import (
     UnknownColumnError,
     WriteFailedError,
 )
+from trajectory_store._maintenance import CompactReport
 from trajectory_store._ragged import RaggedArray
 from trajectory_store._schema import Column, Schema
+from trajectory_store._snapshot import Snapshot
 from trajectory_store._store import TrajectoryStore
 from trajectory_store._verify import VerifyReport
 
@@ -30,7 +32,9 @@ __all__ = [
     "Schema",
     "Column",
     "RaggedArray",
+    "Snapshot",
     "VerifyReport",
+    "CompactReport",
     "StoreError",
     "SchemaError",
     "UnknownColumnError",

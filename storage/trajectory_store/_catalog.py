@@ -15,6 +15,7 @@ import numpy.typing as npt
 from trajectory_store import _fs
 from trajectory_store._errors import MissingRowError, StoreError
 from trajectory_store._order import ArrivalOrder
+from trajectory_store._overlay import Overlay
 from trajectory_store._ragged import Int64Array
 from trajectory_store._reader import SegmentReader, map_file
 from trajectory_store._record import RECORD_SIZE, Log, Record, pack
@@ -61,6 +62,9 @@ class Catalog:
         self.order = ArrivalOrder()
         self._order_generation = -1
         self._lock = threading.RLock()
+        self._overlays: dict[str, Overlay] = {}
+        self._fresh_overlays: set[str] = set()
+        self._overlay_generation = -1
         self._writable = writable
         self._salt = salt
         self._next = 0
@@ -121,7 +125,9 @@ class Catalog:
 
     def _forget(self, ordinal: int) -> None:
         self.segments.pop(ordinal, None)
-        self.patches.pop(ordinal, None)
+        if self.patches.pop(ordinal, None) is not None:
+            self._overlays.clear()
+            self._fresh_overlays.clear()
         if ordinal < len(self._limits) and ordinal not in self.moved:
             self._limits[ordinal] = 0
         for source in [o for o, target in self.moved.items() if target == ordinal]:
@@ -242,9 +248,18 @@ class Catalog:
             "refresh() shows what other processes wrote or evicted."
         )
 
-    def limits(self) -> Mapping[int, int]:
-        """Rows visible per segment: the vector that a snapshot keeps."""
-        return {o: s.rows for o, s in sorted(self.segments.items())}
+    def row_limits(self) -> Mapping[int, int]:
+        """Rows visible per original segment: the vector that a snapshot keeps."""
+        out: dict[int, int] = {}
+        for segment in self.row_segments():
+            if segment.meta.kind == "rows":
+                out[segment.ordinal] = segment.rows
+                continue
+            ids = segment.row_ids(0, segment.rows)
+            owners = ids >> ORDINAL_SHIFT
+            for owner in np.unique(owners).tolist():
+                out[owner] = int((ids[owners == owner] & ROW_MASK).max()) + 1
+        return out
 
     def note_removed(self, ordinal: int, rows: int, time_ns: int) -> None:
         """Record that a segment was removed; call with the store's lock held.
@@ -263,6 +278,27 @@ class Catalog:
             _fs.pwrite(fd, pack(record, self._salt), end * RECORD_SIZE)
         finally:
             os.close(fd)
+
+    def removed_ordinals(self) -> set[int]:
+        """The segments that were removed since the store was made."""
+        end, _ = self._removed.find_end(self._removed_seen)
+        return {int(o) for o in self._removed.table(end)["n_rows"]}
+
+    def overlay(self, name: str) -> Overlay | None:
+        """The later values of a column, up to date; None where there are none."""
+        if not self.patches:
+            return None
+        with self._lock:
+            if self._overlay_generation != self.generation:
+                self._fresh_overlays.clear()
+                self._overlay_generation = self.generation
+            found = self._overlays.get(name)
+            if found is None:
+                found = self._overlays[name] = Overlay(name)
+            if name not in self._fresh_overlays:
+                found.update([self.patches[o] for o in sorted(self.patches)])
+                self._fresh_overlays.add(name)
+            return found
 
     def close(self) -> None:
         """Drop the maps; arrays that callers still hold stay valid."""

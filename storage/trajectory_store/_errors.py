@@ -19,7 +19,6 @@ Every message says what was seen, where, and what to do next.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -83,6 +82,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("zzz", ["b", "a"])
     ' Known: a, b.'
     """
+    import difflib
+
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(names)}."

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import functools
 import os
-import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,6 +101,8 @@ def sync_tree(root: Path) -> None:
 
 def remove_tree(root: Path) -> None:
     """Remove a folder; one that is already gone is fine."""
+    import shutil
+
     shutil.rmtree(root, ignore_errors=True)
 
 
@@ -141,6 +142,16 @@ def locked(path: Path, *, wait: bool) -> Generator[bool]:
             yield try_lock(fd)
     finally:
         os.close(fd)
+
+
+def token(size: int) -> str:
+    """Random hexadecimal digits for a name, two per byte."""
+    return os.urandom(size).hex()
+
+
+def random_salt() -> int:
+    """A random odd number of 32 bits."""
+    return int.from_bytes(os.urandom(4), "little") | 1
 
 
 @functools.cache

@@ -15,9 +15,11 @@ import numpy.typing as npt
 
 from trajectory_store._catalog import Address, Catalog
 from trajectory_store._errors import BatchError
+from trajectory_store._layout import PRESENT
 from trajectory_store._pool import BufferPool
 from trajectory_store._ragged import Int64Array, RaggedArray, offsets_of
 from trajectory_store._schema import Column
+from trajectory_store._writer import ORDINAL_SHIFT, ROW_MASK
 
 Side = Literal["left", "right"]
 SMALL = 512
@@ -45,20 +47,50 @@ class Gather:
         self._ids = ids
         self._base = catalog.locate(ids)
         self._spans: dict[str, Spans] = {}
+        self._patched: dict[str, Address] = {}
 
     def _address(self, column: Column) -> Address:
-        return self._base
+        """Where the newest values of a column are; the base itself where no row has later ones."""
+        found = self._patched.get(column.name)
+        if found is not None:
+            return found
+        found = self._base
+        overlay = None if column.mutable else self._catalog.overlay(column.name)
+        if overlay is not None:
+            later = overlay.lookup(self._ids)
+            hit = later >= 0
+            if hit.any():
+                found = Address(
+                    np.where(hit, later >> ORDINAL_SHIFT, found.ordinals),
+                    np.where(hit, later & ROW_MASK, found.rows),
+                )
+        self._patched[column.name] = found
+        return found
+
+    def present(self, column: Column) -> npt.NDArray[np.bool_]:
+        """`[B]` bool: whether a value was given at the append or by a patch."""
+        ordinals, rows = self._address(column)
+        out = np.ones(len(rows), bool)
+        if not column.optional:
+            return out
+        for owner, where in groups(ordinals):
+            segment = self._catalog.any_segment(owner)
+            names = [c.name for c in segment.schema.optional]
+            if column.name in names:
+                bit = np.uint64(names.index(column.name))
+                out[where] = (segment.array(PRESENT)[rows[where]] >> bit) & np.uint64(1)
+            else:
+                out[where] = column.name in segment.schema
+        return out
 
     def spans(self, column: Column) -> Spans:
         """Where the rows of a ragged column are."""
         axis = column.axis or ""
         address = self._address(column)
-        shared = address is self._base
-        found = self._spans.get(axis) if shared else None
+        key = axis if address is self._base else f"{axis}.{column.name}"
+        found = self._spans.get(key)
         if found is None:
-            found = self._find_spans(axis, address)
-            if shared:
-                self._spans[axis] = found
+            found = self._spans[key] = self._find_spans(axis, address)
         return found
 
     def _find_spans(self, axis: str, address: Address) -> Spans:
@@ -94,6 +126,10 @@ class Gather:
         segment = self._catalog.any_segment(ordinal)
         return segment.raw(f"{axis}.offsets").cast("q") if axis in segment.schema.axes else None
 
+    def base_lengths(self, axis: str) -> Int64Array:
+        """`[B]` int64: elements per row on an axis, as committed with the row."""
+        return self._find_spans(axis, self._base).lengths
+
     def lengths(self, column: Column) -> Int64Array:
         """`[B]` int64: elements per row."""
         return self.spans(column).lengths
@@ -114,7 +150,7 @@ class Gather:
 
     def _scalars_of(self, column: Column, ordinal: int, rows: Int64Array, where: Any, out: npt.NDArray[Any]) -> None:
         segment = self._catalog.any_segment(ordinal)
-        if column.name not in segment.schema:
+        if not segment.has(column):
             out[where] = column.fill_value
             return
         array = segment.array(column.name)
@@ -129,6 +165,9 @@ class Gather:
         ordinals, rows = self._base
         for owner, where in groups(ordinals):
             segment = self._catalog.any_segment(owner)
+            if not segment.has(column):
+                segment.add_mutable(column)
+                segment.has(column)
             segment.array(column.name)[rows[where]] = values[where]
 
     def sources(self, column: Column, ordinals: Sequence[int]) -> list[memoryview | None]:
@@ -136,7 +175,7 @@ class Gather:
         views: dict[int, memoryview | None] = {}
         for ordinal in set(ordinals):
             segment = self._catalog.any_segment(ordinal)
-            views[ordinal] = segment.raw(column.name) if column.name in segment.schema else None
+            views[ordinal] = segment.raw(column.name) if segment.has(column) else None
         return [views[o] for o in ordinals]
 
     def ragged(self, column: Column) -> RaggedArray:

@@ -6,10 +6,9 @@ file holds the raw little-endian values and nothing else; `storage/FORMAT.md` is
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import secrets
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,6 +29,8 @@ PRESENT = "present"
 ROW_ID = "row_id"
 ROW_TIME = "row_time"
 TARGET = "target"
+TEMPORARY = ".new-"
+TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
 MAX_ROWS = 65_536
 FIRST_ROWS = 4_096
 MAX_ELEMENTS = 1 << 24
@@ -73,8 +74,8 @@ class SegmentMeta:
     durability: str = "process"
     preallocated: bool = False
     replaces: tuple[int, ...] = ()
-    salt: int = field(default_factory=lambda: secrets.randbits(32) | 1)
-    writer: str = field(default_factory=lambda: f"{os.getpid()}@{socket.gethostname()}")
+    salt: int = field(default_factory=lambda: _fs.random_salt())
+    writer: str = field(default_factory=lambda: f"{os.getpid()}@{os.uname().nodename}")
     boot_id: str = field(default_factory=_fs.boot_id)
     created_ns: int = field(default_factory=time.time_ns)
 
@@ -264,6 +265,27 @@ def write_segment(folder: Path, meta: SegmentMeta) -> tuple[int, int]:
     return fd, crc32c(raw)
 
 
-def fixed_row_bytes(columns: tuple[Column, ...]) -> int:
-    """Bytes per row of the scalar columns."""
-    return sum(c.np_dtype.itemsize for c in columns if c.axis is None)
+def late_spec(column: Column, meta: SegmentMeta) -> ArraySpec:
+    """The array of a mutable column that is younger than its segment."""
+    return ArraySpec(column.name, column.np_dtype, meta.rows_cap, "rows", column.fill_value)
+
+
+def write_late(folder: Path, spec: ArraySpec) -> None:
+    """Add an array to an existing segment in one step; one that is there already is fine."""
+    temporary = folder.parent / f"{TEMPORARY}{os.getpid()}-{_fs.token(6)}"
+    try:
+        _fs.mkdir(temporary)
+        _fs.mkdir(temporary / "c")
+        _fs.write_file(temporary / "zarr.json", spec_json(spec))
+        values = np.full(spec.capacity, spec.fill, spec.dtype)
+        _fs.write_file(temporary / "c" / "0", values.tobytes())
+        _fs.sync_tree(temporary)
+        try:
+            _fs.rename(temporary, folder / spec.name)
+        except OSError as error:
+            if error.errno not in TAKEN:
+                raise
+            _fs.remove_tree(temporary)
+    except OSError as error:
+        _fs.remove_tree(temporary)
+        raise _fs.failed(error, folder, "adding a column to a segment") from error

@@ -23,11 +23,13 @@ from trajectory_store._layout import (
     SegmentMeta,
     chunk_path,
     commits_path,
+    late_spec,
     offsets_name,
+    write_late,
 )
 from trajectory_store._ragged import Int64Array
 from trajectory_store._record import KIND_END, KIND_ROWS, MAGIC, Log, crc32c
-from trajectory_store._schema import Schema
+from trajectory_store._schema import Column, Schema
 from trajectory_store._writer import ORDINAL_SHIFT
 
 VERIFIED = "verified"
@@ -74,6 +76,7 @@ class SegmentReader:
         self.meta = SegmentMeta.from_json(raw, folder / "zarr.json")
         self.meta_crc = crc32c(raw)
         self._specs: dict[str, ArraySpec] = {spec.name: spec for spec in self.meta.arrays()}
+        self._late: set[str] = set()
         self._maps: dict[str, memoryview] = {}
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         size = (self.meta.rows_cap + 1) * 64
@@ -168,12 +171,28 @@ class SegmentReader:
             crc = crc32c(self.array(name)[first:end].view(np.uint8), crc)
         return crc
 
+    def has(self, column: Column) -> bool:
+        """Whether the segment holds values of a column; a mutable one may have been added later."""
+        if column.name in self._specs:
+            return column.name in self.schema or column.name in self._late
+        if not column.mutable or not chunk_path(self.folder, column.name).exists():
+            return False
+        self._specs[column.name] = late_spec(column, self.meta)
+        self._late.add(column.name)
+        return True
+
+    def add_mutable(self, column: Column) -> None:
+        """Give the segment an array for a mutable column that is younger than the segment."""
+        if not self.has(column):
+            write_late(self.folder, late_spec(column, self.meta))
+
     def raw(self, name: str) -> memoryview:
         """The bytes of an array, mapped at first use."""
         view = self._maps.get(name)
         if view is None:
             spec = self._specs[name]
-            writable = self._writable and name in self.schema and self.schema[name].mutable
+            changes = name in self._late or (name in self.schema and self.schema[name].mutable)
+            writable = self._writable and changes
             path = chunk_path(self.folder, name)
             try:
                 mapped = map_file(path, spec.capacity * spec.dtype.itemsize, writable=writable)

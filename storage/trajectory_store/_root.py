@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from trajectory_store._catalog import REMOVED, REMOVED_CAP, removed_path
 from trajectory_store._errors import (
     CorruptionError,
     NotAStoreError,
+    SchemaError,
     StoreError,
     StoreExistsError,
     StoreNotFoundError,
@@ -29,7 +29,7 @@ from trajectory_store._layout import (
     read_attributes,
 )
 from trajectory_store._record import RECORD_SIZE
-from trajectory_store._schema import Schema
+from trajectory_store._schema import Column, Schema
 from trajectory_store._writer import Durability
 
 
@@ -54,8 +54,8 @@ class RootMeta:
     segment_rows: int | None = None
     segment_elements: int | None = None
     preallocate: bool = False
-    uuid: str = field(default_factory=lambda: secrets.token_hex(16))
-    salt: int = field(default_factory=lambda: secrets.randbits(32) | 1)
+    uuid: str = field(default_factory=lambda: _fs.token(16))
+    salt: int = field(default_factory=lambda: _fs.random_salt())
     created_ns: int = field(default_factory=time.time_ns)
 
     def to_json(self) -> bytes:
@@ -94,7 +94,7 @@ def create_root(path: Path, meta: RootMeta) -> None:
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise _taken(path)
-    temporary = path.parent / f".{path.name}.new-{secrets.token_hex(6)}"
+    temporary = path.parent / f".{path.name}.new-{_fs.token(6)}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for folder in (temporary, temporary / REMOVED, temporary / REMOVED / "c"):
@@ -122,9 +122,29 @@ def create_root(path: Path, meta: RootMeta) -> None:
         raise _fs.failed(error, path, "creating the store") from error
 
 
+def add_to_root(path: Path, columns: Sequence[Column]) -> RootMeta:
+    """Add columns to the schema that new segments get; columns that are there already are checked."""
+    read_root(path)
+    with _fs.locked(removed_path(path), wait=True):
+        root = read_root(path)
+        new: list[Column] = []
+        for column in columns:
+            if column.name not in root.schema:
+                new.append(column)
+            elif root.schema[column.name].to_json() != column.to_json():
+                raise SchemaError(
+                    f"the store has a column '{column.name}' already, defined as "
+                    f"{root.schema[column.name]}. Choose another name."
+                )
+        if new:
+            root = replace(root, schema=root.schema.with_columns(new))
+            rewrite_root(path, root)
+        return root
+
+
 def rewrite_root(path: Path, meta: RootMeta) -> None:
     """Replace the store's zarr.json in one step."""
-    temporary = path / f".zarr.json.{os.getpid()}-{secrets.token_hex(4)}"
+    temporary = path / f".zarr.json.{os.getpid()}-{_fs.token(4)}"
     try:
         _fs.write_file(temporary, meta.to_json())
         _fs.sync_path(temporary)

@@ -23,15 +23,17 @@ from trajectory_store._errors import (
     StoreError,
 )
 from trajectory_store._gather import Gather, Side, pad_value_of
+from trajectory_store._layout import MAX_ROWS, TARGET, TEMPORARY
+from trajectory_store._maintenance import CompactReport, compact, evict, sweep
 from trajectory_store._pool import BufferPool
 from trajectory_store._ragged import Int64Array, RaggedArray
-from trajectory_store._root import RootMeta, create_root, read_root
+from trajectory_store._root import RootMeta, add_to_root, create_root, read_root
 from trajectory_store._schema import Column, Schema
+from trajectory_store._snapshot import Snapshot
 from trajectory_store._verify import VerifyReport, leftovers, verify_segments
 from trajectory_store._writer import (
     DURABILITIES,
     ORDINAL_SHIFT,
-    TEMPORARY,
     Durability,
     SegmentStream,
 )
@@ -82,6 +84,7 @@ class TrajectoryStore:
             segment_elements=root.segment_elements,
             preallocate=root.preallocate,
         )
+        self._patch_streams: dict[tuple[str, ...], SegmentStream] = {}
         self._closed = False
 
     # Opening and closing
@@ -134,8 +137,8 @@ class TrajectoryStore:
         for name, value in limits.items():
             if value is not None and value < 1:
                 raise SchemaError(f"{name}={value} is too small; give at least 1, or None.")
-        if max_trajectories is not None and segment_rows is None and max_trajectories < 1 << 20:
-            segment_rows = max(1, max_trajectories // 16)
+        if max_trajectories is not None and segment_rows is None:
+            segment_rows = min(max(512, max_trajectories // 8), MAX_ROWS)
         folder = Path(path)
         root = RootMeta(
             schema=schema,
@@ -156,6 +159,7 @@ class TrajectoryStore:
         mode: Mode = "r",
         *,
         durability: Durability | None = None,
+        add_columns: Sequence[Column] = (),
     ) -> TrajectoryStore:
         """Open a store.
 
@@ -163,6 +167,8 @@ class TrajectoryStore:
             path: its folder.
             mode: `"r"` to read, `"a"` to read, append and update.
             durability: for the appends of this process; default: what the store was created with.
+            add_columns: columns that the store gets from now on; rows that exist read as their fill, and
+                `patch` gives them values. A column that is there already, defined alike, is fine.
 
         Raises:
             StoreNotFoundError: nothing is there.
@@ -175,6 +181,10 @@ class TrajectoryStore:
             _check_durability(durability)
         folder = Path(path)
         root = read_root(folder)
+        if add_columns and mode != "a":
+            raise ReadOnlyError("add_columns changes the store: open it with mode 'a'.")
+        if add_columns:
+            root = add_to_root(folder, add_columns)
         store = cls(folder, root, mode, durability or root.durability)
         if mode == "a":
             store._clean_up()
@@ -185,7 +195,8 @@ class TrajectoryStore:
         if self._closed:
             return
         self._closed = True
-        self._stream.close()
+        for stream in (self._stream, *self._patch_streams.values()):
+            stream.close()
         self._catalog.close()
 
     def __enter__(self) -> Self:
@@ -237,8 +248,11 @@ class TrajectoryStore:
         batch = prepare(self.schema, data)
         if not batch.n_rows:
             return np.empty(0, np.int64)
+        known = self._stream.ordinal
         ordinal, first = self._stream.append(batch)
         self._catalog.refresh_segment(ordinal)
+        if ordinal != known:
+            evict(self._catalog, self._root)
         start = (ordinal << ORDINAL_SHIFT) + first
         return np.arange(start, start + batch.n_rows, dtype=np.int64)
 
@@ -276,11 +290,52 @@ class TrajectoryStore:
         for column, array in checked:
             gather.assign(column, array)
 
+    def patch(self, ids: Ids, **values: Any) -> None:
+        """Give later values of columns that are not mutable, for trajectories that are there already.
+
+        The values are appended to a segment of this process by one atomic commit, with the durability of
+        an append; nothing is overwritten. Readers see them at their next refresh, and the last patch of
+        a value wins.
+
+        Args:
+            ids: `[n]` ids.
+            **values: per column a RaggedArray or a list of rows (ragged), a list of str (text), or `[n]` values.
+                A ragged column that shares its axis keeps the length of its row.
+
+        Raises:
+            BatchError: a length or a dtype does not fit; nothing was written.
+            MissingRowError: an id is not in the store.
+        """
+        self._check_writable("patch")
+        if not values:
+            raise BatchError("patch needs at least one column, for example patch(ids, advantage=values).")
+        wanted = as_ids(ids)
+        columns = [self.schema[name] for name in values]
+        for column in columns:
+            if column.mutable:
+                raise BatchError(f"column '{column.name}' is mutable: set it with update(ids, {column.name}=...).")
+        names = tuple(c.name for c in self.schema if c.name in values)
+        schema = Schema([self.schema[name] for name in names])
+        gather = Gather(self._catalog, wanted)
+        batch = prepare(schema, values, len(wanted))
+        for column in columns:
+            if column.axis is not None and len(self.schema.axes[column.axis]) > 1:
+                _same_lengths(column, batch.lengths[column.axis], gather.base_lengths(column.axis))
+        if not len(wanted):
+            return
+        batch.extra = {TARGET: wanted}
+        stream = self._patch_streams.get(names)
+        if stream is None:
+            stream = self._patch_streams[names] = SegmentStream(self.path, schema, "patch", self.durability)
+        ordinal, _ = stream.append(batch)
+        self._catalog.refresh_segment(ordinal)
+
     def flush(self) -> None:
         """Wait until everything this process appended is on the disk."""
         self._check_writable("flush")
         try:
-            self._stream.sync()
+            for stream in (self._stream, *self._patch_streams.values()):
+                stream.sync()
         except OSError as error:
             raise _fs.failed(error, self.path, "syncing") from error
 
@@ -307,10 +362,21 @@ class TrajectoryStore:
         limit = self._root.max_trajectories
         return total if limit is None else min(total, limit)
 
-    def ids(self) -> Int64Array:
-        """`[len(self)]` int64, read-only: the ids in the order of arrival, the same for every reader."""
+    def snapshot(self) -> Snapshot:
+        """Name the rows that this reader sees now, for `ids` of any reader at any later time."""
+        self._check_open()
+        return Snapshot(self._catalog.row_limits(), self.watermark)
+
+    def ids(self, snapshot: Snapshot | None = None) -> Int64Array:
+        """`[len(self)]` int64, read-only: the ids in the order of arrival, the same for every reader.
+
+        Args:
+            snapshot: only the rows of a snapshot that are still in the store.
+        """
         self._check_open()
         ids = self._catalog.ids()
+        if snapshot is not None:
+            ids = snapshot.select(ids)
         limit = self._root.max_trajectories
         return ids if limit is None else ids[max(0, len(ids) - limit) :]
 
@@ -424,7 +490,23 @@ class TrajectoryStore:
         found = self._ragged_column(column)
         return self._gather(self.ids() if ids is None else ids).lengths(found)
 
+    def present(self, column: str, ids: Ids | None = None) -> npt.NDArray[np.bool_]:
+        """`[B]` bool: whether a value was given, at the append or by a patch, and not filled in."""
+        self._check_open()
+        found = self.schema[column]
+        return self._gather(self.ids() if ids is None else ids).present(found)
+
     # Care
+
+    def compact(self) -> CompactReport:
+        """Merge finished segments into few and fold patches in; ids and their order stay.
+
+        Other readers go on with the old segments until they refresh.
+        """
+        self._check_writable("compact")
+        for stream in (self._stream, *self._patch_streams.values()):
+            stream.close()
+        return compact(self._catalog, self.schema)
 
     def verify(self) -> VerifyReport:
         """Recompute every checksum and report what is damaged, in words."""
@@ -462,6 +544,7 @@ class TrajectoryStore:
     def _clean_up(self) -> None:
         for folder in leftovers(self.path, TEMPORARY):
             _fs.remove_tree(folder)
+        sweep(self._catalog)
 
 
 def as_ids(ids: Ids) -> Int64Array:
@@ -476,6 +559,16 @@ def as_ids(ids: Ids) -> Int64Array:
             f"ids are a 1-D array of integers; got {array.dtype} {list(array.shape)}. Take them from append() or ids()."
         )
     return array.astype(np.int64, copy=False)
+
+
+def _same_lengths(column: Column, given: Int64Array, known: Int64Array) -> None:
+    wrong = np.flatnonzero(given != known)
+    if len(wrong):
+        row = int(wrong[0])
+        raise BatchError(
+            f"row {row} of column '{column.name}' has length {int(given[row])}, but the trajectory has "
+            f"{int(known[row])} elements on axis '{column.axis}'."
+        )
 
 
 def _check_durability(durability: str) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +21,8 @@ from trajectory_store._layout import (
     MAX_ELEMENTS,
     MAX_ROWS,
     PRESENT,
+    TAKEN,
+    TEMPORARY,
     Kind,
     SegmentMeta,
     chunk_path,
@@ -37,9 +37,7 @@ DURABILITIES: tuple[Durability, ...] = ("process", "power", "group")
 ORDINAL_SHIFT = 32
 ROW_MASK = (1 << ORDINAL_SHIFT) - 1
 MAX_ORDINAL = (1 << 31) - 1
-TEMPORARY = ".new-"
 _SEGMENT = re.compile(r"seg-([0-9]{8,10})\Z")
-_NO_ROOM_TO_CLAIM = {errno.ENOTEMPTY, errno.EEXIST}
 
 
 def segment_name(ordinal: int) -> str:
@@ -81,13 +79,20 @@ class SegmentWriter:
             used + int(batch.lengths[axis].sum()) <= self.meta.elems_cap[axis] for axis, used in self.elements.items()
         )
 
-    def commit(self, batch: Batch, time_ns: int | None = None) -> int:
+    def commit(self, batch: Batch, time_ns: int | None = None, *, durable: bool | None = None) -> int:
         """Write a batch that fits and return its first row; on return readers see it.
+
+        Args:
+            batch: the rows.
+            time_ns: the time of the commit; None for now.
+            durable: sync before returning; None as the segment's metadata says.
 
         Raises:
             OSError: nothing of the batch became visible, unless the last sync failed.
         """
-        first, durable = self.rows, self.meta.durability == "power"
+        first = self.rows
+        if durable is None:
+            durable = self.meta.durability == "power"
         touched, ends, crc = self._write_data(batch)
         if durable:
             for name in touched:
@@ -215,7 +220,6 @@ class SegmentStream:
         segment_elements: elements per axis of a full-size segment; None starts small and grows.
         preallocate: reserve the blocks of a segment when it is made.
         group_delay_s: how long a group sync waits for company.
-        on_new: called with the ordinal of each segment made.
     """
 
     def __init__(
@@ -229,7 +233,6 @@ class SegmentStream:
         segment_elements: int | None = None,
         preallocate: bool = False,
         group_delay_s: float = 0.005,
-        on_new: Callable[[int], None] | None = None,
     ) -> None:
         self.root = root
         self.schema = schema
@@ -241,7 +244,6 @@ class SegmentStream:
         self._elements_option = segment_elements
         self._preallocate = preallocate
         self._group_delay_s = group_delay_s
-        self._on_new = on_new
         self._made = 0
         self._writer: SegmentWriter | None = None
         self._lock = threading.Lock()
@@ -310,7 +312,7 @@ class SegmentStream:
             preallocated=self._preallocate,
             replaces=self.replaces,
         )
-        folder = self.root / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
+        folder = self.root / f"{TEMPORARY}{os.getpid()}-{_fs.token(6)}"
         log_fd, meta_crc = write_segment(folder, meta)
         try:
             ordinal = claim(self.root, folder)
@@ -324,8 +326,6 @@ class SegmentStream:
         self._made += 1
         self.ordinal = ordinal
         self._writer = writer
-        if self._on_new is not None:
-            self._on_new(ordinal)
         return writer
 
     def _capacity(self, option: int | None, first: int, largest: int) -> int:
@@ -374,7 +374,7 @@ def claim(root: Path, folder: Path) -> int:
         try:
             _fs.rename(folder, root / segment_name(ordinal))
         except OSError as error:
-            if error.errno not in _NO_ROOM_TO_CLAIM:
+            if error.errno not in TAKEN:
                 raise
             ordinal += 1
         else:

@@ -1,0 +1,55 @@
+"""A fixed view of a store: which rows existed at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trajectory_store._errors import SchemaError
+from trajectory_store._ragged import Int64Array
+from trajectory_store._writer import ORDINAL_SHIFT, ROW_MASK
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Per writer stream, how many rows were visible.
+
+    Several writers interleave, so a number of rows alone does not say which rows; this does. It is small
+    (one number per segment) and goes into a ledger as JSON.
+
+    Attributes:
+        rows: ordinal of a segment -> rows.
+        watermark: rows committed since the store was made.
+
+    >>> Snapshot.from_json(Snapshot({0: 5}, 5).to_json())
+    Snapshot(rows={0: 5}, watermark=5)
+    """
+
+    rows: Mapping[int, int]
+    watermark: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {"rows": {str(k): v for k, v in self.rows.items()}, "watermark": self.watermark}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Snapshot:
+        """Rebuild it from `to_json`."""
+        try:
+            rows = {int(k): int(v) for k, v in data["rows"].items()}
+            return cls(rows, int(data["watermark"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SchemaError(f"a snapshot cannot be read: {error!r} in {dict(data)!r}") from None
+
+    def select(self, ids: Int64Array) -> Int64Array:
+        """Keep the ids that existed, in their order."""
+        if not self.rows or not len(ids):
+            return ids[:0]
+        owners, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
+        limits = np.zeros(max(int(owners.max()), *self.rows) + 1, np.int64)
+        for ordinal, count in self.rows.items():
+            limits[ordinal] = count
+        return ids[rows < limits[owners]]
