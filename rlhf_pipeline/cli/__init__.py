@@ -7,6 +7,7 @@ so first.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 is success, 1 damage found (`verify`, `inspect`, `doctor`), 2 a mistake in what was asked, 130 and 143 a run that
     was stopped by SIGINT or SIGTERM and saved.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes, not a traceback
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
         command = importlib.import_module(f"rlhf_pipeline.cli.{args.module}")

@@ -72,6 +72,10 @@ class RunView:
         self._erase()
         self._write(f"{text}\n")
 
+    def close(self) -> None:
+        """Take the live line away, so that what is printed next starts on a line of its own."""
+        self._erase()
+
     def _started(self, event: RunStarted) -> None:
         self._step_at = self._clock()
         where = f"{count(event.num_parameters, 'parameter')}, {count(event.total_steps, 'step')} at most"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -54,6 +55,8 @@ def execute(args: argparse.Namespace) -> int:
         else:
             view.say("stopped before the run began; nothing was written.")
         return 128 + (seen[-1] if seen else signal.SIGINT)
+    finally:
+        view.close()
     finish(finished, plan, view)
     if finished.reason == "interrupted":
         return 128 + (seen[-1] if seen else signal.SIGINT)
@@ -183,7 +186,7 @@ def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
 
     view.say(result_sentence(finished, resumed=plan.resume))
     run = RunFolder(finished.run_dir)
-    for line in before_and_after(run):
+    for line in before_and_after(run, shutil.get_terminal_size((110, 24)).columns):
         view.say(line)
     written = write_report(run)
     view.say(f"written: {', '.join(str(path) for path in written)}")

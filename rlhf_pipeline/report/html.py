@@ -22,6 +22,8 @@ from rlhf_pipeline.report.words import count, number
 _VERSIONS = 8
 _PER_VERSION = 24
 _MAX_TOKENS = 1024
+_ALL_TOKENS = 100_000
+"""Tokens on the page at most, so that it opens fast: a token costs about 40 bytes."""
 _MAX_ROWS = 30
 _CURVES = {
     "entropy": "entropy (nats per token)",
@@ -109,7 +111,11 @@ def choose(stored: Stored) -> Ids:
         return ids[-_VERSIONS * _PER_VERSION :]
     known = sorted(set(versions.tolist()))
     spread = {known[round(place)] for place in np.linspace(0, len(known) - 1, min(_VERSIONS, len(known)))}
-    return np.concatenate([ids[np.flatnonzero(versions == version)[:_PER_VERSION]] for version in sorted(spread)])
+    each = _PER_VERSION
+    if "input_ids" in stored.columns:
+        length = float(np.minimum(stored.lengths("input_ids"), _MAX_TOKENS).mean())
+        each = int(min(max(_ALL_TOKENS / (len(spread) * max(length, 1)), 2), _PER_VERSION))
+    return np.concatenate([ids[np.flatnonzero(versions == version)[:each]] for version in sorted(spread)])
 
 
 def _head(run: RunFolder, name: str, total: int) -> Iterator[str]:

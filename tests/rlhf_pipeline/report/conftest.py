@@ -101,7 +101,7 @@ def _rollout(
                     "ids": [ALPHABET.index(c) for c in prompt.text + text],
                 }
             )
-    batch = {name: [row[name] for row in rows] for name in rows[0] if name != "ids"}
+    batch: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0] if name != "ids"}
     lengths = np.array([len(row["ids"]) for row in rows])
     flat = np.concatenate([row["ids"] for row in rows]).astype(np.int32)
     place = np.concatenate([np.arange(n) for n in lengths])
