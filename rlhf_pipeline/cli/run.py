@@ -99,6 +99,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
 def _new(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -> Plan:
     if args.definition is None:
         raise DefinitionError("name what to run, for example: rlhf-pipeline run copy_digits (`rlhf-pipeline list`)")
+    if is_run(Path(args.definition).expanduser()):
+        again = shlex.join(["rlhf-pipeline", "run", args.definition, "--resume"])
+        raise DefinitionError(f"{args.definition} is a run, not a definition. Go on with it: {again}")
     definition = definitions.find(args.definition)
     out = Path(args.out).expanduser() if args.out else Path("runs") / definition.function
     command = _command(args.definition, args.out)

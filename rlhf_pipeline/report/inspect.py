@@ -136,6 +136,7 @@ def inspect_store(
     graded = np.empty(0) if rewards is None else rewards[np.isfinite(rewards)].astype(np.float64)
     sizes = distinct(groups)[1] if groups is not None else np.empty(0, np.int64)
     curve = run.reward_points() if run is not None else []
+    reasons = Counter(stored.texts("finish_reason", ids))
     check = None
     if reward is not None and rewards is not None:
         check = check_rewards(stored, ids, rewards.astype(np.float64), groups, reward, run)
@@ -150,8 +151,8 @@ def inspect_store(
         num_completion_tokens=int((lengths - prompt_tokens).sum()),
         completion_lengths=histogram(lengths - prompt_tokens),
         policy_versions=_first_last_count(versions) if versions is not None and num else None,
-        finish_reasons=dict(Counter(stored.texts("finish_reason", ids)).most_common()) if num else {},
-        num_failed=num - len(graded) if rewards is not None else 0,
+        finish_reasons={name: reasons[name] for name, _ in reasons.most_common() if name},
+        num_failed=reasons["failed"],
         mean_reward=float(graded.mean()) if len(graded) else None,
         first_reward=curve[0][1] if curve else None,
         last_reward=curve[-1][1] if curve else None,

@@ -67,7 +67,7 @@ def read_trajectories(stored: Stored, ids: Ids, texts: TokenTexts) -> list[Traje
 
     def whole(name: str, row: int) -> int | None:
         values = scalars[name]
-        return None if values is None else int(values[row])
+        return None if values is None or values[row] < 0 else int(values[row])
 
     def real(name: str, row: int) -> float | None:
         values = scalars[name]
@@ -154,8 +154,9 @@ def before_and_after(run: RunFolder, width: int = 100) -> list[str]:
 def _numbers(rows: Sequence[npt.NDArray[Any]] | None, row: int, num: int) -> tuple[float | None, ...] | None:
     if rows is None:
         return None
-    values = rows[row].tolist()
-    return tuple(_finite(value) for value in values) if len(values) == num else None
+    values = tuple(_finite(value) for value in rows[row].tolist())
+    known = len(values) == num and any(value is not None for value in values)
+    return values if known else None  # a column that was left out reads as NaN throughout
 
 
 def _finite(value: float) -> float | None:

@@ -163,6 +163,14 @@ def test_resume_by_folder(argv: list[str]):
     assert made.command == "rlhf-pipeline run --out runs/demo"
 
 
+def test_a_run_in_the_place_of_a_definition(cli: Cli):
+    """A run folder without --resume is answered with the command that goes on with it."""
+    write_run(Path("runs/demo"))
+    shown = cli("run", "runs/demo")
+    assert shown.code == 2
+    assert "Go on with it: rlhf-pipeline run runs/demo --resume" in shown.err
+
+
 def test_resume_with_another_seed(cli: Cli):
     """A resume under another seed is refused."""
     write_run(Path("runs/demo"))
