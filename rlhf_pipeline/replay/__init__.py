@@ -1,0 +1,1 @@
+"""Trajectories on disk behind TorchRL's storage and replay buffer interfaces."""

@@ -1,0 +1,69 @@
+"""Copies of a store: dumps that are whole or not there, and loads into an empty store."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+import numpy as np
+
+from rlhf_pipeline.errors import MissingPathError
+from rlhf_pipeline.replay.schema import SLOT
+from trajectory_store import RaggedArray, TrajectoryStore
+
+_CHUNK = 1024
+_POINTER = "current.json"
+
+
+def copy_rows(source: TrajectoryStore, target: TrajectoryStore, ids: np.ndarray) -> None:
+    """Append rows of one store to another, in the given order; rows come in turn, whatever slot they had."""
+    columns = [c for c in source.schema if c.name in target.schema and c.name != SLOT]
+    for start in range(0, len(ids), _CHUNK):
+        part = np.asarray(ids[start : start + _CHUNK])
+        batch: dict[str, object] = {}
+        for column in columns:
+            if column.is_text:
+                batch[column.name] = source.read(part, [column.name])[column.name]
+            elif column.ragged:
+                found = source.read_ragged(column.name, part)
+                batch[column.name] = RaggedArray(found.values, found.lengths)
+            else:
+                batch[column.name] = source.read_scalars(column.name, part)
+        target.append(batch)
+
+
+def dump_store(store: TrajectoryStore, ids: np.ndarray, path: Path) -> None:
+    """Write a copy under `path`.
+
+    The copy gets a folder of its own and a pointer file is replaced when it is complete, so a kill at any moment
+    leaves either the former dump or the new one.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    folder = path / f"store-{uuid.uuid4().hex[:12]}"
+    with TrajectoryStore.create(folder, store.schema, durability="power") as target:
+        copy_rows(store, target, ids)
+    pointer = path / f"{_POINTER}.{os.getpid()}"
+    with pointer.open("w", encoding="utf-8") as file:
+        json.dump({"store": folder.name, "rows": len(ids)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(pointer, path / _POINTER)
+    for old in path.glob("store-*"):
+        if old.name != folder.name:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def find_dump(path: Path) -> Path:
+    """The folder of the store in a dump.
+
+    Raises:
+        MissingPathError: if there is no complete dump.
+    """
+    try:
+        pointer = json.loads((path / _POINTER).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise MissingPathError(f"no complete dump at {path}: {_POINTER} is not there") from error
+    return path / pointer["store"]

@@ -1,0 +1,236 @@
+"""From the columns of a batch to one append."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from rlhf_pipeline.errors import DataError, did_you_mean
+from rlhf_pipeline.keys import (
+    ADVANTAGE,
+    ASSISTANT_MASK,
+    ATTENTION_MASK,
+    CREATED_AT,
+    DONE,
+    KEY_OF_COLUMN,
+    KL_COEF,
+    KL_PENALTY,
+    LOG_PROBS,
+    LOSS_WEIGHT,
+    NUM_PROMPT_TOKENS,
+    RETURN,
+    REWARD,
+    ROW_ID,
+    TASK_REWARD,
+    TOKENS,
+    Key,
+)
+from rlhf_pipeline.replay.schema import REWARD_COLUMN, SLOT
+from rlhf_pipeline.transforms._columns import Columns, Flat, Text, columns_of, ragged_tokens
+from rlhf_pipeline.transforms.kl_reward import last_position
+from trajectory_store import Column, RaggedArray, Schema
+
+_log = logging.getLogger("rlhf_pipeline")
+_DERIVED: frozenset[Key] = frozenset(
+    {REWARD, KL_PENALTY, ATTENTION_MASK, ROW_ID, LOSS_WEIGHT, "index", "_weight", ("next", "terminated")}
+    | {("next", "truncated"), "done", "terminated", "truncated", ("masks", "all_attention_mask")}
+)
+"""Keys that a batch may carry and that are not stored: they are derived on read or belong to TorchRL."""
+
+
+def key_of(column: str) -> Key:
+    """The TensorDict key of a column; an extra column keeps its name."""
+    return REWARD if column == REWARD_COLUMN else KEY_OF_COLUMN.get(column, column)
+
+
+def trajectories_of(data: TensorDictBase) -> Columns:
+    """One row per trajectory, whatever the form: multi-step trajectories are merged.
+
+    Raises:
+        DataError: if the last trajectory is not complete.
+    """
+    columns = ragged_tokens(columns_of(data))
+    done = columns.get(DONE)
+    if not isinstance(done, Flat) or columns.n == 0:
+        return columns
+    flags = done.values.to(torch.bool)
+    if done.lengths is None:
+        ended = flags.reshape(columns.n, -1).any(1)
+    else:
+        ended = torch.segment_reduce(flags.reshape(-1).double(), "max", lengths=done.lengths) > 0
+    if bool(ended.all()):
+        return columns
+    last = torch.nonzero(ended).reshape(-1)
+    if not last.numel() or int(last[-1]) != columns.n - 1:
+        first = int(last[-1]) + 1 if last.numel() else 0
+        raise DataError(
+            f"the last trajectory is not complete: steps {first} to {columns.n - 1} of {columns.n} have no {DONE!r}. "
+            "Write whole trajectories, so that nothing is lost."
+        )
+    return _merge_steps(columns, last)
+
+
+def _merge_steps(columns: Columns, last: torch.Tensor) -> Columns:
+    """Multi-step trajectories: the last step holds the whole conversation, rewards of the steps add up."""
+    first = torch.cat([last.new_zeros(1), last[:-1] + 1])
+    out = columns.select(last)
+    if "prompt" in columns:
+        out["prompt"] = columns["prompt"].select(first)
+    steps = last - first + 1
+    reward = columns.get(REWARD)
+    per_step = isinstance(reward, Flat) and reward.values.numel() == columns.n
+    if isinstance(reward, Flat) and per_step and TASK_REWARD not in columns:
+        total = torch.segment_reduce(reward.values.double().reshape(-1), "sum", lengths=steps)
+        out[TASK_REWARD] = Flat(total.float())
+        out.pop(REWARD, None)
+    log_probs, whole = columns.get(LOG_PROBS), out.get(LOG_PROBS)
+    if isinstance(log_probs, Flat) and isinstance(whole, Flat) and log_probs.lengths is not None:
+        rows, merged = log_probs.rows(), [row.clone() for row in whole.rows()]
+        for target, start, stop in zip(merged, first.tolist(), last.tolist(), strict=True):
+            for step in rows[start:stop]:  # earlier turns, where the last step holds no score
+                head = target[: step.shape[0]]
+                target[: step.shape[0]] = torch.where(head.isnan(), step[: head.shape[0]], head)
+        out[LOG_PROBS] = Flat(torch.cat(merged), whole.lengths)
+    return out
+
+
+def append_data(columns: Columns, schema: Schema, slots: np.ndarray | None = None) -> dict[str, Any]:
+    """What `TrajectoryStore.append` takes.
+
+    Args:
+        columns: one row per trajectory.
+        schema: the columns of the store.
+        slots: int64 `[n]`, or None where the rows simply come next.
+
+    Raises:
+        DataError: if a column has the wrong shape or the token ids are missing.
+    """
+    tokens = columns.get(TOKENS)
+    if not isinstance(tokens, Flat) or tokens.lengths is None:
+        raise DataError(
+            f"the batch has no token ids under {TOKENS!r}. A trajectory is stored as its token ids; keys seen: "
+            f"{list(columns)[:12]}"
+        )
+    _derive(columns, tokens, schema)
+    out: dict[str, Any] = {}
+    known: set[Key] = set(_DERIVED)
+    for column in schema:
+        key = key_of(column.name)
+        known.add(key)
+        value = columns.get(key)
+        if column.name == SLOT:
+            value = None if slots is None else Flat(torch.from_numpy(slots))
+        if value is not None:
+            out[column.name] = _array(column, key, value, columns)
+    _report_unknown([key for key in columns if key not in known], schema)
+    return out
+
+
+def _derive(columns: Columns, tokens: Flat, schema: Schema) -> None:
+    """Fill in what follows from the rest."""
+    mask, prompt = columns.get(ASSISTANT_MASK), columns.get(NUM_PROMPT_TOKENS)
+    lengths = tokens.lengths
+    assert lengths is not None  # append_data checked it
+    if mask is None and isinstance(prompt, Flat):
+        starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        position = torch.arange(int(lengths.sum())) - starts
+        mask = Flat(position >= torch.repeat_interleave(prompt.values.reshape(-1), lengths), lengths)
+        columns[ASSISTANT_MASK] = mask
+    if prompt is None and isinstance(mask, Flat) and mask.lengths is not None:
+        flat = torch.arange(mask.values.numel(), dtype=torch.float64)
+        flat = torch.where(mask.values.to(torch.bool), flat, float(mask.values.numel()))
+        first = torch.segment_reduce(flat, "min", lengths=mask.lengths).to(torch.int64)
+        columns[NUM_PROMPT_TOKENS] = Flat((first - (lengths.cumsum(0) - lengths)).clamp_max(lengths))
+    if CREATED_AT not in columns and "created_at" in schema:
+        columns[CREATED_AT] = Flat(torch.full((columns.n,), time.time(), dtype=torch.float64))
+    advantage = columns.get(ADVANTAGE)
+    if isinstance(advantage, Flat) and "advantage" in schema and not schema["advantage"].ragged:
+        columns[ADVANTAGE] = _per_trajectory(advantage, mask, columns.n)
+    _derive_reward(columns, schema)
+
+
+def _per_trajectory(advantage: Flat, mask: Any, n: int) -> Flat:
+    if advantage.lengths is None:
+        return Flat(advantage.values.reshape(n, -1)[:, 0]) if advantage.values.numel() else advantage
+    same = isinstance(mask, Flat) and mask.lengths is not None and torch.equal(mask.lengths, advantage.lengths)
+    keep = mask.values.to(torch.bool) if same else torch.ones(int(advantage.lengths.sum()), dtype=torch.bool)
+    return Flat(advantage.values.reshape(-1)[last_position(keep, advantage.lengths)])
+
+
+def _derive_reward(columns: Columns, schema: Schema) -> None:
+    """Where only rewards per token came, keep what the store can: their sum, before the penalty."""
+    reward = columns.get(REWARD)
+    if not isinstance(reward, Flat) or TASK_REWARD in columns:
+        return
+    if reward.lengths is None or int(reward.lengths.max()) == 1:
+        columns[TASK_REWARD] = Flat(reward.values.reshape(columns.n).float())
+        return
+    values = reward.values.detach().double().reshape(-1)
+    kl, coef = columns.get(KL_PENALTY), columns.get(KL_COEF)
+    if isinstance(kl, Flat) and isinstance(coef, Flat):
+        values = values + torch.repeat_interleave(coef.values.double(), reward.lengths) * kl.values.double().reshape(-1)
+    columns[TASK_REWARD] = Flat(torch.segment_reduce(values, "sum", lengths=reward.lengths).float())
+    if REWARD_COLUMN not in schema:
+        mask = columns.get(ASSISTANT_MASK)
+        keep = mask.values.to(torch.bool) if isinstance(mask, Flat) else torch.ones_like(values, dtype=torch.bool)
+        elsewhere = values.abs() > 1e-5
+        elsewhere[last_position(keep, reward.lengths)] = False
+        if bool(elsewhere.any()):
+            raise DataError(
+                "the batch has rewards on tokens other than the last, and the store has no column for them: create "
+                "it with schema=trajectory_schema(token_rewards=True)"
+            )
+    if RETURN not in columns:
+        total = torch.segment_reduce(reward.values.detach().double().reshape(-1), "sum", lengths=reward.lengths)
+        columns[RETURN] = Flat(total.float())
+
+
+def _array(column: Column, key: Key, value: Flat | Text, columns: Columns) -> Any:
+    if column.is_text:
+        if not isinstance(value, Text):
+            raise DataError(f"{key!r} is a tensor, and the column '{column.name}' holds text")
+        return [item if isinstance(item, str) else str(item) for item in value.plain()]
+    if not isinstance(value, Flat):
+        plain = value.plain()
+        return np.asarray(plain)
+    values = value.values.detach().cpu()
+    if values.dtype is torch.bfloat16:
+        values = values.float()
+    if not column.ragged:
+        if values.numel() != columns.n:
+            raise DataError(
+                f"{key!r} has {values.numel()} values for {columns.n} trajectories; the column '{column.name}' holds "
+                "one each"
+            )
+        return _cast(values.reshape(columns.n), column)
+    if value.lengths is None or values.numel() != int(value.lengths.sum()):
+        raise DataError(f"{key!r} must hold one value per token, got shape {tuple(values.shape)}")
+    return RaggedArray(_cast(values.reshape(-1), column), value.lengths.numpy())
+
+
+def _cast(values: torch.Tensor, column: Column) -> np.ndarray:
+    array = values.numpy()
+    floats = array.dtype.kind == "f" and column.np_dtype.kind == "f"
+    return array.astype(column.np_dtype, copy=False) if floats else array
+
+
+_reported: set[Key] = set()
+
+
+def _report_unknown(keys: list[Key], schema: Schema) -> None:
+    """Say once per key that it has no column and is not stored."""
+    new = [key for key in keys if key not in _reported]
+    if new:
+        _reported.update(new)
+        hint = did_you_mean(str(new[0]), schema.names)
+        _log.warning(
+            "not stored, as the schema has no column for it: %s.%s Add Column(name, dtype) to trajectory_schema(extra) "
+            "to keep it.",
+            ", ".join(map(repr, new)),
+            hint if hint.startswith(" Did") else "",
+        )

@@ -1,0 +1,361 @@
+"""`TrajectoryReplayBuffer`: the write path in front of a store, and samples that can be drawn again."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torchrl.data.replay_buffers import ReplayBuffer, RoundRobinWriter, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
+from torchrl.envs.transforms import Compose, Transform
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.keys import DONE, Key
+from rlhf_pipeline.replay._write import trajectories_of
+from rlhf_pipeline.replay.samplers import Ints, StoreView, TrajectorySampler, as_sampler
+from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.transforms._columns import Flat, columns_of, is_stack, ragged_tokens, td_of
+from rlhf_pipeline.transforms._groups import read
+from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
+from trajectory_store import Snapshot, TrajectoryStore
+
+
+class TrajectoryWriter(RoundRobinWriter):
+    """TorchRL's round-robin writer, with the cursor that the storage has, also after it was reopened."""
+
+    def register_storage(self, storage: Any) -> None:
+        """Take over the storage's next slot."""
+        super().register_storage(storage)
+        self._follow()
+
+    def _follow(self) -> None:
+        if isinstance(self._storage, TrajectoryStorage):
+            self._cursor = self._storage.next_slot
+
+    def extend(self, data: Any) -> torch.Tensor:
+        """Write trajectories; returns their slots."""
+        self._follow()
+        return super().extend(data)
+
+    def add(self, data: Any) -> int | torch.Tensor:
+        """Write one trajectory; returns its slot."""
+        self._follow()
+        return super().add(data)
+
+
+class TrajectoryReplayBuffer(TensorDictReplayBuffer):
+    """A replay buffer of trajectories on disk.
+
+    `extend` runs the inverse transforms, last of the list first, and commits what comes out at once; `sample` gives
+    padded batches; `sample_step` gives the batch of an optimizer step as a pure function of the rows there are, the
+    seed and the step.
+
+    Args:
+        storage: a `TrajectoryStorage`, or a path or store to make one of.
+        batch_size: of `sample()`.
+        transform: the write path, `Compose(MCAdvantage(...), KLRewardTransform(...), RetrieveLogProb(...))`.
+        sampler: of `sample()`: a TorchRL sampler, or a strategy of `rlhf_pipeline.replay.samplers` or its name. None
+            draws uniformly with replacement, as TorchRL does.
+        seed: of all draws.
+        **kwargs: passed to TorchRL's `TensorDictReplayBuffer` (`prefetch`, `pin_memory`, ...).
+
+    Raises:
+        DefinitionError: if the storage is of another kind.
+
+    >>> import tempfile, torch
+    >>> from tensordict import TensorDict, lazy_stack
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> rb = TrajectoryReplayBuffer(storage=folder.name + "/store", transform=MCAdvantage(2), batch_size=2)
+    >>> def row(reward):
+    ...     tokens, mask = torch.tensor([5, 6, 7]), torch.tensor([False, True, True])
+    ...     return TensorDict({
+    ...         "tokens": {"full": tokens}, "masks": {"all_assistant_mask": mask},
+    ...         "group_id": torch.tensor(0), "task_reward": torch.tensor(reward),
+    ...     })
+    >>> rb.add(row(0.0)).numel(), len(rb)  # waits for its group
+    (0, 0)
+    >>> rb.add(row(1.0)).tolist()
+    [0, 1]
+    >>> rb.sample_step(0, strategy="fresh")["advantage"]
+    tensor([[ 0.0000, -0.7071, -0.7071],
+            [ 0.0000,  0.7071,  0.7071]])
+    >>> rb.storage.close(); folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        *,
+        storage: TrajectoryStorage | TrajectoryStore | str | Path,
+        batch_size: int | None = None,
+        transform: Transform | None = None,
+        sampler: Sampler | str | None = None,
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(storage, (str, Path, TrajectoryStore)):
+            storage = TrajectoryStorage(storage)
+        if not isinstance(storage, TrajectoryStorage):
+            raise DefinitionError(f"the storage is a {type(storage).__name__}; pass a TrajectoryStorage or a path.")
+        self.seed = int(seed)
+        if sampler is None:
+            sampler = RandomSampler()
+        elif isinstance(sampler, str):
+            sampler = as_sampler(sampler, seed=self.seed)
+        super().__init__(
+            storage=storage,
+            sampler=sampler,
+            batch_size=batch_size,
+            transform=transform,
+            **{
+                "writer": TrajectoryWriter(),
+                "collate_fn": _identity,
+                "generator": torch.Generator().manual_seed(self.seed),
+                **kwargs,
+            },
+        )
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    @property
+    def store(self) -> TrajectoryStore:
+        """The store underneath."""
+        return self.trajectories.store
+
+    @property
+    def trajectories(self) -> TrajectoryStorage:
+        """The storage, with its own type."""
+        storage: Any = self._storage
+        return storage
+
+    def _transforms(self) -> list[Transform]:
+        transform: Any = self._transform
+        return list(transform) if isinstance(transform, Compose) else [transform]
+
+    def _group_transform(self) -> tuple[int, MCAdvantage]:
+        for i, transform in enumerate(self._transforms()):
+            if isinstance(transform, MCAdvantage):
+                return i, transform
+        raise DefinitionError("the write path has no MCAdvantage, so there are no groups that wait.")
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
+        """Run the write path and commit what is complete, in one atomic commit.
+
+        Args:
+            tensordicts: whole trajectories, in any of the forms of the write path.
+            update_priority: ignored; a `priority` key is stored with the row.
+
+        Returns:
+            The slots written, int64 `[n]`; `[0, 1]`-shaped and empty where every group still waits.
+
+        Raises:
+            DataError: if a trajectory is not complete, or does not fit the schema.
+            StoreError: if the store could not take the rows; then none of them is there.
+        """
+        del update_priority
+        if not isinstance(tensordicts, TensorDictBase):
+            raise DataError(f"extend takes a TensorDict of trajectories, not {type(tensordicts).__name__}")
+        return self._write(self._invert(tensordicts, self._transforms()))
+
+    def extend_raw(self, tensordicts: TensorDictBase | None) -> torch.Tensor:
+        """Commit trajectories as they are, past the write path."""
+        return self._write(tensordicts)
+
+    def add(self, data: TensorDictBase) -> int | torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Write one trajectory; where it completes a group, every trajectory of the group gets its own row.
+
+        Args:
+            data: a trajectory with an empty batch size, or the steps of one.
+
+        Returns:
+            The slot, or the slots of the completed group, or an empty tensor where the trajectory waits.
+        """
+        index = self.extend(data if data.batch_dims else lazy_stack([data]))  # pyright: ignore[reportArgumentType]
+        return int(index) if index.numel() == 1 else index
+
+    def _invert(self, td: TensorDictBase, transforms: Sequence[Transform]) -> TensorDictBase | None:
+        if transforms and _needs_flattening(td):
+            # One pass over the leaves here saves one per transform.
+            td = td_of(ragged_tokens(columns_of(td)))
+        out: TensorDictBase | None = td
+        for transform in reversed(transforms):
+            out = transform.inv(out)
+            if out is None:
+                return None
+        return out
+
+    def _write(self, td: TensorDictBase | None) -> torch.Tensor:
+        if td is None or td.numel() == 0:
+            return torch.zeros((0, 1), dtype=torch.int64)
+        if _has_steps(td):
+            td = td_of(trajectories_of(td))
+        if td.batch_dims > 1:
+            td = td_of(ragged_tokens(columns_of(td)))
+        return ReplayBuffer._extend(self, td)  # pyright: ignore[reportArgumentType]
+
+    def report_failed(self, group: Hashable, count: int = 1) -> torch.Tensor:
+        """Say that trajectories of a group will never arrive; writes the group if that completes it.
+
+        Returns:
+            The slots written.
+        """
+        at, advantage = self._group_transform()
+        done = advantage.report_failed(group, count)
+        return self._write(None if done is None else self._invert(done, self._transforms()[:at]))
+
+    def close_groups(self, min_size: int = 1) -> torch.Tensor:
+        """Close the waiting groups that have at least `min_size` trajectories, and write them.
+
+        Returns:
+            The slots written.
+        """
+        at, advantage = self._group_transform()
+        done = advantage.close(min_size=min_size)
+        return self._write(None if done is None else self._invert(done, self._transforms()[:at]))
+
+    def mark_used(self, row_ids: Any, times: int = 1) -> None:
+        """Add to the use count of rows, each as often as it is named; visible to all processes at once."""
+        ids, named = np.unique(np.asarray(row_ids, dtype=np.int64).reshape(-1), return_counts=True)
+        if len(ids):
+            self.store.update(ids, use_count=self.store.read_scalars("use_count", ids) + named * times)
+
+    def refresh(self) -> int:
+        """Take in what other processes wrote; returns the watermark."""
+        return self.trajectories.refresh()
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def view(
+        self,
+        *,
+        version: int | None = None,
+        at: Snapshot | int | None = None,
+        start: int = 0,
+        uses: Any = None,
+    ) -> StoreView:
+        """The rows that a step may choose from, in the order of arrival.
+
+        Args:
+            version: the learner's version.
+            at: a snapshot of the store, or a watermark (enough where one process writes); None is now.
+            start: leave out rows that arrived before this watermark.
+            uses: row ids that count as used, once for each time they are named (a ledger); None reads `use_count`.
+
+        Raises:
+            DataError: if the store has not reached the watermark.
+        """
+        store = self.store
+        if isinstance(at, Snapshot):
+            wanted, ids = at.watermark, store.ids(at)
+            if wanted > store.watermark:
+                self.refresh()
+                ids = store.ids(at)
+        else:
+            wanted = store.watermark if at is None else int(at)
+            if wanted > store.watermark:
+                self.refresh()
+            ids = store.ids()
+            ids = ids[: max(len(ids) - (store.watermark - wanted), 0)] if wanted <= store.watermark else ids
+        if wanted > store.watermark:
+            raise DataError(
+                f"the store at {store.path} has {store.watermark} trajectories, the step needs {wanted}. Wait for the "
+                "collector, or check that it is the right store."
+            )
+        ids = ids[max(len(ids) - max(wanted - start, 0), 0) :]
+        limit = self.trajectories.max_size
+        ids = np.asarray(ids[max(len(ids) - limit, 0) :])
+        return StoreView(store, ids, version=version, uses=None if uses is None else _count(ids, uses))
+
+    def select_step(
+        self,
+        step: int,
+        batch_size: int | None = None,
+        *,
+        strategy: str | TrajectorySampler | None = None,
+        seed: int | None = None,
+        **view: Any,
+    ) -> Ints:
+        """The row ids of an optimizer step, int64; see `sample_step`."""
+        chosen = strategy if strategy is not None else self._sampler
+        sampler = as_sampler(chosen) if isinstance(chosen, (str, TrajectorySampler)) else as_sampler("uniform")
+        rows = self.view(**view)
+        size = self._batch_size if batch_size is None else batch_size
+        return rows.ids[sampler.select(rows, size, seed=self.seed if seed is None else seed, step=step)]
+
+    def sample_step(
+        self,
+        step: int,
+        batch_size: int | None = None,
+        *,
+        strategy: str | TrajectorySampler | None = None,
+        seed: int | None = None,
+        keys: Sequence[Key] | None = None,
+        text: bool | None = None,
+        **view: Any,
+    ) -> TensorDict:
+        """The batch of an optimizer step: a pure function of the rows there are, the seed and the step.
+
+        No cursor moves and nothing is remembered, so the same call gives the same batch again, in another process
+        too, as long as `at` names the same rows and `uses` the same ledger (without `uses` the store's `use_count`
+        decides, which `mark_used` changes).
+
+        Args:
+            step: number of the step.
+            batch_size: rows; fewer come where fewer are allowed. None takes the buffer's, or else all allowed.
+            strategy: a sampler or its name; None takes the buffer's own strategy, or else `uniform`.
+            seed: None takes the buffer's.
+            keys: what to read, see `TrajectoryStorage.read`.
+            text: whether to read text.
+            **view: `version`, `at`, `start`, `uses`, see `view`.
+
+        Returns:
+            A padded TensorDict `[B]` with `row_id`.
+
+        Raises:
+            DataError: if nothing may be drawn, or the store has not reached the watermark.
+        """
+        ids = self.select_step(step, batch_size, strategy=strategy, seed=seed, **view)
+        if not len(ids):
+            raise DataError(
+                f"no trajectory of the store at {self.store.path} may be drawn for step {step} "
+                f"({', '.join(f'{k}={v!r}' for k, v in view.items() if k != 'uses') or 'no limits given'}): widen the "
+                "limits of the strategy, or collect more."
+            )
+        return self.trajectories.read(row_ids=ids, keys=keys, text=text)
+
+    def read(self, row_ids: Any, *, keys: Sequence[Key] | None = None, text: bool | None = None) -> TensorDict:
+        """A padded batch of given rows, as a ledger names them."""
+        return self.trajectories.read(row_ids=row_ids, keys=keys, text=text)
+
+
+def _identity(data: Any) -> Any:
+    return data
+
+
+def _count(ids: Ints, uses: Any) -> Ints:
+    named, times = np.unique(np.asarray(uses, dtype=np.int64).reshape(-1), return_counts=True)
+    out = np.zeros(len(ids), np.int64)
+    if len(named):
+        at = np.searchsorted(named, ids).clip(max=len(named) - 1)
+        hit = named[at] == ids
+        out[hit] = times[at[hit]]
+    return out
+
+
+def _needs_flattening(td: TensorDictBase) -> bool:
+    return td.batch_dims == 0 or (is_stack(td) and not _has_steps(td))
+
+
+def _has_steps(td: TensorDictBase) -> bool:
+    """Whether rows are steps, so that several make one trajectory."""
+    if td.batch_dims != 1:
+        return False
+    done = read(td, DONE)
+    if not isinstance(done, Flat) or done.lengths is not None:
+        return False
+    return not bool(done.values.to(torch.bool).reshape(td.shape[0], -1).any(1).all())

@@ -1,0 +1,60 @@
+"""The columns of a trajectory on disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from trajectory_store import Column, Schema
+
+SLOT = "slot"
+"""Column of the TorchRL slot that a row was written to on purpose; -1 where it simply came next."""
+
+REWARD_COLUMN = "reward"
+"""Column of rewards per token, only where an environment gives them; otherwise the reward is derived on read."""
+
+
+def trajectory_schema(extra: Iterable[Column] = (), *, token_rewards: bool = False) -> Schema:
+    """The default columns: 13 bytes per token (ids, mask, two log-probs), scalars and text per trajectory.
+
+    Only the token ids, the mask and the behaviour log-probs grow with the tokens; the advantage is one number per
+    trajectory and broadcast on read, and the shaped reward is derived on read.
+
+    Args:
+        extra: more columns, per token (`ragged=True`) or per trajectory. Their TensorDict key is their name.
+        token_rewards: store `("next", "reward")` per token, for environments that reward single tokens or turns.
+
+    Returns:
+        The schema. All columns but `input_ids` may be left out of a batch.
+
+    >>> "ref_log_probs" in trajectory_schema(), "top_k" in trajectory_schema([Column("top_k", "int32", ragged=True)])
+    (True, True)
+    """
+    nan = math.nan
+    columns = [
+        Column("input_ids", "int32", ragged=True),
+        Column("assistant_mask", "bool", ragged=True, fill=False),
+        Column("log_probs", "float32", ragged=True, fill=nan),
+        Column("ref_log_probs", "float32", ragged=True, fill=nan),
+        Column("advantage", "float32", fill=nan),
+        Column("task_reward", "float32", fill=nan),
+        Column("return", "float32", fill=nan),
+        Column("kl_coef", "float32", fill=0.0),
+        Column("group_id", "int64", fill=-1),
+        Column("policy_version", "int64", fill=0),
+        Column("num_prompt_tokens", "int32", fill=0),
+        Column("done", "bool", fill=True),
+        Column("degenerate", "bool", fill=False),
+        Column("created_at", "float64", fill=nan),
+        Column("trajectory_id", "int64", fill=-1),
+        Column(SLOT, "int64", fill=-1),
+        Column("use_count", "int32", mutable=True, fill=0),
+        Column("priority", "float32", mutable=True, fill=1.0),
+        Column("finish_reason", "str", fill=""),
+        Column("prompt", "str", fill=""),
+        Column("completion", "str", fill=""),
+        Column("meta", "str", fill=""),
+    ]
+    if token_rewards:
+        columns.insert(4, Column(REWARD_COLUMN, "float32", ragged=True, fill=nan))
+    return Schema([*columns, *extra])

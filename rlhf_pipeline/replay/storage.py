@@ -1,0 +1,374 @@
+"""`TrajectoryStorage`: a trajectory store behind TorchRL's storage interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
+from torchrl.data.replay_buffers.storages import Storage
+
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
+from rlhf_pipeline.keys import Key
+from rlhf_pipeline.replay._copy import copy_rows, dump_store, find_dump
+from rlhf_pipeline.replay._read import padded_batch, scalar_batch, single
+from rlhf_pipeline.replay._slots import UNBOUNDED, SlotMap
+from rlhf_pipeline.replay._write import append_data, trajectories_of
+from rlhf_pipeline.replay.schema import SLOT, trajectory_schema
+from trajectory_store import Schema, StoreNotFoundError, TrajectoryStore
+
+Index = int | slice | Sequence[int] | np.ndarray | torch.Tensor | range | tuple[Any, ...]
+
+
+class TrajectoryCheckpointer(StorageCheckpointerBase):
+    """Copies the rows of a store into a folder, so that a dump is whole or not there at all."""
+
+    def dumps(self, storage: TrajectoryStorage, path: str | Path) -> None:
+        """Write a copy of the store under `path`."""
+        dump_store(storage.store, storage.mapped_rows(), Path(path))
+
+    def loads(self, storage: TrajectoryStorage, path: str | Path) -> None:
+        """Bring the rows of a dump into an empty storage."""
+        storage.import_rows(find_dump(Path(path)))
+
+
+class TrajectoryStorage(Storage):
+    """Trajectories on disk: ragged, durable, append-only, one row each.
+
+    `set` appends one atomic commit, durable on return; nothing is overwritten, a slot that is written again means a
+    newer row. `get` of several indices gives a padded TensorDict with masks (`rlhf_pipeline.replay._read`); of one
+    index, that trajectory without padding; of a slice, only the values that are one per trajectory, so that
+    samplers may scan whole storages. Reopening a path shows all rows again. Several processes may write: each
+    opens the path itself, and `refresh()` shows what the others wrote.
+
+    Args:
+        path_or_store: folder of the store (made if it is not there), or an open `TrajectoryStore`.
+        max_size: keep at most so many trajectories; the oldest go first. None keeps all.
+        backend: `memmap` or `zarr`; only for a new store.
+        durability: `process` survives kill -9, `power` and `group` a power loss as well.
+        schema: columns of a new store; `trajectory_schema()` by default.
+        mode: `r` opens an existing store for reading only.
+        text: also read the text columns into batches (they cost more than all numbers together).
+        pad_to_multiple_of: round padded lengths up.
+
+    Raises:
+        DefinitionError: if the arguments contradict each other or an existing store.
+        StoreError: if the store can not be opened or made.
+
+    >>> import tempfile, torch
+    >>> from tensordict import TensorDict, lazy_stack
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> storage = TrajectoryStorage(folder.name + "/store")
+    >>> row = lambda n: TensorDict({"tokens": {"full": torch.arange(n)}, "num_prompt_tokens": torch.tensor(1)})
+    >>> storage.set(torch.tensor([0, 1]), lazy_stack([row(2), row(3)]))
+    >>> storage.get([1, 0])["tokens", "full"]
+    tensor([[0, 1, 2],
+            [0, 1, 0]])
+    >>> len(TrajectoryStorage(folder.name + "/store", mode="r"))
+    2
+    >>> storage.close(); folder.cleanup()
+    """
+
+    _default_checkpointer = TrajectoryCheckpointer  # pyright: ignore[reportAssignmentType]
+
+    def __init__(
+        self,
+        path_or_store: str | Path | TrajectoryStore,
+        *,
+        max_size: int | None = None,
+        backend: Literal["memmap", "zarr"] = "memmap",
+        durability: Literal["process", "power", "group"] = "process",
+        schema: Schema | None = None,
+        mode: Literal["a", "r"] = "a",
+        text: bool = False,
+        pad_to_multiple_of: int = 1,
+    ) -> None:
+        if max_size is not None and max_size < 1:
+            raise DefinitionError(f"max_size is {max_size}; it must be at least 1, or None for no limit.")
+        super().__init__(UNBOUNDED if max_size is None else int(max_size))
+        if isinstance(path_or_store, TrajectoryStore):
+            self.store = path_or_store
+        else:
+            self.store = _open(Path(path_or_store), max_size, backend, durability, schema, mode)
+        _check_columns(self.store, schema)
+        self.durability = durability
+        self.mode = mode
+        self.text = text
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.device = torch.device("cpu")
+        self._slots = SlotMap(self.max_size)
+        self._slots.sync(self.store)
+
+    # -- TorchRL's interface -----------------------------------------------------------------------------------
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Append trajectories in one atomic commit; they are durable when this returns.
+
+        Args:
+            cursor: the slots, one per trajectory.
+            data: trajectories in any of the forms of the write path, or a list of them.
+            set_cursor: remember the last slot for TorchRL.
+
+        Raises:
+            DataError: if the data are not whole trajectories, or do not fit the cursor or the schema.
+            StoreError: if the store could not take them; then none of them is there.
+        """
+        if isinstance(data, (list, tuple)):
+            data = lazy_stack(list(data))
+        if not isinstance(data, TensorDictBase):
+            raise DataError(f"a storage of trajectories takes TensorDicts, not {type(data).__name__}")
+        columns = trajectories_of(data)
+        slots = self._resolve(cursor, bound=self.max_size)
+        if len(slots) != columns.n:
+            raise DataError(f"{columns.n} trajectories do not fit {len(slots)} slots")
+        if columns.n == 0:
+            return
+        if set_cursor:
+            self._set_last_cursor(cursor)
+        in_turn = np.array_equal(slots, self._slots.expected(columns.n))
+        if not in_turn and SLOT not in self.store.schema:
+            raise DataError(
+                f"the store at {self.store.path} has no column '{SLOT}', so rows can only be appended in turn "
+                f"(next slot {self._slots.next_slot}, got {slots[:4].tolist()})"
+            )
+        self.store.append(append_data(columns, self.store.schema, None if in_turn else slots))
+        self._slots.sync(self.store)
+        self._bump_mutation_revision()
+
+    def get(self, index: Any) -> Any:
+        """Read trajectories.
+
+        Args:
+            index: an int gives one trajectory without padding; a slice the values that are one per trajectory;
+                anything else a padded batch.
+
+        Raises:
+            IndexError: if a slot was never written.
+        """
+        index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+        if isinstance(index, slice):
+            return scalar_batch(self.store, self._slots.rows[index], text=self.text)
+        if _is_one(index):
+            return single(self.store, int(self.row_ids([int(index)])[0]))
+        return self.read(index)
+
+    def read(
+        self,
+        index: Index | None = None,
+        *,
+        row_ids: Any = None,
+        keys: Sequence[Key] | None = None,
+        text: bool | None = None,
+    ) -> TensorDict:
+        """Read a padded batch.
+
+        Args:
+            index: slots; or
+            row_ids: ids that the store gave.
+            keys: TensorDict keys or column names; None reads all numbers.
+            text: whether to read text; None as the storage was made.
+
+        Returns:
+            A TensorDict `[B]`, see `rlhf_pipeline.replay._read.padded_batch`.
+
+        Raises:
+            IndexError: if a slot was never written.
+            StoreError: if a row id is not in the store.
+        """
+        ids = self.row_ids(index) if row_ids is None else np.asarray(row_ids, dtype=np.int64).reshape(-1)
+        text = self.text if text is None else text
+        return padded_batch(self.store, ids, keys=keys, text=text, pad_to_multiple_of=self.pad_to_multiple_of)
+
+    def read_text(self, column: str, row_ids: Any) -> list[str]:
+        """One text column of some rows."""
+        return self.store.read(np.asarray(row_ids, dtype=np.int64), [column])[column]
+
+    def update(self, row_ids: Any, **values: Any) -> None:
+        """Change mutable columns (`use_count`, `priority`) of some rows, for all processes at once."""
+        arrays = {k: v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        self.store.update(np.asarray(row_ids, dtype=np.int64).reshape(-1), **arrays)
+
+    def patch(self, row_ids: Any, **values: Any) -> None:
+        """Give later values of columns that are fixed once written, such as reference log-probs scored elsewhere.
+
+        Args:
+            row_ids: the rows.
+            **values: by column name, as `TrajectoryStore.patch` takes them.
+        """
+        self.store.patch(np.asarray(row_ids, dtype=np.int64).reshape(-1), **values)
+        self._bump_mutation_revision()
+
+    def row_ids(self, index: Any = None) -> np.ndarray:
+        """The store's ids of some slots, int64 `[B]`; of all slots when None.
+
+        Raises:
+            IndexError: if a slot was never written.
+        """
+        rows = self._slots.rows
+        if index is None:
+            return rows.copy()
+        found = rows[self._resolve(index, bound=len(rows))]
+        if found.size and int(found.min()) < 0:
+            raise IndexError(f"slot {self._resolve(index, bound=len(rows))[int(found.argmin())]} was never written")
+        return found
+
+    def mapped_rows(self) -> np.ndarray:
+        """The ids that slots mean now, in slot order."""
+        rows = self._slots.rows
+        return rows[rows >= 0]
+
+    def _resolve(self, index: Any, *, bound: int) -> np.ndarray:
+        if isinstance(index, tuple) and len(index) == 1:
+            index = index[0]
+        if index is Ellipsis:
+            index = slice(None)
+        if isinstance(index, slice):
+            return np.arange(*index.indices(min(bound, max(len(self), 0))), dtype=np.int64)
+        if isinstance(index, torch.Tensor):
+            index = index.detach().cpu().numpy()
+        array = np.asarray(index)
+        if array.dtype == np.bool_:
+            array = np.flatnonzero(array)
+        array = array.astype(np.int64, copy=False).reshape(-1)
+        if array.size and (int(array.min()) < -bound or int(array.max()) >= bound):
+            wrong = array[(array < -bound) | (array >= bound)][0]
+            raise IndexError(f"index {wrong} is out of range: {bound} trajectories at {self.store.path}")
+        return np.where(array < 0, array + bound, array) if array.size and int(array.min()) < 0 else array
+
+    def __len__(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return len(self._slots)
+
+    @property
+    def next_slot(self) -> int:
+        """The slot that the next trajectory takes."""
+        return self._slots.next_slot
+
+    def contains(self, item: Any) -> Any:
+        """Whether slots hold a trajectory; a bool for one, a bool tensor for several."""
+        index = np.atleast_1d(np.asarray(item.cpu() if isinstance(item, torch.Tensor) else item))
+        inside = (index >= -len(self)) & (index < len(self))
+        return bool(inside[0]) if _is_one(item) else torch.from_numpy(inside)
+
+    def _empty(self) -> None:
+        self._slots.clear()
+        self._bump_mutation_revision()
+
+    # -- the store ---------------------------------------------------------------------------------------------
+
+    def refresh(self) -> int:
+        """Take in what other processes wrote; returns the watermark."""
+        mark = self.store.refresh()
+        before = len(self._slots), self._slots.next_slot
+        self._slots.sync(self.store)
+        if before != (len(self._slots), self._slots.next_slot):
+            self._bump_mutation_revision()
+        return mark
+
+    def flush(self) -> None:
+        """Wait until everything written is on the disk."""
+        self.store.flush()
+
+    def close(self) -> None:
+        """Close the store."""
+        self.store.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the rows are and how many; the rows themselves are on disk already."""
+        return {
+            "path": str(Path(self.store.path).absolute()),
+            "watermark": self.store.watermark,
+            "rows": torch.from_numpy(self._slots.rows.copy()),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Return to a saved state.
+
+        The same path needs nothing but a look at what is there; another, empty storage gets a copy of the rows.
+
+        Raises:
+            RunMismatchError: if the store has fewer rows than the state says.
+            MissingPathError: if the state's store is gone.
+        """
+        source = Path(state_dict["path"])
+        if source == Path(self.store.path).absolute():
+            mark = self.refresh()
+            if mark < state_dict["watermark"]:
+                raise RunMismatchError(
+                    f"the store at {source} has {mark} trajectories, the checkpoint was taken at "
+                    f"{state_dict['watermark']}; restore the folder, or start a new run"
+                )
+            return
+        self.import_rows(source, np.asarray(state_dict["rows"]))
+
+    def import_rows(self, path: Path, ids: np.ndarray | None = None) -> None:
+        """Copy the rows of another store to the end of this one, which must be empty.
+
+        Args:
+            path: folder of the other store.
+            ids: which rows, in order; all when None.
+
+        Raises:
+            RunMismatchError: if this storage is not empty.
+            MissingPathError: if there is no store at `path`.
+        """
+        if len(self):
+            raise RunMismatchError(
+                f"the storage at {self.store.path} holds {len(self)} trajectories; load into a new one"
+            )
+        try:
+            source = TrajectoryStore.open(path, mode="r")
+        except StoreNotFoundError as error:
+            raise MissingPathError(f"the state's store is not at {path}") from error
+        with source:
+            copy_rows(source, self.store, source.ids() if ids is None else ids[ids >= 0])
+        self._slots.sync(self.store)
+        self._bump_mutation_revision()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        store = state.pop("store")
+        state["_reopen"] = (str(store.path), self.mode, self.durability)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        path, mode, durability = state.pop("_reopen")
+        super().__setstate__(state)
+        self.store = TrajectoryStore.open(path, mode=mode, durability=durability if mode == "a" else None)
+        self._slots.sync(self.store)
+
+    def __repr__(self) -> str:
+        size = "None" if self.max_size == UNBOUNDED else self.max_size
+        return f"TrajectoryStorage({str(self.store.path)!r}, len={len(self)}, max_size={size})"
+
+
+def _is_one(index: Any) -> bool:
+    if isinstance(index, (torch.Tensor, np.ndarray)):
+        return index.ndim == 0
+    return isinstance(index, (int, np.integer)) and not isinstance(index, bool)
+
+
+def _open(
+    path: Path, max_size: int | None, backend: Any, durability: Any, schema: Schema | None, mode: Any
+) -> TrajectoryStore:
+    try:
+        return TrajectoryStore.open(path, mode=mode, durability=durability if mode == "a" else None)
+    except StoreNotFoundError:
+        if mode == "r":
+            raise
+    return TrajectoryStore.create(
+        path, schema or trajectory_schema(), backend=backend, durability=durability, max_trajectories=max_size
+    )
+
+
+def _check_columns(store: TrajectoryStore, schema: Schema | None) -> None:
+    if "input_ids" not in store.schema:
+        raise DefinitionError(f"the store at {store.path} has no column 'input_ids'; it holds {store.schema.names}")
+    missing = [] if schema is None else [c.name for c in schema if c.name not in store.schema]
+    if missing:
+        raise DefinitionError(
+            f"the store at {store.path} exists already and has no column {', '.join(missing)}; choose another folder"
+        )
