@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline import __version__
 from rlhf_pipeline.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline, to_json
@@ -268,8 +269,8 @@ def _differences(prefix: str, old: Any, new: Any) -> Iterator[tuple[str, Any, An
 
 
 def _versions() -> dict[str, str]:
-    packages = ("torch", "torchrl", "tensordict", "transformers", "numpy", "rlhf-pipeline")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    packages = ("torch", "torchrl", "tensordict", "transformers", "numpy")
+    return {"rlhf-pipeline": __version__, "python": platform.python_version()} | {name: version(name) for name in packages}
 
 
 @contextmanager
