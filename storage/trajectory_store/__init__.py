@@ -11,6 +11,7 @@ from trajectory_store._errors import (
     FormatVersionError,
     MissingRowError,
     NotAStoreError,
+    ReadFailedError,
     ReadOnlyError,
     SchemaError,
     StoreClosedError,
@@ -47,5 +48,6 @@ __all__ = [
     "ReadOnlyError",
     "MissingRowError",
     "WriteFailedError",
+    "ReadFailedError",
     "CorruptionError",
 ]

@@ -14,10 +14,11 @@ import numpy.typing as npt
 
 from trajectory_store import _fs
 from trajectory_store._errors import MissingRowError, StoreError
+from trajectory_store._io import Io, open_file
 from trajectory_store._order import ArrivalOrder
 from trajectory_store._overlay import Overlay
 from trajectory_store._ragged import Int64Array
-from trajectory_store._reader import SegmentReader, map_file
+from trajectory_store._reader import SegmentReader
 from trajectory_store._record import RECORD_SIZE, Log, Record, pack
 from trajectory_store._writer import ORDINAL_SHIFT, ROW_MASK, list_ordinals, segment_name
 
@@ -50,7 +51,8 @@ class Catalog:
         evicted_rows: rows that eviction removed for good.
     """
 
-    def __init__(self, root: Path, salt: int, *, writable: bool = False, warn: bool = True) -> None:
+    def __init__(self, root: Path, salt: int, *, io: Io = "mmap", writable: bool = False, warn: bool = True) -> None:
+        self._io: Io = io
         self._warn = warn
         self.root = root
         self.segments: dict[int, SegmentReader] = {}
@@ -70,8 +72,8 @@ class Catalog:
         self._next = 0
         self._removed_seen = 0
         self._limits: Int64Array = np.zeros(0, np.int64)
-        mapped = map_file(removed_path(root), REMOVED_CAP * RECORD_SIZE)
-        self._removed = Log(memoryview(mapped), salt)
+        removed = open_file(removed_path(root), REMOVED_CAP * RECORD_SIZE, io)
+        self._removed = Log(removed, salt)
         self._relist()
 
     def refresh(self) -> bool:
@@ -140,7 +142,7 @@ class Catalog:
         if ordinal in self.moved:
             return
         try:
-            segment = SegmentReader(self.root / segment_name(ordinal), ordinal, writable=self._writable)
+            segment = SegmentReader(self.root / segment_name(ordinal), ordinal, io=self._io, writable=self._writable)
         except FileNotFoundError:
             return
         except StoreError as error:

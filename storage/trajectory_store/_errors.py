@@ -12,6 +12,7 @@
     +-- ReadOnlyError (PermissionError)       a write through a reader, or to an immutable column
     +-- MissingRowError (LookupError)         an id that is not, or no longer, in the store
     +-- WriteFailedError (OSError)            the disk is full or failing; nothing acknowledged is lost
+    +-- ReadFailedError (OSError)             the file system failed to deliver bytes
     +-- CorruptionError (ValueError)          the files contradict themselves
 
 Every message says what was seen, where, and what to do next.
@@ -68,6 +69,10 @@ class MissingRowError(StoreError, LookupError):
 
 class WriteFailedError(StoreError, OSError):
     """The disk is full or failing. What was acknowledged before is safe and readable."""
+
+
+class ReadFailedError(StoreError, OSError):
+    """The file system failed to deliver bytes."""
 
 
 class CorruptionError(StoreError, ValueError):

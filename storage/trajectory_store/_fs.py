@@ -20,6 +20,7 @@ import numpy.typing as npt
 from trajectory_store._errors import WriteFailedError
 
 Data = bytes | memoryview | npt.NDArray[Any]
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -110,8 +111,11 @@ def try_lock(fd: int) -> bool:
     """Take the exclusive lock of an open file if nobody holds it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
     return True
 
 
@@ -123,8 +127,11 @@ def is_locked(path: Path) -> bool:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
     finally:
         os.close(fd)
     return False

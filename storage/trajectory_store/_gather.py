@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from trajectory_store._catalog import Address, Catalog
 from trajectory_store._errors import BatchError
+from trajectory_store._io import PreadBytes
 from trajectory_store._layout import PRESENT
 from trajectory_store._pool import BufferPool
 from trajectory_store._ragged import Int64Array, RaggedArray, offsets_of
@@ -23,6 +24,8 @@ from trajectory_store._writer import ORDINAL_SHIFT, ROW_MASK
 
 Side = Literal["left", "right"]
 SMALL = 512
+Source = memoryview | PreadBytes
+Plan = tuple[list[int], list[int], list[int], list[int]]
 
 
 class Spans(NamedTuple):
@@ -47,6 +50,7 @@ class Gather:
         self._ids = ids
         self._base = catalog.locate(ids)
         self._spans: dict[str, Spans] = {}
+        self._plans: dict[tuple[int, int, int, int, str], Plan] = {}
         self._patched: dict[str, Address] = {}
 
     def _address(self, column: Column) -> Address:
@@ -124,7 +128,7 @@ class Gather:
 
     def _offset_view(self, ordinal: int, axis: str) -> memoryview | None:
         segment = self._catalog.any_segment(ordinal)
-        return segment.raw(f"{axis}.offsets").cast("q") if axis in segment.schema.axes else None
+        return segment.offset_view(axis) if axis in segment.schema.axes else None
 
     def base_lengths(self, axis: str) -> Int64Array:
         """`[B]` int64: elements per row on an axis, as committed with the row."""
@@ -168,11 +172,11 @@ class Gather:
             if not segment.has(column):
                 segment.add_mutable(column)
                 segment.has(column)
-            segment.array(column.name)[rows[where]] = values[where]
+            segment.assign(column.name, rows[where], values[where])
 
-    def sources(self, column: Column, ordinals: Sequence[int]) -> list[memoryview | None]:
+    def sources(self, column: Column, ordinals: Sequence[int]) -> list[Source | None]:
         """Per row the bytes of the column in its segment; None where the segment has no such column."""
-        views: dict[int, memoryview | None] = {}
+        views: dict[int, Source | None] = {}
         for ordinal in set(ordinals):
             segment = self._catalog.any_segment(ordinal)
             views[ordinal] = segment.raw(column.name) if segment.has(column) else None
@@ -185,7 +189,7 @@ class Gather:
         item = column.np_dtype.itemsize
         flat = np.empty(int(edges[-1]), column.np_dtype)
         if len(flat):
-            self._copy(column, spans, flat, edges[:-1] * item)
+            self._copy(column, spans, flat, _plan(spans, edges[:-1] * item, item))
         return RaggedArray(flat, spans.lengths)
 
     def text(self, column: Column) -> list[str]:
@@ -215,36 +219,45 @@ class Gather:
         if not array.size:
             return array
         base = array if out is None else out
-        stride, item = base.strides[0], dtype.itemsize
-        places = np.arange(n, dtype=np.int64) * stride
-        if side == "left":
-            places += (width - spans.lengths) * item
-        self._copy(column, spans, base, places)
+        stride = base.strides[0]
+        key = (id(spans), dtype.itemsize, stride, width, side)
+        plan = self._plans.get(key)
+        if plan is None:
+            places = np.arange(n, dtype=np.int64) * stride
+            if side == "left":
+                places += (width - spans.lengths) * dtype.itemsize
+            plan = self._plans[key] = _plan(spans, places, dtype.itemsize)
+        self._copy(column, spans, base, plan)
         return array
 
-    def _copy(self, column: Column, spans: Spans, target: npt.NDArray[Any], places: Int64Array) -> None:
-        """Copy each row's bytes to its place, given in bytes, in a contiguous array."""
-        item = column.np_dtype.itemsize
+    def _copy(self, column: Column, spans: Spans, target: npt.NDArray[Any], plan: Plan) -> None:
+        """Copy each row's bytes to its place in a contiguous array."""
         sources = self.sources(column, spans.ordinals)
         view = memoryview(cast("bytearray", target.reshape(-1).view(np.uint8)))
-        ends = (places + spans.lengths * item).tolist()
-        starts = places.tolist()
         if None in sources:
-            flat = target.reshape(-1)
-            for source, a, b in zip(sources, starts, ends, strict=True):
-                if source is None:
-                    flat[a // item : b // item] = column.fill_value
-        rows = zip(
-            sources,
-            starts,
-            ends,
-            (spans.starts * item).tolist(),
-            (spans.ends * item).tolist(),
-            strict=True,
-        )
-        for source, a, b, c, d in rows:
+            self._fill_absent(column, sources, target, plan)
+        for source, a, b, c, d in zip(sources, *plan, strict=True):
             if source is not None:
                 view[a:b] = source[c:d]
+
+    def _fill_absent(
+        self,
+        column: Column,
+        sources: list[Source | None],
+        target: npt.NDArray[Any],
+        plan: Plan,
+    ) -> None:
+        flat, item = target.reshape(-1), column.np_dtype.itemsize
+        for source, a, b in zip(sources, plan[0], plan[1], strict=True):
+            if source is None:
+                flat[a // item : b // item] = column.fill_value
+
+
+def _plan(spans: Spans, places: Int64Array, item: int) -> Plan:
+    """Turn places in the target and spans in the sources into lists of byte positions."""
+    begins, sizes = spans.starts * item, spans.lengths * item
+    ends = begins + sizes
+    return places.tolist(), (places + sizes).tolist(), begins.tolist(), ends.tolist()
 
 
 def _fit(out: npt.NDArray[Any], column: Column, n: int, width: int) -> npt.NDArray[Any]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
-import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import _fs
-from trajectory_store._errors import CorruptionError, MissingRowError, StoreError
+from trajectory_store._errors import CorruptionError, MissingRowError, ReadFailedError
+from trajectory_store._io import Io, PreadBytes, open_file
 from trajectory_store._layout import (
     COMMITS,
     ROW_ID,
@@ -33,27 +33,7 @@ from trajectory_store._schema import Column, Schema
 from trajectory_store._writer import ORDINAL_SHIFT
 
 VERIFIED = "verified"
-
-
-def map_file(path: Path, size: int, *, writable: bool = False) -> mmap.mmap:
-    """Map a file of at least `size` bytes.
-
-    Raises:
-        FileNotFoundError: the file is gone.
-        CorruptionError: the file is shorter than the metadata says.
-    """
-    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
-    try:
-        found = os.fstat(fd).st_size
-        if found < size:
-            raise CorruptionError(
-                f"{path} has {found} bytes, but its metadata says {size}: it was cut short by a copy or "
-                "a repair. Restore it from a backup, or run verify to list what is lost."
-            )
-        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        return mmap.mmap(fd, size, access=access)
-    finally:
-        os.close(fd)
+_TOO_MANY = {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 
 class SegmentReader:
@@ -65,7 +45,8 @@ class SegmentReader:
         finished: nothing more will come.
     """
 
-    def __init__(self, folder: Path, ordinal: int, *, writable: bool = False) -> None:
+    def __init__(self, folder: Path, ordinal: int, *, io: Io = "mmap", writable: bool = False) -> None:
+        self._io: Io = io
         self.folder = folder
         self.ordinal = ordinal
         self.rows = 0
@@ -77,10 +58,11 @@ class SegmentReader:
         self.meta_crc = crc32c(raw)
         self._specs: dict[str, ArraySpec] = {spec.name: spec for spec in self.meta.arrays()}
         self._late: set[str] = set()
-        self._maps: dict[str, memoryview] = {}
+        self._maps: dict[str, memoryview | PreadBytes] = {}
+        self._loaded: dict[str, int] = {}
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         size = (self.meta.rows_cap + 1) * 64
-        self.log = Log(memoryview(map_file(commits_path(folder), size)), self.meta.salt)
+        self.log = Log(open_file(commits_path(folder), size, io), self.meta.salt)
         self._limit = self._limit_after_reboot()
         self.refresh(first=True)
 
@@ -151,8 +133,9 @@ class SegmentReader:
         crc = 0
         spans: dict[str, tuple[int, int]] = {}
         for axis in self.schema.axes:
-            offsets = self.offsets(axis)
-            start, stop = int(offsets[first]), int(offsets[end])
+            name = offsets_name(axis)
+            start = int(self.part(name, first, first + 1)[0])
+            stop = int(self.part(name, end, end + 1)[0])
             if not 0 <= start <= stop <= self.meta.elems_cap[axis]:
                 return -1
             if edges is not None:
@@ -164,11 +147,11 @@ class SegmentReader:
             if column.mutable:
                 continue
             start, stop = (first, end) if column.axis is None else spans[column.axis]
-            crc = crc32c(self.array(column.name)[start:stop].view(np.uint8), crc)
+            crc = crc32c(self.part(column.name, start, stop).view(np.uint8), crc)
         for axis in self.schema.axes:
-            crc = crc32c(self.offsets(axis)[first + 1 : end + 1].view(np.uint8), crc)
+            crc = crc32c(self.part(offsets_name(axis), first + 1, end + 1).view(np.uint8), crc)
         for name in (*(("present",) if self.schema.optional else ()), *self.meta.internal_rows()):
-            crc = crc32c(self.array(name)[first:end].view(np.uint8), crc)
+            crc = crc32c(self.part(name, first, end).view(np.uint8), crc)
         return crc
 
     def has(self, column: Column) -> bool:
@@ -186,41 +169,84 @@ class SegmentReader:
         if not self.has(column):
             write_late(self.folder, late_spec(column, self.meta))
 
-    def raw(self, name: str) -> memoryview:
-        """The bytes of an array, mapped at first use."""
+    def _changes(self, name: str) -> bool:
+        return name in self._late or (name in self.schema and self.schema[name].mutable)
+
+    def raw(self, name: str) -> memoryview | PreadBytes:
+        """The bytes of an array, opened at first use."""
         view = self._maps.get(name)
         if view is None:
             spec = self._specs[name]
-            changes = name in self._late or (name in self.schema and self.schema[name].mutable)
-            writable = self._writable and changes
+            writable = self._writable and self._changes(name)
             path = chunk_path(self.folder, name)
+            size = spec.capacity * spec.dtype.itemsize
             try:
-                mapped = map_file(path, spec.capacity * spec.dtype.itemsize, writable=writable)
+                view = open_file(path, size, self._io, writable=writable)
             except FileNotFoundError:
                 raise MissingRowError(
                     f"segment {self.folder.name} was evicted or compacted away before its column "
                     f"'{name}' was read. Call refresh() and take ids from ids()."
                 ) from None
             except OSError as error:
-                if isinstance(error, StoreError) or error.errno != errno.ENOMEM:
+                if error.errno not in _TOO_MANY:
                     raise
-                raise CorruptionError(
-                    f"{path} cannot be mapped: too many maps ({error.strerror}). Run compact, or raise "
-                    "vm.max_map_count."
+                raise ReadFailedError(
+                    error.errno,
+                    "too many files or maps are open. Run compact, or raise `ulimit -n` and vm.max_map_count",
+                    str(path),
                 ) from None
-            view = self._maps[name] = memoryview(mapped)
+            self._maps[name] = view
         return view
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """An array of the segment as numpy sees it, whole capacity."""
+        """A per-row array of the segment as numpy sees it; valid as far as the rows go."""
         found = self._arrays.get(name)
+        if isinstance(self.raw(name), PreadBytes):
+            return self._load(name, found)
         if found is None:
-            found = self._arrays[name] = np.frombuffer(self.raw(name), self._specs[name].dtype)
+            view = cast("memoryview", self.raw(name))
+            found = self._arrays[name] = np.frombuffer(view, self._specs[name].dtype)
         return found
+
+    def _load(self, name: str, found: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+        """Read what is new of a per-row array; all of it where values change in place."""
+        spec = self._specs[name]
+        if found is None:
+            found = self._arrays[name] = np.empty(spec.capacity, spec.dtype)
+        start = 0 if self._changes(name) else self._loaded.get(name, 0)
+        end = min(self.rows + 1, spec.capacity)
+        if start < end:
+            found[start:end] = self.part(name, start, end)
+            self._loaded[name] = end - 1
+        return found
+
+    def part(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """A range of the values of any array."""
+        spec = self._specs[name]
+        item = spec.dtype.itemsize
+        raw = self.raw(name)[start * item : stop * item]
+        return np.frombuffer(raw, spec.dtype) if len(raw) else np.empty(0, spec.dtype)
+
+    def assign(self, name: str, rows: Int64Array, values: npt.NDArray[Any]) -> None:
+        """Change values of a mutable column in place."""
+        raw = self.raw(name)
+        if isinstance(raw, PreadBytes):
+            item = values.itemsize
+            for row, value in zip(rows.tolist(), values, strict=True):
+                raw.write(value.tobytes(), row * item)
+        else:
+            self.array(name)[rows] = values
 
     def offsets(self, axis: str) -> Int64Array:
         """`[rows_cap + 1]` int64: where the rows of an axis begin."""
         return self.array(offsets_name(axis))
+
+    def offset_view(self, axis: str) -> memoryview:
+        """The same as a memoryview of int64: the fast form for single rows."""
+        raw = self.raw(offsets_name(axis))
+        if isinstance(raw, PreadBytes):
+            return memoryview(cast("bytearray", self.offsets(axis).view(np.uint8))).cast("q")
+        return raw.cast("q")
 
     def commits(self, start: int = 0) -> npt.NDArray[Any]:
         """The row commits from record `start` on, as a structured array.

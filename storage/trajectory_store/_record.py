@@ -25,6 +25,8 @@ import google_crc32c as _crc  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store._io import PreadBytes
+
 RECORD_SIZE = 64
 MAGIC = b"TRJ1"
 KIND_ROWS = 1
@@ -107,11 +109,11 @@ class Log:
     """A reader's view of a `commits` array: bytes that only grow.
 
     Args:
-        data: the mapped array, `capacity * 64` bytes.
+        data: the array, `capacity * 64` bytes, mapped or read on demand.
         salt: the salt of the segment.
     """
 
-    def __init__(self, data: memoryview, salt: int) -> None:
+    def __init__(self, data: memoryview | PreadBytes, salt: int) -> None:
         self._data = data
         self.salt = salt
         self.capacity = len(data) // RECORD_SIZE
@@ -178,7 +180,3 @@ class Log:
         if seq >= self.capacity:
             return True
         return self.raw(seq) == _BLANK
-
-    def release(self) -> None:
-        """Give the mapped bytes back."""
-        self._data.release()

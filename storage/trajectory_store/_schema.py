@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ class Column:
         """Whether `append` may leave the column out."""
         return self.fill is not None or self.mutable
 
-    @property
+    @cached_property
     def np_dtype(self) -> np.dtype[Any]:
         """The little-endian dtype on disk; uint8 for text."""
         return np.dtype("uint8") if self.is_text else np.dtype(self.dtype).newbyteorder("<")

@@ -23,6 +23,7 @@ from trajectory_store._errors import (
     StoreError,
 )
 from trajectory_store._gather import Gather, Side, pad_value_of
+from trajectory_store._io import Io, choose
 from trajectory_store._layout import MAX_ROWS, TARGET, TEMPORARY
 from trajectory_store._maintenance import CompactReport, compact, evict, sweep
 from trajectory_store._pool import BufferPool
@@ -68,14 +69,22 @@ class TrajectoryStore:
     ([[1, 2, 3], [4, 0, 0]], [3, 1])
     """
 
-    def __init__(self, path: Path, root: RootMeta, mode: Mode, durability: Durability) -> None:
+    def __init__(
+        self,
+        path: Path,
+        root: RootMeta,
+        mode: Mode,
+        durability: Durability,
+        io: Io | Literal["auto"] = "auto",
+    ) -> None:
         self.path = path
         self.schema = root.schema
         self.mode: Mode = mode
         self.durability: Durability = durability
         self._root = root
         self._pool = BufferPool()
-        self._catalog = Catalog(path, root.salt, writable=mode == "a")
+        self._io: Io = choose(path) if io == "auto" else io
+        self._catalog = Catalog(path, root.salt, io=self._io, writable=mode == "a")
         self._stream = SegmentStream(
             path,
             root.schema,
@@ -160,6 +169,7 @@ class TrajectoryStore:
         *,
         durability: Durability | None = None,
         add_columns: Sequence[Column] = (),
+        io: Io | Literal["auto"] = "auto",
     ) -> TrajectoryStore:
         """Open a store.
 
@@ -169,6 +179,8 @@ class TrajectoryStore:
             durability: for the appends of this process; default: what the store was created with.
             add_columns: columns that the store gets from now on; rows that exist read as their fill, and
                 `patch` gives them values. A column that is there already, defined alike, is fine.
+            io: `"mmap"` or `"pread"`; by default maps, and positional reads on network file systems, where a
+                failing server would end a process that maps.
 
         Raises:
             StoreNotFoundError: nothing is there.
@@ -179,13 +191,15 @@ class TrajectoryStore:
             raise SchemaError(f"mode {mode!r} is not known. Use 'r' to read or 'a' to append.")
         if durability is not None:
             _check_durability(durability)
+        if io not in ("auto", "mmap", "pread"):
+            raise SchemaError(f"io {io!r} is not known. Use 'auto', 'mmap' or 'pread'.")
         folder = Path(path)
         root = read_root(folder)
         if add_columns and mode != "a":
             raise ReadOnlyError("add_columns changes the store: open it with mode 'a'.")
         if add_columns:
             root = add_to_root(folder, add_columns)
-        store = cls(folder, root, mode, durability or root.durability)
+        store = cls(folder, root, mode, durability or root.durability, io)
         if mode == "a":
             store._clean_up()
         return store
@@ -371,7 +385,7 @@ class TrajectoryStore:
         """`[len(self)]` int64, read-only: the ids in the order of arrival, the same for every reader.
 
         Args:
-            snapshot: only the rows of a snapshot that are still in the store.
+            snapshot: the rows that this reader saw then; those that eviction has removed are left out.
         """
         self._check_open()
         ids = self._catalog.ids()

@@ -33,3 +33,16 @@ class TestPowerDurable(TestMemmap):
     def create(self, path, schema, **options):
         """Make a store."""
         return TrajectoryStore.create(path, schema, durability="power", **options)
+
+
+class TestPread(TestMemmap):
+    """The same files, read by position instead of through maps."""
+
+    def open(self, path, mode="r"):
+        """Open a store."""
+        return TrajectoryStore.open(path, mode, io="pread")
+
+    def create(self, path, schema, **options):
+        """Make a store."""
+        TrajectoryStore.create(path, schema, **options).close()
+        return TrajectoryStore.open(path, "a", io="pread")

@@ -1,0 +1,134 @@
+"""How the bytes of a file reach a reader: through a shared map, or by positional reads.
+
+Maps are the fast way on a local disk. A network file system may take a page away under a map, which ends
+the process with SIGBUS, so there the reader asks for bytes instead and gets an error it can report.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Literal, overload
+
+from trajectory_store._errors import CorruptionError, ReadFailedError
+
+Io = Literal["mmap", "pread"]
+NETWORK_TYPES = frozenset(
+    [
+        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs"),
+        *("glusterfs", "ocfs2", "gfs2", "wekafs", "vboxsf", "prl_fs", "davfs"),
+    ]
+)
+MOUNTS = Path("/proc/self/mountinfo")
+
+
+def file_system(path: Path, mounts: Path = MOUNTS) -> str:
+    """The type of the file system that holds a path, or an empty string where the system does not say."""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return ""
+    wanted = os.path.realpath(path)
+    best, found = -1, ""
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        fields = left.split()
+        if len(fields) < 5 or not right:
+            continue
+        mount = fields[4].encode().decode("unicode_escape")
+        inside = wanted == mount or wanted.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= best:
+            best, found = len(mount), right.split()[0]
+    return found
+
+
+def choose(path: Path, mounts: Path = MOUNTS) -> Io:
+    """`"pread"` on network file systems and user-space ones, `"mmap"` elsewhere."""
+    kind = file_system(path, mounts)
+    remote = kind in NETWORK_TYPES or kind.startswith("fuse")
+    return "pread" if remote else "mmap"
+
+
+class PreadBytes:
+    """A file that is read on demand; slices are bytes, as those of a map are.
+
+    Args:
+        path: the file.
+        size: bytes that it must have.
+        writable: whether `write` will be called.
+    """
+
+    def __init__(self, path: Path, size: int, *, writable: bool = False) -> None:
+        self._path = path
+        self._size = size
+        self._fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        check_size(path, os.fstat(self._fd).st_size, size)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, where: slice) -> bytes: ...
+    @overload
+    def __getitem__(self, where: int) -> int: ...
+    def __getitem__(self, where: slice | int) -> bytes | int:
+        if isinstance(where, int):
+            return self[where : where + 1][0]
+        start, stop, _ = where.indices(self._size)
+        parts: list[bytes] = []
+        while start < stop:
+            try:
+                part = os.pread(self._fd, stop - start, start)
+            except OSError as error:
+                raise ReadFailedError(
+                    error.errno,
+                    f"reading failed: {error.strerror}. Check the mount, then open the store again",
+                    str(self._path),
+                ) from error
+            if not part:
+                raise CorruptionError(f"{self._path} ends at byte {start}, before byte {stop}.")
+            parts.append(part)
+            start += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def write(self, data: bytes, offset: int) -> None:
+        """Change a few bytes in place."""
+        os.pwrite(self._fd, data, offset)
+
+    def __del__(self) -> None:
+        fd = getattr(self, "_fd", -1)
+        if fd >= 0:
+            os.close(fd)
+
+
+def check_size(path: Path, found: int, size: int) -> None:
+    """Refuse a file that is shorter than its metadata says."""
+    if found < size:
+        raise CorruptionError(
+            f"{path} has {found} bytes, but its metadata says {size}: it was cut short by a copy or a "
+            "repair. Restore it from a backup, or run verify to list what is lost."
+        )
+
+
+def map_file(path: Path, size: int, *, writable: bool = False) -> memoryview:
+    """Map a file of at least `size` bytes.
+
+    Raises:
+        FileNotFoundError: the file is gone.
+        CorruptionError: the file is shorter than the metadata says.
+    """
+    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        check_size(path, os.fstat(fd).st_size, size)
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        return memoryview(mmap.mmap(fd, size, access=access))
+    finally:
+        os.close(fd)
+
+
+def open_file(path: Path, size: int, io: Io, *, writable: bool = False) -> memoryview | PreadBytes:
+    """Open a file in the chosen way."""
+    if io == "pread":
+        return PreadBytes(path, size, writable=writable)
+    return map_file(path, size, writable=writable)

@@ -1,0 +1,61 @@
+"""Which way of reading a file system gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from trajectory_store import Column, CorruptionError, Schema, TrajectoryStore
+from trajectory_store._io import PreadBytes, choose, file_system
+
+MOUNTS = """\
+22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+30 22 0:26 / /mnt/share rw,relatime shared:5 - nfs4 server:/export rw,vers=4.2
+31 22 0:27 / /mnt/share/local rw shared:6 - xfs /dev/vdb rw
+32 22 0:28 / /mnt/with\\040space rw shared:7 - fuse.s3fs s3fs rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "way"),
+    [
+        ("/data/store", "ext4", "mmap"),
+        ("/mnt/share/a/store", "nfs4", "pread"),
+        ("/mnt/shared", "ext4", "mmap"),
+        ("/mnt/share/local/store", "xfs", "mmap"),
+        ("/mnt/with space/store", "fuse.s3fs", "pread"),
+    ],
+)
+def test_network_file_systems_are_read_by_position(tmp_path, path, kind, way):
+    """The longest mount point decides; a name that only begins alike does not."""
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTS)
+    assert file_system(path, mounts) == kind
+    assert choose(path, mounts) == way
+    assert choose(path, tmp_path / "none") == "mmap"
+
+
+def test_bytes_on_demand(tmp_path):
+    """Slices are bytes; a file cut short is an error, before and while it is open."""
+    path = tmp_path / "f"
+    path.write_bytes(b"0123456789")
+    file = PreadBytes(path, 10)
+    assert (file[2:5], file[-3:], file[4], len(file)) == (b"234", b"789", ord("4"), 10)
+    path.write_bytes(b"0123")
+    with pytest.raises(CorruptionError, match="ends at byte 4"):
+        file[2:8]
+    with pytest.raises(CorruptionError, match="cut short"):
+        PreadBytes(path, 10)
+
+
+def test_positional_reads_survive_a_file_cut_short(tmp_path):
+    """Where a map would end the process with SIGBUS, pread gives an error and goes on."""
+    schema = Schema([Column("x", "int64", ragged=True), Column("n", "int64")])
+    with TrajectoryStore.create(tmp_path / "s", schema) as store:
+        ids = store.append({"x": [list(range(5000))], "n": [1]})
+    with TrajectoryStore.open(tmp_path / "s", io="pread") as store:
+        assert store.read(ids)["x"][0][-1] == 4999
+        with open(tmp_path / "s" / "seg-00000000" / "x" / "c" / "0", "r+b") as f:
+            f.truncate(100)
+        with pytest.raises(CorruptionError, match="ends at byte"):
+            store.read(ids)
+        assert store.read(ids, ["n"])["n"].tolist() == [1]
