@@ -121,22 +121,20 @@ class RunView:
     def _fields(self, event: StepDone, *, graph: bool) -> list[str]:
         """Return the parts of the line, the ones to keep longest first."""
         width = len(str(event.total_steps))
-        curve = f" {sparkline(self._rewards, width=16, ascii_only=self._ascii)}" if graph and self._rewards else ""
-        fields = [
-            f"step {event.step:>{width}}/{event.total_steps}",
-            f"reward {number(self._rewards[-1] if self._rewards else None)}{curve}",
-        ]
+        fields = [f"step {event.step:>{width}}/{event.total_steps}"]
+        if self._rewards:
+            curve = f" {sparkline(self._rewards, width=16, ascii_only=self._ascii)}" if graph else ""
+            fields.append(f"reward {number(self._rewards[-1])}{curve}")
+        kl = "kl_k1" if "kl_k1" in self._latest else "kl_approx"  # to the reference, else to the behaviour policy
         shown = (
-            ("kl_k1", "kl", ""),
-            ("clip_fraction", "clip", ""),
-            ("ess", "ess", ""),
-            ("tokens_per_s", "", " tok/s"),
-            ("staleness", "age", ""),
+            (kl, "kl {:.3f}" if kl == "kl_k1" else "kl_old {:.3f}"),
+            ("clip_fraction", "clip {:.3f}"),
+            ("ess", "ess {:.2f}"),
+            ("tokens_per_s", "{:,.0f} tok/s"),
+            ("staleness", "age {:.1f}"),
         )
-        for name, label, unit in shown:
-            if name in self._latest:
-                digits = 0 if unit else 2
-                fields.append(f"{label} {number(float(self._latest[name]), digits)}{unit}".strip())
+        values = [form.format(self._latest[name]) for name, form in shown if name in self._latest]
+        fields += [text.replace("-0.000", "0.000") for text in values]
         if self._step_seconds is not None and event.step < event.total_steps:
             fields.append(f"eta {_clock_time(self._step_seconds * (event.total_steps - event.step))}")
         return fields

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shlex
 import shutil
@@ -167,6 +168,8 @@ def _command(definition: str | None, out: str | None) -> str:
 
 def _import_runtime(device: str):  # noqa: ANN202 - a module
     """Import torch and all that needs it, and check the device while no folder is made yet."""
+    # torch warns through a logger about how libraries use its own internals; nobody who types a command can act on it.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     import torch
 
     from rlhf_pipeline import runtime

@@ -139,7 +139,7 @@ def before_and_after(run: RunFolder, width: int = 100) -> list[str]:
         (
             label,
             one_line(item.prompt, room),
-            one_line(item.completion, room),
+            one_line(item.completion, room) or "(nothing)",
             f"reward {number(item.reward)}" + ("" if item.answer is None else f", answer {one_line(item.answer, 24)}"),
         )
         for label, item in zip(("before", "after"), shown, strict=True)

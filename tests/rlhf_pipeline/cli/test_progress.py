@@ -67,7 +67,7 @@ def test_line_holds_the_metrics():
     clock.now = 2.0
     show(step(1, loss=3.0))
     line = out.getvalue().splitlines()[-1]
-    assert line == "step   1/100  reward 0.01  clip 0.02  ess 0.97  21.0k tok/s  age 0.50  eta 3:18"
+    assert line == "step   1/100  reward 0.01  clip 0.020  ess 0.97  21,000 tok/s  age 0.5  eta 3:18"
 
 
 def test_null_keeps_the_last_value():
@@ -77,7 +77,7 @@ def test_null_keeps_the_last_value():
     clock.now = 5.0
     show(step(2, task_reward=None, tokens_per_s=None))
     assert "reward 0.01" in out.getvalue().splitlines()[-1]
-    assert "21.0k tok/s" in out.getvalue().splitlines()[-1]
+    assert "21,000 tok/s" in out.getvalue().splitlines()[-1]
 
 
 def test_live_line_is_drawn_in_place():
