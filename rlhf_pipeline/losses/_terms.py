@@ -94,23 +94,26 @@ def is_unreduced(s: TermSettings) -> bool:
     return s.reduction == "none" or s.aggregation == "none"
 
 
-def _token_weight(s: TermSettings, batch: LossBatch) -> torch.Tensor:
+def _token_weight(s: TermSettings, batch: LossBatch, dtype: torch.dtype) -> torch.Tensor:
     """The weight of every token, [B, T]."""
     if batch.weight is not None:
-        return batch.weight.float()
+        return batch.weight.to(dtype)
     if is_unreduced(s) or s.reduction == "sum":
-        return torch.ones_like(batch.mask, dtype=torch.float32)
-    weights = token_weights(batch.mask.sum(1), s.aggregation, max_completion_tokens=s.max_completion_tokens)
+        return torch.ones_like(batch.mask, dtype=dtype)
+    weights = token_weights(
+        batch.mask.sum(1), s.aggregation, max_completion_tokens=s.max_completion_tokens, dtype=dtype
+    )
     return weights[:, None].expand(batch.mask.shape)
 
 
 def gather_rows(s: TermSettings, batch: LossBatch) -> TokenRows:
-    """Gather the masked tokens and fix what each one counts."""
+    """Gather the masked tokens and fix what each one counts; float32, or float64 for float64 log-probs."""
     index, column = batch.mask.nonzero(as_tuple=True)
-    behaviour = batch.behaviour[index, column].float()
-    proximal = behaviour if batch.proximal is None else batch.proximal[index, column].float()
+    dtype = torch.promote_types(batch.behaviour.dtype, torch.float32)
+    behaviour = batch.behaviour[index, column].to(dtype)
+    proximal = behaviour if batch.proximal is None else batch.proximal[index, column].to(dtype)
     sequences = batch.tokens.shape[0]
-    weight = _token_weight(s, batch)[index, column]
+    weight = _token_weight(s, batch, dtype)[index, column]
     policy_weight = weight
     if s.tis_cap is not None:
         if s.tis_level == "token":
@@ -127,10 +130,10 @@ def gather_rows(s: TermSettings, batch: LossBatch) -> TokenRows:
     return TokenRows(
         index=index,
         column=column,
-        advantage=batch.advantage[index, column].float(),
+        advantage=batch.advantage[index, column].to(dtype),
         proximal=proximal,
         behaviour=behaviour,
-        ref=None if batch.ref is None else batch.ref[index, column].float(),
+        ref=None if batch.ref is None else batch.ref[index, column].to(dtype),
         weight=weight,
         policy_weight=policy_weight,
         sequences=sequences,
@@ -226,7 +229,7 @@ def trust_region(s: TermSettings, batch: LossBatch, rows: TokenRows, log_probs: 
     if batch.weight is not None or is_unreduced(s) or s.reduction == "sum":
         return keep
     left = pl.segment_sum(keep, rows.index, rows.sequences)
-    weights = token_weights(left, s.aggregation, max_completion_tokens=s.max_completion_tokens)
+    weights = token_weights(left, s.aggregation, max_completion_tokens=s.max_completion_tokens, dtype=rows.weight.dtype)
     return keep * weights[rows.index] / rows.weight
 
 
