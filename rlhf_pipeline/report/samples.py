@@ -134,7 +134,7 @@ def before_and_after(run: RunFolder, width: int = 100) -> list[str]:
         if pair is None:
             return []
         shown = read_trajectories(stored, np.array(pair), TokenTexts(None))
-    room = max((width - 40) // 2, 12)
+    room = max((width - 64) // 2, 12)
     parts = [
         (
             label,

@@ -67,7 +67,7 @@ def _token_table(item: Trajectory, max_tokens: int | None) -> Iterator[str]:
     places = list(range(len(item.token_ids)))
     if max_tokens is not None and len(places) > max_tokens:
         # The policy's own tokens matter most; a few of the prompt's before them show where they start.
-        start = max(0, min(item.num_prompt_tokens - 4, len(places) - max_tokens))
+        start = max(0, item.num_prompt_tokens - 4)
         places = places[start : start + max_tokens]
     reference = item.ref_log_probs
     yield f"  {'place':>7} {'id':>7}  {'text':<16} {'by':<6} {'log-prob':>9} {'prob':>6}" + (
@@ -92,7 +92,7 @@ def _token_table(item: Trajectory, max_tokens: int | None) -> Iterator[str]:
 
 
 def _digits(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    return "-" if value is None else f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0 makes -0.0 plain zero
 
 
 def _or_dash(value: int | None) -> str:

@@ -53,8 +53,21 @@ class TokenTexts:
         text: str = self._tokenizer.decode([token], skip_special_tokens=False)
         if text and "\ufffd" not in text:
             return text
-        name: str | None = self._tokenizer.id_to_token(token)  # a part of a character, or a special token
-        return name if name is not None else f"[{token}]"
+        name: str | None = self._tokenizer.id_to_token(token)
+        if name is None:
+            return f"[{token}]"
+        table = _bytes_by_character()
+        if all(character in table for character in name):  # a part of a character: its bytes
+            return bytes(table[character] for character in name).decode("utf-8", "backslashreplace")
+        return name
+
+
+@functools.cache
+def _bytes_by_character() -> dict[str, int]:
+    """Return the alphabet of byte-level BPE: printable Latin-1 stands for itself, other bytes for U+0100 and on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def _by_character(text: str, num: int, *, at_end: bool) -> list[str | None]:

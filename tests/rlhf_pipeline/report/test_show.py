@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.samples import Trajectory, before_and_after, read_trajectories, typical_of_first_and_last
@@ -67,6 +68,9 @@ def test_full_leaves_out_what_is_too_long():
     """With a limit the completion's start is kept and what is left out is counted."""
     lines = list(full(one(), max_tokens=2))
     assert "2 tokens left out; --full shows all" in lines[-1]
+    long = one(token_ids=tuple(range(100)), pieces=("x",) * 100, mask=(False,) * 90 + (True,) * 10)
+    cut = list(full(replace(long, log_probs=(-1.0,) * 100, num_prompt_tokens=90), max_tokens=64))
+    assert [line.split()[0] for line in cut[-15:-1]] == [str(place) for place in range(86, 100)]
 
 
 def test_failed_reward_is_explained():
@@ -107,6 +111,18 @@ def test_pieces_by_tokenizer(run_dir: Path):
     tokenizer.save(str(folder / "tokenizer.json"))
     texts = TokenTexts(RunFolder(run_dir))
     assert texts.pieces([1, 0, 99], 1, "two", "one ?") == ["two", "one", "[99]"]
+
+
+def test_pieces_of_split_characters(run_dir: Path):
+    """A token that is a part of a character is shown as its bytes: the euro sign is e2 82 ac."""
+    euro = "\u00e2\u0124\u00ac"  # the three bytes in the alphabet of byte-level BPE
+    tokenizer = Tokenizer(models.BPE(vocab={euro[0]: 0, euro[1]: 1, euro[2]: 2}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    folder = run_dir / "checkpoints" / "step-00000010"
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert TokenTexts(RunFolder(run_dir)).pieces([0, 1, 2], 0, "", "") == ["\\xe2", "\\x82", "\\xac"]
 
 
 def test_reads_a_trajectory_whole(run_dir: Path):
