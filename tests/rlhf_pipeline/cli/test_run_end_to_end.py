@@ -71,3 +71,17 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path: Path, number: int, code:
     assert "Traceback" not in err
     verified = typed(tmp_path, "verify", "runs/copy_digits")
     assert verified.returncode == 0, verified.stdout
+
+
+def test_doctor_and_new_model(tmp_path: Path):
+    """The doctor finds this machine fit, and a model made from a text file is a checkpoint folder."""
+    checked = typed(tmp_path, "doctor")
+    assert checked.returncode == 0, checked.stdout
+    assert "store: " in checked.stdout
+    assert "All is well" in checked.stdout
+    (tmp_path / "text.txt").write_text("some words, again and again and again\n" * 50)
+    sizes = ("--vocab-size", "300", "--hidden-size", "16", "--num-layers", "1")
+    made = typed(tmp_path, "new-model", "model", "--text", "text.txt", *sizes)
+    assert made.returncode == 0, made.stderr
+    assert "rlhf-pipeline run gsm8k --set policy.path=model" in made.stdout
+    assert (tmp_path / "model" / "model.safetensors").is_file()
