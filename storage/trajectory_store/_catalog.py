@@ -1,8 +1,7 @@
-"""The segments of a store on a local disk: finding them, following them, and where an id lives."""
+"""The segments that a reader knows: where an id lives, the order of arrival, later values."""
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections.abc import Mapping
@@ -12,19 +11,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store import _fs
 from trajectory_store._errors import MissingRowError, StoreError
-from trajectory_store._io import Io, open_file
 from trajectory_store._order import ArrivalOrder
 from trajectory_store._overlay import Overlay
 from trajectory_store._ragged import Int64Array
 from trajectory_store._reader import SegmentReader
-from trajectory_store._record import RECORD_SIZE, Log, Record, pack
-from trajectory_store._writer import ORDINAL_SHIFT, ROW_MASK, list_ordinals, segment_name
-
-REMOVED = "removed"
-REMOVED_CAP = 1 << 18
-KIND_REMOVED = 3
+from trajectory_store._writer import ORDINAL_SHIFT, ROW_MASK, segment_name
 
 
 class Address(NamedTuple):
@@ -34,13 +26,8 @@ class Address(NamedTuple):
     rows: Int64Array
 
 
-def removed_path(root: Path) -> Path:
-    """The file with the records of removed segments."""
-    return root / REMOVED / "c" / "0" / "0"
-
-
 class Catalog:
-    """A reader's view of a store's folder.
+    """A reader's view of a store; the backends know how to follow it.
 
     Attributes:
         segments: the segments whose rows count, by ordinal.
@@ -49,10 +36,12 @@ class Catalog:
         generation: grows with every change that a reader can see.
         problems: segments that could not be opened, in words.
         evicted_rows: rows that eviction removed for good.
+        mutable_in_place: mutable columns change in their arrays; otherwise their new values are patches.
     """
 
-    def __init__(self, root: Path, salt: int, *, io: Io = "mmap", writable: bool = False, warn: bool = True) -> None:
-        self._io: Io = io
+    mutable_in_place = True
+
+    def __init__(self, root: Path, *, warn: bool = True) -> None:
         self._warn = warn
         self.root = root
         self.segments: dict[int, SegmentReader] = {}
@@ -67,63 +56,22 @@ class Catalog:
         self._overlays: dict[str, Overlay] = {}
         self._fresh_overlays: set[str] = set()
         self._overlay_generation = -1
-        self._writable = writable
-        self._salt = salt
         self._next = 0
-        self._removed_seen = 0
         self._limits: Int64Array = np.zeros(0, np.int64)
-        removed = open_file(removed_path(root), REMOVED_CAP * RECORD_SIZE, io)
-        self._removed = Log(removed, salt)
-        self._relist()
 
     def refresh(self) -> bool:
         """Take in new commits, new segments and removals; returns whether anything changed."""
         with self._lock:
-            return self._refresh()
+            before = self.generation
+            self._follow()
+            return self.generation != before
 
-    def _refresh(self) -> bool:
-        before = self.generation
-        if not self._removed.is_blank(self._removed_seen):
-            self._relist()
-        else:
-            while (self.root / segment_name(self._next)).exists():
-                self._open(self._next)
-                self._next += 1
-        for segment in self.segments.values():
-            if segment.refresh():
-                self._limits[segment.ordinal] = segment.rows
-                self.generation += 1
-        for patch in self.patches.values():
-            if patch.refresh():
-                self.generation += 1
-        return self.generation != before
+    def _follow(self) -> None:
+        raise NotImplementedError
 
     def refresh_segment(self, ordinal: int) -> None:
         """Take in the new commits of one segment: the cheap path after an own append."""
-        with self._lock:
-            while self._next <= ordinal:
-                self._open(self._next)
-                self._next += 1
-            segment = self.segments.get(ordinal) or self.patches.get(ordinal)
-            if segment is not None and segment.refresh():
-                if ordinal in self.segments:
-                    self._limits[ordinal] = segment.rows
-                self.generation += 1
-
-    def _relist(self) -> None:
-        self._removed_seen, _ = self._removed.find_end(self._removed_seen)
-        if self._removed_seen:
-            last = self._removed.get(self._removed_seen - 1)
-            if last is not None:
-                self.evicted_rows = max(self.evicted_rows, last.elems_end)
-        present = list_ordinals(self.root)
-        known = set(present)
-        for gone in [o for o in (*self.segments, *self.patches) if o not in known]:
-            self._forget(gone)
-        for ordinal in present:
-            if ordinal not in self.segments and ordinal not in self.patches:
-                self._open(ordinal)
-        self._next = max(self._next, present[-1] + 1 if present else 0)
+        raise NotImplementedError
 
     def _forget(self, ordinal: int) -> None:
         self.segments.pop(ordinal, None)
@@ -138,16 +86,9 @@ class Catalog:
         self.order.reset()
         self.generation += 1
 
-    def _open(self, ordinal: int) -> None:
-        if ordinal in self.moved:
-            return
-        try:
-            segment = SegmentReader(self.root / segment_name(ordinal), ordinal, io=self._io, writable=self._writable)
-        except FileNotFoundError:
-            return
-        except StoreError as error:
-            self._note_problem(ordinal, error)
-            return
+    def _add(self, segment: SegmentReader) -> None:
+        """Take a segment in; the ones that it replaces go."""
+        ordinal = segment.ordinal
         if ordinal >= len(self._limits):
             grown = np.zeros(max(64, 2 * (ordinal + 1)), np.int64)
             grown[: len(self._limits)] = self._limits
@@ -162,6 +103,11 @@ class Catalog:
             self._forget(source)
             self.moved[source] = ordinal
             self._limits[source] = -1
+
+    def _grew(self, segment: SegmentReader) -> None:
+        if segment.ordinal in self.segments:
+            self._limits[segment.ordinal] = segment.rows
+        self.generation += 1
 
     def _note_problem(self, ordinal: int, error: StoreError) -> None:
         problem = f"{segment_name(ordinal)}: cannot be opened: {error}"
@@ -262,29 +208,6 @@ class Catalog:
             for owner in np.unique(owners).tolist():
                 out[owner] = int((ids[owners == owner] & ROW_MASK).max()) + 1
         return out
-
-    def note_removed(self, ordinal: int, rows: int, time_ns: int) -> None:
-        """Record that a segment was removed; call with the store's lock held.
-
-        Args:
-            ordinal: the segment.
-            rows: rows that are gone for good (0 where they moved to another segment).
-            time_ns: now.
-        """
-        end, _ = self._removed.find_end(self._removed_seen)
-        last = self._removed.get(end - 1) if end else None
-        total = (last.elems_end if last is not None else 0) + rows
-        record = Record(end, time_ns, rows, ordinal, total, KIND_REMOVED, 0, 0)
-        fd = os.open(removed_path(self.root), os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            _fs.pwrite(fd, pack(record, self._salt), end * RECORD_SIZE)
-        finally:
-            os.close(fd)
-
-    def removed_ordinals(self) -> set[int]:
-        """The segments that were removed since the store was made."""
-        end, _ = self._removed.find_end(self._removed_seen)
-        return {int(o) for o in self._removed.table(end)["n_rows"]}
 
     def overlay(self, name: str) -> Overlay | None:
         """The later values of a column, up to date; None where there are none."""

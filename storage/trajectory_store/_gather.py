@@ -59,7 +59,8 @@ class Gather:
         if found is not None:
             return found
         found = self._base
-        overlay = None if column.mutable else self._catalog.overlay(column.name)
+        in_place = column.mutable and self._catalog.mutable_in_place
+        overlay = None if in_place else self._catalog.overlay(column.name)
         if overlay is not None:
             later = overlay.lookup(self._ids)
             hit = later >= 0

@@ -12,7 +12,7 @@ import numpy as np
 
 from trajectory_store import _fs
 from trajectory_store._batch import Batch
-from trajectory_store._catalog import Catalog, removed_path
+from trajectory_store._catalog import Catalog
 from trajectory_store._gather import Gather
 from trajectory_store._layout import (
     MAX_ELEMENTS,
@@ -24,6 +24,7 @@ from trajectory_store._layout import (
     SegmentMeta,
     write_segment,
 )
+from trajectory_store._local import LocalCatalog, removed_path
 from trajectory_store._ragged import Int64Array, RaggedArray
 from trajectory_store._reader import SegmentReader
 from trajectory_store._root import RootMeta
@@ -61,7 +62,7 @@ class CompactReport:
     skipped: str = ""
 
 
-def evict(catalog: Catalog, meta: RootMeta) -> int:
+def evict(catalog: LocalCatalog, meta: RootMeta) -> int:
     """Remove the oldest segments that the limits of the store no longer cover.
 
     Returns:
@@ -123,7 +124,7 @@ def _useless_patches(catalog: Catalog) -> list[SegmentReader]:
     return out
 
 
-def _remove(catalog: Catalog, segment: SegmentReader, rows_lost: int) -> None:
+def _remove(catalog: LocalCatalog, segment: SegmentReader, rows_lost: int) -> None:
     """Rename a segment away, note it, unlink it; a crash in between is finished by `sweep`."""
     old = catalog.root / f"{OLD}{segment.ordinal}-{rows_lost}"
     try:
@@ -134,7 +135,7 @@ def _remove(catalog: Catalog, segment: SegmentReader, rows_lost: int) -> None:
     _fs.remove_tree(old)
 
 
-def sweep(catalog: Catalog) -> None:
+def sweep(catalog: LocalCatalog) -> None:
     """Finish removals that a killed process began; does nothing where another process is at it."""
     if not any(_OLD.match(p.name) for p in catalog.root.iterdir()) and not _replaced(catalog):
         return
@@ -158,12 +159,12 @@ def sweep(catalog: Catalog) -> None:
         catalog.refresh()
 
 
-def _replaced(catalog: Catalog) -> list[tuple[Path, int]]:
+def _replaced(catalog: LocalCatalog) -> list[tuple[Path, int]]:
     out = [(catalog.root / segment_name(o), o) for o in catalog.moved]
     return [(folder, o) for folder, o in out if folder.exists()]
 
 
-def compact(catalog: Catalog, schema: Schema) -> CompactReport:
+def compact(catalog: LocalCatalog, schema: Schema) -> CompactReport:
     """Merge finished segments and fold patches in; ids and the order of arrival stay.
 
     Rows of segments that a living process appends to stay where they are. Readers go on with the old
@@ -232,7 +233,7 @@ def _gains(segment: SegmentReader, patched: Int64Array, schema: Schema) -> bool:
     return bool(np.isin(ids, patched).any()) or segment.schema != schema
 
 
-def _merge(catalog: Catalog, schema: Schema, group: list[SegmentReader]) -> None:
+def _merge(catalog: LocalCatalog, schema: Schema, group: list[SegmentReader]) -> None:
     ids = np.sort(np.concatenate([s.row_ids(0, s.rows) for s in group]))
     times = _times_of(group, ids)
     replaces = sorted({o for s in group for o in (s.ordinal, *s.meta.replaces)})

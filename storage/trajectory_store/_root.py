@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from trajectory_store import _fs
-from trajectory_store._catalog import REMOVED, REMOVED_CAP, removed_path
 from trajectory_store._errors import (
     CorruptionError,
     NotAStoreError,
@@ -28,6 +27,7 @@ from trajectory_store._layout import (
     group_json,
     read_attributes,
 )
+from trajectory_store._local import REMOVED, REMOVED_CAP, removed_path
 from trajectory_store._record import RECORD_SIZE
 from trajectory_store._schema import Column, Schema
 from trajectory_store._writer import Durability

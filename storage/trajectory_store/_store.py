@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -14,7 +13,7 @@ import numpy.typing as npt
 
 from trajectory_store import _fs
 from trajectory_store._batch import cast_values, prepare
-from trajectory_store._catalog import Catalog
+from trajectory_store._engine import Engine, MemmapEngine, Stream
 from trajectory_store._errors import (
     BatchError,
     ReadOnlyError,
@@ -23,20 +22,19 @@ from trajectory_store._errors import (
     StoreError,
 )
 from trajectory_store._gather import Gather, Side, pad_value_of
-from trajectory_store._io import Io, choose
-from trajectory_store._layout import MAX_ROWS, TARGET, TEMPORARY
-from trajectory_store._maintenance import CompactReport, compact, evict, sweep
+from trajectory_store._io import Io
+from trajectory_store._layout import MAX_ROWS, TARGET
+from trajectory_store._maintenance import CompactReport
 from trajectory_store._pool import BufferPool
 from trajectory_store._ragged import Int64Array, RaggedArray
 from trajectory_store._root import RootMeta, add_to_root, create_root, read_root
 from trajectory_store._schema import Column, Schema
 from trajectory_store._snapshot import Snapshot
-from trajectory_store._verify import VerifyReport, leftovers, verify_segments
+from trajectory_store._verify import VerifyReport
 from trajectory_store._writer import (
     DURABILITIES,
     ORDINAL_SHIFT,
     Durability,
-    SegmentStream,
 )
 
 Ids = npt.ArrayLike
@@ -75,7 +73,7 @@ class TrajectoryStore:
         root: RootMeta,
         mode: Mode,
         durability: Durability,
-        io: Io | Literal["auto"] = "auto",
+        engine: Engine,
     ) -> None:
         self.path = path
         self.schema = root.schema
@@ -83,17 +81,10 @@ class TrajectoryStore:
         self.durability: Durability = durability
         self._root = root
         self._pool = BufferPool()
-        self._io: Io = choose(path) if io == "auto" else io
-        self._catalog = Catalog(path, root.salt, io=self._io, writable=mode == "a")
-        self._stream = SegmentStream(
-            path,
-            root.schema,
-            durability=durability,
-            segment_rows=root.segment_rows,
-            segment_elements=root.segment_elements,
-            preallocate=root.preallocate,
-        )
-        self._patch_streams: dict[tuple[str, ...], SegmentStream] = {}
+        self._engine = engine
+        self._catalog = engine.catalog
+        self._stream = engine.stream(root.schema, "rows")
+        self._patch_streams: dict[tuple[str, ...], Stream] = {}
         self._closed = False
 
     # Opening and closing
@@ -159,7 +150,8 @@ class TrajectoryStore:
             preallocate=preallocate,
         )
         create_root(folder, root)
-        return cls(folder, root, "a", durability)
+        engine = MemmapEngine(folder, root, durability, writable=True, io=None)
+        return cls(folder, root, "a", durability, engine)
 
     @classmethod
     def open(
@@ -199,10 +191,11 @@ class TrajectoryStore:
             raise ReadOnlyError("add_columns changes the store: open it with mode 'a'.")
         if add_columns:
             root = add_to_root(folder, add_columns)
-        store = cls(folder, root, mode, durability or root.durability, io)
+        level = durability or root.durability
+        engine = MemmapEngine(folder, root, level, writable=mode == "a", io=None if io == "auto" else io)
         if mode == "a":
-            store._clean_up()
-        return store
+            engine.clean_up()
+        return cls(folder, root, mode, level, engine)
 
     def close(self) -> None:
         """Finish the own segment and drop the maps; arrays that were read stay valid."""
@@ -211,7 +204,7 @@ class TrajectoryStore:
         self._closed = True
         for stream in (self._stream, *self._patch_streams.values()):
             stream.close()
-        self._catalog.close()
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -266,7 +259,7 @@ class TrajectoryStore:
         ordinal, first = self._stream.append(batch)
         self._catalog.refresh_segment(ordinal)
         if ordinal != known:
-            evict(self._catalog, self._root)
+            self._engine.evict()
         start = (ordinal << ORDINAL_SHIFT) + first
         return np.arange(start, start + batch.n_rows, dtype=np.int64)
 
@@ -300,6 +293,9 @@ class TrajectoryStore:
             if array.shape != wanted.shape:
                 raise BatchError(f"column '{name}' got {list(array.shape)} values for {len(wanted)} ids.")
             checked.append((column, cast_values(column, array)))
+        if not self._catalog.mutable_in_place:
+            self._append_patch(wanted, {column.name: array for column, array in checked})
+            return
         gather = Gather(self._catalog, wanted)
         for column, array in checked:
             gather.assign(column, array)
@@ -328,19 +324,22 @@ class TrajectoryStore:
         for column in columns:
             if column.mutable:
                 raise BatchError(f"column '{column.name}' is mutable: set it with update(ids, {column.name}=...).")
+        self._append_patch(wanted, values)
+
+    def _append_patch(self, ids: Int64Array, values: Mapping[str, Any]) -> None:
         names = tuple(c.name for c in self.schema if c.name in values)
         schema = Schema([self.schema[name] for name in names])
-        gather = Gather(self._catalog, wanted)
-        batch = prepare(schema, values, len(wanted))
-        for column in columns:
+        gather = Gather(self._catalog, ids)
+        batch = prepare(schema, values, len(ids))
+        for column in schema:
             if column.axis is not None and len(self.schema.axes[column.axis]) > 1:
                 _same_lengths(column, batch.lengths[column.axis], gather.base_lengths(column.axis))
-        if not len(wanted):
+        if not len(ids):
             return
-        batch.extra = {TARGET: wanted}
+        batch.extra = {TARGET: ids}
         stream = self._patch_streams.get(names)
         if stream is None:
-            stream = self._patch_streams[names] = SegmentStream(self.path, schema, "patch", self.durability)
+            stream = self._patch_streams[names] = self._engine.stream(schema, "patch")
         ordinal, _ = stream.append(batch)
         self._catalog.refresh_segment(ordinal)
 
@@ -520,15 +519,12 @@ class TrajectoryStore:
         self._check_writable("compact")
         for stream in (self._stream, *self._patch_streams.values()):
             stream.close()
-        return compact(self._catalog, self.schema)
+        return self._engine.compact(self.schema)
 
     def verify(self) -> VerifyReport:
         """Recompute every checksum and report what is damaged, in words."""
         self._check_open()
-        with closing(Catalog(self.path, self._root.salt, warn=False)) as fresh:
-            segments = [*fresh.segments.values(), *fresh.patches.values()]
-            broken = list(fresh.problems)
-            return verify_segments(self.path, segments, broken)
+        return self._engine.verify()
 
     # Helpers
 
@@ -554,11 +550,6 @@ class TrajectoryStore:
                 f"{what} needs a store opened for writing; {self.path} is open with mode 'r'. Use "
                 "TrajectoryStore.open(path, mode='a')."
             )
-
-    def _clean_up(self) -> None:
-        for folder in leftovers(self.path, TEMPORARY):
-            _fs.remove_tree(folder)
-        sweep(self._catalog)
 
 
 def as_ids(ids: Ids) -> Int64Array:
