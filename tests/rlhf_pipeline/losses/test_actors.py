@@ -1,0 +1,214 @@
+"""Tests of the kinds of actors, and of parity with TorchRL's loss where TorchRL is right."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrl.objectives import llm
+
+from rlhf_pipeline import CausalLMPolicy, GRPOLoss
+from rlhf_pipeline.errors import DataError, DefinitionError
+
+MASK = ("masks", "all_assistant_mask")
+PeerGRPOLoss: Any = llm.GRPOLoss
+
+
+class ScoreActor(nn.Module):
+    """Gives log-probs and nothing else."""
+
+    def __init__(self, tiny, policy):
+        super().__init__()
+        self.tiny, self.policy = tiny, policy
+
+    def log_probs(self, input_ids, attention_mask, score_mask):
+        """Log-probs [B, T]."""
+        return self.tiny.log_probs_of(self.policy, input_ids, attention_mask)[0]
+
+
+class DistActor(nn.Module):
+    """TorchRL's surface: a masked categorical over the tokens, aligned with them."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.policy = policy
+
+    def _get_rlhf_dist(self, td):
+        from torchrl.modules.distributions.discrete import LLMMaskedCategorical
+
+        tokens, attention = td["tokens", "full"], td["masks", "all_attention_mask"]
+        logits = self.policy(tokens, attention)
+        logits = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
+        return LLMMaskedCategorical(logits=logits, mask=td[MASK])
+
+    def get_dist(self, td, **kwargs):
+        """The same, under TorchRL's other name."""
+        return self._get_rlhf_dist(td)
+
+
+def actors(tiny, policy):
+    """Every kind of actor around the same weights."""
+    return {
+        "CausalLMPolicy": CausalLMPolicy(policy.model),
+        "transformers": policy.model,
+        "log_probs": ScoreActor(tiny, policy),
+        "get_dist": DistActor(policy),
+        "logits": lambda **inputs: policy.model(**inputs),
+        "logits tensor": lambda **inputs: policy(**inputs),
+    }
+
+
+@pytest.mark.parametrize("kind", ["CausalLMPolicy", "transformers", "log_probs", "get_dist", "logits", "logits tensor"])
+def test_every_kind_of_actor_gives_the_same_loss_and_gradient(tiny, kind):
+    """Hidden states, a transformers model, scores, a distribution and logits all agree."""
+    policy = tiny.Policy()
+    td = tiny.make_batch(policy)
+    bonus = kind != "log_probs"
+    want = GRPOLoss(policy, entropy_bonus=bonus, kl_to_ref_coeff=0.1)(td)
+    gradient = tiny.gradient(policy, want.total_loss())
+    actor = actors(tiny, policy)[kind]
+    loss = GRPOLoss(None, entropy_bonus=bonus, kl_to_ref_coeff=0.1)
+    if isinstance(actor, nn.Module):
+        loss = GRPOLoss(actor, entropy_bonus=bonus, kl_to_ref_coeff=0.1)
+    else:
+        object.__setattr__(loss, "actor_network", actor)
+    got = loss(td)
+    for name, value in got.items():
+        if value is not None:
+            torch.testing.assert_close(value, want.get(name), rtol=1e-4, atol=1e-5, msg=name)
+    assert tiny.relative(tiny.gradient(policy, got.total_loss()), gradient) < 1e-5
+
+
+def test_scores_without_entropy_refuse_the_bonus(tiny):
+    """An actor that gives log-probs only cannot have an entropy bonus, and is told so."""
+    policy = tiny.Policy()
+    with pytest.raises(DefinitionError, match="entropy_bonus=False"):
+        GRPOLoss(ScoreActor(tiny, policy))(tiny.make_batch(policy))
+
+
+def test_an_actor_of_no_kind_is_refused(tiny):
+    """The error lists what would do."""
+    loss = GRPOLoss(None)
+    with pytest.raises(DefinitionError, match="GRPOLoss needs hidden_states"):
+        loss(tiny.make_batch(tiny.Policy()))
+
+
+def test_an_actor_with_another_padding_is_refused(tiny):
+    """Scores of another shape than the tokens are named with the likely cause."""
+    actor = tiny.Scorer(torch.zeros(4, 5))
+    with pytest.raises(DataError, match="pad on the left"):
+        GRPOLoss(actor, entropy_bonus=False)(tiny.make_batch(tiny.Policy()))
+
+
+def test_a_distribution_without_closed_entropy_is_sampled(tiny):
+    """`samples_mc_entropy` samples stand in for an entropy that has no closed form."""
+    policy = tiny.Policy()
+    td = tiny.make_batch(policy)
+    exact = GRPOLoss(DistActor(policy))(td).entropy.item()
+
+    class Sampled(DistActor):
+        def _get_rlhf_dist(self, td):
+            dist = super()._get_rlhf_dist(td)
+            plain = torch.distributions.Categorical(logits=dist.logits)
+
+            def entropy():
+                raise NotImplementedError
+
+            return SimpleNamespace(log_prob=plain.log_prob, sample=plain.sample, entropy=entropy)
+
+    torch.manual_seed(0)
+    out = GRPOLoss(Sampled(policy), samples_mc_entropy=400)(td)
+    assert out.entropy.item() == pytest.approx(exact, rel=0.05)
+
+
+def peer_batch(td):
+    """TorchRL wants a trailing one on the advantage."""
+    out = td.clone()
+    out["advantage"] = out["advantage"][..., None]
+    return out
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean"])
+@pytest.mark.parametrize("clip", [0.2, (0.1, 0.28)])
+def test_objective_and_gradient_equal_torchrl(tiny, clip, aggregation):
+    """On a padded batch without empty completions TorchRL's objective, ESS and gradient are ours."""
+    policy = tiny.Policy()
+    td = tiny.make_batch(policy)[torch.tensor([0, 1, 3])]
+    peer = PeerGRPOLoss(
+        DistActor(policy),
+        clip_epsilon=clip,
+        aggregation=aggregation,
+        entropy_bonus=False,
+        masking_strategy="rlhf",
+    )
+    want = peer(peer_batch(td))
+    got = GRPOLoss(policy, clip_epsilon=clip, aggregation=aggregation, entropy_bonus=False)(td)
+    torch.testing.assert_close(got.loss_objective, want.loss_objective.squeeze(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.ESS, want.ESS, rtol=1e-5, atol=1e-6)
+    ours = tiny.gradient(policy, got.total_loss())
+    theirs = tiny.gradient(policy, want.loss_objective.sum())
+    assert tiny.relative(ours, theirs) < 1e-5
+
+
+@pytest.mark.peer
+def test_entropy_term_equals_torchrl_and_its_report_does_not_dilute(tiny):
+    """The bonus is TorchRL's; the reported entropy is the mean over the completion, not over all positions."""
+    policy = tiny.Policy()
+    td = tiny.make_batch(policy)
+    want = PeerGRPOLoss(DistActor(policy), masking_strategy="rlhf")(peer_batch(td))
+    got = GRPOLoss(policy)(td)
+    torch.testing.assert_close(got.loss_entropy, want.loss_entropy.squeeze(), rtol=1e-5, atol=1e-6)
+    assert got.entropy.item() == pytest.approx(-got.loss_entropy.item() / 0.01, rel=1e-5)
+    assert want.entropy.item() < 0.7 * got.entropy.item()
+
+
+@pytest.mark.peer
+def test_kl_is_torchrls_over_the_tokens_that_count(tiny):
+    """TorchRL divides the KL by all positions; times positions over tokens it is ours."""
+    policy = tiny.Policy()
+    td = tiny.make_batch(policy)
+    peer = PeerGRPOLoss(DistActor(policy), masking_strategy="rlhf", kl_to_ref_coeff=0.1)
+    want = peer(peer_batch(td))
+    got = GRPOLoss(policy, kl_to_ref_coeff=0.1, kl_estimator="k3")(td)
+    dilution = td[MASK].numel() / int(td[MASK].sum())
+    assert dilution > 2.5
+    assert got.kl_to_ref.item() == pytest.approx(want.kl_to_ref.item() * dilution, rel=1e-4)
+    assert got.loss_kl_to_ref.item() == pytest.approx(0.1 * got.kl_to_ref.item(), rel=1e-5)
+
+
+@pytest.mark.peer
+def test_trust_region_equals_torchrl(tiny):
+    """`kl_mask_threshold` keeps the same tokens and divides by those that are left."""
+    policy = tiny.Policy()
+    td = tiny.make_batch(policy)
+    options: dict[str, Any] = {"kl_mask_threshold": 0.05, "entropy_bonus": False, "masking_strategy": "rlhf"}
+    want = PeerGRPOLoss(DistActor(policy), **options)(peer_batch(td))
+    got = GRPOLoss(policy, **options)(td)
+    torch.testing.assert_close(got.loss_objective, want.loss_objective.squeeze(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.peer
+def test_a_torchrl_wrapper_is_an_actor(tiny):
+    """TorchRL's TransformersWrapper around a model gives the loss of the model."""
+    from torchrl.modules.llm import TransformersWrapper
+
+    from rlhf_pipeline.policies.new_model import scratch_policy
+
+    source = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0)
+    wrapper = TransformersWrapper(
+        source.model,
+        tokenizer=source.tokenizer,
+        input_mode="tokens",
+        generate=False,
+        pad_output=True,
+    )
+    td = tiny.make_batch(tiny.Policy())
+    td["tokens", "full"] = td["tokens", "full"] % source.vocab_size
+    want, got = GRPOLoss(source)(td), GRPOLoss(wrapper)(td)
+    assert got.total_loss().item() == pytest.approx(want.total_loss().item(), rel=1e-6)
+    peer = PeerGRPOLoss(wrapper, masking_strategy="rlhf", entropy_bonus=False)(peer_batch(td))
+    assert peer.loss_objective.item() == pytest.approx(got.loss_objective.item(), rel=1e-4)

@@ -1,0 +1,257 @@
+"""Tests of the options of the loss: objectives, corrections, KL, masks, refusals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_pipeline import GRPOLoss
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.functional.aggregation import spread_token_weights, token_weights
+
+MASK = ("masks", "all_assistant_mask")
+LOG_PROBS = ("log_probs", "full")
+REF = ("next", "ref_log_probs", "full")
+
+
+def one_row(tiny, log_probs, behaviour, advantage, **more):
+    """A scorer and a batch of one trajectory whose tokens after the first all count."""
+    pad = [[0.0, *row] for row in (log_probs, behaviour, advantage)]
+    actor = tiny.Scorer([pad[0]])
+    mask = [[False] + [True] * len(log_probs)]
+    extra = {key: [[0.0, *value]] for key, value in more.items()}
+    return actor, tiny.scorer_batch(mask, [pad[1]], [pad[2]], **extra)
+
+
+def run(actor, td, **options: Any):
+    """The output, and the gradient of the summed losses by the scorer's log-probs without the first."""
+    actor.zero_grad()
+    out = GRPOLoss(actor, entropy_bonus=False, **options)(td)
+    out.total_loss().backward()
+    return out, actor.values.grad[0, 1:].tolist()
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens(tiny):
+    """Ratios 1, e^.5, e^-.5, e^.1 with A = 1: gradients -1, -1.2, -0.8, -1.105, which a peer gives as 0 twice."""
+    actor, td = one_row(tiny, [-1.0, -1.0, -1.0, -1.0], [-1.0, -1.5, -0.5, -1.1], [1.0] * 4)
+    out, gradient = run(actor, td, objective="cispo", reduction="sum")
+    assert gradient == pytest.approx([-1.0, -1.2, -0.8, -math.exp(0.1)])
+    assert out.clip_fraction_high.item() == 0.25
+    assert out.clip_fraction_low.item() == 0.25
+
+
+def test_gspo_clips_whole_sequences(tiny):
+    """Every token of a sequence has the sequence's ratio, so all are clipped or none."""
+    actor, td = one_row(tiny, [-1.0, -1.0], [-1.3, -1.1], [1.0, 1.0])
+    out, gradient = run(actor, td, objective="gspo", clip_epsilon=0.3)
+    s = math.exp(0.2)
+    assert out.loss_objective.item() == pytest.approx(-s)
+    assert gradient == pytest.approx([-s / 2, -s / 2])
+    out, gradient = run(actor, td, objective="gspo", clip_epsilon=(3e-4, 4e-4))
+    assert out.loss_objective.item() == pytest.approx(-1.0004)
+    assert gradient == [0.0, 0.0]
+    assert out.clip_fraction.item() == 1.0
+
+
+def test_dual_clip_and_delta(tiny):
+    """A ratio of e^3 with A = -1 costs 3 under the dual clip and 5 under delta = 5."""
+    actor, td = one_row(tiny, [0.0], [-3.0], [-1.0])
+    assert run(actor, td)[0].loss_objective.item() == pytest.approx(math.exp(3))
+    assert run(actor, td, dual_clip=3.0)[0].loss_objective.item() == pytest.approx(3.0)
+    assert run(actor, td, delta=5.0)[0].loss_objective.item() == pytest.approx(5.0)
+
+
+def test_decoupled_ratio_and_corrections(tiny):
+    """The ratio is against the proximal log-prob; TIS scales and IcePop drops by proximal over behaviour."""
+    ln = tiny.ln
+    actor, td = one_row(
+        tiny,
+        [ln(0.55), ln(0.3)],
+        [ln(0.1), ln(0.3)],
+        [1.0, 2.0],
+        prox=[ln(0.5), ln(0.3)],
+    )
+    out, gradient = run(actor, td, decoupled=True, reduction="sum")
+    assert out.loss_objective.item() == pytest.approx(-1.1 - 2.0)
+    assert out.kl_approx.item() == pytest.approx(-ln(1.1) / 2)
+    out, gradient = run(actor, td, decoupled=True, reduction="sum", tis_cap=2.0)
+    assert gradient == pytest.approx([-2.0 * 1.1, -2.0])
+    _, gradient = run(actor, td, decoupled=True, reduction="sum", tis_cap=3.0, tis_level="sequence")
+    assert gradient == pytest.approx([-3.0 * 1.1, -6.0])
+    _, gradient = run(actor, td, decoupled=True, reduction="sum", icepop=(0.5, 4.0))
+    assert gradient == pytest.approx([0.0, -2.0])
+    options = {"decoupled": True, "reduction": "sum", "icepop_level": "sequence"}
+    _, gradient = run(actor, td, icepop=(0.5, 2.0), **options)
+    assert gradient == [0.0, 0.0]
+    _, gradient = run(actor, td, icepop=(0.5, 2.3), **options)
+    assert gradient == pytest.approx([-1.1, -2.0])
+
+
+def test_corrections_leave_the_kl_term_alone(tiny):
+    """A token that IcePop drops from the policy loss still pays its KL, and the count stays."""
+    actor, td = one_row(tiny, [-1.0, -1.0], [-3.0, -1.0], [1.0, 1.0], prox=[-1.0, -1.0], ref=[-1.5, -1.0])
+    out, _ = run(actor, td, decoupled=True, icepop=(0.5, 2.0), kl_to_ref_coeff=1.0, kl_estimator="k2")
+    assert out.loss_objective.item() == pytest.approx(-0.5)
+    assert out.loss_kl_to_ref.item() == pytest.approx(0.125 / 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "slope"),
+    [
+        ("k2", 0.125, 0.5),
+        ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5)),
+        ("k3+", math.exp(-0.5) - 0.5, 0.5),
+    ],
+)
+def test_kl_estimators_in_the_loss(tiny, kind, value, slope):
+    """D = 0.5: value and gradient of each estimator; `k3+` has the value of k3 and the gradient of k2."""
+    actor, td = one_row(tiny, [-1.0], [-1.0], [0.0], ref=[-1.5])
+    out, gradient = run(actor, td, kl_to_ref_coeff=2.0, kl_estimator=kind)
+    assert out.kl_to_ref.item() == pytest.approx(value)
+    assert out.loss_kl_to_ref.item() == pytest.approx(2 * value)
+    assert gradient == pytest.approx([2 * slope])
+
+
+def test_kl_with_importance_weight(tiny):
+    """With stale samples the KL is weighted by the ratio; a clipped weight has no gradient."""
+    actor, td = one_row(tiny, [-1.0, -1.0], [-1.1, -3.0], [0.0, 0.0], ref=[-1.5, -1.5])
+    out, gradient = run(
+        actor,
+        td,
+        kl_to_ref_coeff=1.0,
+        kl_estimator="k2",
+        kl_importance_weight=True,
+        reduction="sum",
+    )
+    w = math.exp(0.1)
+    assert out.loss_kl_to_ref.item() == pytest.approx(0.125 * (w + 1.2))
+    assert gradient == pytest.approx([w * 0.5 + w * 0.125, 1.2 * 0.5])
+
+
+def test_a_reference_that_is_not_finite_has_no_kl(tiny):
+    """A NaN reference log-prob adds nothing to the KL or its gradient, and is not counted in the mean."""
+    actor, td = one_row(tiny, [-1.0, -1.0], [-1.0, -1.0], [0.0, 0.0], ref=[math.nan, -1.5])
+    out, gradient = run(actor, td, kl_to_ref_coeff=1.0, kl_estimator="k2", reduction="sum")
+    assert out.kl_to_ref.item() == pytest.approx(0.125)
+    assert gradient == pytest.approx([0.0, 0.5])
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_trust_region_mask(tiny, aggregation):
+    """Tokens beyond the threshold leave the loss; the rest carry the count, unless it was fixed before."""
+    actor, td = one_row(tiny, [-1.0, -1.0, -1.0], [-1.0, -2.0, -1.0], [1.0, 1.0, 3.0])
+    out, gradient = run(actor, td, kl_mask_threshold=0.4, aggregation=aggregation)
+    assert out.loss_objective.item() == pytest.approx(-2.0)
+    assert gradient == pytest.approx([-0.5, 0.0, -1.5])
+    td["loss_weight"] = spread_token_weights(token_weights(torch.tensor([3])), td[MASK])
+    out, _ = run(actor, td, kl_mask_threshold=0.4, aggregation=aggregation)
+    assert out.loss_objective.item() == pytest.approx(-4.0 / 3)
+
+
+def test_masking_strategies(tiny):
+    """`rlhf` counts assistant tokens, `sft` all after the prompt, `generic` all but the first."""
+    policy = tiny.Policy()
+    td = tiny.make_batch(policy)
+    td[MASK][0, 6] = False
+    total = sum(tiny.completions)
+    rows = len(tiny.completions)
+    counts: dict[Any, int] = {
+        "rlhf": total - 1,
+        "sft": total,
+        "generic": total + (tiny.prompt - 1) * rows,
+    }
+    for strategy, count in counts.items():
+        out = GRPOLoss(policy, masking_strategy=strategy)(td)
+        assert out.num_tokens.item() == count
+    del td["num_prompt_tokens"]
+    assert GRPOLoss(policy, masking_strategy="sft")(td).num_tokens.item() == total
+    del td[MASK]
+    with pytest.raises(DataError, match="tell the response from the prompt"):
+        GRPOLoss(policy, masking_strategy="sft")(td)
+    with pytest.raises(DataError, match="pass 'sft'"):
+        GRPOLoss(policy)(td)
+
+
+def test_temperature_of_the_policy_is_used(tiny):
+    """Log-probs are scored at the sampling temperature; an argument overrides it."""
+    warm, plain = tiny.Policy(temperature=0.5), tiny.Policy()
+    td = tiny.make_batch(warm, spread=0.0)
+    exact = GRPOLoss(warm)(td)
+    assert exact.kl_approx.abs().item() < 1e-6
+    assert exact.ESS.item() == pytest.approx(1.0)
+    assert GRPOLoss(plain)(td).kl_approx.abs().item() > 0.01
+    assert GRPOLoss(plain, temperature=0.5)(td).kl_approx.abs().item() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kl_estimator": "k1"}, "expected gradient of zero"),
+        ({"gamma": 0.99}, "no discount"),
+        ({"clip_value": 0.2}, "no value network"),
+        ({"critic_network": None}, "no critic"),
+        ({"advantage_key": "a"}, r"set_keys\(advantage"),
+        ({"clip_epsilons": 0.2}, "Did you mean 'clip_epsilon'"),
+        ({"objective": "cisp"}, "Did you mean 'cispo'"),
+        ({"aggregation": "token"}, "unknown aggregation"),
+        ({"reduction": "avg"}, "unknown reduction"),
+        ({"masking_strategy": "rlhff"}, "Did you mean 'rlhf'"),
+        ({"dual_clip": 1.0}, "above 1"),
+        ({"delta": 1.1}, "above 1 \\+ clip high"),
+        ({"objective": "cispo", "dual_clip": 3.0}, "which cispo does not have"),
+        ({"tis_cap": 2.0}, "decoupled=True"),
+        ({"head": "fused", "objective": "gspo"}, "need all log-probs first"),
+        ({"head": "fused", "reduction": "none"}, "need all log-probs first"),
+        ({"samples_mc_entropy": 0}, "at least 1"),
+        ({"clip_epsilon": 1.5}, "clip_epsilon"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_reason(tiny, options, message):
+    """Arguments that would do nothing or the wrong thing are refused at construction."""
+    with pytest.raises(DefinitionError, match=message):
+        GRPOLoss(tiny.Policy(), **options)
+
+
+def test_gamma_of_one_and_no_clip_value_are_what_it_does_anyway(tiny):
+    """Values that ask for nothing are accepted."""
+    policy = tiny.Policy()
+    loss = GRPOLoss(policy, gamma=1.0, clip_value=False, device="cpu", ref_log_prob_padding_side="left")
+    assert loss.padding_side == "left"
+    assert torch.isfinite(loss(tiny.make_batch(policy)).total_loss())
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("advantage", "MCAdvantage writes it"),
+        (LOG_PROBS, "sampler's log-probs"),
+        (("tokens", "full"), "scores token ids"),
+        (("masks", "all_attention_mask"), "mask of its real tokens"),
+    ],
+)
+def test_a_missing_key_is_named_with_its_remedy(tiny, key, message):
+    """The error names the key, says who writes it, and lists what the batch has."""
+    policy = tiny.Policy()
+    td = tiny.make_batch(policy)
+    del td[key]
+    with pytest.raises(DataError, match=message):
+        GRPOLoss(policy)(td)
+
+
+def test_wrong_shapes_and_missing_parts_are_named(tiny):
+    """A leaf of another length, a KL without reference and dr_grpo without its constant say what to do."""
+    policy = tiny.Policy()
+    td = tiny.make_batch(policy, ref=False)
+    with pytest.raises(DataError, match="RetrieveLogProb"):
+        GRPOLoss(policy, kl_to_ref_coeff=0.1)(td)
+    assert GRPOLoss(policy, kl_to_ref_coeff=0.0)(td).loss_kl_to_ref is None
+    with pytest.raises(DefinitionError, match="max_completion_tokens"):
+        GRPOLoss(policy, aggregation="dr_grpo")(td)
+    td["loss_weight"] = td[MASK] / 8.0
+    assert torch.isfinite(GRPOLoss(policy, aggregation="dr_grpo")(td).total_loss())
+    td["advantage"] = td["advantage"][:, :4]
+    with pytest.raises(DataError, match=r"\[4, 4\] but the tokens have \[4, 9\]"):
+        GRPOLoss(policy)(td)
