@@ -88,7 +88,7 @@ def _check_ledger_ids(run: RunFolder, ledger: Sequence[Row]) -> Iterator[Finding
         return
     try:
         with Stored(run.store_path) as stored:
-            ids = stored.ids()
+            ids = np.sort(stored.ids())
     except StoreError:
         return  # the store's own check has said so
     limited = run.config.pipeline.get("buffer", {}).get("max_trajectories") is not None
@@ -97,9 +97,10 @@ def _check_ledger_ids(run: RunFolder, ledger: Sequence[Row]) -> Iterator[Finding
     for row in ledger:
         used: Ids = np.asarray(row.get("row_ids", []), np.int64)
         wanted += len(used)
-        absent = used[~np.isin(used, ids)]
+        places = np.minimum(np.searchsorted(ids, used), max(len(ids) - 1, 0))
+        absent = used[ids[places] != used] if len(ids) else used
         # Whole segments leave from the old end, so what was evicted has smaller ids than anything that is left.
-        gone = int((absent < ids.min()).sum()) if limited and len(ids) else 0
+        gone = int((absent < ids[0]).sum()) if limited and len(ids) else 0
         evicted += gone
         if len(absent) > gone:
             missing += len(absent) - gone
