@@ -55,15 +55,8 @@ def trajectories_of(data: TensorDictBase) -> Columns:
         DataError: if the last trajectory is not complete.
     """
     columns = ragged_tokens(columns_of(data))
-    done = columns.get(DONE)
-    if not isinstance(done, Flat) or columns.n == 0:
-        return columns
-    flags = done.values.to(torch.bool)
-    if done.lengths is None:
-        ended = flags.reshape(columns.n, -1).any(1)
-    else:
-        ended = torch.segment_reduce(flags.reshape(-1).double(), "max", lengths=done.lengths) > 0
-    if bool(ended.all()):
+    ended = ends(columns)
+    if ended is None or bool(ended.all()):
         return columns
     last = torch.nonzero(ended).reshape(-1)
     if not last.numel() or int(last[-1]) != columns.n - 1:
@@ -73,6 +66,17 @@ def trajectories_of(data: TensorDictBase) -> Columns:
             "Write whole trajectories, so that nothing is lost."
         )
     return _merge_steps(columns, last)
+
+
+def ends(columns: Columns) -> torch.Tensor | None:
+    """Bool `[n]`: whether a trajectory ends with each row; None where nothing says so."""
+    done = columns.get(DONE)
+    if not isinstance(done, Flat) or columns.n == 0:
+        return None
+    flags = done.values.to(torch.bool)
+    if done.lengths is None:
+        return flags.reshape(columns.n, -1).any(1)
+    return torch.segment_reduce(flags.reshape(-1).double(), "max", lengths=done.lengths) > 0
 
 
 def _merge_steps(columns: Columns, last: torch.Tensor) -> Columns:

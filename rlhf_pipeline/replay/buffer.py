@@ -14,12 +14,11 @@ from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from torchrl.envs.transforms import Compose, Transform
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.keys import DONE, Key
-from rlhf_pipeline.replay._write import trajectories_of
+from rlhf_pipeline.keys import Key
+from rlhf_pipeline.replay._write import ends, trajectories_of
 from rlhf_pipeline.replay.samplers import Ints, StoreView, TrajectorySampler, as_sampler
 from rlhf_pipeline.replay.storage import TrajectoryStorage
-from rlhf_pipeline.transforms._columns import Flat, columns_of, is_stack, ragged_tokens, td_of
-from rlhf_pipeline.transforms._groups import read
+from rlhf_pipeline.transforms._columns import Columns, columns_of, is_stack, ragged_tokens, td_of
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from trajectory_store import Snapshot, TrajectoryStore
 
@@ -37,9 +36,17 @@ class TrajectoryWriter(RoundRobinWriter):
             self._cursor = self._storage.next_slot
 
     def extend(self, data: Any) -> torch.Tensor:
-        """Write trajectories; returns their slots."""
+        """Write trajectories in one commit; returns their slots."""
+        if not isinstance(self._storage, TrajectoryStorage):
+            return super().extend(data)
+        columns = data if isinstance(data, Columns) else trajectories_of(data)
+        index = self._storage.next_slots(columns.n)
+        self._storage.set(index, columns)
         self._follow()
-        return super().extend(data)
+        self._write_count += columns.n
+        self._bump_generation(index, data)
+        self._mark_update_entities(index)
+        return index
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one trajectory; returns its slot."""
@@ -179,9 +186,12 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         return int(index) if index.numel() == 1 else index
 
     def _invert(self, td: TensorDictBase, transforms: Sequence[Transform]) -> TensorDictBase | None:
-        if transforms and _needs_flattening(td):
+        if transforms and (td.batch_dims == 0 or is_stack(td)):
             # One pass over the leaves here saves one per transform.
-            td = td_of(ragged_tokens(columns_of(td)))
+            columns = columns_of(td)
+            ended = ends(columns)
+            if ended is None or bool(ended.all()):
+                td = td_of(ragged_tokens(columns))
         out: TensorDictBase | None = td
         for transform in reversed(transforms):
             out = transform.inv(out)
@@ -192,11 +202,9 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
     def _write(self, td: TensorDictBase | None) -> torch.Tensor:
         if td is None or td.numel() == 0:
             return torch.zeros((0, 1), dtype=torch.int64)
-        if _has_steps(td):
-            td = td_of(trajectories_of(td))
-        if td.batch_dims > 1:
-            td = td_of(ragged_tokens(columns_of(td)))
-        return ReplayBuffer._extend(self, td)  # pyright: ignore[reportArgumentType]
+        columns = trajectories_of(td)
+        data: Any = columns if isinstance(self._writer, TrajectoryWriter) else td_of(columns)
+        return ReplayBuffer._extend(self, data)
 
     def report_failed(self, group: Hashable, count: int = 1) -> torch.Tensor:
         """Say that trajectories of a group will never arrive; writes the group if that completes it.
@@ -345,17 +353,3 @@ def _count(ids: Ints, uses: Any) -> Ints:
         hit = named[at] == ids
         out[hit] = times[at[hit]]
     return out
-
-
-def _needs_flattening(td: TensorDictBase) -> bool:
-    return td.batch_dims == 0 or (is_stack(td) and not _has_steps(td))
-
-
-def _has_steps(td: TensorDictBase) -> bool:
-    """Whether rows are steps, so that several make one trajectory."""
-    if td.batch_dims != 1:
-        return False
-    done = read(td, DONE)
-    if not isinstance(done, Flat) or done.lengths is not None:
-        return False
-    return not bool(done.values.to(torch.bool).reshape(td.shape[0], -1).any(1).all())

@@ -19,6 +19,7 @@ from rlhf_pipeline.replay._read import padded_batch, scalar_batch, single
 from rlhf_pipeline.replay._slots import UNBOUNDED, SlotMap
 from rlhf_pipeline.replay._write import append_data, trajectories_of
 from rlhf_pipeline.replay.schema import SLOT, trajectory_schema
+from rlhf_pipeline.transforms._columns import Columns
 from trajectory_store import Schema, StoreNotFoundError, TrajectoryStore
 
 Index = int | slice | Sequence[int] | np.ndarray | torch.Tensor | range | tuple[Any, ...]
@@ -119,10 +120,10 @@ class TrajectoryStorage(Storage):
         """
         if isinstance(data, (list, tuple)):
             data = lazy_stack(list(data))
-        if not isinstance(data, TensorDictBase):
+        if not isinstance(data, (TensorDictBase, Columns)):
             raise DataError(f"a storage of trajectories takes TensorDicts, not {type(data).__name__}")
-        columns = trajectories_of(data)
-        slots = self._resolve(cursor, bound=self.max_size)
+        columns = data if isinstance(data, Columns) else trajectories_of(data)
+        slots = self._cursor_slots(cursor)
         if len(slots) != columns.n:
             raise DataError(f"{columns.n} trajectories do not fit {len(slots)} slots")
         if columns.n == 0:
@@ -211,9 +212,12 @@ class TrajectoryStorage(Storage):
         rows = self._slots.rows
         if index is None:
             return rows.copy()
-        found = rows[self._resolve(index, bound=len(rows))]
+        try:
+            found = rows[_plain(index)].reshape(-1)
+        except IndexError as error:
+            raise IndexError(f"index out of range: {len(rows)} trajectories at {self.store.path} ({error})") from None
         if found.size and int(found.min()) < 0:
-            raise IndexError(f"slot {self._resolve(index, bound=len(rows))[int(found.argmin())]} was never written")
+            raise IndexError(f"{int((found < 0).sum())} of the slots asked for were never written")
         return found
 
     def mapped_rows(self) -> np.ndarray:
@@ -221,23 +225,19 @@ class TrajectoryStorage(Storage):
         rows = self._slots.rows
         return rows[rows >= 0]
 
-    def _resolve(self, index: Any, *, bound: int) -> np.ndarray:
-        if isinstance(index, tuple) and len(index) == 1:
-            index = index[0]
-        if index is Ellipsis:
-            index = slice(None)
-        if isinstance(index, slice):
-            return np.arange(*index.indices(min(bound, max(len(self), 0))), dtype=np.int64)
-        if isinstance(index, torch.Tensor):
-            index = index.detach().cpu().numpy()
-        array = np.asarray(index)
-        if array.dtype == np.bool_:
-            array = np.flatnonzero(array)
-        array = array.astype(np.int64, copy=False).reshape(-1)
-        if array.size and (int(array.min()) < -bound or int(array.max()) >= bound):
-            wrong = array[(array < -bound) | (array >= bound)][0]
-            raise IndexError(f"index {wrong} is out of range: {bound} trajectories at {self.store.path}")
-        return np.where(array < 0, array + bound, array) if array.size and int(array.min()) < 0 else array
+    def _cursor_slots(self, cursor: Any) -> np.ndarray:
+        """The slots that a write names, int64 `[n]`."""
+        cursor = _plain(cursor)
+        if isinstance(cursor, slice):
+            return np.arange(*cursor.indices(len(self)), dtype=np.int64)
+        if cursor.dtype == np.bool_:
+            return np.flatnonzero(cursor)
+        slots = cursor.astype(np.int64, copy=False).reshape(-1)
+        if slots.size and int(slots.min()) < 0:
+            slots = np.where(slots < 0, slots + len(self), slots)
+        if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < self.max_size:
+            raise IndexError(f"slots {slots[:4].tolist()} are out of range: max_size is {self.max_size}")
+        return slots
 
     def __len__(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         return len(self._slots)
@@ -246,6 +246,10 @@ class TrajectoryStorage(Storage):
     def next_slot(self) -> int:
         """The slot that the next trajectory takes."""
         return self._slots.next_slot
+
+    def next_slots(self, n: int) -> torch.Tensor:
+        """The slots that the next `n` trajectories take, int64 `[n]`."""
+        return torch.from_numpy(self._slots.expected(n))
 
     def contains(self, item: Any) -> Any:
         """Whether slots hold a trajectory; a bool for one, a bool tensor for several."""
@@ -343,6 +347,18 @@ class TrajectoryStorage(Storage):
     def __repr__(self) -> str:
         size = "None" if self.max_size == UNBOUNDED else self.max_size
         return f"TrajectoryStorage({str(self.store.path)!r}, len={len(self)}, max_size={size})"
+
+
+def _plain(index: Any) -> Any:
+    """An index as numpy understands it: a slice or an array."""
+    if isinstance(index, tuple) and len(index) == 1:
+        index = index[0]
+    if index is Ellipsis or isinstance(index, slice):
+        return slice(None) if index is Ellipsis else index
+    if isinstance(index, torch.Tensor):
+        return index.detach().cpu().numpy()
+    array = np.asarray(index)
+    return array if array.size else array.astype(np.int64)
 
 
 def _is_one(index: Any) -> bool:

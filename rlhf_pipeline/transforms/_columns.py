@@ -126,10 +126,14 @@ def jagged(flat: Flat, offsets: Tensor | None = None) -> Tensor:
 
 def unjagged(leaf: Tensor) -> Flat:
     """Values and lengths of a nested tensor, whatever its layout."""
-    nested: Any = leaf
-    if leaf.layout is not torch.jagged or nested.lengths() is not None:  # strided, or holes between the rows
+    inner = vars(leaf)
+    if leaf.layout is not torch.jagged or inner.get("_lengths") is not None:  # strided, or holes between the rows
         rows = list(leaf.unbind())
         return Flat(torch.cat(rows), torch.tensor([row.shape[0] for row in rows]))
+    if isinstance(inner.get("_values"), Tensor) and isinstance(inner.get("_offsets"), Tensor):
+        # `values()` and `offsets()` go through two dispatchers, which costs more than flattening a column.
+        return Flat(inner["_values"].detach(), inner["_offsets"].diff().to(torch.int64))
+    nested: Any = leaf
     return Flat(nested.values(), nested.offsets().diff().to(torch.int64))
 
 
@@ -201,22 +205,39 @@ def token_level(td: TensorDictBase) -> TensorDictBase:
 
 
 def _from_rows(rows: Sequence[Any]) -> Columns:
-    n = len(rows)
-    leaves: dict[Key, list[Any]] = {}
-    for i, row in enumerate(rows):
-        for key, leaf in walk(row):
-            column = leaves.get(key)
-            if column is None:
-                leaves[key] = column = []
-            if len(column) != i:
-                raise DataError(f"trajectory {len(column)} of {n} lacks the key {key!r} that others have")
-            column.append(leaf)
-    out = Columns(n)
-    for key, column in leaves.items():
-        if len(column) != n:
-            raise DataError(f"trajectory {len(column)} of {n} lacks the key {key!r} that others have")
-        out[key] = _flatten(key, column)
+    out = Columns(len(rows))
+    for key, leaves in _transpose(rows, ()):
+        out[key] = _flatten(key, leaves)
     return out
+
+
+def _transpose(rows: Sequence[Any], prefix: tuple[str, ...]) -> Iterator[tuple[Key, list[Any]]]:
+    """Yield each key with its leaf of every row. One look at each row's dict, not one `get` per leaf."""
+    entries = [_entries(row) for row in rows]
+    names = tuple(entries[0])
+    in_order = True
+    for i, entry in enumerate(entries):
+        if tuple(entry) != names:
+            if entry.keys() != entries[0].keys():
+                odd = sorted(map(str, entry.keys() ^ entries[0].keys()))
+                raise DataError(
+                    f"trajectory {i} of {len(rows)} and trajectory 0 do not hold the same keys: "
+                    f"{', '.join(repr((*prefix, name)) if prefix else repr(name) for name in odd)}"
+                )
+            in_order = False
+    columns = zip(*[e.values() for e in entries], strict=True) if in_order else ([e[n] for e in entries] for n in names)
+    for name, column in zip(names, columns, strict=True):
+        leaves = list(column)
+        leaf = leaves[0]
+        if isinstance(leaf, (Tensor, NonTensorData, NonTensorStack)) or not is_tensor_collection(leaf):
+            yield ((*prefix, name) if prefix else name), leaves
+        else:
+            yield from _transpose(leaves, (*prefix, name))
+
+
+def _entries(row: Any) -> dict[str, Any]:
+    # `items()` of a TensorDict is a method with checks; its dict is the same thing, ten times faster.
+    return row._tensordict if type(row) is TensorDict else dict(row.items())
 
 
 def _flatten(key: Key, column: list[Any]) -> Flat | Text:
@@ -226,9 +247,11 @@ def _flatten(key: Key, column: list[Any]) -> Flat | Text:
     if first.ndim == 0:
         return Flat(torch.stack(column))
     shapes = [leaf.shape for leaf in column]
-    if key not in RAGGED_KEYS and all(shape == first.shape for shape in shapes):
+    if key not in RAGGED_KEYS and shapes.count(first.shape) == len(shapes):
         return Flat(torch.stack(column))
-    if all(shape[1:] == first.shape[1:] and len(shape) == first.ndim for shape in shapes):
+    if max(map(len, shapes)) == 1 == first.ndim or all(
+        shape[1:] == first.shape[1:] and len(shape) == first.ndim for shape in shapes
+    ):
         return Flat(torch.cat(column), torch.tensor([shape[0] for shape in shapes]))
     lengths = torch.tensor([leaf.numel() for leaf in column])
     return Flat(torch.cat([leaf.reshape(-1) for leaf in column]), lengths, shapes)

@@ -24,6 +24,7 @@ from rlhf_pipeline.keys import (
     PROMPT,
     RETURN,
     REWARD,
+    ROW_ID,
     TASK_REWARD,
     TOKENS,
     Key,
@@ -202,7 +203,10 @@ class MCAdvantage(Transform):
         Returns:
             The same batch with the advantage set.
         """
-        if tensordict is None or self.advantage_key in tensordict.keys(True):  # pyright: ignore[reportUnnecessaryComparison]
+        if tensordict is None:  # pyright: ignore[reportUnnecessaryComparison]
+            return tensordict
+        if tensordict.get(self.advantage_key, None) is not None or tensordict.get(ROW_ID, None) is not None:
+            # Done already, or a sample of a store, in which the groups are not whole.
             return tensordict
         chunks = self._chunks(tensordict)
         if not chunks:

@@ -1,0 +1,126 @@
+"""What a batch holds beside the columns on disk: reward, penalty and advantage per token.
+
+Padded arrays are mostly padding, and fresh memory costs more than the arithmetic, so everything works in place or in
+reused buffers, and positions outside the response are reached through their indices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_pipeline.keys import (
+    ADVANTAGE,
+    ASSISTANT_MASK,
+    KL_COEF,
+    KL_PENALTY,
+    LOG_PROBS,
+    NUM_PROMPT_TOKENS,
+    REF_LOG_PROBS,
+    REWARD,
+    TASK_REWARD,
+    Key,
+)
+from trajectory_store._pool import BufferPool
+
+_pool = BufferPool()
+
+
+def take(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """An uninitialised array in memory that nothing else holds any more."""
+    return _pool.take(shape, np.dtype(dtype))
+
+
+def derive(flat: dict[Key, Any], lengths: npt.NDArray[np.int64], *, rewarded: bool) -> None:
+    """Fill the gaps of the log-probs and add what is per token, in place.
+
+    Log-probs that do not exist become 0 outside the assistant mask; inside it they stay NaN, so that whoever divides
+    by a count sees them. The reward is `task_reward` on the last assistant token minus `kl_coef * k1`, the
+    advantage of the trajectory stands on every assistant token.
+
+    Args:
+        flat: padded columns `[B, T]` and scalars `[B]` by key; changed.
+        lengths: tokens of each row.
+        rewarded: derive the reward.
+    """
+    mask: npt.NDArray[np.bool_] = flat[ASSISTANT_MASK]
+    rows = np.arange(len(lengths))
+    prompt = flat.get(NUM_PROMPT_TOKENS)
+    other = _outside(mask, lengths, prompt)
+    last = last_assistant(mask, lengths)
+    log_probs, ref = flat.get(LOG_PROBS), flat.get(REF_LOG_PROBS)
+    if ref is not None and bool(np.isnan(ref[rows, last]).all()):
+        del flat[REF_LOG_PROBS]  # no row of the batch was ever scored by a reference
+        ref = None
+    for values in (log_probs, ref):
+        if values is not None:
+            line = values.reshape(-1)
+            there = line[other]
+            line[other] = np.where(np.isnan(there), 0.0, there)
+    penalty = None
+    if log_probs is not None and ref is not None:
+        penalty = take(log_probs.shape, np.float32)
+        np.subtract(log_probs, ref, out=penalty)
+        penalty.reshape(-1)[other] = 0.0
+        if not np.isfinite(penalty.sum()):
+            np.nan_to_num(penalty, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+        flat[KL_PENALTY] = penalty
+    if REWARD in flat:
+        np.nan_to_num(flat[REWARD], copy=False)
+    elif TASK_REWARD in flat and rewarded:
+        reward = take(mask.shape, np.float32)
+        coef = flat.get(KL_COEF)
+        if penalty is None or coef is None or not coef.any():
+            reward.fill(0.0)
+        else:
+            np.multiply(penalty, -coef[:, None], out=reward)
+        reward[rows, last] += np.nan_to_num(flat[TASK_REWARD])
+        flat[REWARD] = reward
+    _spread_advantage(flat, mask, lengths, other)
+
+
+def _outside(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], prompt: Any) -> npt.NDArray[np.int64]:
+    """Flat indices of the real tokens that are not the assistant's."""
+    width = mask.shape[1]
+    if prompt is not None:
+        head = np.minimum(prompt.astype(np.int64), lengths)
+        starts = np.arange(len(lengths)) * width - (np.cumsum(head) - head)
+        index = np.repeat(starts, head) + np.arange(int(head.sum()))
+        one_block = np.array_equal(np.count_nonzero(mask, axis=1), lengths - head)
+        if one_block and not mask.reshape(-1)[index].any():
+            return index  # one prompt, one response: the usual case needs no search
+    real = np.arange(width) < lengths[:, None]
+    return np.flatnonzero(real & ~mask)
+
+
+def _spread_advantage(
+    flat: dict[Key, Any], mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], other: npt.NDArray[np.int64]
+) -> None:
+    advantage = flat.get(ADVANTAGE)
+    if advantage is None or advantage.ndim != 1:
+        return
+    if np.isnan(advantage).all():
+        del flat[ADVANTAGE]  # nothing computed one
+        return
+    out = take(mask.shape, np.float32)
+    for row, length, value in zip(out, lengths.tolist(), advantage.tolist(), strict=True):
+        row[:length] = value
+        row[length:] = 0.0
+    out.reshape(-1)[other] = 0.0
+    flat[ADVANTAGE] = out
+
+
+def last_assistant(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Column of the last assistant token of each row of `[B, T]`; the last token where there is none.
+
+    >>> mask = np.array([[False, True, False], [False, True, True], [False, False, False]])
+    >>> last_assistant(mask, np.array([3, 3, 2])).tolist()
+    [1, 2, 1]
+    """
+    last = np.maximum(lengths - 1, 0)
+    if mask[np.arange(len(last)), last].all():
+        return last
+    back = mask[:, ::-1].argmax(1)  # the first maximum of the reversed row
+    return np.where(mask.any(1), mask.shape[1] - 1 - back, last)
