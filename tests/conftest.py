@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command does: no spinning threads beside other tests
 
 ROOT = Path(__file__).resolve().parents[1]
 
