@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Iterator
 
 from rlhf_pipeline import definitions
@@ -59,7 +60,8 @@ def lines(found: Inspection) -> Iterator[str]:
         reasons = ", ".join(f"{plain(name or '?')} {num:,}" for name, num in found.finish_reasons.items())
         yield _row("finished by", reasons)
     if found.num_failed:
-        yield _row("failed", f"{count(found.num_failed, 'reward call')}; `show --id` says why")
+        why = f"rlhf-pipeline show {shlex.quote(found.path)} --id {found.first_failed_id}"
+        yield _row("failed", f"{count(found.num_failed, 'reward call')}; why: {why}")
     if found.mean_reward is not None:
         curve = "" if found.first_reward is None else f"; curve {found.first_reward:.3f} -> {found.last_reward:.3f}"
         yield _row("reward", f"mean {found.mean_reward:.3f}{curve}")
@@ -77,6 +79,9 @@ def lines(found: Inspection) -> Iterator[str]:
 def _check_lines(check: RewardCheck | None, why_not: str | None) -> Iterator[str]:
     if check is None:
         yield f"  rewards not graded again: {why_not}"
+        return
+    if not check.num_trajectories:
+        yield "  nothing is stored yet, so there is nothing to grade again"
         return
     yield f"  graded again by {check.function}"
     if check.num_different:

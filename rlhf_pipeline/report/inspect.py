@@ -93,6 +93,7 @@ class Inspection:
     """First, last, and how many."""
     finish_reasons: dict[str, int]
     num_failed: int
+    first_failed_id: int | None
     mean_reward: float | None
     first_reward: float | None
     """The first and the last point of the curve."""
@@ -136,7 +137,8 @@ def inspect_store(
     graded = np.empty(0) if rewards is None else rewards[np.isfinite(rewards)].astype(np.float64)
     sizes = distinct(groups)[1] if groups is not None else np.empty(0, np.int64)
     curve = run.reward_points() if run is not None else []
-    reasons = Counter(stored.texts("finish_reason", ids))
+    finish_reasons = stored.texts("finish_reason", ids)
+    reasons = Counter(finish_reasons)
     check = None
     if reward is not None and rewards is not None:
         check = check_rewards(stored, ids, rewards.astype(np.float64), groups, reward, run)
@@ -153,6 +155,7 @@ def inspect_store(
         policy_versions=_first_last_count(versions) if versions is not None and num else None,
         finish_reasons={name: reasons[name] for name, _ in reasons.most_common() if name},
         num_failed=reasons["failed"],
+        first_failed_id=int(ids[finish_reasons.index("failed")]) if reasons["failed"] else None,
         mean_reward=float(graded.mean()) if len(graded) else None,
         first_reward=curve[0][1] if curve else None,
         last_reward=curve[-1][1] if curve else None,

@@ -15,6 +15,8 @@ from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.report.words import number, one_line
 
+_TIES = 64
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
@@ -122,7 +124,11 @@ def typical_of_first_and_last(stored: Stored) -> tuple[int, int] | None:
 
     def typical(version: Any) -> int:
         places = graded[versions[graded] == version]
-        return int(ids[places[np.argmin(np.abs(rewards[places] - rewards[places].mean()))]])
+        distance = np.abs(rewards[places] - rewards[places].mean())
+        nearest = ids[places[np.flatnonzero(distance <= distance.min() + 1e-6)[:_TIES]]]
+        # Of completions that are equally typical the first that says anything.
+        texts = stored.texts("completion", nearest)
+        return int(nearest[next((row for row, text in enumerate(texts) if text.strip()), 0)])
 
     return typical(first), typical(last)
 

@@ -92,7 +92,7 @@ def test_failed_trajectories(tmp_path: Path):
     """Failed calls count on neither side, and one that would succeed now is told."""
     run_dir = write_run(tmp_path / "run", failed=3)
     found = inspect(run_dir)
-    assert found.num_failed == 3
+    assert (found.num_failed, found.first_failed_id) == (3, 0)
     assert found.finish_reasons == {"length": 45, "failed": 3}
     assert found.reward_check is not None
     assert found.reward_check.agrees
