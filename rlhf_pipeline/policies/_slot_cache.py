@@ -169,43 +169,51 @@ class SlotCache(Cache):
         """The layers, typed."""
         return [layer for layer in self.layers if isinstance(layer, _SlotLayer)]
 
-    def begin(self, longest: int) -> None:
-        """Make sure that the shared column is free, given the tokens of the longest live row.
+    def begin(self, longest: int, *, most_rows: int, closing: bool) -> None:
+        """Make sure that the shared column is free. Call this before rows are inserted.
 
-        Call this before rows are inserted; `longest` is 0 when none is live.
+        Args:
+            longest: tokens of the longest live row; 0 when none is live.
+            most_rows: the most rows that will be live from now on.
+            closing: True when no prompt will be inserted any more.
         """
         if longest == 0:
             self.column = self.lead
+        if closing:
+            self.lead = 0
         if self.column >= self.num_columns:
-            self._relayout(longest)
+            self._relayout(longest, most_rows)
 
-    def _relayout(self, longest: int) -> None:
+    def _relayout(self, longest: int, most_rows: int) -> None:
         """Move the live window to the front, into wider buffers when it fills most of them."""
         window = max(longest, self.lead)
         # Double while completions may still grow, then a quarter more than the window: fresh memory costs a page fault
         # per page, and a copy of the window is paid once per window / 4 steps, each of which reads the whole of it.
         growth = min(window, self.bound - window)
-        wanted = window + max(growth, window // 4, _HEADROOM)
-        columns = max(self.num_columns, wanted)
+        columns = max(self.num_columns, window + max(growth, window // 4, _HEADROOM))
         source = slice(self.column - longest, self.column)
         target = slice(window - longest, window)
+        rows = min(self.rows, most_rows)
+        if columns > self.num_columns:
+            # New buffers hold the rows that are still to come: near the end of a call that is a few of them.
+            self.num_slots = most_rows
         for layer in self.slot_layers:
             if layer.keys is not None and layer.values is not None:
-                layer.keys = self._moved(layer.keys, source, target, columns)
-                layer.values = self._moved(layer.values, source, target, columns)
+                layer.keys = self._moved(layer.keys, rows, source, target, columns)
+                layer.values = self._moved(layer.values, rows, source, target, columns)
         mask = self.mask.new_zeros((self.num_slots, columns))
-        mask[: self.rows, target] = self.mask[: self.rows, source]
+        mask[:rows, target] = self.mask[:rows, source]
         self.mask = mask
         self.num_columns = columns
         self.column = window
 
-    def _moved(self, x: Tensor, source: slice, target: slice, columns: int) -> Tensor:
-        live = x[: self.rows, :, source]
+    def _moved(self, x: Tensor, rows: int, source: slice, target: slice, columns: int) -> Tensor:
+        live = x[:rows, :, source]
         if columns > x.shape[2]:
-            x = x.new_zeros((x.shape[0], x.shape[1], columns, x.shape[3]))
+            x = x.new_zeros((self.num_slots, x.shape[1], columns, x.shape[3]))
         elif source.start < target.stop:
             live = live.clone()
-        x[: self.rows, :, target] = live
+        x[:rows, :, target] = live
         return x
 
     def move(self, source: Tensor, target: Tensor, longest: int) -> None:

@@ -94,7 +94,7 @@ class CausalLMPolicy(nn.Module):
         if num_slots < 1:
             raise DefinitionError(f"num_slots is {num_slots}; it must be at least 1.")
         self.model = model.eval()
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer
         self.temperature = float(temperature)
         self.max_new_tokens = max_new_tokens
         self.num_slots = num_slots

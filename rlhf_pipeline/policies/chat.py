@@ -52,9 +52,7 @@ def encode_prompt(tokenizer: Any | None, prompt: str | Sequence[Message], *, as_
             "Set tokenizer.chat_template, or pass the prompt as text."
         )
     if template is not None and (as_chat or not isinstance(prompt, str)):
-        ids = codec.apply_chat_template(
-            _messages(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        ids = codec.apply_chat_template(_messages(prompt), add_generation_prompt=True, tokenize=True, return_dict=False)
     else:
         ids = _encode_text(codec, str(prompt))
     if not ids:

@@ -9,7 +9,11 @@ One step is: fill free slots from the queue; apply the head to the last hidden s
 prompts included; sample; drop what finished; copy the prompts of new rows that go on into slots; one forward pass of
 the rest. A completion of one token therefore never takes a slot.
 
-Profile (2 cores, Qwen2 with hidden 256 and 4 layers, 64 slots, a step of 64 rows): PROFILE
+Profile (one thread, Qwen2 with hidden 256 and 4 layers, 64 slots, 8 x 8 completions of 4 to 400 tokens): at a
+vocabulary of 4,000 the matmuls take 35 % of the time, attention 20 %, the rest of the model's forward 35 %, sampling
+4 %, cache memory and the bookkeeping of this module 5 %; at 32,000 the matmuls take 56 %, two thirds of it the head. So
+what counts is how many rows and columns are computed at all: hence rows that leave at once, live rows kept together,
+and a window of columns no wider than the longest live row.
 """
 
 from __future__ import annotations
@@ -406,7 +410,7 @@ class _Run:
         longest = int(kept.max()) if len(kept) else 0
         if movers:
             self.cache.move(self._index(homeless[:movers]), self._index(holes[:movers]), longest)
-        self.cache.begin(longest)
+        self._begin(longest, total, closing=self.next == self.count and movers == len(homeless))
         if movers < len(homeless):
             self._insert(new[homeless[movers:] - old], holes[movers:])
         stored = np.concatenate((self.stored, self.prompt_lengths[self.prompt_of[new]]))
@@ -428,7 +432,7 @@ class _Run:
     def _forward(self, tokens: Int64Array) -> None:
         """Feed the sampled tokens of the live rows and keep their hidden states."""
         longest = int(self.stored.max())
-        self.cache.begin(longest)
+        self._begin(longest, len(tokens), closing=self.next == self.count)
         inputs = self._index(np.stack((tokens, self.stored)))
         mask = self.cache.open_column(len(tokens), longest)
         if not self.parts.builds_own_mask:
@@ -443,6 +447,10 @@ class _Run:
         self.hidden = hidden[:, 0]
         self.stored = self.stored + 1
         self.cache.close_column()
+
+    def _begin(self, longest: int, rows: int, *, closing: bool) -> None:
+        most_rows = min(self.num_slots, rows + self.count - self.next)
+        self.cache.begin(longest, most_rows=most_rows, closing=closing)
 
     def _index(self, values: Int64Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from rlhf_pipeline.policies.new_model import new_model, scratch_policy
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> object:
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tokenizer with a chat template, through the folder of a checkpoint."""
     root = tmp_path_factory.mktemp("chat")
     (root / "text.txt").write_text("the quick brown fox says hello and 1234\n" * 20, encoding="utf-8")
@@ -26,7 +27,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> object:
     return CausalLMPolicy.from_pretrained(root / "m").tokenizer
 
 
-def test_text_becomes_a_user_message_with_the_assistants_header(tokenizer: object) -> None:
+def test_text_becomes_a_user_message_with_the_assistants_header(tokenizer: Any) -> None:
     """The decoded ids are the template's text, ready for the assistant to go on."""
     ids = encode_prompt(tokenizer, "hello é")
     assert tokenizer.decode(ids) == "<|im_start|>user\nhello é<|im_end|>\n<|im_start|>assistant\n"
@@ -35,7 +36,7 @@ def test_text_becomes_a_user_message_with_the_assistants_header(tokenizer: objec
     assert tokenizer.decode(system).startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>")
 
 
-def test_raw_text_is_left_alone(tokenizer: object) -> None:
+def test_raw_text_is_left_alone(tokenizer: Any) -> None:
     """as_chat=False adds nothing."""
     assert tokenizer.decode(encode_prompt(tokenizer, "1+1=", as_chat=False)) == "1+1="
 
@@ -48,14 +49,14 @@ def test_a_tokenizer_without_a_template_takes_raw_text_only() -> None:
         encode_prompt(tokenizer, [{"role": "user", "content": "1"}])
 
 
-def test_completions_are_decoded_without_special_tokens(tokenizer: object) -> None:
+def test_completions_are_decoded_without_special_tokens(tokenizer: Any) -> None:
     """The end token disappears, the text does not change."""
     ids = tokenizer.encode("hello  fox\n12")
     assert decode_completion(tokenizer, [*ids, tokenizer.eos_token_id]) == "hello  fox\n12"
     assert decode_completion(tokenizer, []) == ""
 
 
-def test_the_assistants_tokens_are_marked(tokenizer: object) -> None:
+def test_the_assistants_tokens_are_marked(tokenizer: Any) -> None:
     """The mask covers the assistant's content and the end token of each of its turns, and nothing else."""
     ids, mask = encode_chat(
         tokenizer,
@@ -71,7 +72,7 @@ def test_the_assistants_tokens_are_marked(tokenizer: object) -> None:
     assert tokenizer.decode(marked) == "the fox 42<|im_end|>日本<|im_end|>"
 
 
-def test_the_prompt_is_a_prefix_of_the_conversation(tokenizer: object) -> None:
+def test_the_prompt_is_a_prefix_of_the_conversation(tokenizer: Any) -> None:
     """What generation continues is what the whole conversation begins with."""
     prompt = encode_prompt(tokenizer, "hello")
     ids, mask = encode_chat(tokenizer, [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fox"}])
@@ -79,7 +80,7 @@ def test_the_prompt_is_a_prefix_of_the_conversation(tokenizer: object) -> None:
     assert mask.index(True) == len(prompt)
 
 
-def test_templates_without_markers_are_refused(tokenizer: object) -> None:
+def test_templates_without_markers_are_refused(tokenizer: Any) -> None:
     """Without markers the mask would be all False, so there is an error instead."""
     assert has_generation_markers(tokenizer)
     plain = scratch_policy("01=").tokenizer
