@@ -270,7 +270,9 @@ def _differences(prefix: str, old: Any, new: Any) -> Iterator[tuple[str, Any, An
 
 def _versions() -> dict[str, str]:
     packages = ("torch", "torchrl", "tensordict", "transformers", "numpy")
-    return {"rlhf-pipeline": __version__, "python": platform.python_version()} | {name: version(name) for name in packages}
+    return {"rlhf-pipeline": __version__, "python": platform.python_version()} | {
+        name: version(name) for name in packages
+    }
 
 
 @contextmanager
