@@ -2,7 +2,8 @@
 
 Run as `python tests/benchmarks/bench_replay.py [--quick]`. Trajectories are log-normal in length (mean about 530
 tokens), groups of 8. Every line is processor time with one thread, the tenth percentile
-of many calls in turn with the peer's; the ratios are what counts. extend and append write to the page cache, process-durable.
+of many calls in turn with the peer's; the ratios are what counts. extend and append write to the page cache,
+process-durable.
 """
 
 from __future__ import annotations

@@ -1,0 +1,383 @@
+from __future__ import annotations
+
+import io
+import math
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from tensordict import lazy_stack
+from torchrl.data.replay_buffers import LazyStackStorage
+from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+from torchrl.envs.transforms import Compose, Transform
+
+from rlhf_pipeline import keys
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.replay.samplers import FreshSampler, UniformSampler
+from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
+from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
+from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
+
+
+class Table:
+    """A reference model whose log-prob of a token is a function of the token alone."""
+
+    weight = torch.linspace(-3, -0.1, 50)
+
+    def __init__(self):
+        self.scored = 0
+
+    def log_probs(self, input_ids, attention_mask, score_mask):
+        """Look the tokens up."""
+        self.scored += int(score_mask.sum())
+        return torch.where(score_mask & attention_mask, self.weight[input_ids], 0.0)
+
+
+@pytest.fixture
+def make_buffer(tmp_path):
+    """Builds buffers over one store and closes them."""
+    made = []
+
+    def build(transform=None, name="store", **kwargs):
+        rb = TrajectoryReplayBuffer(storage=TrajectoryStorage(tmp_path / name), transform=transform, **kwargs)
+        made.append(rb)
+        return rb
+
+    yield build
+    for rb in made:
+        rb.storage.close()
+
+
+def write_path(group_size=2, coef=0.3, model=None):
+    """The stack as it is written."""
+    return Compose(MCAdvantage(group_size), KLRewardTransform(coef=coef), RetrieveLogProb(model or Table()))
+
+
+def test_whole_write_path_against_float64(make_buffer, make_rows, to_form, form):
+    """Log-probs, shaped reward, return and advantage of the stack equal a reference by hand in float64."""
+    rows = make_rows([4, 7, 3, 6], ref=False, rewards=[1.0, 0.0, -0.5, 2.0])
+    rb = make_buffer(write_path())
+    assert rb.extend(to_form(rows, form)).tolist() == [0, 1, 2, 3]
+    batch = rb.read(rb.trajectories.row_ids())
+    shaped = []
+    for i, row in enumerate(rows):
+        mask = row["masks", "all_assistant_mask"]
+        ref = Table.weight.double()[row["tokens", "full"]]
+        k1 = torch.where(mask, row["log_probs", "full"].double() - ref, 0.0)
+        reward = -0.3 * k1
+        reward[-1] += row["task_reward"].double()
+        shaped.append(reward)
+        n = len(mask)
+        torch.testing.assert_close(
+            batch[keys.REF_LOG_PROBS][i, :n].double(), torch.where(mask, ref, 0.0), atol=1e-6, rtol=0
+        )
+        torch.testing.assert_close(batch[keys.REWARD][i, :n].double(), reward, atol=1e-6, rtol=0)
+        assert batch[keys.KL_COEF][i].item() == pytest.approx(0.3)
+    returns = torch.stack([r.sum() for r in shaped])
+    torch.testing.assert_close(batch[keys.RETURN].double(), returns, atol=1e-6, rtol=0)
+    for a, b in ((0, 1), (2, 3)):
+        pair = returns[[a, b]]
+        expected = (pair - pair.mean()) / pair.std()
+        for i, value in zip((a, b), expected.tolist(), strict=True):
+            mask = batch[keys.ASSISTANT_MASK][i]
+            assert batch[keys.ADVANTAGE][i][mask].tolist() == pytest.approx([value] * int(mask.sum()), abs=1e-5)
+            assert bool((batch[keys.ADVANTAGE][i][~mask] == 0).all())
+
+
+def test_one_commit_per_extend(make_buffer, make_rows, to_form, form):
+    """A rollout is there as a whole or not at all: one call is one commit."""
+    rb = make_buffer(write_path())
+    rb.extend(to_form(make_rows([4] * 6), form))
+    assert len(set(rb.store.ids().tolist())) == 6
+    assert rb.store.watermark == 6
+    bad = make_rows([4] * 4, first_group=9)
+    bad[3] = bad[3].exclude(("log_probs", "full"))
+    with pytest.raises(DataError):
+        rb.extend(lazy_stack(bad))
+    assert rb.store.watermark == 6
+
+
+def test_groups_wait_over_calls(make_buffer, make_rows, to_form, form):
+    """Nothing is written before a group is whole, and nothing is lost."""
+    rb = make_buffer(write_path(3))
+    rows = make_rows([4, 5, 6, 7, 8, 9], group_size=3)
+    assert rb.extend(to_form(rows[:2], form)).numel() == 0
+    assert len(rb) == 0
+    assert rb.extend(to_form(rows[2:5], form)).tolist() == [0, 1, 2]
+    assert rb.extend(to_form(rows[5:], form)).tolist() == [3, 4, 5]
+    assert rb.storage[:][keys.TRAJECTORY_ID].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_add_writes_one_row_per_trajectory(make_buffer, make_rows):
+    """TorchRL stores the completed group as one item."""
+    rb = make_buffer(MCAdvantage(2))
+    rows = make_rows([4, 5, 6])
+    assert rb.add(rows[0]).numel() == 0
+    assert rb.add(rows[1]).tolist() == [0, 1]
+    assert len(rb) == 2
+    plain = make_buffer(name="plain")
+    assert plain.add(rows[0]) == 0
+    assert plain.add(rows[1]) == 1
+    assert plain.storage.get(1)["prompt"] == "prompt 0"
+
+
+def test_sample_has_the_contract_keys(make_buffer, make_rows, to_form):
+    """A padded TensorDict with everything the loss needs, and TorchRL's index."""
+    rb = make_buffer(write_path(), batch_size=3)
+    rb.extend(to_form(make_rows([4, 7, 3, 6]), "jagged"))
+    batch = rb.sample()
+    assert batch.batch_size == (3,)
+    for key in (keys.TOKENS, keys.ASSISTANT_MASK, keys.ATTENTION_MASK, keys.LOG_PROBS, keys.REF_LOG_PROBS,
+                keys.REWARD, keys.KL_PENALTY, keys.ADVANTAGE):  # fmt: skip
+        assert batch[key].shape == batch[keys.TOKENS].shape
+    for key in (keys.TASK_REWARD, keys.GROUP_ID, keys.POLICY_VERSION, keys.DONE, keys.ROW_ID, keys.DEGENERATE):
+        assert batch[key].shape == (3,)
+    assert torch.equal(batch["index"], batch[keys.TRAJECTORY_ID])
+    assert not any(v.requires_grad for v in batch.values(True, True))
+
+
+def test_sampling_does_not_run_the_write_path_again(make_buffer, make_rows):
+    """TorchRL scores at every sample and writes into the stored items; here the numbers are those of the store."""
+    model = Table()
+    rb = make_buffer(write_path(model=model), batch_size=4)
+    rb.extend(lazy_stack(make_rows([4, 7, 3, 6], ref=False)))
+    scored = model.scored
+    plain = rb.read(rb.trajectories.row_ids())
+    batch = rb.sample()
+    assert model.scored == scored
+    for i, j in enumerate(batch["index"].tolist()):
+        width = batch[keys.TOKENS].shape[1]
+        assert torch.equal(batch[keys.REWARD][i], plain[keys.REWARD][j, :width])
+        assert torch.equal(batch[keys.ADVANTAGE][i], plain[keys.ADVANTAGE][j, :width])
+
+
+def test_seeded_samples(make_buffer, make_rows):
+    """`sample` follows the seed; the default draws with replacement as TorchRL does."""
+    rows = make_rows([4] * 10)
+    draws = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        rb = make_buffer(name=name, seed=seed)
+        rb.extend(lazy_stack(rows))
+        draws.append([rb.sample(4)["index"].tolist() for _ in range(3)])
+    assert draws[0] == draws[1] != draws[2]
+    assert len(make_buffer(name="a").sample(50)) == 50
+
+
+def test_torchrl_samplers_and_prefetch(make_buffer, make_rows):
+    """Samplers, iteration and prefetching of TorchRL work on it."""
+    rb = make_buffer(sampler=SamplerWithoutReplacement(), batch_size=4, prefetch=2)
+    rb.extend(lazy_stack(make_rows([4] * 8)))
+    seen = sorted(i for batch in (rb.sample(), rb.sample()) for i in batch[keys.TRAJECTORY_ID].tolist())
+    assert seen == list(range(8))
+    own = make_buffer(name="own", sampler="uniform", batch_size=4)
+    own.extend(lazy_stack(make_rows([4] * 8)))
+    assert len(set(own.sample()[keys.TRAJECTORY_ID].tolist())) == 4
+
+
+def test_sample_step_is_pure(make_buffer, make_rows):
+    """The same call gives the same rows, whatever was drawn or written in between."""
+    rb = make_buffer(seed=7)
+    rb.extend(lazy_stack(make_rows([4] * 8)))
+    mark, snapshot = rb.store.watermark, rb.store.snapshot()
+    first = rb.sample_step(3, 4)
+    rb.extend(lazy_stack(make_rows([5] * 8, first_group=50)))
+    rb.sample(2)
+    rb.sample_step(4, 4)
+    for at in (mark, snapshot):
+        again = rb.sample_step(3, 4, at=at)
+        for key in first.keys(True, True):
+            torch.testing.assert_close(again[key], first[key], rtol=0, atol=0, equal_nan=True)
+    assert set(rb.select_step(0, 16).tolist()) == set(rb.store.ids().tolist())
+    assert rb.view(start=mark).column("group_id").tolist() == [50, 50, 51, 51, 52, 52, 53, 53]
+
+
+def test_sample_step_in_another_process(make_buffer, make_rows, tmp_path):
+    """A process that only reads the store draws the same rows."""
+    rb = make_buffer(seed=7)
+    rb.extend(lazy_stack(make_rows([4] * 20)))
+    code = f"""
+    from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+    from rlhf_pipeline.replay.storage import TrajectoryStorage
+    rb = TrajectoryReplayBuffer(storage=TrajectoryStorage({str(tmp_path / "store")!r}, mode="r"), seed=7)
+    print(rb.select_step(5, 6).tolist(), rb.select_step(6, 6, strategy="priority").tolist())
+    """
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    here = f"{rb.select_step(5, 6).tolist()} {rb.select_step(6, 6, strategy='priority').tolist()}"
+    assert found.stdout.strip() == here
+
+
+def test_steps_by_version_and_ledger(make_buffer, make_rows):
+    """The fresh strategy with a ledger is pure; without one the store's use counts decide."""
+    rb = make_buffer(sampler=FreshSampler(max_staleness=1))
+    for version in range(4):
+        rows = make_rows([4] * 4, first_group=10 * version)
+        for row in rows:
+            row["policy_version"] = torch.tensor(version)
+        rb.extend(lazy_stack(rows))
+    ids = rb.store.ids().tolist()
+    assert rb.select_step(0, version=1).tolist() == ids[:16][0:8] + ids[8:16]
+    assert rb.select_step(0, version=3).tolist() == ids[8:16]
+    assert rb.select_step(0, 2, version=3, uses=ids[8:10]).tolist() == ids[10:12]
+    rb.mark_used([ids[8], ids[8], ids[9]])
+    assert rb.store.read_scalars("use_count")[8:11].tolist() == [2, 1, 0]
+    assert rb.select_step(0, 2, version=3).tolist() == ids[10:12]
+    assert rb.select_step(0, 2, version=3, uses=[]).tolist() == ids[8:10]
+    with pytest.raises(DataError, match="step 8"):
+        rb.sample_step(8, version=90)
+
+
+def test_watermark_that_is_not_there_yet(make_buffer, make_rows, tmp_path):
+    """A reader catches up with the writer, and says so when it can not."""
+    rb = make_buffer()
+    rb.extend(lazy_stack(make_rows([4] * 4)))
+    reader = TrajectoryReplayBuffer(storage=TrajectoryStorage(tmp_path / "store", mode="r"))
+    rb.extend(lazy_stack(make_rows([4] * 4, first_group=9)))
+    assert len(reader) == 4
+    assert len(reader.select_step(0, at=8)) == 8
+    with pytest.raises(DataError, match="has 8 trajectories, the step needs 9"):
+        reader.select_step(0, at=9)
+    assert reader.refresh() == 8
+    assert len(reader) == 8
+    reader.storage.close()
+
+
+def test_ring_in_steps(tmp_path, make_rows):
+    """With a limit only the newest trajectories may be drawn."""
+    rb = TrajectoryReplayBuffer(storage=TrajectoryStorage(tmp_path / "ring", max_size=4))
+    rb.extend(lazy_stack(make_rows([4] * 4)))
+    assert rb.extend(lazy_stack(make_rows([4] * 2, first_group=9))).tolist() == [0, 1]
+    assert sorted(rb.sample_step(0)[keys.TRAJECTORY_ID].tolist()) == [2, 3, 18, 19]
+    rb.storage.close()
+
+
+def test_cursor_follows_the_store(make_buffer, make_rows):
+    """A reopened buffer goes on where the store ends; TorchRL's would overwrite slot 0."""
+    rb = make_buffer()
+    rb.extend(lazy_stack(make_rows([4] * 3)))
+    again = make_buffer()
+    assert again.extend(lazy_stack(make_rows([4] * 2, first_group=9))).tolist() == [3, 4]
+    rb.refresh()
+    assert rb.extend(lazy_stack(make_rows([4], first_group=20))).tolist() == [5]
+    again.refresh()
+    assert again[5][keys.GROUP_ID].item() == 20
+
+
+def test_closing_and_failing_groups(make_buffer, make_rows):
+    """Stragglers do not hold a group for ever; the advantage is right for the size that arrived."""
+    rb = make_buffer(Compose(MCAdvantage(3), KLRewardTransform(coef=0.0)))
+    rows = make_rows([4] * 6, group_size=3, rewards=[0.0, 2.0, 9.0, 1.0, 9.0, 9.0])
+    rb.extend(lazy_stack([rows[0], rows[1], rows[3]]))
+    assert rb.report_failed(0).tolist() == [0, 1]
+    half = 1 / math.sqrt(2)
+    batch = rb.read(rb.trajectories.row_ids())
+    assert batch[keys.ADVANTAGE][:, -1].tolist() == pytest.approx([-half, half], abs=1e-6)
+    assert rb.close_groups(min_size=2).numel() == 0
+    assert rb.close_groups().tolist() == [2]
+    assert rb.storage[:][keys.DEGENERATE].tolist() == [False, False, True]
+    with pytest.raises(DefinitionError, match="MCAdvantage"):
+        make_buffer(name="other").close_groups()
+
+
+def test_marked_groups_are_passed_over(make_buffer, make_rows):
+    """`zero_variance="mark"` keeps the rows and the strategies leave them out."""
+    rb = make_buffer(MCAdvantage(2, zero_variance="mark"))
+    rb.extend(lazy_stack(make_rows([4] * 4, rewards=[1.0, 1.0, 0.0, 1.0])))
+    assert len(rb) == 4
+    assert sorted(rb.sample_step(0)[keys.TRAJECTORY_ID].tolist()) == [2, 3]
+
+
+def test_state_dict_resumes_the_run(make_buffer, make_rows):
+    """Waiting trajectories, the controller and the cursor come back; rows are on disk anyway."""
+
+    def path():
+        controller = AdaptiveKLController(init_kl_coef=0.2, target=0.01, horizon=4)
+        return Compose(MCAdvantage(3), KLRewardTransform(controller=controller))
+
+    rows = make_rows([4, 5, 6, 7, 8], group_size=3)
+    first = make_buffer(path())
+    first.extend(lazy_stack(rows[:4]))
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = make_buffer(path())
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert second.transform[1].coef == first.transform[1].coef != 0.2
+    assert second.transform[0].queued_trajectories == 1
+    last = make_rows([4] * 6, group_size=3)[5]
+    assert second.extend(lazy_stack([rows[4], last])).tolist() == [3, 4, 5]
+    assert second.storage[:][keys.GROUP_ID].tolist() == [0, 0, 0, 1, 1, 1]
+    assert list(second.read(second.trajectories.row_ids(), text=True)["prompt"]) == ["prompt 0"] * 3 + ["prompt 1"] * 3
+
+
+def test_dumps_and_loads(make_buffer, make_rows, tmp_path):
+    """A dump of the whole buffer loads into a new one, waiting trajectories included."""
+    rb = make_buffer(MCAdvantage(2), batch_size=2)
+    rb.extend(lazy_stack(make_rows([4, 5, 6])))
+    rb.dumps(tmp_path / "dump")
+    other = make_buffer(MCAdvantage(2), name="other", batch_size=2)
+    other.loads(tmp_path / "dump")
+    assert len(other) == 2
+    assert other.transform[0].queued_trajectories == 1
+    assert list(other.read(other.trajectories.row_ids(), text=True)["completion"]) == ["completion 0", "completion 1"]
+
+
+def test_transform_that_does_not_know_none(make_buffer, make_rows):
+    """Compose passes None on to transforms that fail on it; the buffer stops there."""
+
+    class Doubling(Transform):
+        def _inv_call(self, tensordict):
+            tensordict["task_reward"] = tensordict["task_reward"] * 2
+            return tensordict
+
+    rb = make_buffer(Compose(Doubling(), MCAdvantage(2)))
+    rows = make_rows([4, 5], rewards=[1.0, 3.0])
+    assert rb.extend(lazy_stack(rows[:1])).numel() == 0
+    rb.extend(lazy_stack(rows[1:]))
+    assert rb.storage[:][keys.TASK_REWARD].tolist() == [2.0, 6.0]
+
+
+def test_incomplete_trajectory_is_refused_with_and_without_transforms(make_buffer, make_rows):
+    """Nothing vanishes."""
+    rows = make_rows([4, 5])
+    rows[1]["next", "done"] = torch.tensor(False)
+    for rb in (make_buffer(), make_buffer(MCAdvantage(2), name="other")):
+        with pytest.raises(DataError, match="not complete"):
+            rb.extend(lazy_stack(rows))
+        assert rb.store.watermark == 0
+
+
+def test_strings_of_different_rows(make_buffer, make_rows, to_form, form):
+    """Every row keeps its own text through the whole write path."""
+    rb = make_buffer(write_path())
+    rb.extend(to_form(make_rows([4, 5, 6, 7]), form))
+    text = rb.sample_step(0, strategy="fresh", text=True)
+    assert list(text["completion"]) == [f"completion {i}" for i in range(4)]
+    assert list(text["prompt"]) == ["prompt 0", "prompt 0", "prompt 1", "prompt 1"]
+
+
+def test_wrong_use(make_buffer, make_rows, tmp_path):
+    """Other storages and other data are refused with a reason."""
+    with pytest.raises(DefinitionError, match="LazyStackStorage"):
+        TrajectoryReplayBuffer(storage=LazyStackStorage(3))
+    with pytest.raises(DataError, match="list"):
+        make_buffer().extend(make_rows([4]))
+    with pytest.raises(DefinitionError, match="strategy"):
+        make_buffer(name="b", sampler="newest")
+
+
+def test_view_counts_uses(make_buffer, make_rows):
+    """A ledger that names a row twice counts it twice; rows it does not know are unused."""
+    rb = make_buffer(sampler=UniformSampler(max_uses=2))
+    rb.extend(lazy_stack(make_rows([4] * 4)))
+    ids = rb.store.ids()
+    assert rb.view(uses=np.array([ids[1], ids[1], ids[3], 10**9])).use_count.tolist() == [0, 2, 0, 1]
+    assert sorted(rb.select_step(0, uses=[ids[1], ids[1]]).tolist()) == sorted(ids[[0, 2, 3]].tolist())

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tensordict import lazy_stack
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.replay.samplers import (
+    FreshSampler,
+    GroupSampler,
+    PrioritySampler,
+    RecencySampler,
+    StoreView,
+    UniformSampler,
+    as_sampler,
+)
+from rlhf_pipeline.replay.storage import TrajectoryStorage
+
+ALL = [FreshSampler(max_staleness=None), UniformSampler(), PrioritySampler(), RecencySampler(), GroupSampler()]
+
+
+@pytest.fixture
+def storage(tmp_path, make_rows):
+    """Twelve trajectories in groups of 2; versions 0, 0, 1, 1, 2, 2, ..."""
+    made = TrajectoryStorage(tmp_path / "store")
+    rows = make_rows([4] * 12)
+    for i, row in enumerate(rows):
+        row["policy_version"] = torch.tensor(i // 2)
+    made.set(torch.arange(12), lazy_stack(rows))
+    yield made
+    made.close()
+
+
+def view(storage, **kwargs):
+    """All rows."""
+    return StoreView(storage.store, storage.row_ids(), **kwargs)
+
+
+def pick(sampler, storage, n, seed=0, step=0, **kwargs):
+    """Positions as a list."""
+    return sampler.select(view(storage, **kwargs), n, seed=seed, step=step).tolist()
+
+
+@pytest.mark.parametrize("sampler", ALL, ids=lambda s: type(s).__name__)
+def test_pure_function_of_seed_and_step(storage, sampler):
+    """The same arguments give the same rows, whatever was drawn in between; no row comes twice."""
+    first = pick(sampler, storage, 6, seed=3, step=9)
+    for step in range(5):
+        pick(sampler, storage, 6, seed=1, step=step)
+    assert pick(sampler, storage, 6, seed=3, step=9) == first
+    assert len(set(first)) == 6
+
+
+@pytest.mark.parametrize("sampler", ALL[1:], ids=lambda s: type(s).__name__)
+def test_steps_and_seeds_differ(storage, sampler):
+    """Chance depends on both."""
+    draws = {tuple(pick(sampler, storage, 6, seed=s, step=t)) for s in range(4) for t in range(4)}
+    assert len(draws) > 12
+
+
+def test_fresh_is_by_version_and_use(storage):
+    """Oldest first among those fresh enough and not used up."""
+    sampler = FreshSampler(max_staleness=1)
+    assert pick(sampler, storage, None, version=5) == [8, 9, 10, 11]
+    assert pick(sampler, storage, 3, version=5) == [8, 9, 10]
+    storage.update(storage.row_ids([8, 10]), use_count=[1, 1])
+    assert pick(sampler, storage, None, version=5) == [9, 11]
+    used = np.zeros(12, np.int64)
+    used[9] = 1
+    assert pick(sampler, storage, None, version=5, uses=used) == [8, 10, 11]
+    assert pick(FreshSampler(max_staleness=1, max_uses=2), storage, None, version=5) == [8, 9, 10, 11]
+
+
+def test_data_newer_than_the_learner(storage):
+    """TorchRL's staleness sampler crashes there; here such rows have age 0."""
+    assert pick(FreshSampler(max_staleness=0), storage, None, version=4) == [8, 9, 10, 11]
+
+
+def test_limits_hold_for_every_strategy(storage):
+    """Staleness, use count and priority 0 keep rows out of all strategies."""
+    storage.update(storage.row_ids([10]), use_count=[3])
+    storage.update(storage.row_ids([6, 7]), priority=[0.0, 0.0])
+    for kind in (FreshSampler, UniformSampler, PrioritySampler, RecencySampler):
+        found = pick(kind(max_staleness=3, max_uses=3), storage, None, version=5)
+        assert sorted(found) == [4, 5, 8, 9, 11]
+    assert sorted(pick(GroupSampler(max_staleness=3, max_uses=3), storage, None, version=5)) == [4, 5, 8, 9]
+
+
+def test_uniform_frequencies(storage):
+    """Every row about as often as any other."""
+    counts = np.bincount([i for t in range(3000) for i in pick(UniformSampler(), storage, 3, step=t)], minlength=12)
+    expected = 3000 * 3 / 12
+    assert np.abs(counts - expected).max() < 5 * math.sqrt(expected)
+
+
+def test_priority_frequencies(storage):
+    """First picks follow p / sum(p) with the age factor."""
+    priority = np.arange(1.0, 13.0)
+    storage.update(storage.row_ids(), priority=priority)
+    sampler = PrioritySampler(alpha=0.5, tau=2.0)
+    rows = view(storage, version=5)
+    draws = np.bincount([sampler.select(rows, 1, seed=0, step=t)[0] for t in range(6000)], minlength=12)
+    p = np.sqrt(priority + 1e-6) * np.exp(-(5 - np.arange(12) // 2) / 2.0)
+    expected = 6000 * p / p.sum()
+    assert (np.abs(draws - expected) < 5 * np.sqrt(expected) + 1).all()
+
+
+def test_recency_prefers_the_new(storage):
+    """Chances fall with age and do not depend on the priority."""
+    storage.update(storage.row_ids(), priority=np.arange(12.0, 0.0, -1.0))
+    rows = view(storage, version=5)
+    draws = np.bincount(
+        [RecencySampler(tau=1.0).select(rows, 1, seed=0, step=t)[0] // 2 for t in range(3000)], minlength=6
+    )
+    p = np.exp(-(5.0 - np.arange(6)))
+    expected = 3000 * p / p.sum()
+    assert (np.abs(draws - expected) < 5 * np.sqrt(expected) + 1).all()
+
+
+def test_groups_are_whole(storage, make_rows):
+    """Never half a group; ragged groups count by their size."""
+    storage.set(torch.tensor([12]), lazy_stack(make_rows([4], first_group=99)))
+    groups = view(storage).column("group_id")
+    for step in range(20):
+        found = pick(GroupSampler(), storage, 5, step=step)
+        assert len(found) in (4, 5)
+        for group in set(groups[found]):
+            assert (groups[found] == group).sum() == (groups == group).sum()
+    assert pick(GroupSampler(order="fresh"), storage, 4) == [0, 1, 2, 3]
+    assert pick(GroupSampler(order="fresh", group_size=1), storage, 4) == [12]
+    assert pick(GroupSampler(group_size=7), storage, 4) == []
+    assert len(pick(GroupSampler(), storage, 1, step=1)) >= 1
+
+
+def test_more_asked_than_there_is(storage):
+    """All that is allowed, once."""
+    assert sorted(pick(UniformSampler(), storage, 100)) == list(range(12))
+    assert sorted(pick(UniformSampler(), storage, None)) == list(range(12))
+
+
+def test_empty_view(storage):
+    """Nothing there is nothing drawn, not an error of numpy."""
+    rows = StoreView(storage.store, np.empty(0, np.int64))
+    for sampler in ALL:
+        assert sampler.select(rows, 3, seed=0, step=0).tolist() == []
+
+
+def test_as_torchrl_sampler(storage, tmp_path):
+    """Slots come back; the number of draws is the state."""
+    sampler = UniformSampler(seed=5)
+    draws = [sampler.sample(storage, 4)[0].tolist() for _ in range(3)]
+    again = UniformSampler()
+    again.load_state_dict({**sampler.state_dict(), "draws": 1})
+    assert again.sample(storage, 4)[0].tolist() == draws[1]
+    sampler.dumps(tmp_path / "sampler")
+    third = UniformSampler()
+    third.loads(tmp_path / "sampler")
+    assert third.sample(storage, 4)[0].tolist() == sampler.sample(storage, 4)[0].tolist()
+    stale = FreshSampler(max_staleness=0)
+    stale.version = 50
+    with pytest.raises(DataError, match="max_staleness=0"):
+        stale.sample(storage, 4)
+
+
+def test_update_priority_reaches_the_store(storage):
+    """TorchRL's way to give priorities."""
+    sampler = PrioritySampler()
+    sampler.update_priority(torch.tensor([1, 2]), torch.tensor([0.5, 0.0]), storage=storage)
+    assert storage.store.read_scalars("priority").tolist()[:4] == [1.0, 0.5, 0.0, 1.0]
+    with pytest.raises(DefinitionError, match="storage="):
+        sampler.update_priority(torch.tensor([1]), 1.0)
+
+
+def test_arguments():
+    """Limits out of range and unknown names are refused with a hint."""
+    for wrong in ({"max_staleness": -1}, {"max_uses": 0}):
+        with pytest.raises(DefinitionError):
+            UniformSampler(**wrong)
+    with pytest.raises(DefinitionError, match="tau"):
+        RecencySampler(tau=0.0)
+    with pytest.raises(DefinitionError, match="order"):
+        GroupSampler(order="random")
+    with pytest.raises(DefinitionError, match="Did you mean 'uniform'"):
+        as_sampler("unifrom")
+    assert type(as_sampler("group", group_size=4)) is GroupSampler
