@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import platform
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline import __version__
 from rlhf_pipeline.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from rlhf_pipeline.collectors.collector import Rollout
-from rlhf_pipeline.config import Pipeline, to_json
-from rlhf_pipeline.errors import MissingPathError, RunExistsError, RunMismatchError, RunStorageError
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.errors import RunStorageError
 from rlhf_pipeline.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
-from rlhf_pipeline.jsonl import append_row, keep_rows, write_atomically
+from rlhf_pipeline.jsonl import append_row, keep_rows
 from rlhf_pipeline.run_lock import run_lock
+from rlhf_pipeline.run_record import check_folder, check_unchanged, make_record, write_record
 from rlhf_pipeline.runtime_build import Parts, build_models, build_parts
 from rlhf_pipeline.signals import StopRequest, stop_on_signals
 
 logger = logging.getLogger(__name__)
-
-MAY_CHANGE_ON_RESUME = frozenset(
-    {
-        "learn.steps",
-        "learn.stop_at_reward",
-        "learn.stop_window",
-        "learn.checkpoint_every",
-        "learn.keep_checkpoints",
-        "description",
-        "needs",
-    }
-)
-"""Fields that may differ from the recorded definition: they say when to stop and save, not what is learned."""
 
 
 @dataclass(kw_only=True)
@@ -97,22 +81,14 @@ def run(
         RewardError: every reward call of a rollout failed.
     """
     started = time.perf_counter()
-    _check_folder(run_dir, resume=resume)
+    check_folder(run_dir, resume=resume)
+    check_unchanged(run_dir, pipeline, seed)
     models = build_models(pipeline, seed=seed, device=device)
     pipeline.prompts.prompt(0, seed)  # reads and checks the whole prompt file before anything is made
-    record = {
-        "format": 1,
-        "definition": definition,
-        "overrides": [list(pair) for pair in overrides],
-        "seed": seed,
-        "device": device,
-        "pipeline": to_json(pipeline),
-        "versions": _versions(),
-    }
-    run_dir.mkdir(parents=True, exist_ok=resume)
+    record = make_record(pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
+    run_dir.mkdir(parents=True, exist_ok=True)
     with run_lock(run_dir), _log_file(run_dir / "log.txt"), _named_disk_errors(run_dir):
-        _check_record(run_dir / "config.json", record)
-        write_atomically(run_dir / "config.json", json.dumps(record, indent=1).encode())
+        write_record(run_dir, record)
         with build_parts(pipeline, models, run_dir=run_dir, seed=seed) as parts, stop_on_signals() as stop:
             progress = _restore(run_dir, parts)
             on_event(
@@ -231,50 +207,6 @@ def _restore(run_dir: Path, parts: Parts) -> _Progress:
     return progress
 
 
-def _check_folder(run_dir: Path, *, resume: bool) -> None:
-    if resume and not (run_dir / "config.json").is_file():
-        raise MissingPathError(f"there is no run to resume at {run_dir}. Start one: leave --resume out.")
-    if not resume and run_dir.exists():
-        raise RunExistsError(
-            f"the run folder {run_dir} exists. Go on with it: add --resume. Or start another: --out OTHER_FOLDER."
-        )
-
-
-def _check_record(path: Path, record: dict[str, Any]) -> None:
-    """Refuse to resume under a definition or seed that would learn something else."""
-    if not path.is_file():
-        return
-    before = json.loads(path.read_text(encoding="utf-8"))
-    changed = {
-        name: (old, new)
-        for name, old, new in _differences("", before["pipeline"], record["pipeline"])
-        if name not in MAY_CHANGE_ON_RESUME
-    }
-    if before["seed"] != record["seed"]:
-        changed["seed"] = (before["seed"], record["seed"])
-    if changed:
-        listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in changed.items())
-        raise RunMismatchError(
-            f"{path.parent} was started with another definition: {listed}. "
-            "Resume with the recorded one, or start a new run with --out OTHER_FOLDER."
-        )
-
-
-def _differences(prefix: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in sorted(old.keys() | new.keys()):
-            yield from _differences(f"{prefix}.{name}" if prefix else name, old.get(name), new.get(name))
-    elif old != new:
-        yield prefix, old, new
-
-
-def _versions() -> dict[str, str]:
-    packages = ("torch", "torchrl", "tensordict", "transformers", "numpy")
-    return {"rlhf-pipeline": __version__, "python": platform.python_version()} | {
-        name: version(name) for name in packages
-    }
-
-
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
     handler = logging.FileHandler(path)
@@ -301,6 +233,3 @@ def _named_disk_errors(run_dir: Path) -> Iterator[None]:
             "Every stored trajectory and every finished checkpoint is whole. "
             "Free some space, then type the same command with --resume."
         ) from error
-
-
-__all__ = ["MAY_CHANGE_ON_RESUME", "run"]

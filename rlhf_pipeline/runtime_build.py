@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchrl.envs.transforms import Compose, Transform
+from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
@@ -43,7 +43,6 @@ class Parts:
     collector: Collector
     learner: Learner
     kl_reward: KLRewardTransform | None
-    advantage: MCAdvantage
 
     def write_path_metrics(self) -> dict[str, float | None]:
         """What the write path measured on the newest rollout."""
@@ -103,7 +102,13 @@ def _policy(pipeline: Pipeline, seed: int, device: str) -> CausalLMPolicy:
 def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int) -> Iterator[Parts]:
     """Open or create the store and wire everything to it; close the store at the end."""
     buffer_config = pipeline.buffer
-    kl_reward, write_path = _write_path(pipeline.write, models, pipeline)
+    advantage = MCAdvantage(
+        pipeline.collect.group_size, estimator=pipeline.write.estimator, zero_variance=pipeline.write.zero_variance
+    )
+    kl_reward = _kl_reward(pipeline.write)
+    retrieve = RetrieveLogProb(models.reference) if models.reference is not None else None
+    # `extend` runs the list from its end: log-probs, then shaped reward, then advantage.
+    write_path = [part for part in (advantage, kl_reward, retrieve) if part is not None]
     storage = TrajectoryStorage(
         run_dir / "store",
         max_size=buffer_config.max_trajectories,
@@ -120,7 +125,6 @@ def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int)
             kl_to_ref_coeff=pipeline.loss.kl_to_ref_coeff or None,
             aggregation=pipeline.loss.aggregation,
         )
-        advantage = write_path[0]
         yield Parts(
             policy=models.policy,
             buffer=buffer,
@@ -143,30 +147,18 @@ def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int)
                 seed=seed,
             ),
             kl_reward=kl_reward,
-            advantage=advantage,
         )
     finally:
         storage.close()
 
 
-def _write_path(
-    config: WritePath, models: Models, pipeline: Pipeline
-) -> tuple[KLRewardTransform | None, list[Transform]]:
-    """Return `[MCAdvantage, KLRewardTransform, RetrieveLogProb]`, the parts that the definition needs.
-
-    `extend` runs the list from its end: log-probs, then shaped reward, then advantage.
-    """
-    advantage = MCAdvantage(pipeline.collect.group_size, estimator=config.estimator, zero_variance=config.zero_variance)
-    transforms: list[Transform] = [advantage]
-    kl_reward: KLRewardTransform | None = None
-    if models.reference is not None:
-        if config.kl_coef > 0:
-            controller = (
-                AdaptiveKLController(init_kl_coef=config.kl_coef, target=config.kl_target, horizon=config.kl_horizon)
-                if config.kl_target is not None
-                else None
-            )
-            kl_reward = KLRewardTransform(coef=config.kl_coef, controller=controller)
-            transforms.append(kl_reward)
-        transforms.append(RetrieveLogProb(models.reference))
-    return kl_reward, transforms
+def _kl_reward(config: WritePath) -> KLRewardTransform | None:
+    """Return the KL penalty, or None if the definition has none."""
+    if config.kl_coef == 0:
+        return None
+    controller = None
+    if config.kl_target is not None:
+        controller = AdaptiveKLController(
+            init_kl_coef=config.kl_coef, target=config.kl_target, horizon=config.kl_horizon
+        )
+    return KLRewardTransform(coef=config.kl_coef, controller=controller)

@@ -24,6 +24,7 @@ from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunMismatchE
 from rlhf_pipeline.events import RunFinished
 from rlhf_pipeline.report.run_folder import RunFolder, is_run
 from rlhf_pipeline.report.words import count, duration, number
+from rlhf_pipeline.run_record import check_unchanged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,8 +140,10 @@ def _resumed(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -
         )
     definition = definitions.find(named) if named else _recorded_definition(config.definition, out)
     merged = tuple({**dict(config.overrides), **dict(overrides)}.items())
+    pipeline = definition.pipeline(merged)
+    check_unchanged(out, pipeline, config.seed)
     return Plan(
-        pipeline=definition.pipeline(merged),
+        pipeline=pipeline,
         definition=definition.name,
         overrides=merged,
         out=out,

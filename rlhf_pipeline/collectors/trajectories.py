@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -74,10 +74,10 @@ def trajectories(
     data[keys.NUM_PROMPT_TOKENS] = torch.from_numpy(prompt_lengths)
     data[keys.DONE] = torch.ones(num, dtype=torch.bool)
     data[keys.CREATED_AT] = torch.full((num,), time.time(), dtype=torch.float64)
-    data[keys.FINISH_REASON] = NonTensorStack(*reasons)
-    data[keys.PROMPT] = NonTensorStack(*(prompts[index].text for index in owner))
-    data[keys.COMPLETION] = NonTensorStack(*texts)
-    data[keys.META] = NonTensorStack(*(_meta(prompts[index], item) for index, item in zip(owner, grades, strict=True)))
+    data[keys.FINISH_REASON] = _strings(reasons)
+    data[keys.PROMPT] = _strings(prompts[index].text for index in owner)
+    data[keys.COMPLETION] = _strings(texts)
+    data[keys.META] = _strings(_meta(prompts[index], item) for index, item in zip(owner, grades, strict=True))
     return data
 
 
@@ -92,6 +92,10 @@ def select(completions: RaggedCompletions, rows: np.ndarray) -> RaggedCompletion
         member=completions.member[rows],
         stopped=completions.stopped[rows],
     )
+
+
+def _strings(values: Iterable[str]) -> NonTensorStack:
+    return NonTensorStack(*values)  # pyright: ignore[reportAbstractUsage] - concrete, but its stubs do not say so
 
 
 def _meta(prompt: Prompt, item: Grade) -> str:

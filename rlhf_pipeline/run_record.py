@@ -1,0 +1,100 @@
+"""`config.json`: what a run was started with, and what may change when it is resumed. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from rlhf_pipeline import __version__
+from rlhf_pipeline.config import Pipeline, to_json
+from rlhf_pipeline.errors import MissingPathError, RunExistsError, RunMismatchError
+from rlhf_pipeline.jsonl import write_atomically
+
+FILE_NAME: Final = "config.json"
+
+MAY_CHANGE_ON_RESUME: Final = frozenset(
+    {
+        "description",
+        "needs",
+        "learn.steps",
+        "learn.stop_at_reward",
+        "learn.stop_window",
+        "learn.checkpoint_every",
+        "learn.keep_checkpoints",
+    }
+)
+"""Fields that may differ from the recorded definition: they say when to stop and save, not what is learned."""
+
+
+def make_record(
+    pipeline: Pipeline, *, definition: str, overrides: Sequence[tuple[str, str]], seed: int, device: str
+) -> dict[str, Any]:
+    """Return what `config.json` holds."""
+    packages = ("torch", "torchrl", "tensordict", "transformers", "numpy")
+    return {
+        "format": 1,
+        "definition": definition,
+        "overrides": [list(pair) for pair in overrides],
+        "seed": seed,
+        "device": device,
+        "pipeline": to_json(pipeline),
+        "versions": {"rlhf-pipeline": __version__, "python": platform.python_version()}
+        | {name: version(name) for name in packages},
+    }
+
+
+def write_record(run_dir: Path, record: dict[str, Any]) -> None:
+    """Write `config.json`, whole or not at all."""
+    write_atomically(run_dir / FILE_NAME, json.dumps(record, indent=1).encode())
+
+
+def check_folder(run_dir: Path, *, resume: bool) -> None:
+    """Refuse to start where something is, or to resume where nothing is.
+
+    Raises:
+        RunExistsError: the folder exists and is not empty, or is a file.
+        MissingPathError: there is no run to resume.
+    """
+    if resume:
+        if not (run_dir / FILE_NAME).is_file():
+            raise MissingPathError(f"there is no run to resume at {run_dir}. Start one: leave --resume out.")
+    elif run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise RunExistsError(
+            f"the run folder {run_dir} exists. Go on with it: add --resume. Or start another: --out OTHER_FOLDER."
+        )
+
+
+def check_unchanged(run_dir: Path, pipeline: Pipeline, seed: int) -> None:
+    """Refuse to resume under a definition or seed that would learn something else.
+
+    Raises:
+        RunMismatchError: naming every field that differs.
+    """
+    path = run_dir / FILE_NAME
+    if not path.is_file():
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    changed = [
+        f"{name} was {old!r}, is {new!r}"
+        for name, old, new in _differences("", before["pipeline"], to_json(pipeline))
+        if name not in MAY_CHANGE_ON_RESUME
+    ]
+    if before["seed"] != seed:
+        changed.append(f"seed was {before['seed']!r}, is {seed!r}")
+    if changed:
+        raise RunMismatchError(
+            f"{run_dir} was started with another definition: {'; '.join(changed)}. "
+            "Resume with the recorded one, or start a new run with --out OTHER_FOLDER."
+        )
+
+
+def _differences(prefix: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted(old.keys() | new.keys()):
+            yield from _differences(f"{prefix}.{name}" if prefix else name, old.get(name), new.get(name))
+    elif old != new:
+        yield prefix, old, new
