@@ -17,11 +17,11 @@ import torch
 
 from rlhf_pipeline.errors import DefinitionError
 
-CPU_CHUNK_ELEMENTS = 1 << 25
+CPU_CHUNK_ELEMENTS = 1 << 24
 CUDA_CHUNK_ELEMENTS = 1 << 28
 CPU_BLOCK_ELEMENTS = 1 << 20
-MIN_CHUNK_ROWS = 64
-MAX_CHUNK_ROWS = 8192
+CPU_CHUNK_ROWS = (256, 1024)
+CUDA_CHUNK_ROWS = (64, 8192)
 
 _HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.mm.overloads()
 
@@ -29,13 +29,16 @@ _HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.mm.overloads()
 def default_chunk_rows(vocab_size: int, device: torch.device) -> int:
     """The number of rows of a chunk: a budget of elements divided by the vocabulary.
 
-    2**25 elements (128 MiB in float32) on the CPU, 2**28 (1 GiB) elsewhere; at least 64 rows.
+    2**24 elements (64 MiB in float32) on the CPU, within 256 to 1024 rows, because a matmul with fewer rows is slow
+    there; 2**28 (1 GiB) elsewhere, at least 64 rows.
 
-    >>> default_chunk_rows(32_000, torch.device("cpu")), default_chunk_rows(151_936, torch.device("cpu"))
-    (1048, 220)
+    >>> [default_chunk_rows(vocab, torch.device("cpu")) for vocab in (32_000, 151_936)]
+    [524, 256]
     """
-    budget = CPU_CHUNK_ELEMENTS if device.type == "cpu" else CUDA_CHUNK_ELEMENTS
-    return max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS, budget // max(vocab_size, 1)))
+    cpu = device.type == "cpu"
+    budget = CPU_CHUNK_ELEMENTS if cpu else CUDA_CHUNK_ELEMENTS
+    least, most = CPU_CHUNK_ROWS if cpu else CUDA_CHUNK_ROWS
+    return max(least, min(most, budget // max(vocab_size, 1)))
 
 
 def row_chunks(rows: int, chunk: int) -> list[tuple[int, int]]:

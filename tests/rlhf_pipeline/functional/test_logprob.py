@@ -206,7 +206,7 @@ def test_chunks_are_equal_and_cover_all_rows():
         assert sum(sizes) == rows
         assert max(sizes) <= 64
         assert max(sizes) - min(sizes) <= 1
-    assert default_chunk_rows(10**9, torch.device("cpu")) == 64
+    assert [default_chunk_rows(v, torch.device("cpu")) for v in (10, 65_536, 10**9)] == [1024, 256, 256]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class DistActor(nn.Module):
         super().__init__()
         self.policy = policy
 
-    def _get_rlhf_dist(self, td):
+    def _get_rlhf_dist(self, td) -> Any:
         from torchrl.modules.distributions.discrete import LLMMaskedCategorical
 
         tokens, attention = td["tokens", "full"], td["masks", "all_attention_mask"]
