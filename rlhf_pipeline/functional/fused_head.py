@@ -96,7 +96,8 @@ class _FusedTokenLoss(torch.autograd.Function):
         settings: tuple[float, int | None, bool, int, bool],
     ) -> tuple[torch.Tensor, ...]:
         temperature, chunk_size, entropy_gradient, terms, grad_enabled = settings
-        needs = tuple(need and grad_enabled for need in ctx.needs_input_grad[:3])
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3] if grad_enabled else (False,) * 3
+        needs = (of_hidden, of_weight, of_bias)
         with torch.autocast(hidden.device.type, enabled=False):
             head = HeadPass(hidden, weight, bias, targets, temperature, chunk_size, needs)
             make = {"device": hidden.device, "dtype": head.result}
@@ -230,8 +231,8 @@ def fused_token_loss(
     >>> out = fused_token_loss(hidden, weight, torch.tensor([0, 2]), lambda lp, _: [-lp / 2])
     >>> out.losses[0].backward()
     >>> hidden.grad
-    tensor([[-0.2119,  0.1059],
-            [ 0.1059,  0.2881]])
+    tensor([[-0.2119,  0.1060],
+            [ 0.1060,  0.2881]])
     """
     check_head_shapes(hidden, weight, targets, bias, temperature, chunk_size)
     for i, row in enumerate(rows):
