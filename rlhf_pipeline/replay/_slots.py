@@ -70,6 +70,22 @@ class SlotMap:
         self._mark = mark
         self._newest = int(ids[-1]) if len(ids) else -1
 
+    def push(self, ids: np.ndarray, slots: np.ndarray, in_turn: bool, mark: int) -> bool:
+        """Take in rows that this process just appended; False if others came in between and `sync` must look.
+
+        Args:
+            ids: the new rows.
+            slots: where they go.
+            in_turn: whether these are the next slots.
+            mark: the store's watermark after the append.
+        """
+        if mark != self._mark + len(ids):
+            return False
+        self._count += len(ids) if in_turn else 0
+        self._place(slots, ids)
+        self._mark, self._newest = mark, int(ids[-1])
+        return True
+
     def _take(self, store: TrajectoryStore, ids: np.ndarray) -> None:
         if SLOT in store.schema:
             slots = store.read_scalars(SLOT, ids).astype(np.int64)
@@ -79,6 +95,9 @@ class SlotMap:
         n = int(in_turn.sum())
         slots[in_turn] = self.expected(n)
         self._count += n
+        self._place(slots, ids)
+
+    def _place(self, slots: np.ndarray, ids: np.ndarray) -> None:
         size = max(self._size, int(slots.max()) + 1) if len(slots) else self._size
         if size > len(self._rows):
             grown = np.full(min(max(size, 2 * len(self._rows), 1024), self.max_size), -1, np.int64)

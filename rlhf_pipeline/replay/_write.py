@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -122,17 +123,24 @@ def append_data(columns: Columns, schema: Schema, slots: np.ndarray | None = Non
         )
     _derive(columns, tokens, schema)
     out: dict[str, Any] = {}
-    known: set[Key] = set(_DERIVED)
-    for column in schema:
-        key = key_of(column.name)
-        known.add(key)
-        value = columns.get(key)
-        if column.name == SLOT:
-            value = None if slots is None else Flat(torch.from_numpy(slots))
-        if value is not None:
-            out[column.name] = _array(column, key, value, columns)
-    _report_unknown([key for key in columns if key not in known], schema)
+    plan = _plan(schema)
+    for key, value in columns.items():
+        column = plan.get(key)
+        if column is not None:
+            out[column.name] = _array(column, key, value, columns.n)
+        elif key not in _DERIVED:
+            _report_unknown(key, schema)
+    if CREATED_AT not in columns and "created_at" in schema:
+        out["created_at"] = np.full(columns.n, time.time())
+    if slots is not None:
+        out[SLOT] = slots
     return out
+
+
+@lru_cache(maxsize=16)
+def _plan(schema: Schema) -> dict[Key, Column]:
+    """The column of each key that a batch may hold."""
+    return {key_of(column.name): column for column in schema if column.name != SLOT}
 
 
 def _derive(columns: Columns, tokens: Flat, schema: Schema) -> None:
@@ -150,8 +158,6 @@ def _derive(columns: Columns, tokens: Flat, schema: Schema) -> None:
         flat = torch.where(mask.values.to(torch.bool), flat, float(mask.values.numel()))
         first = torch.segment_reduce(flat, "min", lengths=mask.lengths).to(torch.int64)
         columns[NUM_PROMPT_TOKENS] = Flat((first - (lengths.cumsum(0) - lengths)).clamp_max(lengths))
-    if CREATED_AT not in columns and "created_at" in schema:
-        columns[CREATED_AT] = Flat(torch.full((columns.n,), time.time(), dtype=torch.float64))
     advantage = columns.get(ADVANTAGE)
     if isinstance(advantage, Flat) and "advantage" in schema and not schema["advantage"].ragged:
         columns[ADVANTAGE] = _per_trajectory(advantage, mask, columns.n)
@@ -194,47 +200,44 @@ def _derive_reward(columns: Columns, schema: Schema) -> None:
         columns[RETURN] = Flat(total.float())
 
 
-def _array(column: Column, key: Key, value: Flat | Text, columns: Columns) -> Any:
-    if column.is_text:
-        if not isinstance(value, Text):
-            raise DataError(f"{key!r} is a tensor, and the column '{column.name}' holds text")
-        return [item if isinstance(item, str) else str(item) for item in value.plain()]
-    if not isinstance(value, Flat):
+def _array(column: Column, key: Key, value: Flat | Text, n: int) -> Any:
+    if isinstance(value, Text):
         plain = value.plain()
-        return np.asarray(plain)
-    values = value.values.detach().cpu()
-    if values.dtype is torch.bfloat16:
-        values = values.float()
+        if not column.is_text:
+            return np.asarray(plain)
+        return [item if isinstance(item, str) else str(item) for item in plain]
+    if column.is_text:
+        raise DataError(f"{key!r} is a tensor, and the column '{column.name}' holds text")
+    values = value.values
+    if values.requires_grad or values.is_cuda:
+        values = values.detach().cpu()
+    if values.ndim != 1:
+        values = values.reshape(-1)
+    array = (values.float() if values.dtype is torch.bfloat16 else values).numpy()
+    if array.dtype.kind == "f" and array.dtype != column.np_dtype and column.np_dtype.kind == "f":
+        array = array.astype(column.np_dtype)
     if not column.ragged:
-        if values.numel() != columns.n:
+        if len(array) != n:
             raise DataError(
-                f"{key!r} has {values.numel()} values for {columns.n} trajectories; the column '{column.name}' holds "
-                "one each"
+                f"{key!r} has {len(array)} values for {n} trajectories; the column '{column.name}' holds one each"
             )
-        return _cast(values.reshape(columns.n), column)
-    if value.lengths is None or values.numel() != int(value.lengths.sum()):
-        raise DataError(f"{key!r} must hold one value per token, got shape {tuple(values.shape)}")
-    return RaggedArray(_cast(values.reshape(-1), column), value.lengths.numpy())
-
-
-def _cast(values: torch.Tensor, column: Column) -> np.ndarray:
-    array = values.numpy()
-    floats = array.dtype.kind == "f" and column.np_dtype.kind == "f"
-    return array.astype(column.np_dtype, copy=False) if floats else array
+        return array
+    if value.lengths is None:
+        raise DataError(f"{key!r} must hold one value per token, got shape {tuple(value.values.shape)}")
+    return RaggedArray(array, value.lengths.numpy())
 
 
 _reported: set[Key] = set()
 
 
-def _report_unknown(keys: list[Key], schema: Schema) -> None:
+def _report_unknown(key: Key, schema: Schema) -> None:
     """Say once per key that it has no column and is not stored."""
-    new = [key for key in keys if key not in _reported]
-    if new:
-        _reported.update(new)
-        hint = did_you_mean(str(new[0]), schema.names)
+    if key not in _reported:
+        _reported.add(key)
+        hint = did_you_mean(str(key), schema.names)
         _log.warning(
-            "not stored, as the schema has no column for it: %s.%s Add Column(name, dtype) to trajectory_schema(extra) "
+            "not stored, as the schema has no column for it: %r.%s Add Column(name, dtype) to trajectory_schema(extra) "
             "to keep it.",
-            ", ".join(map(repr, new)),
+            key,
             hint if hint.startswith(" Did") else "",
         )

@@ -40,8 +40,7 @@ class TrajectoryWriter(RoundRobinWriter):
         if not isinstance(self._storage, TrajectoryStorage):
             return super().extend(data)
         columns = data if isinstance(data, Columns) else trajectories_of(data)
-        index = self._storage.next_slots(columns.n)
-        self._storage.set(index, columns)
+        index = torch.from_numpy(self._storage.extend(columns))
         self._follow()
         self._write_count += columns.n
         self._bump_generation(index, data)
@@ -200,7 +199,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         return out
 
     def _write(self, td: TensorDictBase | None) -> torch.Tensor:
-        if td is None or td.numel() == 0:
+        if td is None or 0 in td.batch_size:
             return torch.zeros((0, 1), dtype=torch.int64)
         columns = trajectories_of(td)
         data: Any = columns if isinstance(self._writer, TrajectoryWriter) else td_of(columns)

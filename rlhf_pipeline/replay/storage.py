@@ -126,18 +126,29 @@ class TrajectoryStorage(Storage):
         slots = self._cursor_slots(cursor)
         if len(slots) != columns.n:
             raise DataError(f"{columns.n} trajectories do not fit {len(slots)} slots")
-        if columns.n == 0:
-            return
-        if set_cursor:
-            self._set_last_cursor(cursor)
+        if columns.n:
+            self._append(columns, slots)
+            if set_cursor:
+                self._set_last_cursor(int(slots[-1]))
+
+    def extend(self, columns: Columns) -> np.ndarray:
+        """Append trajectories to the next slots, which are returned; see `set`."""
+        slots = self._slots.expected(columns.n)
+        if columns.n:
+            self._append(columns, slots)
+            self._set_last_cursor(int(slots[-1]))
+        return slots
+
+    def _append(self, columns: Columns, slots: np.ndarray) -> None:
         in_turn = np.array_equal(slots, self._slots.expected(columns.n))
         if not in_turn and SLOT not in self.store.schema:
             raise DataError(
                 f"the store at {self.store.path} has no column '{SLOT}', so rows can only be appended in turn "
                 f"(next slot {self._slots.next_slot}, got {slots[:4].tolist()})"
             )
-        self.store.append(append_data(columns, self.store.schema, None if in_turn else slots))
-        self._slots.sync(self.store)
+        ids = self.store.append(append_data(columns, self.store.schema, None if in_turn else slots))
+        if not self._slots.push(np.asarray(ids), slots, in_turn, self.store.watermark):
+            self._slots.sync(self.store)
         self._bump_mutation_revision()
 
     def get(self, index: Any) -> Any:
@@ -246,10 +257,6 @@ class TrajectoryStorage(Storage):
     def next_slot(self) -> int:
         """The slot that the next trajectory takes."""
         return self._slots.next_slot
-
-    def next_slots(self, n: int) -> torch.Tensor:
-        """The slots that the next `n` trajectories take, int64 `[n]`."""
-        return torch.from_numpy(self._slots.expected(n))
 
     def contains(self, item: Any) -> Any:
         """Whether slots hold a trajectory; a bool for one, a bool tensor for several."""
