@@ -121,6 +121,11 @@ class Catalog:
                 stacklevel=4,
             )
 
+    @property
+    def next_ordinal(self) -> int:
+        """The first ordinal that was free when this reader looked last."""
+        return self._next
+
     def row_segments(self) -> list[SegmentReader]:
         """The segments whose rows count, by ordinal."""
         return [self.segments[o] for o in sorted(self.segments)]

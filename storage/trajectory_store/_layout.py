@@ -65,6 +65,7 @@ class SegmentMeta:
         kind: `rows`, `patch` (later values of rows elsewhere) or `compacted` (rows moved from elsewhere).
         salt: random, in every record, so old bytes are never taken for records.
         replaces: ordinals of the segments whose rows moved here.
+        sealed: of a compacted segment in an object store, where its arrays are and their checksums.
     """
 
     schema: Schema
@@ -74,6 +75,7 @@ class SegmentMeta:
     durability: str = "process"
     preallocated: bool = False
     replaces: tuple[int, ...] = ()
+    sealed: Mapping[str, Any] | None = None
     salt: int = field(default_factory=lambda: _fs.random_salt())
     writer: str = field(default_factory=lambda: f"{os.getpid()}@{os.uname().nodename}")
     boot_id: str = field(default_factory=_fs.boot_id)
@@ -118,6 +120,8 @@ class SegmentMeta:
             "boot_id": self.boot_id,
             "created_ns": self.created_ns,
         }
+        if self.sealed is not None:
+            attributes["sealed"] = dict(self.sealed)
         return group_json(attributes)
 
     @classmethod
@@ -133,6 +137,7 @@ class SegmentMeta:
                 durability=str(attributes["durability"]),
                 preallocated=bool(attributes["preallocated"]),
                 replaces=tuple(int(x) for x in attributes["replaces"]),
+                sealed=attributes.get("sealed"),
                 salt=int(attributes["salt"]),
                 writer=str(attributes["writer"]),
                 boot_id=str(attributes["boot_id"]),
@@ -175,8 +180,15 @@ def read_attributes(raw: bytes, path: Path, role: str) -> dict[str, Any]:
     return cast("dict[str, Any]", attributes)
 
 
-def array_json(shape: list[int], dtype: np.dtype[Any], dimensions: list[str], fill: Fill = 0) -> bytes:
-    """The zarr.json of an uncompressed array with one chunk."""
+def array_json(
+    shape: list[int],
+    dtype: np.dtype[Any],
+    dimensions: list[str],
+    fill: Fill = 0,
+    *,
+    zstd: int | None = None,
+) -> bytes:
+    """The zarr.json of an array with one chunk, uncompressed or with a zstd level."""
     value: Any = fill
     if dtype.kind == "b":
         value = bool(fill)
@@ -186,15 +198,18 @@ def array_json(shape: list[int], dtype: np.dtype[Any], dimensions: list[str], fi
     codec: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:
         codec["configuration"] = {"endian": "little"}
+    codecs = [codec]
+    if zstd is not None:
+        codecs.append({"name": "zstd", "configuration": {"level": zstd, "checksum": False}})
     doc = {
         "zarr_format": 3,
         "node_type": "array",
         "shape": shape,
         "data_type": dtype.name,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shape}},
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [max(1, n) for n in shape]}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": value,
-        "codecs": [codec],
+        "codecs": codecs,
         "attributes": {},
         "dimension_names": dimensions,
     }

@@ -74,22 +74,23 @@ def evict(catalog: LocalCatalog, meta: RootMeta) -> int:
         if not mine:
             return 0
         catalog.refresh()
-        victims = _victims(catalog, meta)
+        victims = victims_of(catalog, meta)
         for segment in victims:
             _remove(catalog, segment, segment.rows)
         if victims:
             catalog.refresh()
-            for patch in _useless_patches(catalog):
+            for patch in useless_patches(catalog):
                 _remove(catalog, patch, 0)
             catalog.refresh()
         return len(victims)
 
 
-def _victims(catalog: Catalog, meta: RootMeta) -> list[SegmentReader]:
+def victims_of(catalog: Catalog, meta: RootMeta) -> list[SegmentReader]:
+    """The oldest segments that the limits no longer cover, oldest first."""
     newest = max((*catalog.segments, *catalog.patches), default=-1)
-    spans = [(_time_span(s), s) for s in catalog.row_segments() if s.rows]
+    spans = [(s.time_span(), s) for s in catalog.row_segments() if s.rows]
     spans.sort(key=lambda item: item[0][1])
-    usage = {s.ordinal: _fs.disk_bytes(s.folder) for _, s in spans} if meta.max_bytes else {}
+    usage = {s.ordinal: s.disk_bytes() for _, s in spans} if meta.max_bytes else {}
     total = sum(usage.values())
     victims: list[SegmentReader] = []
     for (_, last), segment in spans:
@@ -103,16 +104,8 @@ def _victims(catalog: Catalog, meta: RootMeta) -> list[SegmentReader]:
     return victims
 
 
-def _time_span(segment: SegmentReader) -> tuple[int, int]:
-    if segment.meta.kind == "compacted":
-        times = segment.row_times()
-        return int(times.min()), int(times.max())
-    first, last = segment.log.get(0), segment.commits(max(0, segment.records - 2))
-    begin = first.time_ns if first is not None else segment.meta.created_ns
-    return begin, int(last["time_ns"][-1]) if len(last) else begin
-
-
-def _useless_patches(catalog: Catalog) -> list[SegmentReader]:
+def useless_patches(catalog: Catalog) -> list[SegmentReader]:
+    """Patch segments whose trajectories are all gone."""
     newest = max((*catalog.segments, *catalog.patches), default=-1)
     known = {*catalog.segments, *catalog.moved}
     out: list[SegmentReader] = []
@@ -181,37 +174,46 @@ def compact(catalog: LocalCatalog, schema: Schema) -> CompactReport:
         still = [s for s in catalog.row_segments() if not s.is_live()]
         patches = [p for p in catalog.patches.values() if not p.is_live()]
         catalog.refresh()
-        patched = _targets(catalog.patches.values())
+        patched = patched_ids(catalog.patches.values())
         moved = 0
-        for group in _groups(still, patched, schema):
+        for group in mergeable(still, patched, schema):
             moved += sum(s.rows for s in group)
             _merge(catalog, schema, group)
             for segment in group:
                 _remove(catalog, segment, 0)
             catalog.refresh()
-        newest = max((*catalog.segments, *catalog.patches), default=-1)
-        compacted = {s.ordinal for s in still}
-        for patch in patches:
-            owners = np.unique(patch.array(TARGET)[: patch.rows] >> ORDINAL_SHIFT).tolist()
-            homes = {catalog.moved.get(o, o) for o in owners}
-            folded = all(h not in catalog.segments or _is_new(catalog, h, compacted) for h in homes)
-            if folded and patch.ordinal != newest:
-                _remove(catalog, patch, 0)
+        for patch in folded_patches(catalog, patches, {s.ordinal for s in still}):
+            _remove(catalog, patch, 0)
         catalog.refresh()
         after = len(catalog.segments) + len(catalog.patches)
         return CompactReport(before, after, moved, bytes_before, _fs.disk_bytes(catalog.root))
 
 
-def _is_new(catalog: Catalog, ordinal: int, old: set[int]) -> bool:
+def folded_patches(catalog: Catalog, patches: Iterable[SegmentReader], old: set[int]) -> list[SegmentReader]:
+    """Patch segments whose values are all in compacted segments now, or whose rows are gone."""
+    newest = max((*catalog.segments, *catalog.patches), default=-1)
+    out: list[SegmentReader] = []
+    for patch in patches:
+        owners = np.unique(patch.array(TARGET)[: patch.rows] >> ORDINAL_SHIFT).tolist()
+        homes = {catalog.moved.get(o, o) for o in owners}
+        folded = all(h not in catalog.segments or is_new(catalog, h, old) for h in homes)
+        if folded and patch.ordinal != newest:
+            out.append(patch)
+    return out
+
+
+def is_new(catalog: Catalog, ordinal: int, old: set[int]) -> bool:
+    """Whether a segment came out of the compaction that began with `old`."""
     return catalog.segments[ordinal].meta.kind == "compacted" and ordinal not in old
 
 
-def _targets(patches: Iterable[SegmentReader]) -> Int64Array:
+def patched_ids(patches: Iterable[SegmentReader]) -> Int64Array:
+    """The ids that have later values."""
     parts = [np.array(p.array(TARGET)[: p.rows]) for p in patches]
     return np.unique(np.concatenate(parts)) if parts else np.empty(0, np.int64)
 
 
-def _groups(segments: list[SegmentReader], patched: Int64Array, schema: Schema) -> list[list[SegmentReader]]:
+def mergeable(segments: list[SegmentReader], patched: Int64Array, schema: Schema) -> list[list[SegmentReader]]:
     """Runs of segments that fit one full segment and gain from being merged."""
     groups: list[list[SegmentReader]] = []
     rows = 0
@@ -235,7 +237,7 @@ def _gains(segment: SegmentReader, patched: Int64Array, schema: Schema) -> bool:
 
 def _merge(catalog: LocalCatalog, schema: Schema, group: list[SegmentReader]) -> None:
     ids = np.sort(np.concatenate([s.row_ids(0, s.rows) for s in group]))
-    times = _times_of(group, ids)
+    times = times_of(group, ids)
     replaces = sorted({o for s in group for o in (s.ordinal, *s.meta.replaces)})
     used: dict[str, int] = {}
     for axis, columns in schema.axes.items():
@@ -271,7 +273,8 @@ def _merge(catalog: LocalCatalog, schema: Schema, group: list[SegmentReader]) ->
     catalog.refresh()
 
 
-def _times_of(group: list[SegmentReader], ids: Int64Array) -> Int64Array:
+def times_of(group: list[SegmentReader], ids: Int64Array) -> Int64Array:
+    """The commit times of rows."""
     found: list[Int64Array] = []
     owners: list[Int64Array] = []
     for segment in group:

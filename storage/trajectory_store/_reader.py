@@ -297,6 +297,20 @@ class SegmentReader:
         """Per axis the number of elements in use."""
         return {axis: int(self.offsets(axis)[self.rows]) for axis in self.schema.axes}
 
+    def time_span(self) -> tuple[int, int]:
+        """The times of the first and the last commit."""
+        if self.meta.kind == "compacted":
+            times = self.row_times()
+            return int(times.min()), int(times.max())
+        table = self.commits()
+        if not len(table):
+            return self.meta.created_ns, self.meta.created_ns
+        return int(table["time_ns"][0]), int(table["time_ns"][-1])
+
+    def disk_bytes(self) -> int:
+        """The space that the segment takes."""
+        return _fs.disk_bytes(self.folder)
+
     def is_live(self) -> bool:
         """Whether a living process may still append."""
         return not self.finished and _fs.is_locked(commits_path(self.folder))

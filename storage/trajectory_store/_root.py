@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -45,6 +45,8 @@ class RootMeta:
         segment_rows: rows of a full segment, or None for the growing default.
         segment_elements: elements per axis of a full segment, or None.
         preallocate: reserve blocks when a segment is made.
+        backend: `memmap` for raw segments, `zarr` for a group per commit.
+        compress: zstd for the chunks of the zarr backend.
     """
 
     schema: Schema
@@ -54,6 +56,8 @@ class RootMeta:
     segment_rows: int | None = None
     segment_elements: int | None = None
     preallocate: bool = False
+    backend: Literal["memmap", "zarr"] = "memmap"
+    compress: bool = False
     uuid: str = field(default_factory=lambda: _fs.token(16))
     salt: int = field(default_factory=lambda: _fs.random_salt())
     created_ns: int = field(default_factory=time.time_ns)
@@ -82,6 +86,7 @@ class RootMeta:
 
 _PLAIN = (
     *("durability", "max_trajectories", "max_bytes", "segment_rows", "segment_elements"),
+    *("backend", "compress"),
     *("preallocate", "uuid", "salt", "created_ns"),
 )
 
@@ -126,20 +131,25 @@ def add_to_root(path: Path, columns: Sequence[Column]) -> RootMeta:
     """Add columns to the schema that new segments get; columns that are there already are checked."""
     read_root(path)
     with _fs.locked(removed_path(path), wait=True):
-        root = read_root(path)
-        new: list[Column] = []
-        for column in columns:
-            if column.name not in root.schema:
-                new.append(column)
-            elif root.schema[column.name].to_json() != column.to_json():
-                raise SchemaError(
-                    f"the store has a column '{column.name}' already, defined as "
-                    f"{root.schema[column.name]}. Choose another name."
-                )
-        if new:
-            root = replace(root, schema=root.schema.with_columns(new))
+        before = read_root(path)
+        root = with_columns(before, columns)
+        if root is not before:
             rewrite_root(path, root)
         return root
+
+
+def with_columns(root: RootMeta, columns: Sequence[Column]) -> RootMeta:
+    """The metadata with more columns; the same object where all of them are there already."""
+    new: list[Column] = []
+    for column in columns:
+        if column.name not in root.schema:
+            new.append(column)
+        elif root.schema[column.name].to_json() != column.to_json():
+            raise SchemaError(
+                f"the store has a column '{column.name}' already, defined as {root.schema[column.name]}. "
+                "Choose another name."
+            )
+    return replace(root, schema=root.schema.with_columns(new)) if new else root
 
 
 def rewrite_root(path: Path, meta: RootMeta) -> None:

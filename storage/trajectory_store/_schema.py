@@ -225,6 +225,10 @@ class Schema:
     def __repr__(self) -> str:
         return f"Schema({list(self.columns)!r})"
 
+    def find(self, name: str) -> Column | None:
+        """Return a column, or None where there is none of this name."""
+        return self._by_name.get(name)
+
     def select(self, names: Sequence[str] | str | None) -> tuple[Column, ...]:
         """Return the named columns, or all of them for None."""
         if names is None:

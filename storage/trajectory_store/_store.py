@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,6 @@ from trajectory_store._errors import (
     ReadOnlyError,
     SchemaError,
     StoreClosedError,
-    StoreError,
 )
 from trajectory_store._gather import Gather, Side, pad_value_of
 from trajectory_store._io import Io
@@ -27,7 +26,7 @@ from trajectory_store._layout import MAX_ROWS, TARGET
 from trajectory_store._maintenance import CompactReport
 from trajectory_store._pool import BufferPool
 from trajectory_store._ragged import Int64Array, RaggedArray
-from trajectory_store._root import RootMeta, add_to_root, create_root, read_root
+from trajectory_store._root import RootMeta, add_to_root, create_root, read_root, with_columns
 from trajectory_store._schema import Column, Schema
 from trajectory_store._snapshot import Snapshot
 from trajectory_store._verify import VerifyReport
@@ -92,7 +91,7 @@ class TrajectoryStore:
     @classmethod
     def create(
         cls,
-        path: str | os.PathLike[str],
+        path: Any,
         schema: Schema | Sequence[Column],
         *,
         backend: Backend = "memmap",
@@ -102,13 +101,17 @@ class TrajectoryStore:
         preallocate: bool = False,
         segment_rows: int | None = None,
         segment_elements: int | None = None,
+        compress: bool = True,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int = 1 << 34,
     ) -> TrajectoryStore:
         """Make a store and open it for appending.
 
         Args:
-            path: a folder that does not exist or is empty.
+            path: a folder that does not exist or is empty; for the zarr backend also a zarr `Store`.
             schema: the columns.
-            backend: `"memmap"` for raw segments on a local disk.
+            backend: `"memmap"` for raw segments on a local disk; `"zarr"` for one immutable Zarr group per
+                commit, in a folder or an object store.
             durability: `"process"`: an acknowledged row survives `kill -9`. `"power"`: it also survives
                 a power loss, for one sync of the disk per append. `"group"`: the same, but appends of several
                 threads share a sync.
@@ -118,6 +121,9 @@ class TrajectoryStore:
                 when a segment is made.
             segment_rows: rows per segment; by default 4096, growing to 65536.
             segment_elements: elements per ragged axis and segment; by default 1 Mi, growing to 16 Mi.
+            compress: zarr backend: zstd for the chunks.
+            cache_dir: zarr backend: where columns that were read are kept; default: a temporary folder.
+            cache_bytes: zarr backend: how much is kept there.
 
         Raises:
             StoreExistsError: the path holds something.
@@ -125,8 +131,8 @@ class TrajectoryStore:
         """
         if not isinstance(schema, Schema):
             schema = Schema(schema)
-        if backend != "memmap":
-            raise StoreError(f"backend {backend!r} is not known. Use backend='memmap'.")
+        if backend not in ("memmap", "zarr"):
+            raise SchemaError(f"backend {backend!r} is not known. Use 'memmap' or 'zarr'.")
         _check_durability(durability)
         limits = {
             "max_trajectories": max_trajectories,
@@ -139,9 +145,10 @@ class TrajectoryStore:
                 raise SchemaError(f"{name}={value} is too small; give at least 1, or None.")
         if max_trajectories is not None and segment_rows is None:
             segment_rows = min(max(512, max_trajectories // 8), MAX_ROWS)
-        folder = Path(path)
         root = RootMeta(
             schema=schema,
+            backend=backend,
+            compress=compress and backend == "zarr",
             durability=durability,
             max_trajectories=max_trajectories,
             max_bytes=max_bytes,
@@ -149,30 +156,73 @@ class TrajectoryStore:
             segment_elements=segment_elements,
             preallocate=preallocate,
         )
+        if backend == "zarr":
+            return cls._create_remote(path, root, cache_dir, cache_bytes)
+        folder = Path(path)
         create_root(folder, root)
         engine = MemmapEngine(folder, root, durability, writable=True, io=None)
         return cls(folder, root, "a", durability, engine)
 
     @classmethod
+    def _create_remote(
+        cls, target: Any, root: RootMeta, cache_dir: str | os.PathLike[str] | None, cache_bytes: int
+    ) -> TrajectoryStore:
+        from trajectory_store._remote import Remote
+        from trajectory_store._zarr_engine import ZarrEngine, create_remote
+
+        remote = Remote(target)
+        create_remote(remote, root)
+        folder = None if cache_dir is None else Path(cache_dir)
+        engine = ZarrEngine(remote, root, cache_dir=folder, cache_bytes=cache_bytes)
+        return cls(Path(str(target)), root, "a", root.durability, engine)
+
+    @classmethod
+    def _open_remote(
+        cls,
+        target: Any,
+        mode: Mode,
+        cache_dir: str | os.PathLike[str] | None,
+        cache_bytes: int,
+        add_columns: Sequence[Column],
+    ) -> TrajectoryStore:
+        from trajectory_store._remote import Remote
+        from trajectory_store._zarr_engine import ZarrEngine, read_remote_root
+
+        remote = Remote(target, read_only=mode == "r")
+        root = read_remote_root(remote)
+        if add_columns:
+            root = with_columns(root, add_columns)
+            remote.put_many({"zarr.json": root.to_json()})
+        folder = None if cache_dir is None else Path(cache_dir)
+        engine = ZarrEngine(remote, root, cache_dir=folder, cache_bytes=cache_bytes)
+        if mode == "a":
+            engine.clean_up()
+        return cls(Path(str(target)), root, mode, root.durability, engine)
+
+    @classmethod
     def open(
         cls,
-        path: str | os.PathLike[str],
+        path: Any,
         mode: Mode = "r",
         *,
         durability: Durability | None = None,
         add_columns: Sequence[Column] = (),
         io: Io | Literal["auto"] = "auto",
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int = 1 << 34,
     ) -> TrajectoryStore:
         """Open a store.
 
         Args:
-            path: its folder.
+            path: its folder, or a zarr `Store`; which backend wrote it is found out.
             mode: `"r"` to read, `"a"` to read, append and update.
             durability: for the appends of this process; default: what the store was created with.
             add_columns: columns that the store gets from now on; rows that exist read as their fill, and
                 `patch` gives them values. A column that is there already, defined alike, is fine.
             io: `"mmap"` or `"pread"`; by default maps, and positional reads on network file systems, where a
                 failing server would end a process that maps.
+            cache_dir: zarr backend: where columns that were read are kept; default: a temporary folder.
+            cache_bytes: zarr backend: how much is kept there.
 
         Raises:
             StoreNotFoundError: nothing is there.
@@ -185,10 +235,14 @@ class TrajectoryStore:
             _check_durability(durability)
         if io not in ("auto", "mmap", "pread"):
             raise SchemaError(f"io {io!r} is not known. Use 'auto', 'mmap' or 'pread'.")
-        folder = Path(path)
-        root = read_root(folder)
         if add_columns and mode != "a":
             raise ReadOnlyError("add_columns changes the store: open it with mode 'a'.")
+        if not isinstance(path, (str, os.PathLike)):
+            return cls._open_remote(path, mode, cache_dir, cache_bytes, add_columns)
+        folder = Path(cast("str", path))
+        root = read_root(folder)
+        if root.backend == "zarr":
+            return cls._open_remote(folder, mode, cache_dir, cache_bytes, add_columns)
         if add_columns:
             root = add_to_root(folder, add_columns)
         level = durability or root.durability
@@ -218,8 +272,13 @@ class TrajectoryStore:
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
+        if getattr(self, "_closed", True):
+            return
+        if self._catalog.mutable_in_place:
             self.close()
+        else:  # at exit the event loop of an object store is gone: only give the cache back
+            self._closed = True
+            self._engine.close()
 
     def __repr__(self) -> str:
         if self._closed:

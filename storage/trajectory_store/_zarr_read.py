@@ -1,0 +1,430 @@
+"""Reading a store of the zarr backend: following commits, and fetching columns into a local cache.
+
+A segment of this backend is a Zarr group that holds one immutable group per commit. A reader learns of
+commits from their small metadata objects; the values of a column are fetched when it is first read, into a raw
+file of the same layout as a segment of the memory-mapped backend, so sampling runs from maps.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store import _fs
+from trajectory_store._catalog import Catalog
+from trajectory_store._errors import CorruptionError, StoreError
+from trajectory_store._io import PreadBytes
+from trajectory_store._layout import ArraySpec, SegmentMeta, chunk_path, offsets_name, read_attributes
+from trajectory_store._reader import SegmentReader
+from trajectory_store._record import KIND_ROWS, RECORD_DTYPE, crc32c
+from trajectory_store._remote import Remote, decode, zarr_module
+from trajectory_store._schema import Column
+from trajectory_store._writer import segment_name
+
+REMOVED = "removed"
+ABANDONED_AFTER_S = 3600.0
+FETCH = 256
+WIDEST = 64
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One commit of a segment.
+
+    Attributes:
+        seq: its number, from 0.
+        time_ns: when.
+        rows_end: rows of the segment after it.
+        n_rows: its rows; 0 marks the end of the segment.
+        ends: elements per axis after it.
+        crc: CRC32C of the values of each array, before compression.
+    """
+
+    seq: int
+    time_ns: int
+    rows_end: int
+    n_rows: int
+    ends: dict[str, int]
+    crc: dict[str, int]
+
+    @classmethod
+    def from_json(cls, raw: bytes, key: str) -> Commit:
+        """Parse the zarr.json of a commit's group."""
+        attributes = read_attributes(raw, Path(key), "commit")
+        try:
+            sealed = int(attributes.pop("self_crc"))
+            if sealed != attributes_crc(attributes):
+                raise CorruptionError(f"{key} is damaged: its own checksum does not hold.")
+            return cls(
+                int(attributes["seq"]),
+                int(attributes["time_ns"]),
+                int(attributes["rows_end"]),
+                int(attributes["n_rows"]),
+                {str(k): int(v) for k, v in attributes["ends"].items()},
+                {str(k): int(v) for k, v in attributes["crc"].items()},
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CorruptionError(f"{key}: the attribute {error} is missing or damaged.") from None
+
+
+def attributes_crc(attributes: dict[str, Any]) -> int:
+    """CRC32C of JSON attributes in their canonical form."""
+    return crc32c(json.dumps(attributes, sort_keys=True).encode())
+
+
+def commit_key(ordinal: int, seq: int) -> str:
+    """The group of a commit."""
+    return f"{segment_name(ordinal)}/{seq:08d}"
+
+
+class Cache:
+    """Raw files of fetched columns, within a budget.
+
+    Args:
+        folder: where they are.
+        max_bytes: how much is kept; the columns that were used longest ago go first.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder = folder
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._used: dict[tuple[RemoteSegment, str], int] = {}
+
+    def touch(self, segment: RemoteSegment, name: str, fetched: int) -> None:
+        """Note a use, and make room."""
+        before = self._used.pop((segment, name), 0)
+        self._used[segment, name] = before + fetched
+        self._bytes += fetched
+        for key in list(self._used):
+            if self._bytes <= self._max_bytes or key == (segment, name):
+                break
+            self._bytes -= self._used.pop(key)
+            key[0].drop(key[1])
+
+    def forget(self, segment: RemoteSegment) -> None:
+        """Drop everything of a segment that is gone."""
+        for key in [k for k in self._used if k[0] is segment]:
+            self._bytes -= self._used.pop(key)
+            segment.drop(key[1])
+
+
+class RemoteSegment(SegmentReader):
+    """A segment in an object store, with the interface of one on a local disk.
+
+    Args:
+        remote: the object store.
+        ordinal: its number.
+        raw: its zarr.json.
+        cache: where fetched columns go.
+        compress: whether chunks are compressed.
+    """
+
+    def __init__(self, remote: Remote, ordinal: int, raw: bytes, cache: Cache, *, compress: bool) -> None:
+        self.ordinal = ordinal
+        self.folder = cache.folder / segment_name(ordinal)
+        self.rows = 0
+        self.records = 0
+        self.finished = False
+        self.meta = SegmentMeta.from_json(raw, Path(segment_name(ordinal), "zarr.json"))
+        self.meta_crc = crc32c(raw)
+        self.history: list[Commit] = []
+        self._io = "mmap"
+        self._writable = False
+        self._remote = remote
+        self._cache = cache
+        self._compress = compress
+        self._specs: dict[str, ArraySpec] = {spec.name: spec for spec in self.meta.arrays()}
+        self._maps: dict[str, memoryview | PreadBytes] = {}
+        self._arrays: dict[str, npt.NDArray[Any]] = {}
+        self._loaded: dict[str, int] = {}
+        self._late: set[str] = set()
+        self._fetched: dict[str, int] = {}
+        if self.meta.sealed is not None:
+            self._take_sealed(self.meta.sealed)
+
+    def _take_sealed(self, sealed: Any) -> None:
+        rows = int(sealed["rows"])
+        ends = {str(k): int(v) for k, v in sealed["ends"].items()}
+        crc = {str(k): int(v) for k, v in sealed["crc"].items()}
+        self.add(Commit(0, self.meta.created_ns, rows, rows, ends, crc))
+        self.finished = True
+
+    def add(self, commit: Commit) -> bool:
+        """Take in the next commit; returns whether rows were added."""
+        self.history.append(commit)
+        self.records += 1
+        self.rows = commit.rows_end
+        self.finished |= commit.n_rows == 0
+        return commit.n_rows > 0
+
+    def refresh(self, *, first: bool = False) -> bool:
+        """The catalog follows for all segments at once."""
+        return False
+
+    def has(self, column: Column) -> bool:
+        """Whether the segment holds values of a column."""
+        return column.name in self.schema
+
+    def commits(self, start: int = 0) -> npt.NDArray[Any]:
+        """The row commits from record `start` on."""
+        rows = [c for c in self.history[start:] if c.n_rows]
+        table = np.zeros(len(rows), RECORD_DTYPE)
+        table["kind"] = KIND_ROWS
+        for name in ("seq", "time_ns", "rows_end", "n_rows"):
+            table[name] = [getattr(c, name) for c in rows]
+        return table
+
+    def elements(self) -> dict[str, int]:
+        """Per axis the number of elements in use."""
+        return dict(self.history[-1].ends) if self.history else dict.fromkeys(self.schema.axes, 0)
+
+    def is_live(self) -> bool:
+        """Whether a writer may still append: not finished, and its last commit is young."""
+        if self.finished:
+            return False
+        last = self.history[-1].time_ns if self.history else self.meta.created_ns
+        return time.time_ns() - last < ABANDONED_AFTER_S * 1e9
+
+    def disk_bytes(self) -> int:
+        """The bytes of the values, before compression."""
+        ends = self.elements()
+        total = 0
+        for column in self.schema:
+            count = self.rows if column.axis is None else ends[column.axis]
+            total += count * column.np_dtype.itemsize
+        return total + 8 * self.rows * len(ends)
+
+    def raw(self, name: str) -> memoryview | PreadBytes:
+        """The bytes of an array, fetched as far as the commits go."""
+        done = self._fetched.get(name, 0)
+        if done < self.records:
+            self._cache.touch(self, name, self._fetch(name, done))
+            self._fetched[name] = self.records
+        elif done:
+            self._cache.touch(self, name, 0)
+        else:
+            self._make_file(name)
+        return super().raw(name)
+
+    def _make_file(self, name: str) -> Path:
+        path = chunk_path(self.folder, name)
+        if not path.exists():
+            spec = self._specs[name]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _fs.create_sized(path, spec.capacity * spec.dtype.itemsize, preallocate=False)
+        return path
+
+    def _fetch(self, name: str, done: int) -> int:
+        path, spec = self._make_file(name), self._specs[name]
+        total = 0
+        with path.open("r+b") as file:
+            for first in range(done, self.records, FETCH):
+                wanted = [c for c in self.history[first : first + FETCH] if c.n_rows]
+                for commit, values in zip(wanted, self.values(name, wanted), strict=True):
+                    start, values = self._place(name, commit, values)
+                    _fs.pwrite(file.fileno(), values.view(np.uint8), start * spec.dtype.itemsize)
+                    total += values.nbytes
+        return total
+
+    def _before(self, commit: Commit) -> Commit | None:
+        return self.history[commit.seq - 1] if commit.seq else None
+
+    def _place(self, name: str, commit: Commit, values: npt.NDArray[Any]) -> tuple[int, npt.NDArray[Any]]:
+        """Where the values of a commit belong; offsets count from the segment's start there."""
+        before = self._before(commit)
+        axis = self._axis(name)
+        if name.endswith(".offsets"):
+            base = before.ends[axis] if before is not None else 0
+            return commit.rows_end - commit.n_rows + 1, values[1:] + base
+        if axis:
+            return (before.ends[axis] if before is not None else 0), values
+        return commit.rows_end - commit.n_rows, values
+
+    def _axis(self, name: str) -> str:
+        if name.endswith(".offsets"):
+            return name.removesuffix(".offsets")
+        return (self.schema[name].axis or "") if name in self.schema else ""
+
+    def count(self, name: str, commit: Commit) -> int:
+        """How many values of an array a commit has."""
+        axis = self._axis(name)
+        if axis and name != offsets_name(axis):
+            before = self._before(commit)
+            return commit.ends[axis] - (before.ends[axis] if before is not None else 0)
+        return commit.n_rows + (1 if axis else 0)
+
+    def values(self, name: str, commits: list[Commit]) -> list[npt.NDArray[Any]]:
+        """Get and check the values of an array in some commits, all at the same time.
+
+        Raises:
+            CorruptionError: an object is missing or damaged.
+        """
+        if self.meta.sealed is not None:
+            return [self._sealed_values(name, c) for c in commits]
+        keys = [f"{commit_key(self.ordinal, c.seq)}/{name}/c/0" for c in commits]
+        sizes = [self.count(name, c) for c in commits]
+        wanted = [k for k, n in zip(keys, sizes, strict=True) if n]
+        found = dict(zip(wanted, self._remote.get_many(wanted), strict=True)) if wanted else {}
+        out: list[npt.NDArray[Any]] = []
+        for key, size, commit in zip(keys, sizes, commits, strict=True):
+            dtype = self._specs[name].dtype
+            raw = found.get(key)
+            if not size:
+                out.append(np.empty(0, dtype))
+            elif raw is None:
+                raise CorruptionError(f"object {key} is missing. Restore it from a copy, or refresh().")
+            else:
+                crc = commit.crc.get(name, -1)
+                out.append(decode(raw, dtype, size, crc, compress=self._compress, key=key))
+        return out
+
+    def _sealed_values(self, name: str, commit: Commit) -> npt.NDArray[Any]:
+        sealed: Any = self.meta.sealed
+        key = f"{sealed['data']}/{name}"
+        try:
+            array = zarr_module().open_array(self._remote.store, path=key, mode="r")
+            values: npt.NDArray[Any] = np.ascontiguousarray(array[:])
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise CorruptionError(f"array {key} cannot be read: {error}") from error
+        if len(values) != self.count(name, commit) or crc32c(values.view(np.uint8)) != commit.crc[name]:
+            raise CorruptionError(f"array {key} does not have the checksum of its segment.")
+        return values
+
+    def drop(self, name: str) -> None:
+        """Give up the cached file of an array; maps that are in use stay valid."""
+        self._maps.pop(name, None)
+        self._arrays.pop(name, None)
+        self._fetched.pop(name, None)
+        chunk_path(self.folder, name).unlink(missing_ok=True)
+
+
+class RemoteCatalog(Catalog):
+    """A reader's view of a store in an object store.
+
+    Args:
+        remote: the object store.
+        cache: where fetched columns go.
+        compress: whether chunks are compressed.
+        warn: say so when a segment cannot be opened.
+    """
+
+    mutable_in_place = False
+
+    def __init__(self, remote: Remote, cache: Cache, *, compress: bool, warn: bool = True) -> None:
+        super().__init__(Path(str(remote.store)), warn=warn)
+        self._remote = remote
+        self._cache = cache
+        self._compress = compress
+        self._removals = 0
+        self._gone: set[int] = set()
+        self._follow(width=16)
+
+    def _follow(self, width: int = 1) -> None:
+        """Probe for the next objects of everything that can grow; one round trip where there is no news."""
+        while True:
+            open_ends = [s for s in (*self.segments.values(), *self.patches.values()) if not s.finished]
+            removed = [f"{REMOVED}/{self._removals + i:08d}/zarr.json" for i in range(width)]
+            segments = [f"{segment_name(self._next + i)}/zarr.json" for i in range(width)]
+            commits = [f"{commit_key(s.ordinal, s.records + i)}/zarr.json" for s in open_ends for i in range(width)]
+            found = self._remote.get_many([*removed, *segments, *commits])
+            news = self._take_removals(found[:width])
+            news |= self._take_segments(found[width : 2 * width])
+            for n, segment in enumerate(open_ends):
+                at = (n + 2) * width
+                news |= self._take_commits(segment, found[at : at + width])
+            if not news:
+                return
+            width = min(4 * width, WIDEST)
+
+    def _take_removals(self, found: list[bytes | None]) -> bool:
+        news = False
+        for raw in found:
+            if raw is None:
+                break
+            notice = read_attributes(raw, Path(REMOVED), "removal")
+            self._removals += 1
+            self.evicted_rows = int(notice["total"])
+            ordinal = int(notice["ordinal"])
+            self._gone.add(ordinal)
+            segment = self.segments.get(ordinal) or self.patches.get(ordinal)
+            if isinstance(segment, RemoteSegment):
+                self._cache.forget(segment)
+            self._forget(ordinal)
+            news = True
+        return news
+
+    def _take_segments(self, found: list[bytes | None]) -> bool:
+        last = max((i for i, raw in enumerate(found) if raw is not None), default=-1)
+        ahead = [o for o in self._gone if o >= self._next]
+        known = max([self._next + last, *ahead])
+        if known < self._next:
+            return False
+        for raw in found[: last + 1]:
+            known_here = self._next in self.segments or self._next in self.patches
+            if raw is not None and self._next not in self._gone and not known_here:
+                self._take_segment(self._next, raw)
+            self._next += 1
+        self._next = max(self._next, known + 1)
+        return True
+
+    def _take_segment(self, ordinal: int, raw: bytes) -> None:
+        try:
+            segment = RemoteSegment(self._remote, ordinal, raw, self._cache, compress=self._compress)
+        except StoreError as error:
+            self._note_problem(ordinal, error)
+            return
+        if ordinal not in self.moved:
+            self._add(segment)
+
+    def _take_commits(self, segment: SegmentReader, found: list[bytes | None]) -> bool:
+        if not isinstance(segment, RemoteSegment):
+            return False
+        news = False
+        for raw in found:
+            if raw is None or segment.finished:
+                break
+            try:
+                commit = Commit.from_json(raw, f"{commit_key(segment.ordinal, segment.records)}/zarr.json")
+            except StoreError as error:
+                self._note_problem(segment.ordinal, error)
+                segment.finished = True
+                break
+            if segment.add(commit):
+                self._grew(segment)
+            news = True
+        return news
+
+    def refresh_segment(self, ordinal: int) -> None:
+        """After an own append: the stream hands its commit in, so there is nothing to fetch."""
+
+    def own_segment(self, ordinal: int, raw: bytes) -> None:
+        """Take in a segment that this process made."""
+        with self._lock:
+            if ordinal not in self.segments and ordinal not in self.patches:
+                self._take_segment(ordinal, raw)
+                if ordinal == self._next:
+                    self._next += 1
+
+    def own_commit(self, ordinal: int, commit: Commit) -> None:
+        """Take in a commit that this process made."""
+        with self._lock:
+            segment = self.segments.get(ordinal) or self.patches.get(ordinal)
+            if isinstance(segment, RemoteSegment) and segment.records == commit.seq and segment.add(commit):
+                self._grew(segment)
+
+    @property
+    def gone(self) -> set[int]:
+        """The segments that were removed."""
+        return self._gone
+
+    @property
+    def removals(self) -> int:
+        """How many removals this reader knows."""
+        return self._removals
