@@ -47,8 +47,7 @@ def derive(flat: dict[Key, Any], lengths: npt.NDArray[np.int64], *, rewarded: bo
     """
     mask: npt.NDArray[np.bool_] = flat[ASSISTANT_MASK]
     rows = np.arange(len(lengths))
-    prompt = flat.get(NUM_PROMPT_TOKENS)
-    other = _outside(mask, lengths, prompt)
+    other, head = _outside(mask, lengths, flat.get(NUM_PROMPT_TOKENS))
     last = last_assistant(mask, lengths)
     log_probs, ref = flat.get(LOG_PROBS), flat.get(REF_LOG_PROBS)
     if ref is not None and bool(np.isnan(ref[rows, last]).all()):
@@ -64,7 +63,8 @@ def derive(flat: dict[Key, Any], lengths: npt.NDArray[np.int64], *, rewarded: bo
         penalty = take(log_probs.shape, np.float32)
         np.subtract(log_probs, ref, out=penalty)
         penalty.reshape(-1)[other] = 0.0
-        if not np.isfinite(penalty.sum()):
+        line = penalty.reshape(-1)
+        if not np.isfinite(np.dot(line, line)):
             np.nan_to_num(penalty, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
         flat[KL_PENALTY] = penalty
     if REWARD in flat:
@@ -78,25 +78,32 @@ def derive(flat: dict[Key, Any], lengths: npt.NDArray[np.int64], *, rewarded: bo
             np.multiply(penalty, -coef[:, None], out=reward)
         reward[rows, last] += np.nan_to_num(flat[TASK_REWARD])
         flat[REWARD] = reward
-    _spread_advantage(flat, mask, lengths, other)
+    _spread_advantage(flat, mask, lengths, head)
 
 
-def _outside(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], prompt: Any) -> npt.NDArray[np.int64]:
-    """Flat indices of the real tokens that are not the assistant's."""
+def attention_mask(shape: tuple[int, int], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Bool `[B, T]`: True at the real tokens of a right padded batch."""
+    out = take(shape, np.bool_)
+    return np.less(np.arange(shape[1], dtype=np.int32), lengths.astype(np.int32)[:, None], out=out)
+
+
+def _outside(
+    mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], prompt: Any
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
+    """Flat indices of the real tokens that are not the assistant's, and the prompt lengths if that is all of them."""
     width = mask.shape[1]
     if prompt is not None:
         head = np.minimum(prompt.astype(np.int64), lengths)
         starts = np.arange(len(lengths)) * width - (np.cumsum(head) - head)
         index = np.repeat(starts, head) + np.arange(int(head.sum()))
-        one_block = np.array_equal(np.count_nonzero(mask, axis=1), lengths - head)
-        if one_block and not mask.reshape(-1)[index].any():
-            return index  # one prompt, one response: the usual case needs no search
-    real = np.arange(width) < lengths[:, None]
-    return np.flatnonzero(real & ~mask)
+        # As many as the responses have, none in a prompt and none in the padding: they are the responses.
+        if np.count_nonzero(mask) == int((lengths - head).sum()) and not mask.reshape(-1)[index].any():
+            return index, head
+    return np.flatnonzero(attention_mask(mask.shape, lengths) & ~mask), None
 
 
 def _spread_advantage(
-    flat: dict[Key, Any], mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], other: npt.NDArray[np.int64]
+    flat: dict[Key, Any], mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], head: Any
 ) -> None:
     advantage = flat.get(ADVANTAGE)
     if advantage is None or advantage.ndim != 1:
@@ -105,10 +112,12 @@ def _spread_advantage(
         del flat[ADVANTAGE]  # nothing computed one
         return
     out = take(mask.shape, np.float32)
-    for row, length, value in zip(out, lengths.tolist(), advantage.tolist(), strict=True):
-        row[:length] = value
-        row[length:] = 0.0
-    out.reshape(-1)[other] = 0.0
+    if head is None:
+        np.copyto(out, np.where(mask, advantage[:, None], np.float32(0.0)))
+    else:
+        out.fill(0.0)
+        for row, start, stop, value in zip(out, head.tolist(), lengths.tolist(), advantage.tolist(), strict=True):
+            row[start:stop] = value
     flat[ADVANTAGE] = out
 
 

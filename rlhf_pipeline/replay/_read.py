@@ -24,7 +24,7 @@ from rlhf_pipeline.keys import (
     TOKENS,
     Key,
 )
-from rlhf_pipeline.replay._derive import derive, take
+from rlhf_pipeline.replay._derive import attention_mask, derive, take
 from rlhf_pipeline.replay._write import key_of
 from rlhf_pipeline.replay.schema import REWARD_COLUMN, SLOT
 from rlhf_pipeline.transforms._columns import text_stack
@@ -83,8 +83,7 @@ def padded_batch(
     flat: dict[Key, Any] = {key_of(name): raw[name] for name in names}
     lengths = raw.get("lengths")
     if lengths is not None and TOKENS in flat:
-        flat[ATTENTION_MASK] = take(flat[TOKENS].shape, np.bool_)
-        np.less(np.arange(flat[TOKENS].shape[1]), lengths[:, None], out=flat[ATTENTION_MASK])
+        flat[ATTENTION_MASK] = attention_mask(flat[TOKENS].shape, lengths)
     if lengths is not None and ASSISTANT_MASK in flat and len(ids):
         derive(flat, lengths, rewarded=keys is None or KL_COEF in flat)
     for key, value in flat.items():
