@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.functional.logprob import token_log_probs
+from rlhf_pipeline.policies._batches import Key
 from rlhf_pipeline.policies._loading import (
     as_id_tuple,
     end_token_ids,
@@ -20,6 +21,8 @@ from rlhf_pipeline.policies._loading import (
     resolve_source,
 )
 from rlhf_pipeline.policies._model_parts import ModelParts, find_parts
+from rlhf_pipeline.policies._td_policy import TensorDictPolicy
+from rlhf_pipeline.policies.distribution import TokenDistribution
 from rlhf_pipeline.policies.slot_engine import Completion, RaggedCompletions, SlotEngine
 
 __all__ = ["CausalLMPolicy", "Completion", "RaggedCompletions", "ScoringRows"]
@@ -41,7 +44,7 @@ class ScoringRows(NamedTuple):
     columns: Tensor
 
 
-class CausalLMPolicy(nn.Module):
+class CausalLMPolicy(TensorDictPolicy):
     """A policy around any causal language model of transformers.
 
     It samples completions on KV-cache slots, with the log-prob of every token as it is sampled, and scores given
@@ -58,6 +61,15 @@ class CausalLMPolicy(nn.Module):
         pad_token_id: the token that fills padding. None takes the tokenizer's, the config's, the first EOS, or 0. It
             may equal an EOS token: masks tell padding from tokens, ids never do.
         num_slots: how many completions are generated side by side.
+        input_mode: what `forward` reads: "tokens", "text" or "history"; TorchRL's names from here on.
+        input_key: where it reads; `(tokens_key, "prompt")` or `(tokens_key, "full")` by default, and likewise.
+        generate: whether `forward` samples; it scores when False.
+        generate_kwargs: `max_new_tokens`, `temperature`, `num_return_sequences`, `do_sample`, `seed` of that sampling.
+        return_log_probs: whether sampling returns log-probs; True when None.
+        pad_output: whether what is sampled comes padded.
+        inplace: True writes into the input, False into a copy, "empty" into a new TensorDict.
+        num_samples: completions per prompt; adds a batch dimension.
+        tokens_key: likewise `masks_key`, `log_probs_key`, `text_key`, `history_key`: where the containers go.
 
     Raises:
         DefinitionError: an argument is out of range, or the model is of a kind that cannot be scored from its hidden
@@ -85,8 +97,21 @@ class CausalLMPolicy(nn.Module):
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
         num_slots: int = 64,
+        input_mode: str = "tokens",
+        input_key: Key | None = None,
+        generate: bool = False,
+        generate_kwargs: dict[str, Any] | None = None,
+        return_log_probs: bool | None = None,
+        pad_output: bool = False,
+        inplace: bool | str | None = None,
+        num_samples: int | None = None,
+        tokens_key: Key = "tokens",
+        masks_key: Key = "masks",
+        log_probs_key: Key = "log_probs",
+        text_key: Key = "text",
+        history_key: Key = "history",
     ) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportCallIssue]
         if not temperature >= 0:
             raise DefinitionError(f"temperature is {temperature}; it must be at least 0.")
         if max_new_tokens < 1:
@@ -100,6 +125,23 @@ class CausalLMPolicy(nn.Module):
         self.num_slots = num_slots
         self.eos_token_ids = end_token_ids(model, tokenizer) if eos_token_id is None else as_id_tuple(eos_token_id)
         self.pad_token_id = self._pad(pad_token_id)
+        self._set_wrapper_options(
+            input_mode=input_mode,
+            input_key=input_key,
+            generate=generate,
+            generate_kwargs=generate_kwargs,
+            return_log_probs=return_log_probs,
+            pad_output=pad_output,
+            inplace=inplace,
+            num_samples=num_samples,
+            keys={
+                "tokens_key": tokens_key,
+                "masks_key": masks_key,
+                "log_probs_key": log_probs_key,
+                "text_key": text_key,
+                "history_key": history_key,
+            },
+        )
         self._found: list[Any] = []
         _ = self._parts
 
@@ -161,6 +203,41 @@ class CausalLMPolicy(nn.Module):
             cast(Any, self.model).save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
+
+    def get_new_version(self, **kwargs: Any) -> CausalLMPolicy:
+        """Return a policy over the same model and tokenizer with some arguments changed.
+
+        The weights are shared: a version that scores follows what a version that is trained learns.
+
+        Args:
+            **kwargs: keyword arguments of the constructor.
+
+        >>> from rlhf_pipeline.policies.new_model import scratch_policy
+        >>> policy = scratch_policy("ab", hidden_size=8, num_heads=2)
+        >>> sampler = policy.get_new_version(generate=True, temperature=0.7)
+        >>> sampler.head_weight is policy.head_weight, sampler.temperature, policy.temperature
+        (True, 0.7, 1.0)
+        """
+        options: dict[str, Any] = {
+            "tokenizer": self.tokenizer,
+            "temperature": self.temperature,
+            "max_new_tokens": self.max_new_tokens,
+            "eos_token_id": self.eos_token_ids,
+            "pad_token_id": self.pad_token_id,
+            "num_slots": self.num_slots,
+            "input_mode": self.input_mode,
+            "generate": self.generate,
+            "generate_kwargs": self.generate_kwargs,
+            "return_log_probs": self.return_log_probs,
+            "pad_output": self.pad_output,
+            "inplace": self.inplace,
+            "num_samples": self.num_samples,
+            **self._container_key_options(),
+        }
+        for name in kwargs:
+            if name not in options and name not in ("model", "input_key"):
+                raise DefinitionError(f"CausalLMPolicy has no argument {name!r}." + did_you_mean(name, options))
+        return type(self)(**{"model": self.model, **options, **kwargs})
 
     # The head and the trunk
 
@@ -262,6 +339,17 @@ class CausalLMPolicy(nn.Module):
         )
         out = torch.zeros(input_ids.shape, dtype=torch.float32, device=scores.device)
         return out.index_put((found.rows, found.columns), scores.float())
+
+    def token_distribution(self, input_ids: Tensor, attention_mask: Tensor, mask: Tensor) -> TokenDistribution:
+        """Return the distribution of the masked tokens given those before them, at the policy's temperature.
+
+        First tokens and padding have none and leave the mask. See `get_dist` for TensorDicts.
+        """
+        found = self.scoring_rows(input_ids, attention_mask, mask)
+        scored = torch.zeros(input_ids.shape, dtype=torch.bool, device=found.rows.device)
+        scored[found.rows, found.columns] = True
+        temperature = self.temperature if self.temperature > 0 else 1.0
+        return TokenDistribution(found.hidden, self.head_weight, self.head_bias, scored, temperature)
 
     def _run_trunk(self, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return (hidden states `[B, W, H]` of the tokens brought to the left, their positions `[B, T]`).

@@ -1,0 +1,136 @@
+"""Token batches out of TensorDicts: padded on any side, ragged stacks, or jagged leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from torch import Tensor
+
+from rlhf_pipeline import keys
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.padding import Side, length_mask, pad_rows
+
+Key = Any
+Leaf = Tensor | list[Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Padded tokens, and how they came.
+
+    Attributes:
+        input_ids: int64 `[B, T]`.
+        attention_mask: bool `[B, T]`.
+        side: where padding was put; None for a batch that came padded and keeps its own layout.
+        extent: bool `[B, T]`, True where the row as it was given stands; that may include padding of its own.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    side: Side | None
+    extent: Tensor
+
+    @property
+    def ragged(self) -> bool:
+        """True if the rows came without padding."""
+        return self.side is not None
+
+    def rows(self, values: Tensor) -> list[Tensor]:
+        """Cut `[B, T, ...]` into rows as long as they were given."""
+        return [row[given] for row, given in zip(values, self.extent, strict=True)]
+
+    def real_rows(self, values: Tensor) -> list[Tensor]:
+        """Cut `[B, T, ...]` into the real part of each row."""
+        return [row[real] for row, real in zip(values, self.attention_mask, strict=True)]
+
+
+def leaf(td: TensorDictBase, key: Key) -> Leaf:
+    """Return a leaf as a tensor, or as a list of rows where it is ragged; None where absent."""
+    if isinstance(td, LazyStackedTensorDict):
+        rows = [row.get(key, None) for row in td.unbind(0)]
+        if any(row is None for row in rows):
+            return None
+        tensors = [torch.as_tensor(row) for row in rows]
+        # Rows of one length come as a list too: how a stack is padded must not depend on its lengths.
+        return tensors if tensors and tensors[0].ndim == 1 else torch.stack(tensors)
+    value = td.get(key, None)
+    if isinstance(value, Tensor) and value.is_nested:
+        return list(value.unbind())
+    return value if isinstance(value, Tensor) else None
+
+
+def read_ids(td: TensorDictBase, key: Key, mask_key: Key, side: Side) -> TokenBatch | None:
+    """Read token ids and their attention mask; None if there are no ids under the key.
+
+    Args:
+        td: batch size `[B]`.
+        key: of the token ids.
+        mask_key: of the attention mask; without one, padded ids are all taken as real.
+        side: where ragged rows are padded.
+    """
+    ids = leaf(td, key)
+    if ids is None:
+        return None
+    if isinstance(ids, list):
+        return pad_ids(ids, side, leaf(td, mask_key))
+    if ids.ndim != 2:
+        raise DataError(f"{key!r} must be [B, T] or ragged rows; got {list(ids.shape)}.")
+    mask = leaf(td, mask_key)
+    if isinstance(mask, list):
+        raise DataError(f"{key!r} is padded and {mask_key!r} is ragged; give both in one form.")
+    if mask is None:
+        mask = torch.ones_like(ids, dtype=torch.bool)
+    if mask.shape != ids.shape:
+        raise DataError(f"{key!r} has shape {list(ids.shape)} and {mask_key!r} has {list(mask.shape)}.")
+    return TokenBatch(ids.long(), mask.bool(), None, torch.ones_like(ids, dtype=torch.bool))
+
+
+def pad_ids(rows: Sequence[Tensor | Sequence[int]], side: Side, masks: Leaf = None) -> TokenBatch:
+    """Pad rows of token ids; rows that hold padding themselves bring their masks."""
+    ids, lengths = pad_rows(rows, side=side, dtype=torch.int64)
+    extent = length_mask(lengths, ids.shape[1], side=side).to(ids.device)
+    batch = TokenBatch(ids, extent, side, extent)
+    if masks is None:
+        return batch
+    return replace(batch, attention_mask=extent & pad_like(masks, batch, "attention mask").bool())
+
+
+def pad_like(values: Leaf, batch: TokenBatch, name: str) -> Tensor:
+    """Bring a per-token leaf to the layout of a batch, `[B, T]`."""
+    if values is None:
+        raise DataError(f"The TensorDict has no {name}.")
+    padded = pad_rows(values, side=batch.side or "right")[0] if isinstance(values, list) else values
+    if padded.shape != batch.input_ids.shape:
+        raise DataError(f"{name} has shape {list(padded.shape)}; the tokens have {list(batch.input_ids.shape)}.")
+    return padded.to(batch.input_ids.device)
+
+
+def prompt_lengths(td: TensorDictBase, batch: TokenBatch, prompt_key: Key, assistant_key: Key) -> Tensor | None:
+    """Return how many of each row's tokens are its prompt, int64 `[B]`, or None where nothing tells.
+
+    In this order: "num_prompt_tokens"; the length of a ragged prompt; the first token of the assistant; a padded
+    prompt that is the first columns of the tokens, column by column, as generation lays them out. Comparing ids with
+    the padding id would not do: where padding and end token share an id, a prompt may end in it.
+    """
+    device = batch.input_ids.device
+    count = td.get(keys.NUM_PROMPT_TOKENS, None)
+    if isinstance(count, Tensor):
+        return count.reshape(-1).to(device)
+    prompt = leaf(td, prompt_key)
+    if isinstance(prompt, list):
+        return torch.tensor([len(p) for p in prompt], device=device)
+    assistant = leaf(td, assistant_key)
+    if assistant is not None:
+        said = pad_like(assistant, batch, repr(assistant_key)).bool() & batch.attention_mask
+        return (batch.attention_mask & (said.cumsum(1) == 0)).sum(1)
+    if prompt is None or prompt.ndim != 2 or prompt.shape[1] > batch.input_ids.shape[1]:
+        return None
+    width = prompt.shape[1]
+    real = batch.attention_mask[:, :width]
+    same = (batch.input_ids[:, :width] == prompt.to(device)) | ~real
+    # The last prompt column is real in every row where the prompt is padded on the left, or not at all.
+    return real.sum(1) if width and bool(same.all() & real[:, -1].all()) else None

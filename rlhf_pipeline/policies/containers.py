@@ -1,0 +1,234 @@
+"""TorchRL's containers, and its wrapper base class with public distribution methods.
+
+`Tokens`, `Masks`, `ChatHistory`, `LogProbs` and `Text` are TorchRL's own classes, so a TensorDict made here is one made
+there. `LLMWrapperBase` is TorchRL's base class with the four masks as public methods that are right for left, right and
+no padding; TorchRL's private names call them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torch import distributions as D
+from torchrl.modules.llm.policies.common import (
+    ChatHistory,
+    LogProbs,
+    Masks,
+    Text,
+    Tokens,
+)
+from torchrl.modules.llm.policies.common import LLMWrapperBase as _TorchRLWrapperBase
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.padding import Side
+from rlhf_pipeline.policies._batches import Key, TokenBatch, leaf, pad_like, prompt_lengths, read_ids
+from rlhf_pipeline.policies.distribution import LogProbDistribution
+
+__all__ = [
+    "ChatHistory",
+    "LLMWrapperBase",
+    "LogProbDistribution",
+    "LogProbs",
+    "Masks",
+    "Text",
+    "Tokens",
+]
+
+
+class LLMWrapperBase(_TorchRLWrapperBase):
+    """The base of a language model policy over TensorDicts.
+
+    A subclass implements `token_distribution`, `forward` and `get_new_version`. Distributions are aligned with the
+    tokens: position `t` is the distribution of token `t`. A padded batch keeps its own layout, whatever side its
+    padding is on; ragged rows are padded on `padding_side`, left by TorchRL's convention.
+
+    Attributes:
+        generate: whether `forward` samples (True) or scores (False).
+        input_mode: "tokens", "text" or "history".
+        pad_output: whether what is sampled comes padded.
+        tokens_key: where `Tokens` are; likewise `masks_key`, `log_probs_key`, `text_key`, `history_key`.
+    """
+
+    generate: bool = False
+    pad_output: bool = False
+    input_mode: str = "tokens"
+    tokens_key: Key = "tokens"
+    masks_key: Key = "masks"
+    log_probs_key: Key = "log_probs"
+    text_key: Key = "text"
+    history_key: Key = "history"
+    inplace: Any = True
+    layout: torch.layout | None = None
+    num_samples: int | None = None
+    _min_batch_size: int | None = None
+    _max_batch_size: int | None = None
+
+    def token_distribution(self, input_ids: Tensor, attention_mask: Tensor, mask: Tensor) -> D.Distribution:
+        """Return the distribution of the tokens of a padded batch.
+
+        Args:
+            input_ids: int64 `[B, T]`.
+            attention_mask: bool `[B, T]`.
+            mask: bool `[B, T]`, the positions that are wanted.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement token_distribution.")
+
+    def read_batch(self, tensordict: TensorDictBase, padding_side: Side = "left") -> TokenBatch:
+        """Read the whole sequences of a TensorDict as a padded batch.
+
+        Raises:
+            DataError: there are none.
+        """
+        batch = read_ids(tensordict, _sub(self.tokens_key, "full"), self._attention_key, padding_side)
+        if batch is None:
+            names = sorted(str(k) for k in tensordict.keys(include_nested=True, leaves_only=True))
+            raise DataError(
+                f"The TensorDict has no {_sub(self.tokens_key, 'full')!r} (it has: {', '.join(names) or 'nothing'}). "
+                "Write the token ids of prompt and completion there, [B, T] or ragged."
+            )
+        return batch
+
+    @property
+    def _attention_key(self) -> Key:
+        return _sub(self.masks_key, "all_attention_mask")
+
+    @property
+    def _assistant_key(self) -> Key:
+        return _sub(self.masks_key, "all_assistant_mask")
+
+    def _must_score(self, method: str) -> None:
+        if self.generate:
+            raise DefinitionError(
+                f"{method} scores given tokens, and this policy generates. "
+                "Use policy.get_new_version(generate=False), which shares the model."
+            )
+
+    def get_dist(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        tensordict: TensorDictBase,
+        tensordict_out: TensorDictBase | None = None,
+        logits_key: Key = "logits",
+        mask_key: Key | None = None,
+        *,
+        padding_side: Side = "left",
+        **_: Any,
+    ) -> D.Distribution:
+        """Return the distribution of every token, or of those of the mask under `mask_key`.
+
+        Args:
+            tensordict: tokens `[B, T]` with masks, or ragged.
+            tensordict_out: logits are written here under `logits_key` if given; nothing is written otherwise.
+            logits_key: see there.
+            mask_key: a bool leaf aligned with the tokens; the attention mask when None.
+            padding_side: where ragged rows are padded.
+            **_: TorchRL's padding arguments, which have no effect: the layout follows the input.
+
+        Raises:
+            DataError: tokens or mask are missing or do not fit.
+            DefinitionError: the policy is set to generate.
+        """
+        self._must_score("get_dist")
+        batch = self.read_batch(tensordict, padding_side)
+        mask = batch.attention_mask
+        if mask_key is not None:
+            mask = mask & pad_like(leaf(tensordict, mask_key), batch, repr(mask_key)).bool()
+        dist = self.token_distribution(batch.input_ids, batch.attention_mask, mask)
+        if tensordict_out is not None:
+            tensordict_out.set(logits_key, getattr(dist, "logits"))  # noqa: B009
+        return dist
+
+    def get_generic_dist(self, tensordict: TensorDictBase, *, padding_side: Side = "left", **_: Any) -> D.Distribution:
+        """Return the distribution of all tokens: the attention mask."""
+        self._must_score("get_generic_dist")
+        return self.get_dist(tensordict, padding_side=padding_side)
+
+    def get_rlhf_dist(self, tensordict: TensorDictBase, *, padding_side: Side = "left", **_: Any) -> D.Distribution:
+        """Return the distribution of the assistant's tokens: those that a policy produced, over all turns."""
+        self._must_score("get_rlhf_dist")
+        return self.get_dist(tensordict, mask_key=self._assistant_key, padding_side=padding_side)
+
+    def get_sft_dist(self, tensordict: TensorDictBase, *, padding_side: Side = "left", **_: Any) -> D.Distribution:
+        """Return the distribution of everything after the prompt.
+
+        The prompt's length comes from "num_prompt_tokens", a ragged prompt, the assistant's first token, or a padded
+        prompt that is the first columns of the tokens, in this order.
+
+        Raises:
+            DataError: nothing tells where the prompts end.
+        """
+        self._must_score("get_sft_dist")
+        batch = self.read_batch(tensordict, padding_side)
+        prompt_key = _sub(self.tokens_key, "prompt")
+        lengths = prompt_lengths(tensordict, batch, prompt_key, self._assistant_key)
+        if lengths is None:
+            raise DataError(
+                "Nothing tells where the prompts end. Write num_prompt_tokens [B], ragged prompts under "
+                f"{prompt_key!r}, or {self._assistant_key!r}."
+            )
+        index = batch.attention_mask.cumsum(1) - 1
+        mask = batch.attention_mask & (index >= lengths[:, None])
+        return self.token_distribution(batch.input_ids, batch.attention_mask, mask)
+
+    def get_dist_with_custom_mask(
+        self, tensordict: TensorDictBase, mask: Tensor, *, padding_side: Side = "left", **_: Any
+    ) -> D.Distribution:
+        """Return the distribution of the tokens of a mask.
+
+        Args:
+            tensordict: tokens `[B, T]` with masks, or ragged.
+            mask: bool `[B, T]`, aligned with the padded tokens.
+            padding_side: where ragged rows are padded.
+
+        Raises:
+            DataError: the mask has another shape than the tokens.
+        """
+        self._must_score("get_dist_with_custom_mask")
+        batch = self.read_batch(tensordict, padding_side)
+        wanted = pad_like(mask, batch, "mask").bool()
+        return self.token_distribution(batch.input_ids, batch.attention_mask, wanted & batch.attention_mask)
+
+    # TorchRL's own names, which its losses call. They dispatch, so an overridden public method counts for them too.
+
+    def _get_sft_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
+        return self.get_sft_dist(tensordict, *args, **kwargs)
+
+    def _get_rlhf_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
+        return self.get_rlhf_dist(tensordict, *args, **kwargs)
+
+    def _get_generic_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
+        return self.get_generic_dist(tensordict, *args, **kwargs)
+
+    def _get_dist_with_prompt_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
+        return self.get_sft_dist(tensordict, *args, **kwargs)
+
+    def _get_dist_with_assistant_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
+        return self.get_rlhf_dist(tensordict, *args, **kwargs)
+
+    def _get_dist_with_attention_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
+        return self.get_generic_dist(tensordict, *args, **kwargs)
+
+    def _get_dist_with_custom_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
+        return self.get_dist_with_custom_mask(tensordict, *args, **kwargs)
+
+    def log_prob(self, data: TensorDictBase, **get_kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Score the tokens of `data` and return the log-probs of the responses.
+
+        Args:
+            data: as `forward` takes it.
+            **get_kwargs: handed to `TensorDict.get`, for example `as_padded_tensor=True`.
+
+        Returns:
+            `("log_probs", "response")` where the prompts' lengths are known, else `("log_probs", "full")`, which is
+            aligned with the tokens.
+        """
+        self._must_score("log_prob")
+        scored: Any = self(data)
+        response = scored.get(_sub(self.log_probs_key, "response"), None, **get_kwargs)
+        return scored.get(_sub(self.log_probs_key, "full"), **get_kwargs) if response is None else response
+
+
+def _sub(key: Key, name: str) -> tuple[str, ...]:
+    return (key, name) if isinstance(key, str) else (*key, name)

@@ -1,0 +1,168 @@
+"""Distributions over the tokens of a batch that never make `[B, T, V]` logits unless asked for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributions as D
+from torchrl.modules.distributions.discrete import LLMMaskedCategorical
+from torchrl.modules.llm.policies.common import LogProbDistribution as _TorchRLLogProbDistribution
+
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.functional.logprob import token_log_probs
+
+__all__ = ["LogProbDistribution", "TokenDistribution"]
+
+
+class LogProbDistribution(_TorchRLLogProbDistribution):
+    """Log-probs that are known already, in the form of a distribution.
+
+    With `tokens` it can tell which tokens the log-probs are of: asking for others is an error, where TorchRL's class
+    would give the stored numbers for any value.
+
+    Args:
+        log_probs: float `[B, T]`.
+        mask: bool `[B, T]`, True where a log-prob counts; the others read 0. All when None.
+        tokens: int64 `[B, T]`, the tokens that the log-probs are of.
+
+    >>> dist = LogProbDistribution(torch.tensor([[-1.0, -2.0]]), tokens=torch.tensor([[5, 6]]))
+    >>> dist.log_prob(torch.tensor([[5, 6]]))
+    tensor([[-1., -2.]])
+    >>> dist.log_prob(torch.tensor([[5, 7]]))
+    Traceback (most recent call last):
+    rlhf_pipeline.errors.DataError: 1 of the tokens differ from those ... (column 1 of row 0: 7, not 6). ...
+    """
+
+    def __init__(self, log_probs: Tensor, mask: Tensor | None = None, tokens: Tensor | None = None) -> None:
+        for name, value in (("mask", mask), ("tokens", tokens)):
+            if value is not None and value.shape != log_probs.shape:
+                raise DataError(f"{name} has shape {list(value.shape)}; log_probs have {list(log_probs.shape)}.")
+        super().__init__(log_probs, mask)
+        self.tokens = tokens
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log-probs `[B, T]`, 0 outside the mask.
+
+        Args:
+            value: int64 `[B, T]`, the tokens; what stands outside the mask does not matter.
+
+        Raises:
+            DataError: another shape, or other tokens than the log-probs are of.
+        """
+        if value.shape != self.log_probs.shape:
+            raise DataError(f"value has shape {list(value.shape)}; log_probs have {list(self.log_probs.shape)}.")
+        if self.tokens is not None:
+            wrong = self.tokens != value
+            if self.mask is not None:
+                wrong = wrong & self.mask
+            if bool(wrong.any()):
+                row, column = (int(i) for i in wrong.nonzero()[0])
+                raise DataError(
+                    f"{int(wrong.sum())} of the tokens differ from those that the log-probs are of (column {column} of "
+                    f"row {row}: {int(value[row, column])}, not {int(self.tokens[row, column])}). Score them first."
+                )
+        return super().log_prob(value)
+
+
+class TokenDistribution(LLMMaskedCategorical):
+    """The distribution of each token of a padded batch given the tokens before it.
+
+    It keeps hidden states and the head instead of logits: `log_prob` and `entropy` go through the head in chunks, and
+    only `logits`, `probs`, `mode` and `sample` make more. Position `t` is the distribution *of* token `t`, so
+    `dist.log_prob(tokens)` needs no shift. Positions outside the mask read 0.
+
+    Args:
+        hidden: `[N, H]`, for each masked position, row by row, the state that predicts its token.
+        weight: the head's weight `[V, H]`.
+        bias: the head's bias `[V]` or None.
+        mask: bool `[B, T]` with N True entries.
+        temperature: logits are divided by it.
+
+    >>> mask = torch.tensor([[False, True]])
+    >>> dist = TokenDistribution(torch.zeros(1, 2), torch.ones(4, 2), None, mask)
+    >>> dist.log_prob(torch.tensor([[0, 3]]))
+    tensor([[ 0.0000, -1.3863]])
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor, temperature: float = 1.0
+    ) -> None:
+        self.hidden = hidden
+        self.weight = weight
+        self.bias = bias
+        self.temperature = temperature
+        self.ignore_index = -100
+        self._mask = mask
+        self._position_level_masking = True
+        self._masked_logits = None
+        self._masked_dist = None
+        self._rows = mask.nonzero(as_tuple=True)
+        D.Distribution.__init__(self, batch_shape=mask.shape, event_shape=weight.shape[:1], validate_args=False)
+
+    def _spread(self, values: Tensor, fill: float = 0.0) -> Tensor:
+        out = values.new_full((*self._mask.shape, *values.shape[1:]), fill)
+        return out.index_put(self._rows, values)
+
+    def _row_logits(self) -> Tensor:
+        logits = self.hidden.float() @ self.weight.float().t()
+        return (logits if self.bias is None else logits + self.bias.float()) / self.temperature
+
+    @property
+    def _original_logits(self) -> Tensor:
+        return self.logits
+
+    @property
+    def logits(self) -> Tensor:
+        """Logits at the temperature, float32 `[B, T, V]`, 0 outside the mask. This is the large tensor."""
+        return self._spread(self._row_logits())
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log-prob of each token, float32 `[B, T]`, 0 outside the mask; differentiable.
+
+        Args:
+            value: int64 `[B, T]`; what stands outside the mask does not matter, and -100 inside it reads 0.
+
+        Raises:
+            DataError: the shape is not that of the mask, or an id is outside the vocabulary.
+        """
+        if value.shape != self._mask.shape:
+            raise DataError(
+                f"value has shape {list(value.shape)}; the distribution has {list(self._mask.shape)}. Pad both on the "
+                "same side."
+            )
+        targets = value.to(self.hidden.device)[self._rows]
+        ignored = targets == self.ignore_index
+        vocab = self.weight.shape[0]
+        if bool(((targets < 0) & ~ignored | (targets >= vocab)).any()):
+            raise DataError(f"A token id is outside the vocabulary 0 .. {vocab - 1}.")
+        scores = self._scores(targets.masked_fill(ignored, 0))[0]
+        return self._spread(scores.float().masked_fill(ignored, 0.0))
+
+    def entropy(self) -> Tensor:
+        """Return the entropy of each position in nats, float32 `[B, T]`, 0 outside the mask; differentiable."""
+        targets = torch.zeros(len(self.hidden), dtype=torch.int64, device=self.hidden.device)
+        return self._spread(self._scores(targets)[1].float())
+
+    def _scores(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return token_log_probs(
+            self.hidden,
+            self.weight,
+            targets,
+            temperature=self.temperature,
+            bias=self.bias,
+            return_entropy=True,
+        )
+
+    def sample(self, sample_shape: Any = None) -> Tensor:
+        """Draw tokens, int64 `[*sample_shape, B, T]`; -100 outside the mask."""
+        shape = torch.Size(() if sample_shape is None else sample_shape)
+        with torch.no_grad():
+            drawn = D.Categorical(logits=self._row_logits(), validate_args=False).sample((shape.numel(),))
+        return torch.stack([self._spread(d, self.ignore_index) for d in drawn]).reshape(*shape, *self._mask.shape)
+
+    @property
+    def mode(self) -> Tensor:
+        """The most probable token of each position, int64 `[B, T]`; -100 outside the mask."""
+        return self._spread(self._row_logits().argmax(-1), self.ignore_index)
