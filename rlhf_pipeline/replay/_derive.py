@@ -33,7 +33,7 @@ def take(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return _pool.take(shape, np.dtype(dtype))
 
 
-def derive(flat: dict[Key, Any], lengths: npt.NDArray[np.int64], *, rewarded: bool) -> None:
+def derive(flat: dict[Key, Any], lengths: npt.NDArray[np.int64], *, rewarded: bool, penalised: bool) -> None:
     """Fill the gaps of the log-probs and add what is per token, in place.
 
     Log-probs that do not exist become 0 outside the assistant mask; inside it they stay NaN, so that whoever divides
@@ -44,6 +44,7 @@ def derive(flat: dict[Key, Any], lengths: npt.NDArray[np.int64], *, rewarded: bo
         flat: padded columns `[B, T]` and scalars `[B]` by key; changed.
         lengths: tokens of each row.
         rewarded: derive the reward.
+        penalised: derive the penalty even where no row's reward has one.
     """
     mask: npt.NDArray[np.bool_] = flat[ASSISTANT_MASK]
     rows = np.arange(len(lengths))
@@ -58,8 +59,8 @@ def derive(flat: dict[Key, Any], lengths: npt.NDArray[np.int64], *, rewarded: bo
             line = values.reshape(-1)
             there = line[other]
             line[other] = np.where(np.isnan(there), 0.0, there)
-    penalty = None
-    if log_probs is not None and ref is not None:
+    penalty, coef = None, flat.get(KL_COEF)
+    if log_probs is not None and ref is not None and (penalised or coef is None or coef.any()):
         penalty = take(log_probs.shape, np.float32)
         np.subtract(log_probs, ref, out=penalty)
         penalty.reshape(-1)[other] = 0.0
@@ -71,7 +72,6 @@ def derive(flat: dict[Key, Any], lengths: npt.NDArray[np.int64], *, rewarded: bo
         np.nan_to_num(flat[REWARD], copy=False)
     elif TASK_REWARD in flat and rewarded:
         reward = take(mask.shape, np.float32)
-        coef = flat.get(KL_COEF)
         if penalty is None or coef is None or not coef.any():
             reward.fill(0.0)
         else:

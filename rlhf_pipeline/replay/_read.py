@@ -85,7 +85,9 @@ def padded_batch(
     if lengths is not None and TOKENS in flat:
         flat[ATTENTION_MASK] = attention_mask(flat[TOKENS].shape, lengths)
     if lengths is not None and ASSISTANT_MASK in flat and len(ids):
-        derive(flat, lengths, rewarded=keys is None or KL_COEF in flat)
+        derive(
+            flat, lengths, rewarded=keys is None or KL_COEF in flat, penalised=keys is not None and KL_PENALTY in keys
+        )
     for key, value in flat.items():
         if isinstance(value, np.ndarray) and value.dtype == np.int32:
             flat[key] = take(value.shape, np.int64)

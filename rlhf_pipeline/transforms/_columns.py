@@ -226,7 +226,7 @@ def _transpose(rows: Sequence[Any], prefix: tuple[str, ...]) -> Iterator[tuple[K
     """Yield each key with its leaf of every row. One look at each row's dict, not one `get` per leaf."""
     plain = set(map(type, rows)) == {TensorDict}
     # `items()` of a TensorDict is a method with checks; its dict is the same thing, ten times faster.
-    entries: list[dict[str, Any]] = [row._tensordict if plain else _entries(row) for row in rows]
+    entries: list[dict[str, Any]] = [row._tensordict if plain else entries_of(row) for row in rows]
     names = tuple(entries[0])
     if list(map(tuple, entries)).count(names) == len(entries):
         columns: Any = zip(*[entry.values() for entry in entries], strict=True)
@@ -250,8 +250,20 @@ def _check_same_keys(entries: Sequence[dict[str, Any]], prefix: tuple[str, ...])
             raise DataError(f"trajectory {i} of {len(entries)} and trajectory 0 do not hold the same keys: {names}")
 
 
-def _entries(row: Any) -> dict[str, Any]:
+def entries_of(row: Any) -> dict[str, Any]:
+    """The top-level entries of a TensorDict or tensorclass, not to be changed."""
     return row._tensordict if type(row) is TensorDict else dict(row.items())
+
+
+def leaves_of(rows: Sequence[Any], key: Key) -> list[Any] | None:
+    """One leaf of every row, or None where one of them lacks it."""
+    found: Sequence[Any] = rows
+    for name in (key,) if isinstance(key, str) else key:
+        if set(map(type, found)) == {TensorDict}:
+            found = [row._tensordict.get(name) for row in found]
+        else:
+            found = [None if row is None else row.get(name, None) for row in found]
+    return None if any(leaf is None for leaf in found) else list(found)
 
 
 def _flatten(key: Key, column: list[Any], shared: dict[tuple[int, ...], Tensor] | None = None) -> Flat | Text:
@@ -290,7 +302,7 @@ def _from_dense(td: TensorDictBase) -> Columns:
 
 
 def _collect(td: Any, prefix: tuple[str, ...], out: Columns, shared: dict[int, Tensor]) -> None:
-    for name, leaf in _entries(td).items():
+    for name, leaf in entries_of(td).items():
         key: Key = (*prefix, name) if prefix else name
         if isinstance(leaf, Tensor):
             out[key] = unjagged(leaf, shared) if is_jagged(leaf) else Flat(leaf)

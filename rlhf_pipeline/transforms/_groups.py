@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,11 @@ from rlhf_pipeline.transforms._columns import (
     columns_of,
     concat,
     concat_flat,
+    entries_of,
     is_jagged,
     is_stack,
     jagged,
+    leaves_of,
     rows_of,
     td_of,
     unjagged,
@@ -31,10 +33,8 @@ from rlhf_pipeline.transforms._columns import (
 def read(td: TensorDictBase, key: Key) -> Flat | Text | None:
     """One column of a batch `[n]` in any form, or None where the key is missing."""
     if is_stack(td):
-        leaves = [row.get(key, None) for row in rows_of(td)]
-        if any(leaf is None for leaf in leaves):
-            return None
-        return _flatten(key, leaves)
+        leaves = leaves_of(rows_of(td), key)
+        return None if leaves is None else _flatten(key, leaves)
     leaf = td.get(key, None)
     if leaf is None:
         return None
@@ -55,52 +55,52 @@ def write(td: TensorDictBase, values: dict[Key, Flat]) -> TensorDictBase:
     """A shallow copy of `td` (any form, `[n]`) with these columns set, each in the form of the batch."""
     if is_stack(td):
         return _write_rows(td, values)
-    out = _shallow(td, values)
     mask = td.get(ATTENTION_MASK, None)
     padded = mask.to(torch.bool) if isinstance(mask, Tensor) and not is_jagged(mask) else None
     lengths = None if padded is None else padded.sum(1)
+    leaves: dict[Key, Tensor] = {}
     for key, column in values.items():
         if column.lengths is None:
-            out.set(key, column.values)
+            leaves[key] = column.values
         elif column.shapes is not None:
             raise DataError(f"rows of {key!r} differ in more than their length; pass a lazy stack")
         elif padded is not None and lengths is not None and torch.equal(lengths, column.lengths):
             leaf = column.values.new_zeros((*padded.shape, *column.values.shape[1:]))
             leaf[padded] = column.values
-            out.set(key, leaf)
+            leaves[key] = leaf
         else:
-            out.set(key, jagged(column))
-    return out
-
-
-def _shallow(td: Any, keys: Iterable[Key]) -> TensorDictBase:
-    """A copy that shares every leaf, and every container that none of `keys` goes through.
-
-    `clone(recurse=False)` copies stacks of strings item by item, which costs more than all the rest.
-    """
-    items = dict(td.items())
-    nested: dict[str, list[Key]] = {}
-    for key in keys:
-        if isinstance(key, tuple) and len(key) > 1:
-            nested.setdefault(key[0], []).append(key[1:])
-    for name, inner in nested.items():
-        if name in items:
-            items[name] = _shallow(items[name], inner)
-    if type(td) is TensorDict:
-        # The entries come from a TensorDict of the same batch size, so nothing needs checking again.
-        return TensorDict._new_unsafe(items, batch_size=td.batch_size, device=td.device)
-    return TensorDict(items, batch_size=td.batch_size, device=td.device)
+            leaves[key] = jagged(column)
+    return _with(td, leaves)
 
 
 def _write_rows(td: TensorDictBase, values: dict[Key, Flat]) -> TensorDictBase:
     split = {key: column.rows() for key, column in values.items()}
-    rows: list[TensorDictBase] = []
-    for i, row in enumerate(rows_of(td)):
-        copy = _shallow(row, split)
-        for key, leaves in split.items():
-            copy.set(key, leaves[i])
-        rows.append(copy)
-    return lazy_stack(rows)  # pyright: ignore[reportReturnType]
+    rows = rows_of(td)
+    news = [dict(zip(split, leaves, strict=True)) for leaves in zip(*split.values(), strict=True)]
+    return lazy_stack([_with(row, new) for row, new in zip(rows, news, strict=True)])  # pyright: ignore[reportReturnType]
+
+
+def _with(td: Any, new: Mapping[Key, Tensor]) -> TensorDictBase:
+    """A copy with more leaves, which shares all other leaves and every container that no new key goes through.
+
+    `clone(recurse=False)` copies stacks of strings item by item, which costs more than all the rest.
+    """
+    if type(td) is not TensorDict:
+        out = td.clone(recurse=False)
+        for key, leaf in new.items():
+            out.set(key, leaf)
+        return out
+    items = dict(entries_of(td))
+    nested: dict[str, dict[Key, Tensor]] = {}
+    for key, leaf in new.items():
+        if isinstance(key, str) or len(key) == 1:
+            items[key if isinstance(key, str) else key[0]] = leaf
+        else:
+            nested.setdefault(key[0], {})[key[1:]] = leaf
+    for name, inner in nested.items():
+        items[name] = _with(items.get(name, TensorDict(batch_size=td.batch_size)), inner)
+    # The leaves belong to a TensorDict of the same batch size, so nothing needs checking again.
+    return TensorDict._new_unsafe(items, batch_size=td.batch_size)
 
 
 def select(td: TensorDictBase, index: Tensor) -> TensorDictBase:

@@ -18,6 +18,7 @@ from rlhf_pipeline.keys import (
     LOG_PROBS,
     REF_LOG_PROBS,
     REWARD,
+    ROW_ID,
     TASK_REWARD,
     TOKENS,
     Key,
@@ -181,6 +182,8 @@ class KLRewardTransform(Transform):
             return self._shape(lazy_stack([td]), update=update)[0]  # pyright: ignore[reportReturnType,reportArgumentType]
         if read(td, self.kl_key) is not None:
             return td
+        if td.get(ROW_ID, None) is not None and read(td, self.ref_log_prob_key) is not None:
+            return td  # read from a store, with the reward as the write path shaped it
         log_probs = per_token(td, self.log_prob_key)
         if log_probs is None or log_probs.lengths is None:
             raise DataError(
