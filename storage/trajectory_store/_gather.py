@@ -63,6 +63,7 @@ class Gather:
         overlay = None if in_place else self._catalog.overlay(column.name)
         if overlay is not None:
             later = overlay.lookup(self._ids)
+            self._leave_out_folded(later)
             hit = later >= 0
             if hit.any():
                 found = Address(
@@ -71,6 +72,15 @@ class Gather:
                 )
         self._patched[column.name] = found
         return found
+
+    def _leave_out_folded(self, later: Int64Array) -> None:
+        """A compacted segment holds patches up to a point; those must not cover it again."""
+        for ordinal in np.unique(self._base.ordinals).tolist():
+            folded = self._catalog.any_segment(ordinal).meta.folded
+            for patch, rows in folded.items():
+                first = patch << ORDINAL_SHIFT
+                inside = (later >= first) & (later < first + rows)
+                later[inside & (self._base.ordinals == ordinal)] = -1
 
     def present(self, column: Column) -> npt.NDArray[np.bool_]:
         """`[B]` bool: whether a value was given at the append or by a patch."""

@@ -65,6 +65,7 @@ class SegmentMeta:
         kind: `rows`, `patch` (later values of rows elsewhere) or `compacted` (rows moved from elsewhere).
         salt: random, in every record, so old bytes are never taken for records.
         replaces: ordinals of the segments whose rows moved here.
+        folded: per patch segment the number of its rows that a compacted segment has taken in.
         sealed: of a compacted segment in an object store, where its arrays are and their checksums.
     """
 
@@ -75,6 +76,7 @@ class SegmentMeta:
     durability: str = "process"
     preallocated: bool = False
     replaces: tuple[int, ...] = ()
+    folded: Mapping[int, int] = field(default_factory=dict[int, int])
     sealed: Mapping[str, Any] | None = None
     salt: int = field(default_factory=lambda: _fs.random_salt())
     writer: str = field(default_factory=lambda: f"{os.getpid()}@{os.uname().nodename}")
@@ -116,6 +118,7 @@ class SegmentMeta:
             "durability": self.durability,
             "preallocated": self.preallocated,
             "replaces": list(self.replaces),
+            "folded": {str(k): v for k, v in self.folded.items()},
             "writer": self.writer,
             "boot_id": self.boot_id,
             "created_ns": self.created_ns,
@@ -137,6 +140,7 @@ class SegmentMeta:
                 durability=str(attributes["durability"]),
                 preallocated=bool(attributes["preallocated"]),
                 replaces=tuple(int(x) for x in attributes["replaces"]),
+                folded={int(k): int(v) for k, v in attributes["folded"].items()},
                 sealed=attributes.get("sealed"),
                 salt=int(attributes["salt"]),
                 writer=str(attributes["writer"]),

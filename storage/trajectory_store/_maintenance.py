@@ -251,6 +251,7 @@ def _merge(catalog: LocalCatalog, schema: Schema, group: list[SegmentReader]) ->
         kind="compacted",
         durability="power",
         replaces=tuple(replaces),
+        folded=folded_by(catalog, group),
     )
     folder = catalog.root / f"{TEMPORARY}{_fs.token(8)}"
     log_fd, meta_crc = write_segment(folder, segment_meta)
@@ -271,6 +272,15 @@ def _merge(catalog: LocalCatalog, schema: Schema, group: list[SegmentReader]) ->
         _fs.remove_tree(folder)
         raise _fs.failed(error, folder, "compacting") from error
     catalog.refresh()
+
+
+def folded_by(catalog: Catalog, group: Iterable[SegmentReader]) -> dict[int, int]:
+    """Per patch segment the rows that are taken in when these segments are merged now."""
+    out: dict[int, int] = {}
+    for segment in group:
+        out.update({o: n for o, n in segment.meta.folded.items() if o in catalog.patches})
+    out.update({o: p.rows for o, p in catalog.patches.items()})
+    return out
 
 
 def times_of(group: list[SegmentReader], ids: Int64Array) -> Int64Array:

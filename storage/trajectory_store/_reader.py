@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import _fs
-from trajectory_store._errors import CorruptionError, MissingRowError, ReadFailedError
+from trajectory_store._errors import CorruptionError, MissingRowError, ReadFailedError, StoreError
 from trajectory_store._io import Io, PreadBytes, open_file
 from trajectory_store._layout import (
     COMMITS,
@@ -28,7 +28,7 @@ from trajectory_store._layout import (
     write_late,
 )
 from trajectory_store._ragged import Int64Array
-from trajectory_store._record import KIND_END, KIND_ROWS, MAGIC, Log, crc32c
+from trajectory_store._record import KIND_END, KIND_ROWS, MAGIC, Log, Record, crc32c
 from trajectory_store._schema import Column, Schema
 from trajectory_store._writer import ORDINAL_SHIFT
 
@@ -112,12 +112,17 @@ class SegmentReader:
         seq = 0
         edges = dict.fromkeys(self.schema.axes, 0)
         while (record := self.log.get(seq)) is not None:
-            if record.kind == KIND_ROWS:
-                crc = self.data_crc(record.rows_end - record.n_rows, record.rows_end, edges)
-                if crc != record.data_crc:
-                    break
+            if record.kind == KIND_ROWS and not self._holds(record, edges):
+                break
             seq += 1
         return seq
+
+    def _holds(self, record: Record, edges: dict[str, int]) -> bool:
+        try:
+            crc = self.data_crc(record.rows_end - record.n_rows, record.rows_end, edges)
+        except (StoreError, OSError, IndexError):
+            return False
+        return crc == record.data_crc and record.meta_crc == self.meta_crc
 
     def data_crc(self, first: int, end: int, edges: dict[str, int] | None = None) -> int:
         """CRC32C over the values of rows `first` to `end`, in the order they were written.

@@ -24,6 +24,7 @@ from trajectory_store._layout import (
 )
 from trajectory_store._maintenance import (
     CompactReport,
+    folded_by,
     folded_patches,
     mergeable,
     patched_ids,
@@ -181,6 +182,7 @@ class ZarrEngine:
         return CompactReport(before, after, moved, bytes_before, bytes_after)
 
     def _merge(self, schema: Schema, group: list[SegmentReader]) -> None:
+        folded = folded_by(self._catalog, group)
         ids: Int64Array = np.sort(np.concatenate([s.row_ids(0, s.rows) for s in group]))
         batch = read_batch(self._catalog, schema, ids, times_of(group, ids))
         arrays = batch_arrays(batch, schema)
@@ -198,6 +200,7 @@ class ZarrEngine:
             kind="compacted",
             durability="power",
             replaces=tuple(sorted({o for s in group for o in (s.ordinal, *s.meta.replaces)})),
+            folded=folded,
             sealed={
                 "data": data,
                 "rows": len(ids),

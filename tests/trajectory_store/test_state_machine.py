@@ -261,11 +261,20 @@ class ZarrStoreMachine(StoreMachine):
         store.close()
 
 
+EXAMPLES = int(os.environ.get("STORE_EXAMPLES", "0"))
+
+
+def runs(examples, steps):
+    """Settings for so many histories, or as many as STORE_EXAMPLES says."""
+    return settings(
+        max_examples=EXAMPLES or examples,
+        stateful_step_count=25 if EXAMPLES else steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
 TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = runs(10, 20)
 TestZarrStoreMachine = ZarrStoreMachine.TestCase
-TestStoreMachine.settings = TestZarrStoreMachine.settings = settings(
-    max_examples=int(os.environ.get("STORE_EXAMPLES", "8")),
-    stateful_step_count=20,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+TestZarrStoreMachine.settings = runs(2, 10)
