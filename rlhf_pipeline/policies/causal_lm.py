@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.functional.logprob import token_log_probs
@@ -142,6 +143,7 @@ class CausalLMPolicy(TensorDictPolicy):
                 "history_key": history_key,
             },
         )
+        self._checkpointing = False
         self._found: list[Any] = []
         _ = self._parts
 
@@ -265,7 +267,39 @@ class CausalLMPolicy(TensorDictPolicy):
         """Set the mode of the policy; the model inside stays in eval mode, so dropout stays off."""
         super().train(mode)
         self.model.eval()
+        self._recompute(mode and self._checkpointing)
         return self
+
+    def checkpoint_activations(self, enabled: bool = True) -> None:
+        """Recompute each decoder layer in the backward pass instead of keeping its activations.
+
+        Transformers does this only for layers in training mode, which would switch dropout on. Here only the layers'
+        own flag is set, with their dropout probabilities at 0, and only outside generation.
+
+        Args:
+            enabled: False goes back to keeping activations.
+
+        Raises:
+            DefinitionError: the model does not support it.
+        """
+        model: Any = self.model
+        name = "enable" if enabled else "disable"
+        switch = getattr(model, f"activation_checkpointing_{name}", None) or getattr(
+            model, f"gradient_checkpointing_{name}", None
+        )
+        if switch is None or not getattr(model, "supports_gradient_checkpointing", False):
+            raise DefinitionError(f"{type(model).__name__} does not support activation checkpointing. Leave it off.")
+        switch({"use_reentrant": False}) if enabled else switch()
+        self._checkpointing = enabled
+        self._recompute(enabled)
+
+    def _recompute(self, on: bool) -> None:
+        for layer in self.model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.training = on
+                for field, value in vars(layer).items():
+                    if on and "dropout" in field and isinstance(value, float):
+                        setattr(layer, field, 0.0)
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the last hidden state of every token, `[B, T, H]`; zero at padding.
@@ -448,6 +482,25 @@ class CausalLMPolicy(TensorDictPolicy):
     ) -> RaggedCompletions:
         """`generate_groups` with the result in flat arrays: what a store appends without a loop."""
         engine = SlotEngine(self._parts, num_slots=self.num_slots, eos_token_ids=self.eos_token_ids)
+        if self._checkpointing:
+            # A layer that recomputes drops the cache.
+            self._recompute(False)
+        try:
+            return self._generate(engine, prompts, group_size, max_new_tokens, temperature, seed, stream_ids)
+        finally:
+            if self._checkpointing:
+                self._recompute(True)
+
+    def _generate(
+        self,
+        engine: SlotEngine,
+        prompts: Sequence[Sequence[int]],
+        group_size: int,
+        max_new_tokens: int | Sequence[int] | None,
+        temperature: float | None,
+        seed: int,
+        stream_ids: Sequence[int] | None,
+    ) -> RaggedCompletions:
         return engine.generate(
             [p.tolist() if isinstance(p, Tensor) else p for p in prompts],
             group_size=group_size,

@@ -327,7 +327,9 @@ class _Run:
         self, hidden: Tensor, rows: Int64Array, sampled: Int64Array
     ) -> tuple[Int64Array, npt.NDArray[np.float32]]:
         u = torch.from_numpy(uniforms(self.keys[rows], sampled)).to(self.device)
-        tokens, log_probs = sample_rows(self.parts.logits(hidden, self.weight), u, self.temperature)
+        # Autocast would round the logits to half precision.
+        with torch.autocast(self.device.type, enabled=False):
+            tokens, log_probs = sample_rows(self.parts.logits(hidden, self.weight), u, self.temperature)
         if self.device.type == "cpu":
             host_tokens, host_log_probs = tokens.numpy(), log_probs.numpy()
         else:

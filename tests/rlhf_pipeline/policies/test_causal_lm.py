@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
@@ -179,6 +180,50 @@ def test_dropout_is_off_in_training_mode(make_model: Make) -> None:
     assert policy.training
     assert torch.equal(policy.log_probs(ids, mask), policy.log_probs(ids, mask))
     assert not any(m.training for m in policy.model.modules())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "opt", "gpt2"])
+def test_recomputed_activations_change_nothing(name: str, make_model: Make) -> None:
+    """With activation checkpointing, scores, gradients and generation are the same, and dropout stays off."""
+    changes = {"opt": {"dropout": 0.5, "attention_dropout": 0.5}, "gpt2": {"resid_pdrop": 0.5}}.get(name, {})
+    policy = CausalLMPolicy(make_model(name, **changes))
+    ids, mask, _ = _padded("left")
+    sampled = policy.generate_groups(ROWS, max_new_tokens=5, seed=0)
+    policy.log_probs(ids, mask).sum().backward()
+    expected = {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
+    policy.zero_grad()
+    calls = []
+    layer = next(m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer))
+    policy.checkpoint_activations()
+    next(layer.children()).register_forward_hook(lambda *_: calls.append(1))
+    scored = policy.train().log_probs(ids, mask)
+    scored.sum().backward()
+    assert len(calls) == 2
+    for n, p in policy.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, expected[n], atol=1e-4, rtol=1e-4)
+    again = policy.generate_groups(ROWS, max_new_tokens=5, seed=0)
+    assert [c.token_ids for c in again] == [c.token_ids for c in sampled]
+    policy.checkpoint_activations(False)
+    calls.clear()
+    policy.log_probs(ids, mask).sum().backward()
+    assert len(calls) == 1
+
+
+def test_autocast_rounds_no_log_probs(make_model: Make) -> None:
+    """Under bfloat16 autocast the head stays in float32, in sampling and in scoring alike."""
+    policy = CausalLMPolicy(make_model())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        completions = policy.generate_groups(ROWS, max_new_tokens=6, seed=0)
+        gaps = []
+        for row, c in zip(ROWS, completions, strict=True):
+            ids = torch.tensor([row + c.token_ids])
+            scored = policy.log_probs(ids, torch.ones_like(ids, dtype=torch.bool)).detach()
+            gaps.append(float((scored[0, len(row) :] - c.log_probs).abs().mean()))
+    # The trunk runs in bfloat16, where batching moves the last bits; rounded logits would be off by ten times as much.
+    assert max(gaps) < 0.05
+    values = torch.cat([c.log_probs for c in completions])
+    assert not torch.equal(values, values.bfloat16().float())
 
 
 def test_rows_beyond_the_models_positions_are_refused(make_model: Make) -> None:
