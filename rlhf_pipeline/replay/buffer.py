@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from torchrl.envs.transforms import Compose, Transform
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.keys import Key
+from rlhf_pipeline.keys import TOKENS, Key
 from rlhf_pipeline.replay._write import ends, trajectories_of
 from rlhf_pipeline.replay.samplers import Ints, StoreView, TrajectorySampler, as_sampler
 from rlhf_pipeline.replay.storage import TrajectoryStorage
@@ -185,8 +185,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         return int(index) if index.numel() == 1 else index
 
     def _invert(self, td: TensorDictBase, transforms: Sequence[Transform]) -> TensorDictBase | None:
-        if transforms and (td.batch_dims == 0 or is_stack(td)):
-            # One pass over the leaves here saves one per transform.
+        if transforms and (td.batch_dims == 0 or is_stack(td) or _on_device(td)):
+            # One pass over the leaves here saves one per transform, and one copy from a device saves many.
             columns = columns_of(td)
             ended = ends(columns)
             if ended is None or bool(ended.all()):
@@ -338,6 +338,11 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
     def read(self, row_ids: Any, *, keys: Sequence[Key] | None = None, text: bool | None = None) -> TensorDict:
         """A padded batch of given rows, as a ledger names them."""
         return self.trajectories.read(row_ids=row_ids, keys=keys, text=text)
+
+
+def _on_device(td: TensorDictBase) -> bool:
+    tokens = td.get(TOKENS, None)
+    return isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu"
 
 
 def _identity(data: Any) -> Any:

@@ -191,6 +191,11 @@ def columns_of(td: TensorDictBase) -> Columns:
         columns = _from_dense(token_level(td))
     else:
         columns = _from_dense(td)
+    for column in columns.values():
+        # The store, and the bookkeeping of groups and lengths, live on the CPU.
+        if isinstance(column, Flat) and column.values.is_cuda:
+            column.values = column.values.cpu()
+            column.lengths = None if column.lengths is None else column.lengths.cpu()
     return _drop_padding(columns)
 
 

@@ -157,6 +157,17 @@ def test_sampling_does_not_run_the_write_path_again(make_buffer, make_rows):
         assert torch.equal(batch[keys.ADVANTAGE][i], plain[keys.ADVANTAGE][j, :width])
 
 
+def test_penalty_only_where_it_counts(make_buffer, make_rows):
+    """With coefficient 0 no penalty is derived unless asked for, and the transform leaves the sample alone."""
+    rb = make_buffer(write_path(coef=0.0), batch_size=2)
+    rb.extend(lazy_stack(make_rows([4, 7], rewards=[1.0, 2.0])))
+    batch = rb.sample()
+    assert batch.get(keys.KL_PENALTY, None) is None
+    rows = rb.trajectories.row_ids()
+    assert rb.read(rows)[keys.REWARD].sum(1).tolist() == [1.0, 2.0]
+    assert bool((rb.read(rows, keys=[keys.KL_PENALTY])[keys.KL_PENALTY] != 0).any())
+
+
 def test_seeded_samples(make_buffer, make_rows):
     """`sample` follows the seed; the default draws with replacement as TorchRL does."""
     rows = make_rows([4] * 10)

@@ -510,6 +510,22 @@ def test_arguments_that_contradict(tmp_path):
         TrajectoryStorage(tmp_path / "c", schema=trajectory_schema([Column("mine", "int32")]))
 
 
+@pytest.mark.peer
+def test_torchrl_prompt_groups(storage, make_rows):
+    """TorchRL's group sampler finds whole groups through the scalars of a slice."""
+    from torchrl.data.replay_buffers.samplers import PromptGroupSampler
+
+    put(storage, lazy_stack(make_rows([4] * 8)))
+    rb = ReplayBuffer(
+        storage=storage,
+        sampler=PromptGroupSampler(num_groups=2, group_key="group_id"),
+        batch_size=4,
+        collate_fn=lambda x: x,
+    )
+    groups = rb.sample()[keys.GROUP_ID].tolist()
+    assert len(set(groups)) == 2
+
+
 def test_plain_torchrl_buffer(storage, make_rows):
     """A TorchRL buffer with TorchRL's sampler and writer works on it."""
     rb = ReplayBuffer(storage=storage, sampler=SamplerWithoutReplacement(), batch_size=2, collate_fn=lambda x: x)
