@@ -5,6 +5,7 @@
 'input_ids'
 """
 
+from trajectory_store._compare import StoreDiff, copy_rows, diff
 from trajectory_store._errors import (
     BatchError,
     CorruptionError,
@@ -36,6 +37,9 @@ __all__ = [
     "Snapshot",
     "VerifyReport",
     "CompactReport",
+    "StoreDiff",
+    "copy_rows",
+    "diff",
     "StoreError",
     "SchemaError",
     "UnknownColumnError",

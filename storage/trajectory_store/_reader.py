@@ -111,6 +111,11 @@ class SegmentReader:
         """Count the records whose data checksum holds, up to the first that does not."""
         seq = 0
         edges = dict.fromkeys(self.schema.axes, 0)
+        try:
+            for column in self.schema:
+                self.raw(column.name)
+        except (StoreError, OSError):
+            return 0
         while (record := self.log.get(seq)) is not None:
             if record.kind == KIND_ROWS and not self._holds(record, edges):
                 break

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import _fs
-from trajectory_store._batch import cast_values, prepare
+from trajectory_store._batch import Batch, cast_values, prepare
 from trajectory_store._engine import Engine, MemmapEngine, Stream
 from trajectory_store._errors import (
     BatchError,
@@ -23,7 +23,7 @@ from trajectory_store._errors import (
 from trajectory_store._gather import Gather, Side, pad_value_of
 from trajectory_store._io import Io
 from trajectory_store._layout import MAX_ROWS, TARGET
-from trajectory_store._maintenance import CompactReport
+from trajectory_store._maintenance import CompactReport, read_batch
 from trajectory_store._pool import BufferPool
 from trajectory_store._ragged import Int64Array, RaggedArray
 from trajectory_store._root import RootMeta, add_to_root, create_root, read_root, with_columns
@@ -311,7 +311,11 @@ class TrajectoryStore:
             WriteFailedError: the disk refused; what was acknowledged before is safe.
         """
         self._check_writable("append")
-        batch = prepare(self.schema, data)
+        return self.append_batch(prepare(self.schema, data))
+
+    def append_batch(self, batch: Batch) -> Int64Array:
+        """Append rows that are in the form on disk already; `append` and `copy_rows` end here."""
+        self._check_writable("append")
         if not batch.n_rows:
             return np.empty(0, np.int64)
         known = self._stream.ordinal
@@ -478,6 +482,11 @@ class TrajectoryStore:
             else:
                 out[column.name] = gather.scalars(column)
         return out
+
+    def read_batch(self, ids: Ids, schema: Schema | None = None) -> Batch:
+        """Read whole rows in the form in which they are written, later values folded in."""
+        self._check_open()
+        return read_batch(self._catalog, schema or self.schema, as_ids(ids))
 
     def read_ragged(self, column: str, ids: Ids | None = None) -> RaggedArray:
         """Read a ragged column in one flat array; None for all trajectories in the order of arrival."""

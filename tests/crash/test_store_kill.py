@@ -129,6 +129,6 @@ def test_killed_writers_lose_nothing(tmp_path, writers):
         report = store.verify()
         assert report.ok, report
         assert len(np.unique(store.ids())) == len(store)
-        more = store.append({**{k: v for k, v in store.read(store.ids()[:1]).items()}})
+        more = store.append(store.read(store.ids()[:1]))
         assert int(more[0]) not in set(reader.ids().tolist())
     reader.close()
