@@ -11,6 +11,7 @@ Everything here runs without autograd, on buffers that are made once per call. T
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -22,8 +23,6 @@ CUDA_CHUNK_ELEMENTS = 1 << 28
 CPU_BLOCK_ELEMENTS = 1 << 20
 CPU_CHUNK_ROWS = (256, 1024)
 CUDA_CHUNK_ROWS = (64, 8192)
-
-_HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.mm.overloads()
 
 
 def default_chunk_rows(vocab_size: int, device: torch.device) -> int:
@@ -59,6 +58,25 @@ def row_chunks(rows: int, chunk: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
+@cache
+def writes_float32(device: torch.device) -> bool:
+    """Whether a matmul of bfloat16 operands can write and accumulate float32 on a device; tried once.
+
+    >>> writes_float32(torch.device("cpu"))
+    False
+    """
+    if device.type != "cuda" or "dtype_out" not in torch.ops.aten.addmm.overloads():
+        return False
+    ones = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
+    out = torch.empty(16, 16, device=device)
+    try:
+        torch.ops.aten.mm.dtype_out(ones, ones.t(), torch.float32, out=out)
+        torch.ops.aten.addmm.dtype_out(out, ones.t(), ones, torch.float32, alpha=-0.5, out=out)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    return bool((out == 8.0).all())
+
+
 def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     """The dtype of the matmul operands; the products are float32 (float64 for float64 inputs) in any case.
 
@@ -67,7 +85,7 @@ def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     """
     if torch.float64 in (hidden.dtype, weight.dtype):
         return torch.float64
-    if hidden.is_cuda and _HAS_OUT_DTYPE and torch.bfloat16 in (hidden.dtype, weight.dtype):
+    if torch.bfloat16 in (hidden.dtype, weight.dtype) and writes_float32(hidden.device):
         return torch.bfloat16
     return torch.float32
 

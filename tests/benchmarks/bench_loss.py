@@ -3,10 +3,11 @@
     python tests/benchmarks/bench_loss.py            # vocabularies of 32,000 and 151,936; a few minutes on 2 cores
     python tests/benchmarks/bench_loss.py --quick    # a small vocabulary; half a minute
 
-One tiny Qwen2 (hidden 256, 2 layers, tied head), one padded batch of ragged trajectories (prompt 128, length up to
-512), clip and a KL term against the reference. Each variant runs in a process of its own, in rounds, so that a busy
-machine is busy for all of them. One thread by default, because threads that wait for each other on a busy machine burn
-CPU time. The best round counts. Ratios of CPU seconds are the result; wall seconds stand beside them.
+One tiny Qwen2 (hidden 256, 2 layers, tied head) and one padded batch: prompts of 128 tokens, log-normal completions
+(sigma 0.8) of up to 384, the batch as wide as its longest row; clip, and a KL term against the reference. With --full
+no row is padded, so that only the prompts are left to skip. Each variant runs in a process of its own, in rounds, so
+that a busy machine is busy for all of them. One thread by default, because threads that wait for each other on a busy
+machine burn CPU time. The best round counts. Ratios of CPU seconds are the result; wall seconds stand beside them.
 Memory is the peak resident size (VmHWM) above the size before the first step, gradients included.
 """
 
@@ -35,12 +36,13 @@ TARGETS = {("ours", "torchrl"): 6.0, ("ours-no-bonus", "torchrl-no-entropy"): 2.
 
 @dataclass(frozen=True)
 class Case:
-    """One problem size: vocabulary, rows of the batch, padded length, prompt length."""
+    """One problem size: vocabulary, rows, padded length, prompt length; `full` for rows without padding."""
 
     vocab: int
     rows: int
     length: int = 512
     prompt: int = 128
+    full: bool = False
 
 
 def memory(field: str) -> int:
@@ -74,8 +76,12 @@ def build(case: Case, variant: str) -> tuple[Any, Any]:
     model: Any = Qwen2ForCausalLM(config).eval()
     rows, length, prompt = case.rows, case.length, case.prompt
     room = length - prompt
-    completion = (torch.randn(rows).mul(0.5).exp() * 0.6 * room).clamp(room // 8, room).long()
-    completion[0] = room
+    completion = torch.full((rows,), room)
+    if not case.full:
+        quantiles = (torch.arange(rows) + 0.5) / rows
+        normal = torch.distributions.Normal(0.0, 0.8).icdf(quantiles)
+        completion = (0.35 * room * normal.exp()).clamp(max=room).long()
+        completion[-1] = room
     at = torch.arange(length)
     attention = at < (completion + prompt)[:, None]
     assistant = attention & (at >= prompt)
@@ -149,7 +155,7 @@ def measure(case: Case, variant: str, reps: int, threads: int) -> dict[str, floa
     command = [sys.executable, "-W", "ignore", __file__, "--child", variant, "--reps", str(reps)]
     command += ["--vocab", str(case.vocab), "--rows", str(case.rows)]
     command += ["--length", str(case.length), "--prompt", str(case.prompt)]
-    command += ["--threads", str(threads)]
+    command += ["--threads", str(threads), *(["--full"] if case.full else [])]
     done = subprocess.run(
         command,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)},
@@ -209,6 +215,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a small vocabulary and one round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--reps", type=int, default=2)
+    parser.add_argument("--full", action="store_true", help="every row as long as the longest")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--child", choices=list(VARIANTS), help=argparse.SUPPRESS)
@@ -218,14 +225,14 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=128)
     args = parser.parse_args()
     if args.child:
-        child(Case(args.vocab, args.rows, args.length, args.prompt), args.child, args.reps, args.threads)
+        child(Case(args.vocab, args.rows, args.length, args.prompt, args.full), args.child, args.reps, args.threads)
         return 0
-    cases = [Case(32_000, 8), Case(151_936, 4)]
+    cases = [Case(32_000, 8, full=args.full), Case(151_936, 4, full=args.full)]
     if args.vocab:
-        cases = [Case(args.vocab, args.rows, args.length, args.prompt)]
+        cases = [Case(args.vocab, args.rows, args.length, args.prompt, args.full)]
     rounds = args.rounds
     if args.quick:
-        cases, rounds = [Case(8_000, 4, 256, 64)], 1
+        cases, rounds = [Case(8_000, 4, 256, 64, args.full)], 1
     met = [
         compare(case, rounds=rounds, reps=args.reps, threads=args.threads, names=args.variants, judged=not args.quick)
         for case in cases
