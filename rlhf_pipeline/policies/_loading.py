@@ -48,7 +48,7 @@ def _missing(path: Path) -> str:
     near = f" Its parent folder holds: {_listing(path.parent)}." if path.parent.is_dir() else ""
     return (
         f"There is no checkpoint folder at {path}.{near} Make a small one with "
-        f"`rlhf-pipeline new {path} --text FILE`, or name a folder that save_pretrained wrote, or a hub model as "
+        f"`rlhf-pipeline new-model {path} --text FILE`, or name a folder that save_pretrained wrote, or a hub model as "
         "organisation/name."
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_pipeline.errors import DefinitionError
 
@@ -152,6 +153,19 @@ def find_parts(model: nn.Module) -> ModelParts:
     )
     _check_logits(model, parts, int(head.weight.shape[0]))
     return parts
+
+
+def set_recomputation(model: nn.Module, on: bool) -> None:
+    """Set the training flag of the decoder layers alone, which is what makes transformers recompute them.
+
+    The modules inside a layer stay in eval mode; dropout that a layer applies by its own flag gets probability 0.
+    """
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = on
+            for field, value in vars(layer).items():
+                if on and "dropout" in field and isinstance(value, float):
+                    setattr(layer, field, 0.0)
 
 
 def _max_positions(config: Any) -> int | None:

@@ -10,13 +10,20 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torch import distributions as D
-from torchrl.data.llm import History
 
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
-from rlhf_pipeline.padding import Side, length_mask, pad_rows
+from rlhf_pipeline.padding import Side, pad_rows
 from rlhf_pipeline.policies._batches import Key, TokenBatch, leaf, pad_ids, pad_like, prompt_lengths, read_ids
+from rlhf_pipeline.policies._td_output import (
+    completion_row,
+    grouped_rows,
+    history_messages,
+    padded_completions,
+    repeated_rows,
+    text_list,
+)
 from rlhf_pipeline.policies.chat import decode_completion, encode_chat, encode_prompt
-from rlhf_pipeline.policies.containers import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens, _sub
+from rlhf_pipeline.policies.containers import LLMWrapperBase, LogProbs, Masks, Tokens, _sub
 from rlhf_pipeline.policies.distribution import TokenDistribution
 from rlhf_pipeline.policies.slot_engine import RaggedCompletions
 
@@ -144,11 +151,11 @@ class TensorDictPolicy(LLMWrapperBase):
         result = self._sample_td(source) if self.generate else self._score_td(source, logits_only)
         members = self.num_samples if self.generate else None
         if members is not None:
-            source = _repeated(source, members)
+            source = repeated_rows(source, members)
         elif single and tensordict_out is None and self.inplace is True:
             return self._put(cast(TensorDictBase, result[0]), tensordict)
         if tensordict_out is not None:
-            result = _grouped(result, members)
+            result = grouped_rows(result, members)
             return self._put(cast(TensorDictBase, result[0]) if single else result, tensordict_out)
         if self.inplace == "empty":
             done = result
@@ -160,7 +167,7 @@ class TensorDictPolicy(LLMWrapperBase):
             elif self.inplace is False and members is None:
                 source = source.copy()
             done = self._put(result, source)
-        done = _grouped(done, members)
+        done = grouped_rows(done, members)
         return cast(TensorDictBase, done[0]) if single else done
 
     def _put(self, result: TensorDictBase, target: TensorDictBase) -> TensorDictBase:
@@ -192,9 +199,9 @@ class TensorDictPolicy(LLMWrapperBase):
         if value is None:
             raise DataError(f"The TensorDict has no prompts under {key!r}, which input_mode={self.input_mode!r} reads.")
         if self.input_mode == "text":
-            return [encode_prompt(self.tokenizer, text, as_chat=False) for text in _strings(value)], None
+            return [encode_prompt(self.tokenizer, text, as_chat=False) for text in text_list(value)], None
         rows = list(value.unbind(0))
-        return [encode_prompt(self.tokenizer, _messages(row)) for row in rows], rows
+        return [encode_prompt(self.tokenizer, history_messages(row)) for row in rows], rows
 
     def _sample_td(self, td: TensorDictBase) -> TensorDictBase:
         prompts, histories = self._read_prompts(td)
@@ -214,8 +221,8 @@ class TensorDictPolicy(LLMWrapperBase):
         device = td.device or torch.device("cpu")
         fields = self._fields(prompts, histories, done, device)
         if self.pad_output:
-            return _padded(fields, self.pad_token_id, len(done), self._container_keys())
-        return lazy_stack([_row(fields, i, self._container_keys()) for i in range(len(done))])
+            return padded_completions(fields, self.pad_token_id, len(done), self._container_keys())
+        return lazy_stack([completion_row(fields, i, self._container_keys()) for i in range(len(done))])
 
     def _container_key_options(self) -> dict[str, Key]:
         return {f"{name}_key": key for name, key in self._container_keys().items()}
@@ -280,9 +287,9 @@ class TensorDictPolicy(LLMWrapperBase):
                 f"The TensorDict has nothing under {self._input_key()!r}, which input_mode={self.input_mode!r} reads."
             )
         if self.input_mode == "text":
-            rows = [encode_prompt(self.tokenizer, text, as_chat=False) for text in _strings(value)]
+            rows = [encode_prompt(self.tokenizer, text, as_chat=False) for text in text_list(value)]
             return pad_ids([torch.tensor(r) for r in rows], "left"), None
-        encoded = [encode_chat(self.tokenizer, _messages(row)) for row in value.unbind(0)]
+        encoded = [encode_chat(self.tokenizer, history_messages(row)) for row in value.unbind(0)]
         batch = pad_ids([torch.tensor(ids) for ids, _ in encoded], "left")
         return batch, pad_rows([torch.tensor(mask) for _, mask in encoded], side="left")[0].bool()
 
@@ -342,98 +349,3 @@ class TensorDictPolicy(LLMWrapperBase):
                 row.set(self.tokens_key, Tokens(full=tokens[i], padded=False))
                 row.set(self.masks_key, Masks(all_attention_mask=real, all_assistant_mask=mask, padded=False))
         return lazy_stack(out)
-
-
-def _repeated(td: TensorDictBase, members: int) -> TensorDictBase:
-    """Return a TensorDict of `[B * members]` rows, each a copy of its prompt's."""
-    if isinstance(td, LazyStackedTensorDict):
-        return lazy_stack([row.copy() for row in td.unbind(0) for _ in range(members)])
-    index = torch.arange(td.batch_size[0]).repeat_interleave(members)
-    return cast(TensorDictBase, td[index])
-
-
-def _grouped(td: TensorDictBase, members: int | None) -> TensorDictBase:
-    """Cut the batch `[B * members]` into `[B, members]`."""
-    if members is None:
-        return td
-    if not isinstance(td, LazyStackedTensorDict):
-        return td.reshape(-1, members)
-    rows = list(td.unbind(0))
-    return lazy_stack([lazy_stack(rows[i : i + members]) for i in range(0, len(rows), members)])
-
-
-def _strings(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    data = value.tolist() if hasattr(value, "tolist") else value
-    return [data] if isinstance(data, str) else [str(item) for item in data]
-
-
-def _messages(history: Any) -> list[dict[str, Any]]:
-    return [{"role": turn.role, "content": turn.content} for turn in history.unbind(0)]
-
-
-def _row(fields: dict[str, list[Any]], i: int, keys: dict[str, Key]) -> TensorDict:
-    """Return one completion as a TensorDict without batch size."""
-
-    def pick(name: str) -> Any:
-        return fields[name][i] if name in fields else None
-
-    row = TensorDict({}, [])
-    full = fields["full"][i]
-    row.set(keys["tokens"], Tokens(prompt=pick("prompt"), response=pick("response"), full=full, padded=False))
-    attention = torch.ones_like(full, dtype=torch.bool)
-    row.set(
-        keys["masks"],
-        Masks(all_attention_mask=attention, all_assistant_mask=pick("assistant"), padded=False),
-    )
-    if "full_scores" in fields:
-        scores = LogProbs(response=pick("response_scores"), full=fields["full_scores"][i], padded=False)
-        row.set(keys["log_probs"], scores)
-    if "prompt_text" in fields:
-        start, end = fields["prompt_text"][i], fields["response_text"][i]
-        row.set(keys["text"], Text(prompt=start, response=end, full=start + end))
-    if "prompt_history" in fields:
-        prompt = fields["prompt_history"][i]
-        turn = History(role="assistant", content=fields["response_text"][i], batch_size=(1,))
-        full_history = prompt.extend(turn, inplace=False)
-        row.set(keys["history"], ChatHistory(prompt=prompt, response=turn, full=full_history))
-    return row
-
-
-def _padded(fields: dict[str, list[Any]], pad: int, count: int, keys: dict[str, Key]) -> TensorDict:
-    """Return completions padded as TorchRL pads them: prompt on the left, response on the right."""
-    prompt, prompt_sizes = pad_rows(fields["prompt"], pad_value=pad, side="left")
-    response, response_sizes = pad_rows(fields["response"], pad_value=pad, side="right")
-    real_prompt = length_mask(prompt_sizes, prompt.shape[1], side="left").to(prompt.device)
-    real_response = length_mask(response_sizes, response.shape[1], side="right").to(prompt.device)
-    size = [count]
-    out = TensorDict({}, size)
-    out.set(
-        keys["tokens"],
-        Tokens(
-            prompt=prompt,
-            response=response,
-            full=torch.cat((prompt, response), 1),
-            padded=True,
-            batch_size=size,
-        ),
-    )
-    out.set(
-        keys["masks"],
-        Masks(
-            all_attention_mask=torch.cat((real_prompt, real_response), 1),
-            all_assistant_mask=torch.cat((torch.zeros_like(real_prompt), real_response), 1),
-            padded=True,
-            batch_size=size,
-        ),
-    )
-    if "full_scores" in fields:
-        scores = pad_rows(fields["response_scores"], side="right")[0]
-        full = torch.cat((scores.new_zeros(prompt.shape), scores), 1)
-        out.set(keys["log_probs"], LogProbs(response=scores, full=full, padded=True, batch_size=size))
-    if "prompt_text" in fields:
-        pairs = zip(fields["prompt_text"], fields["response_text"], strict=True)
-        texts: Any = [Text(prompt=start, response=end, full=start + end) for start, end in pairs]
-        out.set(keys["text"], lazy_stack(texts))
-    return out

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.functional.logprob import token_log_probs
@@ -21,28 +20,13 @@ from rlhf_pipeline.policies._loading import (
     quiet_progress,
     resolve_source,
 )
-from rlhf_pipeline.policies._model_parts import ModelParts, find_parts
+from rlhf_pipeline.policies._model_parts import ModelParts, find_parts, set_recomputation
+from rlhf_pipeline.policies._scoring import ScoringRows, predicting_rows, token_states
 from rlhf_pipeline.policies._td_policy import TensorDictPolicy
 from rlhf_pipeline.policies.distribution import TokenDistribution
 from rlhf_pipeline.policies.slot_engine import Completion, RaggedCompletions, SlotEngine
 
 __all__ = ["CausalLMPolicy", "Completion", "RaggedCompletions", "ScoringRows"]
-
-
-class ScoringRows(NamedTuple):
-    """The hidden states that predict the scored tokens, and where those tokens are.
-
-    Attributes:
-        hidden: `[N, H]`, for each scored token the last hidden state of the token before it; differentiable.
-        targets: the scored tokens, int64 `[N]`.
-        rows: the batch row of each, int64 `[N]`.
-        columns: the column of each, int64 `[N]`.
-    """
-
-    hidden: Tensor
-    targets: Tensor
-    rows: Tensor
-    columns: Tensor
 
 
 class CausalLMPolicy(TensorDictPolicy):
@@ -236,10 +220,16 @@ class CausalLMPolicy(TensorDictPolicy):
             "num_samples": self.num_samples,
             **self._container_key_options(),
         }
+        if "generate" not in kwargs and "input_mode" not in kwargs:
+            options["input_key"] = self.input_key
         for name in kwargs:
             if name not in options and name not in ("model", "input_key"):
                 raise DefinitionError(f"CausalLMPolicy has no argument {name!r}." + did_you_mean(name, options))
-        return type(self)(**{"model": self.model, **options, **kwargs})
+        other = type(self)(**{"model": self.model, **options, **kwargs})
+        if self._checkpointing and other.model is self.model:
+            other._checkpointing = True
+            other._recompute(True)
+        return other
 
     # The head and the trunk
 
@@ -294,12 +284,7 @@ class CausalLMPolicy(TensorDictPolicy):
         self._recompute(enabled)
 
     def _recompute(self, on: bool) -> None:
-        for layer in self.model.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                layer.training = on
-                for field, value in vars(layer).items():
-                    if on and "dropout" in field and isinstance(value, float):
-                        setattr(layer, field, 0.0)
+        set_recomputation(self.model, on)
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the last hidden state of every token, `[B, T, H]`; zero at padding.
@@ -311,25 +296,14 @@ class CausalLMPolicy(TensorDictPolicy):
             input_ids: int64 `[B, T]`; what stands at padding does not matter.
             attention_mask: bool `[B, T]`, True at tokens.
         """
-        mask = self._check_batch(input_ids, attention_mask)
-        hidden, positions = self._run_trunk(input_ids, mask)
-        gathered = hidden.gather(1, positions.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
-        return gathered.masked_fill(~mask[..., None], 0.0)
+        return token_states(self._parts, input_ids, attention_mask)
 
     def scoring_rows(self, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None = None) -> ScoringRows:
         """Return the hidden states that predict the scored tokens, and no others.
 
         For losses that apply the head themselves. Arguments as in `log_probs`.
         """
-        mask = self._check_batch(input_ids, attention_mask)
-        hidden, positions = self._run_trunk(input_ids, mask)
-        scored = mask & (positions >= 1)
-        if score_mask is not None:
-            self._check_shape("score_mask", score_mask, input_ids)
-            scored = scored & score_mask.to(device=mask.device, dtype=torch.bool)
-        rows, columns = scored.nonzero(as_tuple=True)
-        before = positions[rows, columns] - 1
-        return ScoringRows(hidden[rows, before], input_ids.to(mask.device)[rows, columns], rows, columns)
+        return predicting_rows(self._parts, input_ids, attention_mask, score_mask)
 
     def log_probs(
         self,
@@ -384,45 +358,6 @@ class CausalLMPolicy(TensorDictPolicy):
         scored[found.rows, found.columns] = True
         temperature = self.temperature if self.temperature > 0 else 1.0
         return TokenDistribution(found.hidden, self.head_weight, self.head_bias, scored, temperature)
-
-    def _run_trunk(self, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (hidden states `[B, W, H]` of the tokens brought to the left, their positions `[B, T]`).
-
-        With all padding on the right no token sees any of it, so no attention mask is needed, the fast causal kernels
-        apply, and no row is fully masked. W is the length of the longest row.
-        """
-        positions = mask.cumsum(1) - 1
-        width = max(1, int(positions[:, -1].max()) + 1) if mask.numel() else 1
-        # One row at least: some models cannot run on an empty batch.
-        ids = torch.zeros((max(1, mask.shape[0]), width), dtype=torch.int64, device=mask.device)
-        rows, columns = mask.nonzero(as_tuple=True)
-        ids[rows, positions[rows, columns]] = input_ids.to(mask.device)[rows, columns].long()
-        hidden = self._parts.hidden(
-            input_ids=ids,
-            position_ids=torch.arange(width, device=mask.device).expand(len(ids), -1),
-            use_cache=False,
-        )
-        return hidden, positions
-
-    def _check_batch(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        if input_ids.ndim != 2:
-            raise DefinitionError(f"input_ids must be [B, T]; got {list(input_ids.shape)}.")
-        self._check_shape("attention_mask", attention_mask, input_ids)
-        most = self.max_positions
-        mask = attention_mask.to(device=self.head_weight.device, dtype=torch.bool)
-        if most is not None and input_ids.shape[1] > most and bool((mask.sum(1) > most).any()):
-            raise DefinitionError(
-                f"A row has {int(mask.sum(1).max())} tokens; the model has {most} positions "
-                "(max_position_embeddings). Leave such trajectories out."
-            )
-        return mask
-
-    @staticmethod
-    def _check_shape(name: str, mask: Tensor, input_ids: Tensor) -> None:
-        if mask.shape != input_ids.shape:
-            raise DefinitionError(
-                f"{name} must have the shape of input_ids, {list(input_ids.shape)}; got {list(mask.shape)}."
-            )
 
     # Generation
 

@@ -81,7 +81,9 @@ def decode_completion(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
         tokenizer: a tokenizer of transformers.
         token_ids: the sampled tokens, with or without the EOS token.
     """
-    return _need_tokenizer(tokenizer).decode(list(token_ids), skip_special_tokens=True)
+    return _need_tokenizer(tokenizer).decode(
+        list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
 
 
 def has_generation_markers(tokenizer: Any | None) -> bool:

@@ -18,9 +18,8 @@ and a window of columns no wider than the longest live row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,74 +27,17 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.policies._completions import Completion, Int64Array, RaggedCompletions, collect
 from rlhf_pipeline.policies._model_parts import ModelParts
 from rlhf_pipeline.policies._sampling import sample_rows
 from rlhf_pipeline.policies._slot_cache import PrefillCache, SlotCache
 from rlhf_pipeline.policies._uniforms import stream_keys, uniforms
 
-FinishReason = Literal["stop", "length"]
-Int64Array = npt.NDArray[np.int64]
+__all__ = ["Completion", "RaggedCompletions", "SlotEngine"]
 
 _PREFILL_TOKENS = 4096
 """Padded tokens of one prefill pass. Prompts are prefilled that far ahead of their turn, so that slots which free up
 one by one do not cost one small forward pass each."""
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One sampled completion.
-
-    Attributes:
-        prompt_index: which prompt of the call it belongs to.
-        member: its index in the prompt's group.
-        token_ids: the new tokens, with the end-of-sequence token when that was sampled.
-        log_probs: float32 `[len(token_ids)]`, the log-prob of each token in nats, at the sampling temperature.
-        finish_reason: "stop" when it ends with an end-of-sequence token, else "length".
-    """
-
-    prompt_index: int
-    member: int
-    token_ids: list[int]
-    log_probs: Tensor
-    finish_reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class RaggedCompletions:
-    """All completions of a call in flat arrays, prompt-major and member-minor.
-
-    Attributes:
-        token_ids: int64 `[sum(lengths)]`.
-        log_probs: float32 `[sum(lengths)]`.
-        lengths: new tokens per completion, int64 `[N]`.
-        prompt_index: int64 `[N]`.
-        member: int64 `[N]`.
-        stopped: bool `[N]`, True where the completion ends with an end-of-sequence token.
-    """
-
-    token_ids: Int64Array
-    log_probs: npt.NDArray[np.float32]
-    lengths: Int64Array
-    prompt_index: Int64Array
-    member: Int64Array
-    stopped: npt.NDArray[np.bool_]
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __iter__(self) -> Iterator[Completion]:
-        """Yield one `Completion` after the other."""
-        ends = np.cumsum(self.lengths)
-        tokens = self.token_ids.tolist()
-        log_probs = torch.from_numpy(self.log_probs)
-        for i, (end, length) in enumerate(zip(ends.tolist(), self.lengths.tolist(), strict=True)):
-            yield Completion(
-                prompt_index=int(self.prompt_index[i]),
-                member=int(self.member[i]),
-                token_ids=tokens[end - length : end],
-                log_probs=log_probs[end - length : end],
-                finish_reason="stop" if self.stopped[i] else "length",
-            )
 
 
 @dataclass(slots=True)
@@ -178,7 +120,7 @@ class SlotEngine:
         prompt_of = np.repeat(np.arange(len(prompts), dtype=np.int64), group_size)
         member_of = np.tile(np.arange(group_size, dtype=np.int64), len(prompts))
         if count == 0:
-            return _collect([], [], [], prompt_of, member_of, np.zeros(0, np.bool_))
+            return collect([], [], [], prompt_of, member_of, np.zeros(0, np.bool_))
         streams = np.array([int(s) for s in stream_ids], dtype=object)[prompt_of].tolist()
         run = _Run(
             self,
@@ -191,7 +133,7 @@ class SlotEngine:
         )
         while run.step():
             pass
-        return _collect(run.out_rows, run.out_tokens, run.out_log_probs, prompt_of, member_of, run.stopped)
+        return collect(run.out_rows, run.out_tokens, run.out_log_probs, prompt_of, member_of, run.stopped)
 
     def _check(
         self,
@@ -456,24 +398,3 @@ class _Run:
 
     def _index(self, values: Int64Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
-
-
-def _collect(
-    rows: list[Int64Array],
-    tokens: list[Int64Array],
-    log_probs: list[npt.NDArray[np.float32]],
-    prompt_of: Int64Array,
-    member_of: Int64Array,
-    stopped: npt.NDArray[np.bool_],
-) -> RaggedCompletions:
-    """Bring the tokens of all steps into the order of the completions."""
-    flat = np.concatenate(rows) if rows else np.zeros(0, np.int64)
-    order = np.argsort(flat, kind="stable")
-    return RaggedCompletions(
-        token_ids=(np.concatenate(tokens) if tokens else np.zeros(0, np.int64))[order],
-        log_probs=(np.concatenate(log_probs) if log_probs else np.zeros(0, np.float32))[order],
-        lengths=np.bincount(flat, minlength=len(prompt_of)).astype(np.int64),
-        prompt_index=prompt_of,
-        member=member_of,
-        stopped=stopped,
-    )

@@ -324,7 +324,7 @@ def test_missing_folders_say_what_to_type(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     for name in (str(tmp_path / "nowhere"), "./nowhere", "nowhere", "runs/nowhere", "a/b/c"):
-        with pytest.raises(MissingPathError, match="rlhf-pipeline new"):
+        with pytest.raises(MissingPathError, match="rlhf-pipeline new-model"):
             CausalLMPolicy.from_pretrained(name)
     with pytest.raises(FileNotFoundError):
         CausalLMPolicy.from_pretrained("nowhere")
