@@ -76,9 +76,10 @@ def _common_scale(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def _scaled(value: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor | None:
+    """Scale a gradient in place: it was collected for this one use."""
     if value is None or (scale.device.type == "cpu" and bool(scale == 1)):
         return value
-    return value * scale.to(value.dtype)
+    return value.mul_(scale)
 
 
 class _FusedTokenLoss(torch.autograd.Function):

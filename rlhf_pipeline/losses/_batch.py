@@ -187,7 +187,7 @@ def _token_mask(
     if prompt is None:
         prompt = _prompt_lengths(read)
     if prompt is not None:
-        lengths = prompt.to(tokens.device).reshape(-1, 1)
+        lengths = prompt.to(tokens.device).reshape(len(tokens), -1)[:, :1]
         return attention.cumsum(1) > lengths
     if assistant is None:
         raise DataError(
