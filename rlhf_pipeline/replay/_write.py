@@ -55,7 +55,15 @@ def trajectories_of(data: TensorDictBase) -> Columns:
     Raises:
         DataError: if the last trajectory is not complete.
     """
-    columns = ragged_tokens(columns_of(data))
+    return merge_steps(ragged_tokens(columns_of(data)))
+
+
+def merge_steps(columns: Columns) -> Columns:
+    """One row per trajectory of rows that may be steps.
+
+    Raises:
+        DataError: if the last trajectory is not complete.
+    """
     ended = ends(columns)
     if ended is None or bool(ended.all()):
         return columns
@@ -66,7 +74,7 @@ def trajectories_of(data: TensorDictBase) -> Columns:
             f"the last trajectory is not complete: steps {first} to {columns.n - 1} of {columns.n} have no {DONE!r}. "
             "Write whole trajectories, so that nothing is lost."
         )
-    return _merge_steps(columns, last)
+    return _merge(columns, last)
 
 
 def ends(columns: Columns) -> torch.Tensor | None:
@@ -80,7 +88,7 @@ def ends(columns: Columns) -> torch.Tensor | None:
     return torch.segment_reduce(flags.reshape(-1).double(), "max", lengths=done.lengths) > 0
 
 
-def _merge_steps(columns: Columns, last: torch.Tensor) -> Columns:
+def _merge(columns: Columns, last: torch.Tensor) -> Columns:
     """Multi-step trajectories: the last step holds the whole conversation, rewards of the steps add up."""
     first = torch.cat([last.new_zeros(1), last[:-1] + 1])
     out = columns.select(last)

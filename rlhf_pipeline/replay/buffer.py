@@ -15,10 +15,18 @@ from torchrl.envs.transforms import Compose, Transform
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.keys import TOKENS, Key
-from rlhf_pipeline.replay._write import ends, trajectories_of
+from rlhf_pipeline.replay._write import ends, merge_steps, trajectories_of
 from rlhf_pipeline.replay.samplers import Ints, StoreView, TrajectorySampler, as_sampler
 from rlhf_pipeline.replay.storage import TrajectoryStorage
-from rlhf_pipeline.transforms._columns import Columns, columns_of, is_stack, ragged_tokens, td_of
+from rlhf_pipeline.transforms._columns import (
+    Columns,
+    columns_of,
+    is_stack,
+    is_token_level,
+    ragged_tokens,
+    td_of,
+    token_level,
+)
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from trajectory_store import Snapshot, TrajectoryStore
 
@@ -134,10 +142,14 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
     @property
     def trajectories(self) -> TrajectoryStorage:
         """The storage, with its own type."""
+        if not self.initialized:  # TorchRL's delayed_init
+            self._init()
         storage: Any = self._storage
         return storage
 
     def _transforms(self) -> list[Transform]:
+        if not self.initialized:
+            self._init()
         transform: Any = self._transform
         return list(transform) if isinstance(transform, Compose) else [transform]
 
@@ -181,16 +193,19 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         Returns:
             The slot, or the slots of the completed group, or an empty tensor where the trajectory waits.
         """
-        index = self.extend(data if data.batch_dims else lazy_stack([data]))  # pyright: ignore[reportArgumentType]
+        index = self.extend(data)
         return int(index) if index.numel() == 1 else index
 
     def _invert(self, td: TensorDictBase, transforms: Sequence[Transform]) -> TensorDictBase | None:
-        if transforms and (td.batch_dims == 0 or is_stack(td) or _on_device(td)):
+        td = _as_batch(td)
+        if transforms and (is_stack(td) or _on_device(td)):
             # One pass over the leaves here saves one per transform, and one copy from a device saves many.
-            columns = columns_of(td)
+            columns = ragged_tokens(columns_of(td))
             ended = ends(columns)
-            if ended is None or bool(ended.all()):
-                td = td_of(ragged_tokens(columns))
+            # The whole conversation is scored and stored, so several steps are one row from here on. A return that
+            # is not the sum of the steps' rewards is the group transform's to take.
+            if ended is None or bool(ended.all()) or not any(_needs_steps(t) for t in transforms):
+                td = td_of(merge_steps(columns))
         out: TensorDictBase | None = td
         for transform in reversed(transforms):
             out = transform.inv(out)
@@ -201,7 +216,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
     def _write(self, td: TensorDictBase | None) -> torch.Tensor:
         if td is None or 0 in td.batch_size:
             return torch.zeros((0, 1), dtype=torch.int64)
-        columns = trajectories_of(td)
+        columns = trajectories_of(_as_batch(td))
         data: Any = columns if isinstance(self._writer, TrajectoryWriter) else td_of(columns)
         return ReplayBuffer._extend(self, data)
 
@@ -254,7 +269,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             uses: row ids that count as used, once for each time they are named (a ledger); None reads `use_count`.
 
         Raises:
-            DataError: if the store has not reached the watermark.
+            DataError: if the store has not reached the watermark, or has dropped rows that were there then.
         """
         store = self.store
         if isinstance(at, Snapshot):
@@ -273,9 +288,13 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
                 f"the store at {store.path} has {store.watermark} trajectories, the step needs {wanted}. Wait for the "
                 "collector, or check that it is the right store."
             )
-        ids = ids[max(len(ids) - max(wanted - start, 0), 0) :]
-        limit = self.trajectories.max_size
-        ids = np.asarray(ids[max(len(ids) - limit, 0) :])
+        expected = min(max(wanted - start, 0), self.trajectories.max_size)
+        if at is not None and len(ids) < expected:
+            raise DataError(
+                f"{expected - len(ids)} of the {expected} trajectories that the step chose from have left the store at "
+                f"{store.path} since, so it can not be drawn again; raise max_size to keep more."
+            )
+        ids = np.asarray(ids[max(len(ids) - expected, 0) :])
         return StoreView(store, ids, version=version, uses=None if uses is None else _count(ids, uses))
 
     def select_step(
@@ -338,6 +357,22 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
     def read(self, row_ids: Any, *, keys: Sequence[Key] | None = None, text: bool | None = None) -> TensorDict:
         """A padded batch of given rows, as a ledger names them."""
         return self.trajectories.read(row_ids=row_ids, keys=keys, text=text)
+
+
+def _as_batch(td: TensorDictBase) -> TensorDictBase:
+    """The trajectories, or steps, along one dimension."""
+    if td.batch_dims == 0:
+        return lazy_stack([td])  # pyright: ignore[reportReturnType]
+    if td.batch_dims == 1:
+        return td
+    flat: Any = td.flatten(0, -2) if td.batch_dims > 2 else td
+    if is_token_level(flat):
+        return token_level(flat)
+    return lazy_stack([step for row in flat.unbind(0) for step in row.unbind(0)])  # pyright: ignore[reportReturnType]
+
+
+def _needs_steps(transform: Transform) -> bool:
+    return isinstance(transform, MCAdvantage) and transform.trajectory_return != "sum"
 
 
 def _on_device(td: TensorDictBase) -> bool:

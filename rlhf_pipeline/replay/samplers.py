@@ -153,7 +153,13 @@ class TrajectorySampler(Sampler):
                 f"none of the {len(view)} trajectories may be drawn: max_staleness={self.max_staleness}, "
                 f"max_uses={self.max_uses}, version={self.version}. Collect more, or widen the limits."
             )
-        return torch.from_numpy(slots[found]), {}
+        weights = self.weights(view, found)
+        return torch.from_numpy(slots[found]), {} if weights is None else {"_weight": torch.from_numpy(weights).float()}
+
+    def weights(self, view: StoreView, chosen: Ints) -> Floats | None:
+        """Importance weights of chosen rows; None where the strategy has none."""
+        del view, chosen
+        return None
 
     def update_priority(self, index: Any, priority: Any, *, storage: Any = None) -> dict[str, Any] | None:
         """Write priorities to the store; TorchRL calls this after a learner step."""
@@ -228,6 +234,8 @@ class PrioritySampler(TrajectorySampler):
         alpha: how much the priority counts.
         tau: age in versions at which the chance has fallen to 1/e; infinity ignores the age.
         eps: added to the priority.
+        beta: how far importance weights undo the chances, `(N p)^-beta` over the largest of the batch; TorchRL's
+            `sample` puts them under `_weight`. None gives no weights.
         max_staleness: largest age in versions.
         max_uses: uses after which a trajectory is spent.
         seed: of the TorchRL interface.
@@ -242,6 +250,7 @@ class PrioritySampler(TrajectorySampler):
         alpha: float = 1.0,
         tau: float = math.inf,
         eps: float = 1e-6,
+        beta: float | None = None,
         max_staleness: int | None = None,
         max_uses: int | None = None,
         seed: int = 0,
@@ -250,6 +259,7 @@ class PrioritySampler(TrajectorySampler):
         if not tau > 0 or not eps > 0:
             raise DefinitionError(f"tau ({tau}) and eps ({eps}) must be above 0.")
         self.alpha, self.tau, self.eps = float(alpha), float(tau), float(eps)
+        self.beta = None if beta is None else float(beta)
 
     def log_weights(self, view: StoreView, allowed: Ints) -> Floats:
         """Logarithm of the unnormalised chances."""
@@ -264,6 +274,64 @@ class PrioritySampler(TrajectorySampler):
         n = len(allowed) if batch_size is None else min(batch_size, len(allowed))
         keys = self.log_weights(view, allowed) + rng.gumbel(size=len(allowed))
         return allowed[np.argsort(-keys, kind="stable")[:n]]
+
+    def weights(self, view: StoreView, chosen: Ints) -> Floats | None:
+        """Importance weights of chosen rows, the largest 1; None without `beta`.
+
+        Args:
+            view: what they were chosen from.
+            chosen: positions in the view.
+        """
+        if self.beta is None or not len(chosen):
+            return None
+        allowed = self.eligible(view)
+        chance = self.log_weights(view, allowed)
+        chance -= np.logaddexp.reduce(chance)
+        log_weight = -self.beta * (math.log(len(allowed)) + chance[np.searchsorted(allowed, chosen)])
+        return np.exp(log_weight - log_weight.max())
+
+
+class MixSampler(TrajectorySampler):
+    """A part of every batch by one strategy, the rest by another, no row twice.
+
+    Args:
+        fresh: draws first.
+        replay: fills up.
+        fraction: part of the batch that `fresh` draws.
+        seed: of the TorchRL interface.
+
+    Raises:
+        DefinitionError: if the fraction is not between 0 and 1.
+
+    >>> MixSampler(FreshSampler(), UniformSampler(max_staleness=8), fraction=0.75).fraction
+    0.75
+    """
+
+    def __init__(
+        self,
+        fresh: TrajectorySampler | None = None,
+        replay: TrajectorySampler | None = None,
+        *,
+        fraction: float = 0.5,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(seed=seed)
+        if not 0 <= fraction <= 1:
+            raise DefinitionError(f"fraction is {fraction}; it must lie between 0 and 1.")
+        self.fresh, self.replay = fresh or FreshSampler(), replay or UniformSampler()
+        self.fraction = float(fraction)
+
+    def _choose(self, view: StoreView, allowed: Ints, batch_size: int | None, rng: np.random.Generator) -> Ints:
+        n = len(allowed) if batch_size is None else batch_size
+        first = self.fresh.eligible(view)
+        if len(first):
+            first = self.fresh._choose(view, first, round(n * self.fraction), rng)
+        second = np.setdiff1d(self.replay.eligible(view), first)
+        if len(second) and n > len(first):
+            second = self.replay._choose(view, second, n - len(first), rng)
+        else:
+            second = second[:0]
+        return np.concatenate([first, second])
 
 
 class RecencySampler(PrioritySampler):
@@ -340,11 +408,12 @@ _STRATEGIES: dict[str, type[TrajectorySampler]] = {
     "recency": RecencySampler,
     "priority": PrioritySampler,
     "group": GroupSampler,
+    "mix": MixSampler,
 }
 
 
 def as_sampler(strategy: str | TrajectorySampler, **arguments: Any) -> TrajectorySampler:
-    """A strategy by name (`fresh`, `uniform`, `recency`, `priority`, `group`) or as it is.
+    """A strategy by name (`fresh`, `uniform`, `recency`, `priority`, `group`, `mix`) or as it is.
 
     Raises:
         DefinitionError: if the name is not known.

@@ -199,8 +199,23 @@ def columns_of(td: TensorDictBase) -> Columns:
     return _drop_padding(columns)
 
 
+def is_token_level(td: Any) -> bool:
+    """Whether the second dimension of a TensorDict `[n, T]` is the token, and not the step of an environment."""
+    try:
+        tokens = td.get(TOKENS, None)
+    except RuntimeError:  # ragged steps in a lazy stack of lazy stacks
+        return False
+    return isinstance(tokens, Tensor) and tokens.ndim == 2
+
+
 def token_level(td: TensorDictBase) -> TensorDictBase:
-    """View a `[n, T]` TensorDict whose second dimension is the token as a padded batch `[n]`."""
+    """View a `[n, T]` TensorDict whose second dimension is the token as a padded batch `[n]`.
+
+    Raises:
+        DataError: if its rows are not trajectories of tokens.
+    """
+    if td.batch_dims == 1:
+        return td
     out = td.clone(recurse=False) if not isinstance(td, LazyStackedTensorDict) else td.contiguous()
     out.batch_size = out.batch_size[:1]  # pyright: ignore[reportAttributeAccessIssue]  # it has a setter
     tokens = out.get(TOKENS, None)
@@ -314,7 +329,9 @@ def _collect(td: Any, prefix: tuple[str, ...], out: Columns, shared: dict[int, T
         elif isinstance(leaf, NonTensorStack):
             out[key] = Text(list(leaf.tensordicts))
         elif isinstance(leaf, NonTensorData) or not is_tensor_collection(leaf):
-            out[key] = Text([leaf] * out.n)
+            # One list with an item per row is a column too, far cheaper to build than a stack of wrapped strings.
+            plain = _unwrap(leaf)
+            out[key] = Text(list(plain) if isinstance(plain, list) and len(plain) == out.n else [plain] * out.n)
         elif isinstance(leaf, LazyStackedTensorDict):
             for inner, column in _from_rows(leaf.tensordicts).items():
                 out[(*prefix, name, *(inner if isinstance(inner, tuple) else (inner,)))] = column

@@ -23,7 +23,7 @@ from rlhf_pipeline.keys import (
     TOKENS,
     Key,
 )
-from rlhf_pipeline.transforms._columns import Flat
+from rlhf_pipeline.transforms._columns import Flat, token_level
 from rlhf_pipeline.transforms._groups import read, write
 from rlhf_pipeline.transforms._scoring import as_scorer, per_token, score, scored_positions
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController, KLController
@@ -180,6 +180,7 @@ class KLRewardTransform(Transform):
     def _shape(self, td: TensorDictBase, *, update: bool) -> TensorDictBase:
         if td.batch_dims == 0:
             return self._shape(lazy_stack([td]), update=update)[0]  # pyright: ignore[reportReturnType,reportArgumentType]
+        td = token_level(td)
         if read(td, self.kl_key) is not None:
             return td
         if td.get(ROW_ID, None) is not None and read(td, self.ref_log_prob_key) is not None:

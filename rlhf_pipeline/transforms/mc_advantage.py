@@ -26,10 +26,17 @@ from rlhf_pipeline.keys import (
     REWARD,
     ROW_ID,
     TASK_REWARD,
-    TOKENS,
     Key,
 )
-from rlhf_pipeline.transforms._columns import Flat, columns_from_state, columns_of, columns_state, td_of, token_level
+from rlhf_pipeline.transforms._columns import (
+    Flat,
+    columns_from_state,
+    columns_of,
+    columns_state,
+    is_token_level,
+    td_of,
+    token_level,
+)
 from rlhf_pipeline.transforms._groups import Chunk, Entry, GroupQueue, gather, group_ids, read, write
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
@@ -220,8 +227,7 @@ class MCAdvantage(Transform):
             return self._chunks(lazy_stack([td]))
         if td.batch_dims >= 2:
             flat: Any = td.flatten(0, -2) if td.batch_dims > 2 else td
-            tokens = flat.get(TOKENS, None)
-            if isinstance(tokens, Tensor) and tokens.ndim == 2:
+            if is_token_level(flat):
                 return self._chunks(token_level(flat))
             return [chunk for row in flat.unbind(0) for chunk in self._chunks(row)]
         n = td.shape[0]

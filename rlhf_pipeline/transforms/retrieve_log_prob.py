@@ -10,7 +10,7 @@ from torchrl.envs.transforms import Transform
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.keys import LOG_PROBS, REF_LOG_PROBS, TOKENS, Key
-from rlhf_pipeline.transforms._columns import Flat
+from rlhf_pipeline.transforms._columns import Flat, token_level
 from rlhf_pipeline.transforms._groups import read, write
 from rlhf_pipeline.transforms._scoring import as_scorer, per_token, score, scored_positions
 
@@ -122,6 +122,7 @@ class RetrieveLogProb(Transform):
         if td.batch_dims == 0:
             stacked = self._fill(lazy_stack([td]), fill=fill, detach=detach)  # pyright: ignore[reportArgumentType]
             return stacked[0]  # pyright: ignore[reportReturnType]
+        td = token_level(td)
         out: dict[Key, Flat] = {}
         with torch.set_grad_enabled(not detach and torch.is_grad_enabled()):
             if self.behaviour_model is not None and read(td, LOG_PROBS) is None:

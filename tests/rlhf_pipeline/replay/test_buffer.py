@@ -90,6 +90,64 @@ def test_whole_write_path_against_float64(make_buffer, make_rows, to_form, form)
             assert bool((batch[keys.ADVANTAGE][i][~mask] == 0).all())
 
 
+@pytest.mark.parametrize("shape", ["steps", "batch of steps"])
+def test_conversations_of_several_steps(make_buffer, make_rows, shape):
+    """TorchRL's multi-step form goes through the whole write path as one row per conversation."""
+
+    def conversation(reward, cut):
+        whole = make_rows([8], ref=False, prompt=2)[0]
+        whole["group_id"] = torch.tensor(0)
+        first = whole.clone()
+        for key in (keys.TOKENS, keys.ASSISTANT_MASK, keys.LOG_PROBS):
+            first[key] = first[key][:cut]
+        for step, done, value in ((first, False, 0.25), (whole, True, reward)):
+            del step["task_reward"]
+            step["next", "done"], step["next", "reward"] = torch.tensor([done]), torch.tensor([value])
+        return lazy_stack([first, whole])
+
+    rows = [conversation(1.0, 4), conversation(0.0, 5)]
+    td = lazy_stack(rows) if shape == "batch of steps" else torch.cat(rows)
+    rb = make_buffer(write_path(coef=0.0))
+    assert rb.extend(td).tolist() == [0, 1]
+    batch = rb.read(rb.trajectories.row_ids())
+    assert batch[keys.TASK_REWARD].tolist() == [1.25, 0.25]
+    assert batch[keys.ATTENTION_MASK].sum(1).tolist() == [8, 8]
+    half = 1 / math.sqrt(2)
+    assert batch[keys.ADVANTAGE][:, -1].tolist() == pytest.approx([half, -half], abs=1e-6)
+
+
+def test_token_level_batch(make_buffer, make_rows, to_form):
+    """`[B, T]` whose second dimension is the token, through the whole write path."""
+    td = to_form(make_rows([4, 6]), "padded").select(
+        keys.TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.LOG_PROBS
+    )
+    td[keys.GROUP_ID] = torch.zeros(2, 6, dtype=torch.int64)
+    td[keys.REWARD] = torch.zeros(2, 6)
+    td[keys.REWARD][0, 3] = 1.0
+    td.batch_size = [2, 6]
+    rb = make_buffer(write_path(coef=0.0))
+    assert rb.extend(td).tolist() == [0, 1]
+    assert rb.read(rb.trajectories.row_ids())[keys.RETURN].tolist() == [1.0, 0.0]
+
+
+def test_a_list_of_strings_is_a_column(make_buffer, make_rows, to_form):
+    """`set_non_tensor(key, [one per row])` costs a hundredth of a stack of wrapped strings."""
+    td = to_form(make_rows([4, 5, 6, 7], group_size=2), "jagged")
+    td.set_non_tensor("prompt", ["a", "b", "c", "d"])
+    rb = make_buffer(write_path())
+    rb.extend(td)
+    assert rb.trajectories.read_text("prompt", rb.store.ids()) == ["a", "b", "c", "d"]
+
+
+def test_delayed_init(tmp_path, make_rows):
+    """TorchRL's way to build the transform where it runs."""
+    storage = TrajectoryStorage(tmp_path / "store")
+    rb = TrajectoryReplayBuffer(storage=storage, transform_factory=lambda: MCAdvantage(2))
+    assert rb.store is storage.store
+    assert rb.extend(lazy_stack(make_rows([4, 5]))).tolist() == [0, 1]
+    storage.close()
+
+
 def test_one_commit_per_extend(make_buffer, make_rows, to_form, form):
     """A rollout is there as a whole or not at all: one call is one commit."""
     rb = make_buffer(write_path())
@@ -208,6 +266,7 @@ def test_sample_step_is_pure(make_buffer, make_rows):
     assert rb.view(start=mark).column("group_id").tolist() == [50, 50, 51, 51, 52, 52, 53, 53]
 
 
+@pytest.mark.slow
 def test_sample_step_in_another_process(make_buffer, make_rows, tmp_path):
     """A process that only reads the store draws the same rows."""
     rb = make_buffer(seed=7)
@@ -267,6 +326,8 @@ def test_ring_in_steps(tmp_path, make_rows):
     rb.extend(lazy_stack(make_rows([4] * 4)))
     assert rb.extend(lazy_stack(make_rows([4] * 2, first_group=9))).tolist() == [0, 1]
     assert sorted(rb.sample_step(0)[keys.TRAJECTORY_ID].tolist()) == [2, 3, 18, 19]
+    with pytest.raises(DataError, match="2 of the 4 trajectories that the step chose from have left"):
+        rb.sample_step(0, at=4)
     rb.storage.close()
 
 

@@ -11,6 +11,7 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.replay.samplers import (
     FreshSampler,
     GroupSampler,
+    MixSampler,
     PrioritySampler,
     RecencySampler,
     StoreView,
@@ -19,7 +20,14 @@ from rlhf_pipeline.replay.samplers import (
 )
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 
-ALL = [FreshSampler(max_staleness=None), UniformSampler(), PrioritySampler(), RecencySampler(), GroupSampler()]
+ALL = [
+    FreshSampler(max_staleness=None),
+    UniformSampler(),
+    PrioritySampler(),
+    RecencySampler(),
+    GroupSampler(),
+    MixSampler(),
+]
 
 
 @pytest.fixture
@@ -133,6 +141,29 @@ def test_groups_are_whole(storage, make_rows):
     assert pick(GroupSampler(order="fresh", group_size=1), storage, 4) == [12]
     assert pick(GroupSampler(group_size=7), storage, 4) == []
     assert len(pick(GroupSampler(), storage, 1, step=1)) >= 1
+
+
+def test_mix_of_fresh_and_replay(storage):
+    """A part by version, the rest from what is older, no row twice; a lack of fresh rows is filled up."""
+    sampler = MixSampler(FreshSampler(max_staleness=0), UniformSampler(), fraction=0.5)
+    for step in range(10):
+        found = pick(sampler, storage, 4, step=step, version=5)
+        assert found[:2] == [10, 11]
+        assert len(set(found)) == 4
+    assert len(set(pick(sampler, storage, 4, version=50))) == 4
+    with pytest.raises(DefinitionError, match="fraction"):
+        MixSampler(fraction=1.5)
+
+
+def test_importance_weights(storage):
+    """`(N p)^-beta` over the largest, with p the chances of the whole view."""
+    priority = np.arange(1.0, 13.0)
+    storage.update(storage.row_ids(), priority=priority)
+    sampler = PrioritySampler(beta=0.5, eps=1e-12, seed=3)
+    index, info = sampler.sample(storage, 5)
+    expected = (12 * priority[index] / priority.sum()) ** -0.5
+    np.testing.assert_allclose(info["_weight"], expected / expected.max(), rtol=1e-5)
+    assert UniformSampler().sample(storage, 5)[1] == {}
 
 
 def test_more_asked_than_there_is(storage):
