@@ -231,6 +231,11 @@ class CausalLMPolicy(TensorDictPolicy):
             other._recompute(True)
         return other
 
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Where the head's weight is."""
+        return self.head_weight.device
+
     # The head and the trunk
 
     @property

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.policies._cache_check import verified_parts
 from rlhf_pipeline.policies._completions import Completion, Int64Array, RaggedCompletions, collect
 from rlhf_pipeline.policies._model_parts import ModelParts
 from rlhf_pipeline.policies._sampling import sample_rows
@@ -61,7 +62,7 @@ class SlotEngine:
         eos_token_ids: tokens that end a completion; may be empty.
 
     Raises:
-        DefinitionError: the model keeps a kind of cache that slots cannot hold.
+        DefinitionError: the model keeps a kind of cache that slots cannot hold, or computes something else with one.
     """
 
     def __init__(self, parts: ModelParts, *, num_slots: int, eos_token_ids: Sequence[int] = ()) -> None:
@@ -72,7 +73,7 @@ class SlotEngine:
                 f"The slot engine cannot generate with {type(parts.trunk).__name__}: {parts.cache_refusal}. "
                 "Generate with another engine and keep CausalLMPolicy for scoring."
             )
-        self.parts = parts
+        self.parts = verified_parts(parts)
         self.num_slots = num_slots
         vocab = int(parts.head.weight.shape[0])
         self._vocab = vocab

@@ -308,6 +308,11 @@ def test_a_new_version_shares_the_model(make_model: Make) -> None:
     assert other.model is policy.model
     assert (other.temperature, other.generate, other.num_slots, other.eos_token_ids) == (1.5, True, 3, (4, 5))
     assert (policy.temperature, policy.generate) == (0.7, False)
+    assert policy.get_new_version(num_slots=9).get_new_version().num_slots == 9
+    keyed = policy.get_new_version(input_key=("my", "ids"))
+    assert keyed.get_new_version(temperature=2.0).in_keys == [("my", "ids")]
+    assert keyed.get_new_version(generate=True).in_keys == [("tokens", "prompt")]
+    assert policy.device == torch.device("cpu")
     with pytest.raises(DefinitionError, match="Did you mean 'temperature'"):
         policy.get_new_version(temprature=1.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -317,6 +318,44 @@ def test_generation_leaves_no_graph_and_no_mode_behind(make_model: Make) -> None
     assert policy.head_weight.grad is not None
     # Outputs may enter autograd: they are ordinary tensors, not inference tensors.
     assert (completion.log_probs * torch.ones(1, requires_grad=True)).sum().requires_grad
+
+
+def _bend_masks(model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Make the trunk treat its attention masks in its own way, as some architectures do."""
+    trunk = model.base_model
+    original = trunk.forward
+
+    @functools.wraps(original)
+    def forward(*args: object, attention_mask: torch.Tensor | None = None, **kwargs: object) -> object:
+        changed = None if attention_mask is None else change(attention_mask)
+        return original(*args, attention_mask=changed, **kwargs)
+
+    trunk.forward = forward
+
+
+def test_a_model_that_ignores_ready_made_masks_is_driven_with_plain_ones(make_model: Make, oracle: Oracle) -> None:
+    """The engine finds out before the first completion, and log-probs stay exact."""
+    model = make_model()
+    _bend_masks(model, lambda mask: None if mask.ndim == 4 else mask)
+    completions = CausalLMPolicy(model, num_slots=5).generate_groups(PROMPTS, max_new_tokens=9, seed=0)
+    assert _worst_gap(model, oracle, completions, 1.0) < 1e-5
+
+
+def test_a_model_that_ignores_all_masks_is_refused(make_model: Make) -> None:
+    """Its completions would be those of no policy; scoring, which needs no mask, still works."""
+    model = make_model()
+    _bend_masks(model, lambda _mask: None)
+    policy = CausalLMPolicy(model)
+    with pytest.raises(DefinitionError, match="through a KV cache its hidden states differ from its own by"):
+        policy.generate_groups([[5], [6, 7]], seed=0)
+    assert policy.log_probs(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.bool)).shape == (1, 2)
+
+
+def test_linear_attention_is_refused(make_model: Make) -> None:
+    """Recurrent state does not fit slots; the message says which kind of cache it is."""
+    policy = CausalLMPolicy(make_model("qwen3_next", head_dim=8))
+    with pytest.raises(DefinitionError, match="cache of the kind linear_attention"):
+        policy.generate_groups([[5]], seed=0)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,110 @@
+"""Does a model, driven through slots, compute what it computes without a cache?
+
+Models of transformers share a protocol for caches and masks, and a few bend it. A wrong mask does not fail: it gives
+other hidden states, and log-probs that belong to no policy. So each model is asked once, before its first completion:
+two prompts of unequal length through the slot cache, two tokens on, against plain forward passes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.policies._model_parts import ModelParts
+from rlhf_pipeline.policies._slot_cache import PrefillCache, SlotCache
+
+_LENGTHS = (2, 5)
+_NEW = 2
+
+_verified: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def verified_parts(parts: ModelParts) -> ModelParts:
+    """Return the parts with the way of masking that this model computes rightly with.
+
+    Raises:
+        DefinitionError: with neither way the slots give the model's own hidden states.
+    """
+    own = _verified.get(parts.trunk)
+    if own is None:
+        own = _find_masking(parts)
+        _verified[parts.trunk] = own
+    return dataclasses.replace(parts, builds_own_mask=own)
+
+
+def _find_masking(parts: ModelParts) -> bool:
+    expected = _plain(parts)
+    if not bool(torch.isfinite(expected).all()):
+        # Diverged weights: the sampler names them when their logits arrive.
+        return parts.builds_own_mask
+    problem: Exception | None = None
+    gap = float("inf")
+    # A mask made by the model is the slower way and the one that every model knows.
+    for own in (parts.builds_own_mask, True):
+        try:
+            found = _through_slots(parts, own)
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            problem = error
+            continue
+        gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+        if gap < (1e-3 if expected.dtype in (torch.float32, torch.float64) else 0.1):
+            return own
+    raise DefinitionError(
+        f"The slot engine cannot generate with {type(parts.trunk).__name__}: through a KV cache its hidden states "
+        f"differ from its own by {gap:.1%}. Generate with another engine and keep CausalLMPolicy for scoring."
+    ) from problem
+
+
+def _tokens(parts: ModelParts) -> Tensor:
+    """Return a few token ids, int64 `[2, longest + new]`."""
+    width = max(_LENGTHS) + _NEW
+    ids = torch.arange(2 * width, device=parts.head.weight.device).reshape(2, width)
+    return ids.remainder(parts.head.weight.shape[0])
+
+
+@torch.inference_mode()
+def _plain(parts: ModelParts) -> Tensor:
+    """Return hidden states of the last prompt token and the new ones, without a cache, `[2, 1 + new, H]`."""
+    rows = []
+    for ids, length in zip(_tokens(parts), _LENGTHS, strict=True):
+        ids = ids[None, : length + _NEW]
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        hidden = parts.hidden(input_ids=ids, position_ids=positions, use_cache=False)
+        rows.append(hidden[0, length - 1 :])
+    return torch.stack(rows)
+
+
+@torch.inference_mode()
+def _through_slots(parts: ModelParts, own: bool) -> Tensor:
+    """Return the same states by prefill and single steps on two slots."""
+    tokens = _tokens(parts)
+    device = tokens.device
+    lengths = torch.tensor(_LENGTHS, device=device)
+    rows, longest = torch.arange(2, device=device), max(_LENGTHS)
+    prompts = PrefillCache(parts.num_layers)
+    hidden = parts.hidden(
+        input_ids=tokens[:, :longest],
+        position_ids=torch.arange(longest, device=device).expand(2, -1),
+        past_key_values=prompts,
+        use_cache=True,
+    )
+    out = [hidden[rows, lengths - 1]]
+    cache = SlotCache(parts.num_layers, num_slots=2, longest_prompt=longest, longest_completion=_NEW, device=device)
+    cache.begin(0, most_rows=2, closing=False)
+    cache.insert(rows, prompts.right_aligned(lengths), rows, lengths)
+    for step in range(_NEW):
+        mask = cache.open_column(2, longest + step)
+        hidden = parts.hidden(
+            input_ids=tokens[rows, lengths + step].unsqueeze(1),
+            position_ids=(lengths + step).unsqueeze(1),
+            attention_mask=mask if own else mask[:, None, None, :],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache.close_column()
+        out.append(hidden[:, 0])
+    return torch.stack(out, 1)
