@@ -115,13 +115,14 @@ class _FusedTokenLoss(torch.autograd.Function):
                     head.log_softmax_(x, t, log_probs[part], ent)
                 else:
                     head.softmax_minus_onehot_(x, t, log_probs[part])
-                sums, g, e = _term_gradients(
-                    objective,
-                    log_probs[part],
-                    ent if entropy_gradient else None,
-                    [row[part] for row in rows],
-                    None,
-                )
+                given = ent if entropy_gradient else None
+                constants = [row[part] for row in rows]
+                g: torch.Tensor | None = None
+                e: torch.Tensor | None = None
+                if any(needs):
+                    sums, g, e = _term_gradients(objective, log_probs[part], given, constants, None)
+                else:
+                    sums = [term.sum() for term in objective(log_probs[part], given, *constants)]
                 for total, value in zip(losses, sums, strict=True):
                     total += value
                 if not any(needs):

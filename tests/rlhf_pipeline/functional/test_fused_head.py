@@ -140,10 +140,11 @@ def test_three_matmuls_and_no_more_than_needed(need_hidden, need_weight, matmuls
     torch.testing.assert_close(out.entropy, want.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_without_gradient_only_the_logits_are_made():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradient_only_the_logits_are_made(mode):
     """Under no_grad one matmul gives losses, log-probs and entropies."""
     leaves, targets, rows = make(torch.float32)
-    with torch.no_grad(), Watch() as seen:
+    with mode(), Watch() as seen:
         out = fused_token_loss(leaves[0], leaves[1], targets, objective, list(rows), terms=2)
     assert seen.matmuls == 1
     assert not out.losses[0].requires_grad
