@@ -25,6 +25,7 @@ from trajectory_store._writer import ORDINAL_SHIFT, ROW_MASK
 Side = Literal["left", "right"]
 SMALL = 512
 Source = memoryview | PreadBytes
+_NOTHING = memoryview(b"")
 Plan = tuple[list[int], list[int], list[int], list[int]]
 
 
@@ -51,6 +52,7 @@ class Gather:
         self._base = catalog.locate(ids)
         self._spans: dict[str, Spans] = {}
         self._plans: dict[tuple[int, int, int, int, str], Plan] = {}
+        self._widths: dict[int, int] = {}
         self._patched: dict[str, Address] = {}
 
     def _address(self, column: Column) -> Address:
@@ -121,14 +123,16 @@ class Gather:
         starts = np.zeros(len(rows), np.int64)
         ends = np.zeros(len(rows), np.int64)
         if len(rows) <= SMALL:
-            first: list[int] = [0] * len(rows)
-            last: list[int] = [0] * len(rows)
             views = {o: self._offset_view(o, axis) for o in distinct}
-            for i, (owner, row) in enumerate(zip(owners, rows.tolist(), strict=True)):
-                view = views[owner]
-                if view is not None:
-                    first[i], last[i] = view[row], view[row + 1]
-            starts[:], ends[:] = first, last
+            per_row = [views[o] for o in owners]
+            if any(v is None for v in views.values()):
+                for i, (view, row) in enumerate(zip(per_row, rows.tolist(), strict=True)):
+                    if view is not None:
+                        starts[i], ends[i] = view[row], view[row + 1]
+            else:
+                known = cast("list[memoryview[int]]", per_row)
+                starts[:] = [v[r] for v, r in zip(known, rows.tolist(), strict=True)]
+                ends[:] = [v[r] for v, r in zip(known, (rows + 1).tolist(), strict=True)]
         else:
             for owner, where in groups(ordinals):
                 segment = self._catalog.any_segment(owner)
@@ -140,6 +144,14 @@ class Gather:
     def _offset_view(self, ordinal: int, axis: str) -> memoryview | None:
         segment = self._catalog.any_segment(ordinal)
         return segment.offset_view(axis) if axis in segment.schema.axes else None
+
+    def width(self, column: Column) -> int:
+        """The longest row."""
+        spans = self.spans(column)
+        found = self._widths.get(id(spans))
+        if found is None:
+            found = self._widths[id(spans)] = int(spans.lengths.max()) if len(spans.ordinals) else 0
+        return found
 
     def base_lengths(self, axis: str) -> Int64Array:
         """`[B]` int64: elements per row on an axis, as committed with the row."""
@@ -185,13 +197,18 @@ class Gather:
                 segment.has(column)
             segment.assign(column.name, rows[where], values[where])
 
-    def sources(self, column: Column, ordinals: Sequence[int]) -> list[Source | None]:
-        """Per row the bytes of the column in its segment; None where the segment has no such column."""
-        views: dict[int, Source | None] = {}
+    def sources(self, column: Column, ordinals: Sequence[int]) -> tuple[list[Source], set[int]]:
+        """Per row the bytes of the column in its segment, and the segments that have no such column."""
+        views: dict[int, Source] = {}
+        absent: set[int] = set()
         for ordinal in set(ordinals):
             segment = self._catalog.any_segment(ordinal)
-            views[ordinal] = segment.raw(column.name) if segment.has(column) else None
-        return [views[o] for o in ordinals]
+            if segment.has(column):
+                views[ordinal] = segment.raw(column.name)
+            else:
+                views[ordinal] = _NOTHING
+                absent.add(ordinal)
+        return [views[o] for o in ordinals], absent
 
     def ragged(self, column: Column) -> RaggedArray:
         """The rows of a ragged column in one new flat array."""
@@ -206,12 +223,13 @@ class Gather:
     def text(self, column: Column) -> list[str]:
         """The rows of a text column."""
         spans = self.spans(column)
-        sources = self.sources(column, spans.ordinals)
-        fill = str(column.fill_value)
-        return [
-            fill if source is None else str(source[a:b], "utf-8")
-            for source, a, b in zip(sources, spans.starts.tolist(), spans.ends.tolist(), strict=True)
-        ]
+        sources, absent = self.sources(column, spans.ordinals)
+        pieces = zip(sources, spans.starts.tolist(), spans.ends.tolist(), strict=True)
+        out = [str(source[a:b], "utf-8") for source, a, b in pieces]
+        if absent:
+            fill = str(column.fill_value)
+            return [fill if o in absent else t for o, t in zip(spans.ordinals, out, strict=True)]
+        return out
 
     def padded(
         self,
@@ -243,25 +261,23 @@ class Gather:
 
     def _copy(self, column: Column, spans: Spans, target: npt.NDArray[Any], plan: Plan) -> None:
         """Copy each row's bytes to its place in a contiguous array."""
-        sources = self.sources(column, spans.ordinals)
+        sources, absent = self.sources(column, spans.ordinals)
         view = memoryview(cast("bytearray", target.reshape(-1).view(np.uint8)))
-        if None in sources:
-            self._fill_absent(column, sources, target, plan)
+        if absent:
+            self._copy_some(column, spans, target, plan, absent)
+            return
         for source, a, b, c, d in zip(sources, *plan, strict=True):
-            if source is not None:
-                view[a:b] = source[c:d]
+            view[a:b] = source[c:d]
 
-    def _fill_absent(
-        self,
-        column: Column,
-        sources: list[Source | None],
-        target: npt.NDArray[Any],
-        plan: Plan,
-    ) -> None:
+    def _copy_some(self, column: Column, spans: Spans, target: npt.NDArray[Any], plan: Plan, absent: set[int]) -> None:
         flat, item = target.reshape(-1), column.np_dtype.itemsize
-        for source, a, b in zip(sources, plan[0], plan[1], strict=True):
-            if source is None:
+        view = memoryview(cast("bytearray", flat.view(np.uint8)))
+        sources, _ = self.sources(column, spans.ordinals)
+        for ordinal, source, a, b, c, d in zip(spans.ordinals, sources, *plan, strict=True):
+            if ordinal in absent:
                 flat[a // item : b // item] = column.fill_value
+            else:
+                view[a:b] = source[c:d]
 
 
 def _plan(spans: Spans, places: Int64Array, item: int) -> Plan:

@@ -539,15 +539,13 @@ class TrajectoryStore:
             if column.axis is None:
                 result[name] = gather.scalars(column)
                 continue
-            sizes = gather.lengths(column)
-            width = int(sizes.max()) if len(sizes) else 0
-            width = -(-width // pad_to_multiple_of) * pad_to_multiple_of
+            width = -(-gather.width(column) // pad_to_multiple_of) * pad_to_multiple_of
             pad = pad_value_of(column, pad_value)
             given = None if out is None else out.get(name)
             result[name] = gather.padded(column, width, pad, side, self._pool, given)
             first_axis = first_axis or column.axis
             key = "lengths" if column.axis == first_axis else f"{column.axis}.lengths"
-            lengths[key] = sizes
+            lengths[key] = gather.lengths(column)
         return result | lengths
 
     def read_scalars(self, column: str, ids: Ids | None = None) -> npt.NDArray[Any]:

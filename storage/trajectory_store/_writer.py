@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -32,10 +32,14 @@ from trajectory_store._layout import (
 from trajectory_store._record import KIND_END, KIND_ROWS, RECORD_SIZE, Record, crc32c, pack
 from trajectory_store._schema import Schema
 
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
 Durability = Literal["process", "power", "group"]
 DURABILITIES: tuple[Durability, ...] = ("process", "power", "group")
 ORDINAL_SHIFT = 32
 ROW_MASK = (1 << ORDINAL_SHIFT) - 1
+SYNC_THREADS = 6
 MAX_ORDINAL = (1 << 31) - 1
 _SEGMENT = re.compile(r"seg-([0-9]{8,10})\Z")
 
@@ -66,6 +70,7 @@ class SegmentWriter:
         self._fds = {
             spec.name: os.open(chunk_path(folder, spec.name), os.O_WRONLY | os.O_CLOEXEC) for spec in meta.arrays()
         }
+        self._pool: ThreadPoolExecutor | None = None
         self._files = threading.Lock()
         self._sync = threading.Condition()
         self._synced = 0
@@ -95,8 +100,7 @@ class SegmentWriter:
             durable = self.meta.durability == "power"
         touched, ends, crc = self._write_data(batch)
         if durable:
-            for name in touched:
-                _fs.datasync(self._fds[name])
+            self._datasync([self._fds[name] for name in touched])
         now = time.time_ns() if time_ns is None else time_ns
         record = Record(
             seq=self.records,
@@ -175,10 +179,21 @@ class SegmentWriter:
             if self._log_fd < 0:
                 return
             done = self.records
-            for fd in self._fds.values():
-                _fs.datasync(fd)
+            self._datasync(list(self._fds.values()))
             _fs.datasync(self._log_fd)
             self._synced = max(self._synced, done)
+
+    def _datasync(self, fds: list[int]) -> None:
+        """Sync several files; at the same time they share the journal's commit and the disk's flush."""
+        if len(fds) < 3:
+            for fd in fds:
+                _fs.datasync(fd)
+            return
+        if self._pool is None:
+            from concurrent.futures import ThreadPoolExecutor
+
+            self._pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="trajectory-sync")
+        list(self._pool.map(_fs.datasync, fds))
 
     def finish(self) -> None:
         """Write the record that says nothing follows, and close; a failing disk does not matter here."""
@@ -201,6 +216,9 @@ class SegmentWriter:
 
     def abandon(self) -> None:
         """Close the files and drop the lock without a last record."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
         with self._files:
             for fd in (*self._fds.values(), self._log_fd):
                 os.close(fd)
