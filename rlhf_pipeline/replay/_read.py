@@ -27,7 +27,7 @@ from rlhf_pipeline.keys import (
 from rlhf_pipeline.replay._derive import attention_mask, derive, take
 from rlhf_pipeline.replay._write import key_of
 from rlhf_pipeline.replay.schema import REWARD_COLUMN, SLOT
-from rlhf_pipeline.transforms._columns import text_stack
+from rlhf_pipeline.transforms._rebuild import text_stack
 from trajectory_store import TrajectoryStore
 
 _NEEDS: dict[Key, tuple[Key, ...]] = {

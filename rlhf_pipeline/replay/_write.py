@@ -33,7 +33,7 @@ from rlhf_pipeline.keys import (
 )
 from rlhf_pipeline.replay.schema import REWARD_COLUMN, SLOT
 from rlhf_pipeline.transforms._columns import Columns, Flat, Text, columns_of, ragged_tokens
-from rlhf_pipeline.transforms.kl_reward import last_position
+from rlhf_pipeline.transforms._segments import last_position, segment_any, segment_sum
 from trajectory_store import Column, RaggedArray, Schema
 
 _log = logging.getLogger("rlhf_pipeline")
@@ -85,7 +85,7 @@ def ends(columns: Columns) -> torch.Tensor | None:
     flags = done.values.to(torch.bool)
     if done.lengths is None:
         return flags.reshape(columns.n, -1).any(1)
-    return torch.segment_reduce(flags.reshape(-1).double(), "max", lengths=done.lengths) > 0
+    return segment_any(flags, done.lengths)
 
 
 def _merge(columns: Columns, last: torch.Tensor) -> Columns:
@@ -98,7 +98,7 @@ def _merge(columns: Columns, last: torch.Tensor) -> Columns:
     reward = columns.get(REWARD)
     per_step = isinstance(reward, Flat) and reward.values.numel() == columns.n
     if isinstance(reward, Flat) and per_step and TASK_REWARD not in columns:
-        total = torch.segment_reduce(reward.values.double().reshape(-1), "sum", lengths=steps)
+        total = segment_sum(reward.values, steps)
         out[TASK_REWARD] = Flat(total.float())
         out.pop(REWARD, None)
     log_probs, whole = columns.get(LOG_PROBS), out.get(LOG_PROBS)
@@ -192,7 +192,7 @@ def _derive_reward(columns: Columns, schema: Schema) -> None:
     kl, coef = columns.get(KL_PENALTY), columns.get(KL_COEF)
     if isinstance(kl, Flat) and isinstance(coef, Flat):
         values = values + torch.repeat_interleave(coef.values.double(), reward.lengths) * kl.values.double().reshape(-1)
-    columns[TASK_REWARD] = Flat(torch.segment_reduce(values, "sum", lengths=reward.lengths).float())
+    columns[TASK_REWARD] = Flat(segment_sum(values, reward.lengths).float())
     if REWARD_COLUMN not in schema:
         mask = columns.get(ASSISTANT_MASK)
         keep = mask.values.to(torch.bool) if isinstance(mask, Flat) else torch.ones_like(values, dtype=torch.bool)
@@ -204,7 +204,7 @@ def _derive_reward(columns: Columns, schema: Schema) -> None:
                 "it with schema=trajectory_schema(token_rewards=True)"
             )
     if RETURN not in columns:
-        total = torch.segment_reduce(reward.values.detach().double().reshape(-1), "sum", lengths=reward.lengths)
+        total = segment_sum(reward.values, reward.lengths)
         columns[RETURN] = Flat(total.float())
 
 

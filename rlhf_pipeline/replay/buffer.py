@@ -18,15 +18,8 @@ from rlhf_pipeline.keys import TOKENS, Key
 from rlhf_pipeline.replay._write import ends, merge_steps, trajectories_of
 from rlhf_pipeline.replay.samplers import Ints, StoreView, TrajectorySampler, as_sampler
 from rlhf_pipeline.replay.storage import TrajectoryStorage
-from rlhf_pipeline.transforms._columns import (
-    Columns,
-    columns_of,
-    is_stack,
-    is_token_level,
-    ragged_tokens,
-    td_of,
-    token_level,
-)
+from rlhf_pipeline.transforms._columns import Columns, columns_of, is_stack, is_token_level, ragged_tokens, token_level
+from rlhf_pipeline.transforms._rebuild import td_of
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from trajectory_store import Snapshot, TrajectoryStore
 

@@ -15,26 +15,23 @@ from rlhf_pipeline.keys import ATTENTION_MASK, Key
 from rlhf_pipeline.transforms._columns import (
     Flat,
     Text,
-    _flatten,
     columns_of,
-    concat,
-    concat_flat,
     entries_of,
+    flatten_leaves,
     is_jagged,
     is_stack,
-    jagged,
     leaves_of,
     rows_of,
-    td_of,
     unjagged,
 )
+from rlhf_pipeline.transforms._rebuild import concat, concat_flat, jagged, td_of
 
 
 def read(td: TensorDictBase, key: Key) -> Flat | Text | None:
     """One column of a batch `[n]` in any form, or None where the key is missing."""
     if is_stack(td):
         leaves = leaves_of(rows_of(td), key)
-        return None if leaves is None else _flatten(key, leaves)
+        return None if leaves is None else flatten_leaves(key, leaves)
     leaf = td.get(key, None)
     if leaf is None:
         return None

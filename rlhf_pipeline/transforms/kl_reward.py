@@ -26,6 +26,7 @@ from rlhf_pipeline.keys import (
 from rlhf_pipeline.transforms._columns import Flat, token_level
 from rlhf_pipeline.transforms._groups import read, write
 from rlhf_pipeline.transforms._scoring import as_scorer, per_token, score, scored_positions
+from rlhf_pipeline.transforms._segments import last_position, segment_sum
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController, KLController
 
 
@@ -201,13 +202,13 @@ class KLRewardTransform(Transform):
         lp, lr = log_probs.values.detach().double(), ref.values.detach().double()
         valid = mask & lp.isfinite() & lr.isfinite()
         k1 = torch.where(valid, kl_k1(lp, lr), 0.0)
-        kl = torch.segment_reduce(k1, "sum", lengths=lengths)
+        kl = segment_sum(k1, lengths)
         coef = self.coef
         base, shape = self._base(td, log_probs, mask)
         if self.add_to_reward:
             out[self.reward_out_key] = Flat((base - coef * k1).float().reshape(shape), lengths)
             if read(td, TASK_REWARD) is None:
-                out[TASK_REWARD] = Flat(torch.segment_reduce(base, "sum", lengths=lengths).float())
+                out[TASK_REWARD] = Flat(segment_sum(base, lengths).float())
         out[self.kl_key] = Flat(k1.float(), lengths)
         out[KL_COEF] = Flat(torch.full((lengths.numel(),), coef if self.add_to_reward else 0.0))
         self._measure(lp[valid], lr[valid], kl, coef)
@@ -265,23 +266,6 @@ class KLRewardTransform(Transform):
         """Put back what `get_extra_state` returned."""
         self.controller.load_state_dict(state["controller"])
         self.stats = dict(state["stats"])
-
-
-def last_position(mask: Tensor, lengths: Tensor) -> Tensor:
-    """Flat index of the last True of each row; the row's last position where there is none.
-
-    Args:
-        mask: bool, flat.
-        lengths: int64 `[n]`, all at least 1.
-
-    >>> last_position(torch.tensor([True, True, False, False, False]), torch.tensor([3, 2])).tolist()
-    [1, 4]
-    """
-    if not bool((lengths > 0).all()):
-        raise DataError(f"trajectory {int((lengths == 0).nonzero()[0])} has no tokens")
-    flat = torch.arange(mask.numel(), dtype=torch.float64)
-    last = torch.segment_reduce(torch.where(mask, flat, -1.0), "max", lengths=lengths).to(torch.int64)
-    return torch.where(last < 0, lengths.cumsum(0) - 1, last)
 
 
 def _as_keys(keys: Key | Sequence[Key] | None, default: list[Key]) -> list[Key]:

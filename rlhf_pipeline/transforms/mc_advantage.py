@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
-from torchrl.envs.transforms import Transform
 from torchrl.objectives.llm import MCAdvantageSelector
 
 from rlhf_pipeline.errors import DataError, DefinitionError
@@ -28,36 +27,16 @@ from rlhf_pipeline.keys import (
     TASK_REWARD,
     Key,
 )
-from rlhf_pipeline.transforms._columns import (
-    Flat,
-    columns_from_state,
-    columns_of,
-    columns_state,
-    is_token_level,
-    td_of,
-    token_level,
-)
+from rlhf_pipeline.transforms._columns import Flat, columns_of, is_token_level, token_level
+from rlhf_pipeline.transforms._figures import GroupFigures
 from rlhf_pipeline.transforms._groups import Chunk, Entry, GroupQueue, gather, group_ids, read, write
+from rlhf_pipeline.transforms._rebuild import columns_from_state, columns_state, td_of
+from rlhf_pipeline.transforms._segments import segment_any, segment_sum
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
-_STATS = (
-    "completed_trajectories",
-    "completed_decisions",
-    "trajectory_return_sum",
-    "trajectory_return_max",
-    "successful_trajectories",
-    "failed_trajectories",
-    "completed_groups",
-    "written_groups",
-    "dropped_groups",
-    "rescued_groups",
-    "degenerate_groups",
-    "selected_trajectories",
-    "unselected_trajectories",
-)
 
 
-class MCAdvantage(Transform):
+class MCAdvantage(GroupFigures):
     """Computes the advantage of complete groups of trajectories; incomplete groups wait.
 
     An inverse transform: `ReplayBuffer.extend` runs it before anything is written. A group passes as soon as its
@@ -238,10 +217,7 @@ class MCAdvantage(Transform):
         if not isinstance(done, Flat):
             return list(range(n + 1))
         flags = done.values.to(torch.bool)
-        if done.lengths is not None:
-            ended = torch.segment_reduce(flags.double().reshape(-1), "max", lengths=done.lengths) > 0
-        else:
-            ended = flags.reshape(n, -1).any(1)
+        ended = flags.reshape(n, -1).any(1) if done.lengths is None else segment_any(flags, done.lengths)
         if bool(ended.all()):
             return list(range(n + 1))
         bounds = [0, *(torch.nonzero(ended).reshape(-1) + 1).tolist()]
@@ -264,16 +240,19 @@ class MCAdvantage(Transform):
         per_row = reward.lengths if reward.lengths is not None else torch.ones(n, dtype=torch.int64)
         per_row = per_row * (values[0].numel() if values.shape[0] else 1)
         per_trajectory = per_row if k == n else _segment_sum(per_row, bounds)
-        how = self.trajectory_return or "sum"
         if k == values.numel() and reward.lengths is None:
             returns = values.reshape(-1)
         else:
-            returns = torch.segment_reduce(values.reshape(-1), how, lengths=per_trajectory)
+            returns = segment_sum(values, per_trajectory)
+            if self.trajectory_return == "max":
+                returns = torch.segment_reduce(values.reshape(-1), "max", lengths=per_trajectory)
+            elif self.trajectory_return == "mean":
+                returns = returns / per_trajectory
         returns = torch.where(per_trajectory == 0, 0.0, returns)
         groups = group_ids(identity, bounds[:-1], key)
         mask = read(td, ASSISTANT_MASK)
         if isinstance(mask, Flat) and mask.lengths is not None:
-            tokens = torch.segment_reduce(mask.values.double(), "sum", lengths=mask.lengths).to(torch.int64)
+            tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
             lengths = tokens if k == n else _segment_sum(tokens, bounds)
         else:
             lengths = per_trajectory
@@ -474,36 +453,6 @@ class MCAdvantage(Transform):
         super().__setstate__(state)
         self._lock = threading.RLock()
 
-    def _count_arrivals(self, chunk: Chunk) -> None:
-        stats = self._stats
-        stats["completed_trajectories"] += len(chunk.groups)
-        stats["completed_decisions"] += chunk.td.shape[0]
-        returns = chunk.returns[chunk.returns.isfinite()]
-        stats["failed_trajectories"] += chunk.returns.numel() - returns.numel()
-        if returns.numel():
-            stats["trajectory_return_sum"] += float(returns.sum())
-            stats["trajectory_return_max"] = max(stats["trajectory_return_max"], float(returns.max()))
-        stats["successful_trajectories"] += int((chunk.returns > 0).sum())
-
-    def reset_stats(self) -> None:
-        """Set the counters to zero."""
-        self._stats = dict.fromkeys(_STATS, 0)
-        self._stats["trajectory_return_max"] = float("-inf")
-
-    def get_stats(self) -> dict[str, float]:
-        """The counters and the size of the queue."""
-        return {
-            **self._stats,
-            "queued_groups": self.queued_groups,
-            "queued_trajectories": self.queued_trajectories,
-            "max_queued_trajectories_per_group": self.max_queued_trajectories_per_group,
-        }
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _STATS:
-            return self.__dict__["_stats"][name]
-        return super().__getattr__(name)
-
     @property
     def queues(self) -> dict[Hashable, list[TensorDictBase]]:
         """The waiting trajectories of each incomplete group, for inspection."""
@@ -513,21 +462,6 @@ class MCAdvantage(Transform):
         """Forget the waiting trajectories."""
         with self._lock:
             self._queue = GroupQueue()
-
-    @property
-    def queued_groups(self) -> int:
-        """Number of incomplete groups."""
-        return len(self._queue.waiting)
-
-    @property
-    def queued_trajectories(self) -> int:
-        """Number of waiting trajectories."""
-        return sum(len(entries) for entries in self._queue.waiting.values())
-
-    @property
-    def max_queued_trajectories_per_group(self) -> int:
-        """Size of the largest incomplete group."""
-        return max((len(entries) for entries in self._queue.waiting.values()), default=0)
 
 
 def _segment_sum(values: Tensor, bounds: Sequence[int]) -> Tensor:

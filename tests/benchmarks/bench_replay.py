@@ -31,7 +31,8 @@ from torchrl.objectives.llm import MCAdvantage as TorchRLAdvantage  # noqa: E402
 from rlhf_pipeline.keys import COLUMN_OF_KEY  # noqa: E402
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer  # noqa: E402
 from rlhf_pipeline.replay.schema import trajectory_schema  # noqa: E402
-from rlhf_pipeline.transforms._columns import Columns, Text, columns_of, td_of  # noqa: E402
+from rlhf_pipeline.transforms._columns import Columns, Text, columns_of  # noqa: E402
+from rlhf_pipeline.transforms._rebuild import td_of  # noqa: E402
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage  # noqa: E402
 from trajectory_store import RaggedArray, TrajectoryStore  # noqa: E402
 
