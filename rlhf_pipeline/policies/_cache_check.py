@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.policies._model_parts import ModelParts
+from rlhf_pipeline.policies._model_parts import ModelParts, rounding
 from rlhf_pipeline.policies._slot_cache import PrefillCache, SlotCache
 
 _LENGTHS = (2, 5)
@@ -51,7 +51,7 @@ def _find_masking(parts: ModelParts) -> bool:
             problem = error
             continue
         gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-        if gap < (1e-3 if expected.dtype in (torch.float32, torch.float64) else 0.1):
+        if gap < rounding(parts.head.weight, fine=1e-3, coarse=0.1):
             return own
     raise DefinitionError(
         f"The slot engine cannot generate with {type(parts.trunk).__name__}: through a KV cache its hidden states "

@@ -110,9 +110,10 @@ def find_parts(model: nn.Module) -> ModelParts:
     if getattr(config, "is_encoder_decoder", False):
         raise _refuse(model, "it is an encoder-decoder model", "Pass a decoder-only model.")
     text_config = config.get_text_config(decoder=True)
-    trunk = getattr(core, core.base_model_prefix, None)
+    named = (getattr(core, name, None) for name in (core.base_model_prefix, "model", "transformer"))
+    trunk = next((m for m in named if isinstance(m, nn.Module)), None)
     head = core.get_output_embeddings()
-    if not isinstance(trunk, nn.Module) or trunk is core or head is None:
+    if trunk is None or head is None:
         raise _refuse(model, "it has no language model head", "Pass an AutoModelForCausalLM.")
     if not isinstance(head, nn.Linear):
         raise _refuse(
@@ -153,6 +154,20 @@ def find_parts(model: nn.Module) -> ModelParts:
     )
     _check_logits(model, parts, int(head.weight.shape[0]))
     return parts
+
+
+def rounding(weight: Tensor, *, fine: float, coarse: float) -> float:
+    """Return how far two ways of computing the same may differ, relative to its size, in the precision of a model.
+
+    Args:
+        weight: of the model, for its dtype and device.
+        fine: for float32 and float64.
+        coarse: for half precisions. TensorFloat-32 lies between, a factor of ten below this.
+    """
+    if weight.dtype not in (torch.float32, torch.float64):
+        return coarse
+    rounded = weight.is_cuda and torch.get_float32_matmul_precision() != "highest"
+    return max(fine, coarse / 10) if rounded else fine
 
 
 def set_recomputation(model: nn.Module, on: bool) -> None:
@@ -211,8 +226,7 @@ def _check_logits(model: nn.Module, parts: ModelParts, vocab: int) -> None:
     model.train(was_training)
     spread = float(own.abs().max()) + 1e-6
     error = float((own - ours).abs().max()) / spread
-    exact = parts.head.weight.dtype in (torch.float32, torch.float64)
-    if not error <= (1e-4 if exact else 5e-2):
+    if not error <= rounding(parts.head.weight, fine=1e-4, coarse=5e-2):
         raise _refuse(
             model,
             f"its logits differ from head(hidden) by {error:.1%} of their size",
