@@ -105,31 +105,39 @@ def timed(run: Callable[[], Any]) -> float:
     return clock() - started
 
 
-def compare(name: str, model: Qwen2ForCausalLM, batch: Batch, *, rounds: int, slots: int, on_rows: int) -> None:
-    """Print one row: rates and the median of the ratios of interleaved rounds."""
+Row = tuple[dict[str, float], dict[str, float]]
+
+
+def measure(model: Qwen2ForCausalLM, batch: Batch, *, rounds: int, slots: int, on_rows: int) -> Row:
+    """Return rates in tokens per second, and the medians of the ratios of interleaved rounds."""
     prompts, members, limits = batch
     policy = CausalLMPolicy(model, eos_token_id=[], num_slots=slots)
     tokens = sum(limits)
     everything = len(prompts) * members
     seconds: dict[str, list[float]] = {"slots": [], "off": [], "on": []}
-    small = (prompts[:2], members, limits[: 2 * members])
-    small = (small[0], members, [min(n, 8) for n in small[2]])
-    generate_static(model, small, log_probs=True, rows=on_rows)
-    policy.generate_ragged(small[0], group_size=members, max_new_tokens=small[2], seed=0)
+    warm: Batch = (prompts[:2], members, [min(n, 8) for n in limits[: 2 * members]])
+    generate_static(model, warm, log_probs=True, rows=on_rows)
+    policy.generate_ragged(warm[0], group_size=members, max_new_tokens=warm[2], seed=0)
     for _ in range(rounds):
         seconds["slots"].append(
             timed(lambda: policy.generate_ragged(prompts, group_size=members, max_new_tokens=limits, seed=0))
         )
         seconds["off"].append(timed(lambda: generate_static(model, batch, log_probs=False, rows=everything)))
         seconds["on"].append(timed(lambda: generate_static(model, batch, log_probs=True, rows=on_rows)))
-    ratio = {
+    rates = {key: tokens / statistics.median(value) for key, value in seconds.items()}
+    ratios = {
         key: statistics.median(a / b for a, b in zip(seconds[key], seconds["slots"], strict=True))
         for key in ("off", "on")
     }
-    rate = {key: tokens / statistics.median(value) for key, value in seconds.items()}
+    return rates, ratios
+
+
+def compare(name: str, model: Qwen2ForCausalLM, batch: Batch, *, rounds: int, slots: int, on_rows: int) -> None:
+    """Print one row."""
+    rates, ratios = measure(model, batch, rounds=rounds, slots=slots, on_rows=on_rows)
     print(
-        f"{name:<24}{tokens:>8}{rate['slots']:>12.0f}{rate['off']:>12.0f}{rate['on']:>12.0f}"
-        f"{ratio['off']:>10.2f}x{ratio['on']:>10.2f}x"
+        f"{name:<24}{sum(batch[2]):>8}{rates['slots']:>12.0f}{rates['off']:>12.0f}{rates['on']:>12.0f}"
+        f"{ratios['off']:>10.2f}x{ratios['on']:>10.2f}x"
     )
 
 
