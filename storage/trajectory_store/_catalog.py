@@ -156,8 +156,8 @@ class Catalog:
         ordinals, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
         if not len(ids):
             return Address(ordinals, rows)
-        if int(ordinals.min()) < 0 or int(ordinals.max()) >= len(self._limits):
-            bad = (ordinals < 0) | (ordinals >= len(self._limits))
+        bad = (ordinals < 0) | (ordinals >= len(self._limits))
+        if bad.any():
             raise self._missing(int(ids[bad][0]))
         outside = rows >= self._limits[ordinals]
         if outside.any():

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from trajectory_store._catalog import Address, Catalog
 from trajectory_store._errors import BatchError
-from trajectory_store._io import PreadBytes
+from trajectory_store._io import PreadItems
 from trajectory_store._layout import PRESENT
 from trajectory_store._pool import BufferPool
 from trajectory_store._ragged import Int64Array, RaggedArray, offsets_of
@@ -24,17 +24,18 @@ from trajectory_store._writer import ORDINAL_SHIFT, ROW_MASK
 
 Side = Literal["left", "right"]
 SMALL = 512
-Source = memoryview | PreadBytes
+Source = memoryview | PreadItems
 _NOTHING = memoryview(b"")
-Plan = tuple[list[int], list[int], list[int], list[int]]
+Plan = tuple[list[int], list[int]]
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class Spans(NamedTuple):
     """Where the elements of rows are: per row a segment, a first element and one past the last."""
 
     ordinals: list[int]
-    starts: Int64Array
-    ends: Int64Array
+    starts: list[int]
+    ends: list[int]
     lengths: Int64Array
 
 
@@ -51,7 +52,7 @@ class Gather:
         self._ids = ids
         self._base = catalog.locate(ids)
         self._spans: dict[str, Spans] = {}
-        self._plans: dict[tuple[int, int, int, int, str], Plan] = {}
+        self._plans: dict[tuple[int, int, int, str], Plan] = {}
         self._widths: dict[int, int] = {}
         self._patched: dict[str, Address] = {}
 
@@ -114,32 +115,28 @@ class Gather:
         ordinals, rows = address
         owners = ordinals.tolist()
         distinct = set(owners)
-        if len(distinct) == 1:
-            segment = self._catalog.any_segment(owners[0])
-            if axis in segment.schema.axes:
-                offsets = segment.offsets(axis)
-                starts, ends = offsets[rows], offsets[rows + 1]
-                return Spans(owners, starts, ends, ends - starts)
+        if len(rows) > SMALL or len(distinct) == 1:
+            return self._spans_by_segment(axis, address, owners)
+        views = {o: self._offset_view(o, axis) for o in distinct}
+        if None in views.values():
+            return self._spans_by_segment(axis, address, owners)
+        known = cast("dict[int, memoryview[int]]", views)
+        per_row = [known[o] for o in owners]
+        places: list[int] = rows.tolist()
+        starts = [v[r] for v, r in zip(per_row, places, strict=True)]
+        ends = [v[r + 1] for v, r in zip(per_row, places, strict=True)]
+        return Spans(owners, starts, ends, np.array(ends, np.int64) - np.array(starts, np.int64))
+
+    def _spans_by_segment(self, axis: str, address: Address, owners: list[int]) -> Spans:
+        ordinals, rows = address
         starts = np.zeros(len(rows), np.int64)
         ends = np.zeros(len(rows), np.int64)
-        if len(rows) <= SMALL:
-            views = {o: self._offset_view(o, axis) for o in distinct}
-            per_row = [views[o] for o in owners]
-            if any(v is None for v in views.values()):
-                for i, (view, row) in enumerate(zip(per_row, rows.tolist(), strict=True)):
-                    if view is not None:
-                        starts[i], ends[i] = view[row], view[row + 1]
-            else:
-                known = cast("list[memoryview[int]]", per_row)
-                starts[:] = [v[r] for v, r in zip(known, rows.tolist(), strict=True)]
-                ends[:] = [v[r] for v, r in zip(known, (rows + 1).tolist(), strict=True)]
-        else:
-            for owner, where in groups(ordinals):
-                segment = self._catalog.any_segment(owner)
-                if axis in segment.schema.axes:
-                    offsets = segment.offsets(axis)
-                    starts[where], ends[where] = offsets[rows[where]], offsets[rows[where] + 1]
-        return Spans(owners, starts, ends, ends - starts)
+        for owner, where in groups(ordinals):
+            segment = self._catalog.any_segment(owner)
+            if axis in segment.schema.axes:
+                offsets, mine = segment.offsets(axis), rows[where]
+                starts[where], ends[where] = offsets[mine], offsets[mine + 1]
+        return Spans(owners, starts.tolist(), ends.tolist(), ends - starts)
 
     def _offset_view(self, ordinal: int, axis: str) -> memoryview | None:
         segment = self._catalog.any_segment(ordinal)
@@ -198,13 +195,13 @@ class Gather:
             segment.assign(column.name, rows[where], values[where])
 
     def sources(self, column: Column, ordinals: Sequence[int]) -> tuple[list[Source], set[int]]:
-        """Per row the bytes of the column in its segment, and the segments that have no such column."""
+        """Per row the items of the column in its segment, and the segments that have no such column."""
         views: dict[int, Source] = {}
         absent: set[int] = set()
         for ordinal in set(ordinals):
             segment = self._catalog.any_segment(ordinal)
             if segment.has(column):
-                views[ordinal] = segment.raw(column.name)
+                views[ordinal] = segment.items(column.name)
             else:
                 views[ordinal] = _NOTHING
                 absent.add(ordinal)
@@ -214,17 +211,17 @@ class Gather:
         """The rows of a ragged column in one new flat array."""
         spans = self.spans(column)
         edges = offsets_of(spans.lengths)
-        item = column.np_dtype.itemsize
         flat = np.empty(int(edges[-1]), column.np_dtype)
         if len(flat):
-            self._copy(column, spans, flat, _plan(spans, edges[:-1] * item, item))
+            places = edges.tolist()
+            self._copy(column, spans, flat, (places[:-1], places[1:]))
         return RaggedArray(flat, spans.lengths)
 
     def text(self, column: Column) -> list[str]:
         """The rows of a text column."""
         spans = self.spans(column)
         sources, absent = self.sources(column, spans.ordinals)
-        pieces = zip(sources, spans.starts.tolist(), spans.ends.tolist(), strict=True)
+        pieces = zip(sources, spans.starts, spans.ends, strict=True)
         out = [str(source[a:b], "utf-8") for source, a, b in pieces]
         if absent:
             fill = str(column.fill_value)
@@ -248,43 +245,32 @@ class Gather:
         if not array.size:
             return array
         base = array if out is None else out
-        stride = base.strides[0]
-        key = (id(spans), dtype.itemsize, stride, width, side)
+        stride = base.shape[1]
+        key = (id(spans), stride, width, side)
         plan = self._plans.get(key)
         if plan is None:
-            places = np.arange(n, dtype=np.int64) * stride
+            places = np.arange(0, n * stride, stride, dtype=np.int64)
             if side == "left":
-                places += (width - spans.lengths) * dtype.itemsize
-            plan = self._plans[key] = _plan(spans, places, dtype.itemsize)
+                places += width - spans.lengths
+            plan = self._plans[key] = (places.tolist(), (places + spans.lengths).tolist())
         self._copy(column, spans, base, plan)
         return array
 
     def _copy(self, column: Column, spans: Spans, target: npt.NDArray[Any], plan: Plan) -> None:
-        """Copy each row's bytes to its place in a contiguous array."""
+        """Copy each row's items to its place in a contiguous array."""
         sources, absent = self.sources(column, spans.ordinals)
-        view = memoryview(cast("bytearray", target.reshape(-1).view(np.uint8)))
+        flat = target.reshape(-1)
+        view = memoryview(cast("bytearray", flat.view(_UNSIGNED[flat.itemsize])))
+        rows = zip(sources, *plan, spans.starts, spans.ends, strict=True)
         if absent:
-            self._copy_some(column, spans, target, plan, absent)
+            for ordinal, (source, a, b, c, d) in zip(spans.ordinals, rows, strict=True):
+                if ordinal in absent:
+                    flat[a:b] = column.fill_value
+                else:
+                    view[a:b] = source[c:d]
             return
-        for source, a, b, c, d in zip(sources, *plan, strict=True):
+        for source, a, b, c, d in rows:
             view[a:b] = source[c:d]
-
-    def _copy_some(self, column: Column, spans: Spans, target: npt.NDArray[Any], plan: Plan, absent: set[int]) -> None:
-        flat, item = target.reshape(-1), column.np_dtype.itemsize
-        view = memoryview(cast("bytearray", flat.view(np.uint8)))
-        sources, _ = self.sources(column, spans.ordinals)
-        for ordinal, source, a, b, c, d in zip(spans.ordinals, sources, *plan, strict=True):
-            if ordinal in absent:
-                flat[a // item : b // item] = column.fill_value
-            else:
-                view[a:b] = source[c:d]
-
-
-def _plan(spans: Spans, places: Int64Array, item: int) -> Plan:
-    """Turn places in the target and spans in the sources into lists of byte positions."""
-    begins, sizes = spans.starts * item, spans.lengths * item
-    ends = begins + sizes
-    return places.tolist(), (places + sizes).tolist(), begins.tolist(), ends.tolist()
 
 
 def _fit(out: npt.NDArray[Any], column: Column, n: int, width: int) -> npt.NDArray[Any]:

@@ -102,6 +102,25 @@ class PreadBytes:
             os.close(fd)
 
 
+FORMATS: dict[int, Literal["B", "H", "I", "L"]] = {1: "B", 2: "H", 4: "I", 8: "L"}
+
+
+class PreadItems:
+    """The items of a file that is read on demand; slices are memoryviews of unsigned integers.
+
+    Args:
+        raw: the file.
+        size: bytes per item.
+    """
+
+    def __init__(self, raw: PreadBytes, size: int) -> None:
+        self._raw = raw
+        self._size = size
+
+    def __getitem__(self, where: slice) -> memoryview:
+        return memoryview(self._raw[where.start * self._size : where.stop * self._size]).cast(FORMATS[self._size])
+
+
 def check_size(path: Path, found: int, size: int) -> None:
     """Refuse a file that is shorter than its metadata says."""
     if found < size:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from trajectory_store import _fs
 from trajectory_store._errors import CorruptionError, MissingRowError, ReadFailedError, StoreError
-from trajectory_store._io import Io, PreadBytes, open_file
+from trajectory_store._io import FORMATS, Io, PreadBytes, PreadItems, open_file
 from trajectory_store._layout import (
     COMMITS,
     ROW_ID,
@@ -59,6 +59,7 @@ class SegmentReader:
         self._specs: dict[str, ArraySpec] = {spec.name: spec for spec in self.meta.arrays()}
         self._late: set[str] = set()
         self._maps: dict[str, memoryview | PreadBytes] = {}
+        self._items: dict[str, tuple[memoryview | PreadBytes, memoryview | PreadItems]] = {}
         self._loaded: dict[str, int] = {}
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         size = (self.meta.rows_cap + 1) * 64
@@ -207,6 +208,16 @@ class SegmentReader:
                 ) from None
             self._maps[name] = view
         return view
+
+    def items(self, name: str) -> memoryview | PreadItems:
+        """The values of an array as unsigned integers of their size: what rows are copied from."""
+        raw = self.raw(name)
+        found = self._items.get(name)
+        if found is None or found[0] is not raw:
+            size = self._specs[name].dtype.itemsize
+            view = PreadItems(raw, size) if isinstance(raw, PreadBytes) else raw.cast(FORMATS[size])
+            found = self._items[name] = (raw, view)
+        return found[1]
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """A per-row array of the segment as numpy sees it; valid as far as the rows go."""

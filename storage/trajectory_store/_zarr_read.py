@@ -19,7 +19,7 @@ import numpy.typing as npt
 from trajectory_store import _fs
 from trajectory_store._catalog import Catalog
 from trajectory_store._errors import CorruptionError, StoreError
-from trajectory_store._io import PreadBytes
+from trajectory_store._io import PreadBytes, PreadItems
 from trajectory_store._layout import ArraySpec, SegmentMeta, chunk_path, offsets_name, read_attributes
 from trajectory_store._reader import SegmentReader
 from trajectory_store._record import KIND_ROWS, RECORD_DTYPE, crc32c
@@ -143,6 +143,7 @@ class RemoteSegment(SegmentReader):
         self._specs: dict[str, ArraySpec] = {spec.name: spec for spec in self.meta.arrays()}
         self._maps: dict[str, memoryview | PreadBytes] = {}
         self._arrays: dict[str, npt.NDArray[Any]] = {}
+        self._items: dict[str, tuple[memoryview | PreadBytes, memoryview | PreadItems]] = {}
         self._loaded: dict[str, int] = {}
         self._late: set[str] = set()
         self._fetched: dict[str, int] = {}
@@ -301,6 +302,7 @@ class RemoteSegment(SegmentReader):
         """Give up the cached file of an array; maps that are in use stay valid."""
         self._maps.pop(name, None)
         self._arrays.pop(name, None)
+        self._items.pop(name, None)
         self._fetched.pop(name, None)
         chunk_path(self.folder, name).unlink(missing_ok=True)
 

@@ -1,0 +1,168 @@
+"""Rings: the newest rows stay, disk space comes back, readers that hold maps are not disturbed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore, _fs
+from trajectory_store.testing import example_rows, example_schema, same_rows
+
+SCHEMA = Schema([Column("x", "int64", ragged=True), Column("n", "int64")])
+
+
+def rows(first, count, length=3):
+    """Rows that hold their own number."""
+    return {"x": [[i] * length for i in range(first, first + count)], "n": list(range(first, first + count))}
+
+
+def test_exactly_the_newest_rows_are_in_the_store(tmp_path):
+    """`len` never exceeds the limit, ids are the newest, and the watermark counts everything."""
+    with TrajectoryStore.create(tmp_path / "s", SCHEMA, max_trajectories=25, segment_rows=10) as store:
+        reader = TrajectoryStore.open(tmp_path / "s")
+        for i in range(0, 200, 5):
+            store.append(rows(i, 5))
+            wanted = list(range(max(0, i + 5 - 25), i + 5))
+            assert store.read_scalars("n").tolist() == wanted
+            assert (len(store), store.watermark) == (len(wanted), i + 5)
+            reader.refresh()
+            assert reader.read_scalars("n").tolist() == wanted
+            assert reader.watermark == i + 5
+        assert len(store._catalog.segments) <= 5
+        reader.close()
+    with TrajectoryStore.open(tmp_path / "s", "a") as store:
+        assert store.watermark == 200
+        more = store.append(rows(200, 1))
+        assert store.ids()[-1] == more[0]
+        assert store.verify().ok
+    assert not [p for p in (tmp_path / "s").iterdir() if p.name.startswith(".")]
+
+
+def test_a_reader_with_maps_keeps_its_view_until_it_refreshes(tmp_path):
+    """Rows whose segment was unlinked stay readable through the maps; afterwards they are named as evicted."""
+    with TrajectoryStore.create(tmp_path / "s", SCHEMA, max_trajectories=20, segment_rows=10) as store:
+        ids = store.append(rows(0, 10))
+        reader = TrajectoryStore.open(tmp_path / "s")
+        reader.read(ids)
+        for i in range(10, 100, 10):
+            store.append(rows(i, 10))
+        assert not (tmp_path / "s" / "seg-00000000").exists()
+        assert reader.read(ids)["n"].tolist() == list(range(10))
+        assert reader.read_padded(ids, "x")["x"][9].tolist() == [9, 9, 9]
+        reader.refresh()
+        with pytest.raises(MissingRowError, match="evicted"):
+            reader.read(ids)
+        late = TrajectoryStore.open(tmp_path / "s")
+        newest = late.ids()[-20:]
+        for i in range(100, 200, 10):
+            store.append(rows(i, 10))
+        with pytest.raises(MissingRowError, match="refresh"):
+            late.read(newest)
+        late.close()
+        reader.close()
+
+
+def test_disk_space_is_bounded(tmp_path):
+    """`max_bytes` removes the oldest segments; what is left reads well."""
+    limit = 3_000_000
+    with TrajectoryStore.create(tmp_path / "s", SCHEMA, max_bytes=limit, segment_rows=50) as store:
+        for i in range(0, 1000, 50):
+            store.append(rows(i, 50, length=1000))
+        kept = store.read_scalars("n")
+        assert 100 <= len(kept) < 1000
+        assert kept.tolist() == list(range(1000 - len(kept), 1000))
+        assert _fs.disk_bytes(tmp_path / "s") < limit + 1_500_000
+        assert store.verify().ok
+
+
+def test_the_segment_of_a_living_writer_stays(tmp_path):
+    """A slow writer's rows may be old; its segment is not pulled away from under it."""
+    with TrajectoryStore.create(tmp_path / "s", SCHEMA, max_trajectories=10, segment_rows=10) as fast:
+        slow = TrajectoryStore.open(tmp_path / "s", "a")
+        slow.append(rows(1000, 1))
+        for i in range(0, 100, 10):
+            fast.append(rows(i, 10))
+        ids = slow.append(rows(1001, 1))
+        fast.refresh()
+        assert fast.read(ids)["n"].tolist() == [1001]
+        assert fast.read_scalars("n")[-1] == 1001
+        slow.close()
+
+
+def test_a_killed_removal_is_finished_later(tmp_path):
+    """Folders on their way out are counted once and deleted by the next writer."""
+    with TrajectoryStore.create(tmp_path / "s", SCHEMA, segment_rows=10) as store:
+        for i in range(0, 30, 10):
+            store.append(rows(i, 10))
+    (tmp_path / "s" / "seg-00000000").rename(tmp_path / "s" / ".old-0-10")
+    for _ in range(2):
+        with TrajectoryStore.open(tmp_path / "s", "a") as store:
+            store.refresh()
+            assert (len(store), store.watermark) == (20, 30)
+    assert not (tmp_path / "s" / ".old-0-10").exists()
+
+
+def test_compaction_keeps_ids_order_values_and_room(tmp_path):
+    """Many small segments become one; patches are folded in; readers follow; the disk is given back."""
+    with TrajectoryStore.create(tmp_path / "s", example_schema(), segment_rows=6) as store:
+        parts = [example_rows(6, seed=seed) for seed in range(20)]
+        ids = np.concatenate([store.append(part) for part in parts])
+        store.patch(ids[5:8], advantage=[1, 2, 3], prompt=["a", "", "c"])
+        store.update(ids[50:60], use_count=4)
+        reader = TrajectoryStore.open(tmp_path / "s")
+        snapshot = reader.snapshot()
+        report = store.compact()
+        assert (report.rows, report.segments_before, report.segments_after) == (120, 21, 1)
+        assert report.bytes_after < report.bytes_before
+        parts[0]["prompt"][5:] = ["a"]
+        parts[1]["prompt"][:2] = ["", "c"]
+        for view in (store, reader, TrajectoryStore.open(tmp_path / "s")):
+            view.refresh()
+            assert view.ids().tolist() == ids.tolist()
+            assert view.ids(snapshot).tolist() == ids.tolist()
+            for k, part in enumerate(parts):
+                same_rows(view, ids[6 * k : 6 * k + 6], part)
+            assert view.read_scalars("use_count").sum() == 40
+            assert view.present("advantage").sum() == 3
+            assert view.verify().ok
+        assert store.compact().segments_after == 1
+        more = store.append(parts[0])
+        assert int(more[0]) > int(ids.max())
+
+
+def test_several_writers_agree_with_every_reader(tmp_path):
+    """Three writers in turns: one order for all, and a snapshot names the same rows later."""
+    TrajectoryStore.create(tmp_path / "s", SCHEMA, segment_rows=7).close()
+    writers = [TrajectoryStore.open(tmp_path / "s", "a") for _ in range(3)]
+    reader = TrajectoryStore.open(tmp_path / "s")
+    snapshots = []
+    for i in range(60):
+        writers[i * 7 % 3].append(rows(i, 1 + i % 2))
+        if i % 10 == 0:
+            reader.refresh()
+            snapshots.append((reader.snapshot(), reader.ids().tolist()))
+    for writer in writers:
+        writer.refresh()
+        assert writer.read_scalars("n").tolist() == [n for i in range(60) for n in range(i, i + 1 + i % 2)]
+    fresh = TrajectoryStore.open(tmp_path / "s")
+    for snapshot, known in snapshots:
+        again = type(snapshot).from_json(snapshot.to_json())
+        assert fresh.ids(again).tolist() == known
+    for store in (*writers, reader, fresh):
+        store.close()
+
+
+def test_batch_memory_is_lent_again_only_when_it_is_free(tmp_path):
+    """A held view keeps its buffer; a dropped one gives it back."""
+    with TrajectoryStore.create(tmp_path / "s", SCHEMA) as store:
+        ids = store.append(rows(0, 4, length=5000))
+        first = store.read_padded(ids, "x")["x"]
+        address = first.ctypes.data
+        view = first[1, 10:20]
+        del first
+        second = store.read_padded(ids, "x")["x"]
+        assert second.ctypes.data != address
+        assert view.tolist() == [1] * 10
+        del view, second
+        addresses = {store.read_padded(ids, "x")["x"].ctypes.data for _ in range(5)}
+        assert len(addresses) == 1
