@@ -39,6 +39,11 @@ class SlotMap:
         return self._rows[: self._size]
 
     @property
+    def floor(self) -> int:
+        """The watermark before which all rows were forgotten by `clear`."""
+        return self._floor
+
+    @property
     def next_slot(self) -> int:
         """The slot of the next row that comes in turn."""
         return self._count % self.max_size

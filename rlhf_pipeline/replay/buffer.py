@@ -281,6 +281,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
                 f"the store at {store.path} has {store.watermark} trajectories, the step needs {wanted}. Wait for the "
                 "collector, or check that it is the right store."
             )
+        start = max(start, self.trajectories.floor)
         expected = min(max(wanted - start, 0), self.trajectories.max_size)
         if at is not None and len(ids) < expected:
             raise DataError(

@@ -381,7 +381,9 @@ class GroupSampler(TrajectorySampler):
         self.group_size, self.order = group_size, order
 
     def _choose(self, view: StoreView, allowed: Ints, batch_size: int | None, rng: np.random.Generator) -> Ints:
-        groups, code = np.unique(view.column("group_id"), return_inverse=True)
+        named = view.column("group_id").astype(np.int64)
+        named = np.where(named < 0, -1 - np.arange(len(named)), named)  # no group given: a group of its own
+        groups, code = np.unique(named, return_inverse=True)
         present = np.bincount(code, minlength=len(groups))
         whole = np.bincount(code[allowed], minlength=len(groups)) == present
         if self.group_size is not None:

@@ -46,6 +46,8 @@ class TrajectoryStorage(Storage):
     samplers may scan whole storages. Reopening a path shows all rows again. Several processes may write: each
     opens the path itself, and `refresh()` shows what the others wrote.
 
+    In TorchRL's own `ReplayBuffer` pass `collate_fn=lambda batch: batch`, as batches are collated already.
+
     Args:
         path_or_store: folder of the store (made if it is not there), or an open `TrajectoryStore`.
         max_size: keep at most so many trajectories; the oldest go first. None keeps all.
@@ -257,6 +259,11 @@ class TrajectoryStorage(Storage):
     def next_slot(self) -> int:
         """The slot that the next trajectory takes."""
         return self._slots.next_slot
+
+    @property
+    def floor(self) -> int:
+        """The watermark at which the storage was emptied; rows before it are on disk but not drawn any more."""
+        return self._slots.floor
 
     def contains(self, item: Any) -> Any:
         """Whether slots hold a trajectory; a bool for one, a bool tensor for several."""

@@ -158,6 +158,8 @@ class Chunk:
 
     def take(self, trajectories: Sequence[int]) -> Chunk:
         """Only some trajectories; keeps none of the others alive."""
+        if list(trajectories) == list(range(len(self.groups))):
+            return self
         rows = self.rows(trajectories)
         bounds = [0]
         for i in trajectories:

@@ -73,15 +73,24 @@ def scored_positions(td: TensorDictBase, like: Flat, assistant_only: bool) -> Te
     if lengths is None:
         raise DataError(f"the batch has no ragged token column to score: pass {TOKENS!r} per trajectory")
     starts = lengths.cumsum(0) - lengths
-    position = torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
-    if not assistant_only:
-        return position > 0
-    mask = per_token(td, ASSISTANT_MASK, like)
+    first = starts[lengths > 0]  # no token has a log-prob without one before it
+    mask = per_token(td, ASSISTANT_MASK, like) if assistant_only else None
     if mask is not None:
-        return mask.values.to(torch.bool) & (position > 0)
+        out = mask.values.to(torch.bool, copy=True)
+    elif not assistant_only:
+        out = torch.ones(int(lengths.sum()), dtype=torch.bool)
+    else:
+        out = _responses(td, like, starts, lengths)
+    out[first] = False
+    return out
+
+
+def _responses(td: TensorDictBase, like: Flat, starts: Tensor, lengths: Tensor) -> Tensor:
+    """The assistant's tokens where no mask tells them."""
     prompt = read(td, NUM_PROMPT_TOKENS)
     if isinstance(prompt, Flat):
-        return (position >= torch.repeat_interleave(prompt.values.reshape(-1), lengths)) & (position > 0)
+        response = starts + prompt.values.reshape(-1)
+        return torch.arange(int(lengths.sum())) >= torch.repeat_interleave(response, lengths)
     scored = per_token(td, LOG_PROBS, like)
     if scored is not None and bool(scored.values.isnan().any()):
         return scored.values.isfinite()

@@ -197,7 +197,7 @@ class KLRewardTransform(Transform):
         out: dict[Key, Flat] = {}
         ref = per_token(td, self.ref_log_prob_key, log_probs)
         if ref is None:
-            ref = self._reference(td, log_probs, mask)
+            ref = self._reference(td, log_probs, mask, fill=float("nan") if update else 0.0)
             out[self.ref_out_key] = ref
         lp, lr = log_probs.values.detach().double(), ref.values.detach().double()
         valid = mask & lp.isfinite() & lr.isfinite()
@@ -216,7 +216,7 @@ class KLRewardTransform(Transform):
             self.controller.update(kl)
         return write(td, out)
 
-    def _reference(self, td: TensorDictBase, like: Flat, mask: Tensor) -> Flat:
+    def _reference(self, td: TensorDictBase, like: Flat, mask: Tensor, *, fill: float) -> Flat:
         model: Any = self.ref_model
         if model is None:
             raise DataError(
@@ -226,7 +226,7 @@ class KLRewardTransform(Transform):
         tokens = per_token(td, TOKENS, like)
         if tokens is None:
             raise DataError(f"the batch has no token ids under {TOKENS!r}")
-        values = score(model, tokens, mask, token_budget=self.token_budget, device=self.device)
+        values = score(model, tokens, mask, token_budget=self.token_budget, fill=fill, device=self.device)
         return Flat(values, like.lengths)
 
     def _base(self, td: TensorDictBase, like: Flat, mask: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -320,6 +320,27 @@ def test_watermark_that_is_not_there_yet(make_buffer, make_rows, tmp_path):
     reader.storage.close()
 
 
+def test_emptied_buffer(make_buffer, make_rows):
+    """`empty` hides what was there from samples and steps alike; the rows stay on disk."""
+    rb = make_buffer()
+    rb.extend(lazy_stack(make_rows([4] * 4)))
+    rb.empty()
+    assert len(rb) == 0
+    assert rb.extend(lazy_stack(make_rows([4] * 2, first_group=9))).tolist() == [0, 1]
+    assert sorted(rb.sample_step(0)[keys.TRAJECTORY_ID].tolist()) == [18, 19]
+    assert len(rb.store) == 6
+
+
+def test_figures_and_repr(make_buffer, make_rows):
+    """TorchRL's own figures work on it."""
+    rb = make_buffer(MCAdvantage(2), batch_size=2)
+    rb.extend(lazy_stack(make_rows([4] * 4)))
+    assert rb.write_count == 4
+    assert rb.can_sample()
+    assert "TrajectoryStorage" in repr(rb)
+    assert "len=4" in repr(rb.storage)
+
+
 def test_ring_in_steps(tmp_path, make_rows):
     """With a limit only the newest trajectories may be drawn."""
     rb = TrajectoryReplayBuffer(storage=TrajectoryStorage(tmp_path / "ring", max_size=4))

@@ -143,6 +143,14 @@ def test_groups_are_whole(storage, make_rows):
     assert len(pick(GroupSampler(), storage, 1, step=1)) >= 1
 
 
+def test_rows_without_a_group_are_their_own(tmp_path, make_rows):
+    """Trajectories that nobody grouped are not one large group."""
+    made = TrajectoryStorage(tmp_path / "loose")
+    made.set(torch.arange(5), lazy_stack([row.exclude("group_id") for row in make_rows([4] * 5)]))
+    assert len(pick(GroupSampler(), made, 3)) == 3
+    made.close()
+
+
 def test_mix_of_fresh_and_replay(storage):
     """A part by version, the rest from what is older, no row twice; a lack of fresh rows is filled up."""
     sampler = MixSampler(FreshSampler(max_staleness=0), UniformSampler(), fraction=0.5)

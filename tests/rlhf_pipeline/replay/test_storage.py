@@ -200,6 +200,23 @@ def test_reopening_shows_all_rows(tmp_path, make_rows):
         TrajectoryStorage(tmp_path / "nothing", mode="r")
 
 
+def test_zarr_backend(tmp_path, make_rows):
+    """The same rows from a store that writes one zarr group per commit, also after reopening."""
+    local = TrajectoryStorage(tmp_path / "local")
+    remote = TrajectoryStorage(tmp_path / "zarr", backend="zarr")
+    for storage in (local, remote):
+        put(storage, lazy_stack(finished(make_rows([4, 7, 3]))))
+        storage.update(storage.row_ids([1]), use_count=[2])
+    remote.close()
+    remote = TrajectoryStorage(tmp_path / "zarr", backend="zarr")
+    mine, theirs = local.read([2, 0, 1], text=True), remote.read([2, 0, 1], text=True)
+    assert list(theirs["completion"]) == ["completion 2", "completion 0", "completion 1"]
+    for key in set(mine.keys(True, True)) - {keys.ROW_ID, keys.CREATED_AT}:
+        torch.testing.assert_close(theirs[key], mine[key], rtol=0, atol=0, equal_nan=True)
+    local.close()
+    remote.close()
+
+
 def test_ring(tmp_path, make_rows):
     """Slots wrap at `max_size`, in this process and for whoever opens the store."""
     ring = TrajectoryStorage(tmp_path / "store", max_size=3)

@@ -247,3 +247,21 @@ def test_single_trajectory(make_rows):
     """A TensorDict with an empty batch size is one trajectory."""
     out = KLRewardTransform(coef=0.0).inv(make_rows([4], rewards=[3.0])[0])
     assert out["next", "reward"].tolist() == [0.0, 0.0, 0.0, 3.0]
+
+
+def test_on_a_sampled_batch_without_reference(make_rows, to_form):
+    """As a forward transform it scores, shapes and leaves 0, not NaN, where nothing is scored."""
+    td = to_form(make_rows([4, 6], ref=False, rewards=[1.0, 2.0]), "padded")
+    out = KLRewardTransform(Table(), coef=0.5)(td)
+    assert bool(out[keys.REF_LOG_PROBS].isfinite().all())
+    assert bool((out[keys.REF_LOG_PROBS][:, :2] == 0).all())
+    assert bool((out[keys.REWARD][0, 4:] == 0).all())
+
+
+def test_step_of_an_environment(make_rows, to_form):
+    """The step form gives the same reward, in `next`."""
+    td = to_form(make_rows([4, 6]), "padded")
+    expected = KLRewardTransform(coef=0.5)(td)
+    step = KLRewardTransform(coef=0.5)._step(td.exclude("next"), td.get("next").clone())
+    assert torch.equal(step["reward"], expected[keys.REWARD])
+    assert torch.equal(step["kl_penalty"], expected[keys.KL_PENALTY])

@@ -163,3 +163,10 @@ def test_errors(policy):
 def test_state_dict_carries_no_model_weights(policy):
     """A checkpoint of the buffer is not a checkpoint of the reference."""
     assert list(RetrieveLogProb(policy).state_dict()) == []
+
+
+def test_step_of_an_environment(policy, make_rows, to_form):
+    """The step form gives the same scores, in `next`."""
+    td = to_form(make_rows([4, 6], ref=False), "padded")
+    step = RetrieveLogProb(policy)._step(td.exclude("next"), td.get("next").clone())
+    assert torch.equal(step["ref_log_probs", "full"], RetrieveLogProb(policy)(td)[keys.REF_LOG_PROBS])
