@@ -239,13 +239,15 @@ def _transpose(rows: Sequence[Any], prefix: tuple[str, ...]) -> Iterator[tuple[K
     # `items()` of a TensorDict is a method with checks; its dict is the same thing, ten times faster.
     entries: list[dict[str, Any]] = [row._tensordict if plain else entries_of(row) for row in rows]
     names = tuple(entries[0])
-    if list(map(tuple, entries)).count(names) == len(entries):
-        columns: Any = zip(*[entry.values() for entry in entries], strict=True)
-    else:
+    # As many keys everywhere, and each of them everywhere: the same keys, in whatever order.
+    if set(map(len, entries)) != {len(names)}:
         _check_same_keys(entries, prefix)
-        columns = ([entry[name] for entry in entries] for name in names)
-    for name, column in zip(names, columns, strict=True):
-        leaves = list(column)
+    try:
+        columns = [[entry[name] for entry in entries] for name in names]
+    except KeyError:
+        _check_same_keys(entries, prefix)
+        raise
+    for name, leaves in zip(names, columns, strict=True):
         leaf = leaves[0]
         if isinstance(leaf, (Tensor, NonTensorData, NonTensorStack)) or not is_tensor_collection(leaf):
             yield ((*prefix, name) if prefix else name), leaves
