@@ -7,6 +7,7 @@ own memmap objects cost twelve times as much per slice.
 from __future__ import annotations
 
 import itertools
+import mmap
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
@@ -55,6 +56,9 @@ class Gather:
         self._plans: dict[tuple[int, int, int, str], Plan] = {}
         self._widths: dict[int, int] = {}
         self._patched: dict[str, Address] = {}
+
+    def __len__(self) -> int:
+        return len(self._ids)
 
     def _address(self, column: Column) -> Address:
         """Where the newest values of a column are; the base itself where no row has later ones."""
@@ -206,6 +210,25 @@ class Gather:
                 views[ordinal] = _NOTHING
                 absent.add(ordinal)
         return [views[o] for o in ordinals], absent
+
+    def prefetch(self, columns: Sequence[Column]) -> None:
+        """Ask the kernel for the pages of the rows, all at once, before the first one is touched."""
+        for column in columns:
+            if column.axis is None:
+                continue
+            spans = self.spans(column)
+            item = column.np_dtype.itemsize
+            maps: dict[int, mmap.mmap] = {}
+            for ordinal in set(spans.ordinals):
+                segment = self._catalog.any_segment(ordinal)
+                raw = segment.raw(column.name) if segment.has(column) else None
+                if isinstance(raw, memoryview) and isinstance(raw.obj, mmap.mmap):
+                    maps[ordinal] = raw.obj
+            for ordinal, a, b in zip(spans.ordinals, spans.starts, spans.ends, strict=True):
+                mapped = maps.get(ordinal)
+                if mapped is not None and a < b:
+                    start = a * item & -mmap.PAGESIZE
+                    mapped.madvise(mmap.MADV_WILLNEED, start, b * item - start)
 
     def ragged(self, column: Column) -> RaggedArray:
         """The rows of a ragged column in one new flat array."""

@@ -10,6 +10,7 @@ LazyStackStorage holds TensorDicts in RAM.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import statistics
 import sys
@@ -48,70 +49,86 @@ def schema():
     return Schema([*ragged, Column("task_reward", "float32")])
 
 
-def memcpy_rate(seconds=0.6):
-    """Bytes per second that one thread copies out of cache, median of many."""
-    source = np.random.default_rng(0).integers(0, 255, 1 << 26, dtype=np.uint8)
-    target = np.zeros_like(source)
-    times, stop = [], time.perf_counter() + seconds
-    while time.perf_counter() < stop:
+class Memcpy:
+    """One thread copying memory that is in no cache."""
+
+    def __init__(self):
+        self.source = np.random.default_rng(0).integers(0, 255, 1 << 26, dtype=np.uint8)
+        self.target = np.zeros_like(self.source)
+
+    def seconds(self):
+        """Seconds per byte of one copy."""
         start = time.perf_counter()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - start)
-    return len(source) / statistics.median(times)
+        np.copyto(self.target, self.source)
+        return (time.perf_counter() - start) / len(self.source)
 
 
-def timed(function, batches):
-    """Median seconds per call, after every batch was read once: warm means that pages are mapped."""
-    for batch in batches:
-        function(batch)
-    times = []
-    for batch in batches:
-        start = time.perf_counter()
-        function(batch)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+def memcpy_rate(rounds=30):
+    """Bytes per second of the median copy."""
+    memcpy = Memcpy()
+    return 1 / statistics.median(memcpy.seconds() for _ in range(rounds))
 
 
-def bench_lmdb(folder, data, picks):
+def interleaved(functions, batches):
+    """Median seconds per call of each, and of memcpy per byte; they take turns, so noise hits all alike.
+
+    Every batch is read once before: warm means that the pages are mapped.
+    """
+    memcpy = Memcpy()
+    times = {name: [] for name in functions}
+    copies = []
+    for name, function in functions.items():
+        for batch in batches:
+            function(batch)
+        times[name] = []
+    for at in range(0, len(batches), 10):
+        copies.append(memcpy.seconds())
+        for name, function in functions.items():
+            function(batches[at])
+            for batch in batches[at : at + 10]:
+                start = time.perf_counter()
+                function(batch)
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(t) for name, t in times.items()}, 1 / statistics.median(copies)
+
+
+def lmdb_sampler(stack, folder, data):
     """One blob per trajectory: its length, then the four columns; the same pad loop, one fixed output."""
     import lmdb
 
     columns = [data[name] for name in COLUMNS]
     lengths, edges = columns[0].lengths, columns[0].offsets
-    with lmdb.open(str(folder), map_size=1 << 33, writemap=True, sync=False) as env:
-        with env.begin(write=True) as txn:
-            for i in range(len(lengths)):
-                a, b = edges[i], edges[i + 1]
-                head = int(b - a).to_bytes(8, "little")
-                blob = b"".join([head, *(c.values[a:b].tobytes() for c in columns)])
-                txn.put(i.to_bytes(8, "big"), blob)
-        items = [np.dtype(d).itemsize for d in COLUMNS.values()]
-        outs = {name: np.zeros((BATCH, 4096), dtype) for name, dtype in COLUMNS.items()}
+    env = stack.enter_context(lmdb.open(str(folder), map_size=1 << 33, writemap=True, sync=False))
+    with env.begin(write=True) as txn:
+        for i in range(len(lengths)):
+            a, b = edges[i], edges[i + 1]
+            head = int(b - a).to_bytes(8, "little")
+            blob = b"".join([head, *(c.values[a:b].tobytes() for c in columns)])
+            txn.put(i.to_bytes(8, "big"), blob)
+    items = [np.dtype(d).itemsize for d in COLUMNS.values()]
+    outs = [np.zeros(BATCH * 4096 * item, np.uint8) for item in items]
 
-        def sample(rows):
-            with env.begin(buffers=True) as txn:
-                blobs = [txn.get(i.to_bytes(8, "big")) for i in rows.tolist()]
-                sizes = np.array([int.from_bytes(blob[:8], "little") for blob in blobs])
-                width = int(sizes.max())
-                skip = np.full(len(rows), 8)
-                for (name, dtype), item in zip(COLUMNS.items(), items, strict=True):
-                    out = outs[name].reshape(-1)[: BATCH * width]
-                    out.fill(0)
-                    view = memoryview(out.view(np.uint8))
-                    starts = np.arange(BATCH) * width * item
-                    ends = (starts + sizes * item).tolist()
-                    after = skip + sizes * item
-                    for blob, a, b, c, d in zip(
-                        blobs, starts.tolist(), ends, skip.tolist(), after.tolist(), strict=True
-                    ):
-                        view[a:b] = blob[c:d]
-                    skip = after
-                    assert dtype
+    def sample(rows):
+        with env.begin(buffers=True) as txn:
+            blobs = [txn.get(i.to_bytes(8, "big")) for i in rows.tolist()]
+            sizes = np.array([int.from_bytes(blob[:8], "little") for blob in blobs])
+            width = int(sizes.max())
+            skip = np.full(len(rows), 8)
+            for out, item in zip(outs, items, strict=True):
+                out[: BATCH * width * item].fill(0)
+                view = memoryview(out)
+                starts = np.arange(BATCH) * width * item
+                ends = (starts + sizes * item).tolist()
+                after = skip + sizes * item
+                rows_at = zip(blobs, starts.tolist(), ends, skip.tolist(), after.tolist(), strict=True)
+                for blob, a, b, c, d in rows_at:
+                    view[a:b] = blob[c:d]
+                skip = after
 
-        return timed(sample, picks)
+    return sample
 
 
-def bench_torchrl(data, picks):
+def torchrl_sampler(data):
     """LazyStackStorage of TensorDicts in RAM, padded by the stack's own method."""
     import torch
     from tensordict import LazyStackedTensorDict, TensorDict
@@ -128,7 +145,7 @@ def bench_torchrl(data, picks):
         stack = storage.get(torch.from_numpy(picked))
         return [stack.get(name, as_padded_tensor=True, padding_value=0) for name in COLUMNS]
 
-    return timed(sample, picks)
+    return sample
 
 
 def main():
@@ -143,28 +160,24 @@ def main():
     lengths = data["input_ids"].lengths
     picks = [rng.integers(0, count, BATCH) for _ in range(rounds)]
     payload = float(np.mean([lengths[p].sum() for p in picks])) * 13
-    results = {}
-    with tempfile.TemporaryDirectory() as folder:
-        with TrajectoryStore.create(f"{folder}/store", schema()) as store:
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        with TrajectoryStore.create(folder / "store", schema()) as store:
             for first in range(0, count, 1000):
                 rows = range(first, min(count, first + 1000))
                 batch = {name: data[name].take(rows) for name in COLUMNS}
                 store.append({**batch, "task_reward": data["task_reward"][rows.start : rows.stop]})
-        with TrajectoryStore.open(f"{folder}/store") as store:
-            ids, names = store.ids(), list(COLUMNS)
-            check = store.read_padded(ids[picks[0]], names)
-            for k, i in enumerate(picks[0]):
-                assert (check["input_ids"][k, : lengths[i]] == data["input_ids"][i]).all()
-            copy = memcpy_rate()
-            segments = len(store._catalog.segments)
-            results[f"trajectory_store ({segments} segments)"] = timed(
-                lambda p: store.read_padded(ids[p], names), picks
-            )
+        store = stack.enter_context(TrajectoryStore.open(folder / "store"))
+        ids, names = store.ids(), list(COLUMNS)
+        check = store.read_padded(ids[picks[0]], names)
+        for k, i in enumerate(picks[0]):
+            assert (check["input_ids"][k, : lengths[i]] == data["input_ids"][i]).all()
+        samplers = {"trajectory_store": lambda p: store.read_padded(ids[p], names)}
         if importlib.util.find_spec("lmdb"):
-            results["LMDB + the same pad loop"] = bench_lmdb(Path(folder, "lmdb"), data, picks)
+            samplers["LMDB + the same pad loop"] = lmdb_sampler(stack, folder / "lmdb", data)
         if importlib.util.find_spec("torchrl"):
-            few = picks[: max(20, rounds // 5)]
-            results["TorchRL LazyStackStorage (RAM)"] = bench_torchrl(data, few)
+            samplers["TorchRL LazyStackStorage (RAM)"] = torchrl_sampler(data)
+        results, copy = interleaved(samplers, picks)
     print(f"memcpy {copy / 1e9:.1f} GB/s; {payload / 1e3:.0f} kB of {BATCH} trajectories per batch")
     print(f"{'store':36}{'us/batch':>10}{'Mtok/s':>10}{'x memcpy':>10}")
     for name, seconds in results.items():

@@ -59,3 +59,19 @@ def test_positional_reads_survive_a_file_cut_short(tmp_path):
         with pytest.raises(CorruptionError, match="ends at byte"):
             store.read(ids)
         assert store.read(ids, ["n"])["n"].tolist() == [1]
+
+
+def test_pages_of_a_cold_batch_are_asked_for_first(tmp_path):
+    """The same rows come back while the next batches take the way of a cold page cache."""
+    schema = Schema([Column("x", "int64", ragged=True), Column("n", "int64"), Column("t", "str")])
+    with TrajectoryStore.create(tmp_path / "s", schema, segment_rows=3) as store:
+        ids = [int(store.append({"x": [[i] * 700 * (i % 3)], "n": [i], "t": ["t" * i]})[0]) for i in range(9)]
+        warm = store.read_padded(ids)
+        store._cold = 1
+        cold = store.read_padded(ids)
+        assert store._cold == 0
+        assert (warm["x"] == cold["x"]).all()
+        assert warm["t"] == cold["t"]
+    with TrajectoryStore.open(tmp_path / "s", io="pread") as store:
+        store._cold = 1
+        assert (store.read_padded(ids)["x"] == warm["x"]).all()
