@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from rlhf_pipeline.learner.learner import Learner
     from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
     from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+    from rlhf_pipeline.policies.containers import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
+    from rlhf_pipeline.policies.distribution import LogProbDistribution
     from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
     from rlhf_pipeline.replay.storage import TrajectoryStorage
     from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController, ConstantKLController
@@ -43,14 +45,21 @@ __version__ = "0.1.0"
 _LAZY = {
     "AdaptiveKLController": "rlhf_pipeline.transforms.kl_controllers",
     "CausalLMPolicy": "rlhf_pipeline.policies.causal_lm",
+    "ChatHistory": "rlhf_pipeline.policies.containers",
     "Collector": "rlhf_pipeline.collectors.collector",
     "ConstantKLController": "rlhf_pipeline.transforms.kl_controllers",
     "GRPOLoss": "rlhf_pipeline.losses.grpo",
     "GRPOLossOutput": "rlhf_pipeline.losses.grpo",
     "KLRewardTransform": "rlhf_pipeline.transforms.kl_reward",
+    "LLMWrapperBase": "rlhf_pipeline.policies.containers",
     "Learner": "rlhf_pipeline.learner.learner",
+    "LogProbDistribution": "rlhf_pipeline.policies.distribution",
+    "LogProbs": "rlhf_pipeline.policies.containers",
     "MCAdvantage": "rlhf_pipeline.transforms.mc_advantage",
+    "Masks": "rlhf_pipeline.policies.containers",
     "RetrieveLogProb": "rlhf_pipeline.transforms.retrieve_log_prob",
+    "Text": "rlhf_pipeline.policies.containers",
+    "Tokens": "rlhf_pipeline.policies.containers",
     "TrajectoryReplayBuffer": "rlhf_pipeline.replay.buffer",
     "TrajectoryStorage": "rlhf_pipeline.replay.storage",
     "group_advantage": "rlhf_pipeline.functional.advantage",
@@ -64,6 +73,7 @@ __all__ = [
     "AdaptiveKLController",
     "Buffer",
     "CausalLMPolicy",
+    "ChatHistory",
     "Collect",
     "Collector",
     "ConstantKLController",
@@ -73,15 +83,21 @@ __all__ = [
     "GRPOLossOutput",
     "JsonlPrompts",
     "KLRewardTransform",
+    "LLMWrapperBase",
     "Learn",
     "Learner",
+    "LogProbDistribution",
+    "LogProbs",
     "MCAdvantage",
+    "Masks",
     "Pipeline",
     "PipelineError",
     "PretrainedPolicy",
     "Prompt",
     "RetrieveLogProb",
+    "Text",
     "TinyPolicy",
+    "Tokens",
     "TrajectoryReplayBuffer",
     "TrajectoryStorage",
     "WritePath",

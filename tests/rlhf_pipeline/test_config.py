@@ -80,7 +80,7 @@ def test_contradictions_are_refused(make):
 
 def test_two_updates_need_stale_trajectories():
     """The second update on a rollout sees data one step old; the definition must allow it."""
-    with pytest.raises(DefinitionError, match="Set buffer.max_staleness to at least 1"):
+    with pytest.raises(DefinitionError, match=r"Set buffer\.max_staleness to at least 1"):
         Pipeline(
             name="x",
             policy=TinyPolicy(),

@@ -188,8 +188,17 @@ def test_resume_when_the_definition_has_moved(cli: Cli, tmp_path: Path):
     shown = cli("run", "--resume", "--out", "runs/demo")
     assert "the definition that runs/demo was started with is gone" in shown.err
     assert "FILE.py:function --resume --out runs/demo" in shown.err
-    file = task_file(tmp_path, "dict()")
-    assert plan(file, "--resume", "--out", "runs/demo").definition == f"{file}:task"
+    moved = tmp_path / "moved.py"
+    moved.write_text((Path(__file__).parents[3] / "pipelines" / "copy_digits.py").read_text())
+    assert plan(moved, "--resume", "--out", "runs/demo").definition == f"{moved}:copy_digits"
+
+
+def test_resume_under_another_definition(cli: Cli, tmp_path: Path):
+    """A definition that would learn something else is refused before torch is imported, naming the fields."""
+    write_run(Path("runs/demo"))
+    shown = cli("run", "copy_digits", "--resume", "--out", "runs/demo", "--set", "learn.lr=0.5")
+    assert "learn.lr was 0.001, is 0.5" in shown.err
+    assert plan("copy_digits", "--resume", "--out", "runs/demo", "--steps", 9).pipeline.learn.steps == 9
 
 
 FINISHED = RunFinished(
