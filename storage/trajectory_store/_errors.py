@@ -11,6 +11,7 @@
     +-- StoreClosedError (ValueError)         used after close()
     +-- ReadOnlyError (PermissionError)       a write through a reader, or to an immutable column
     +-- MissingRowError (LookupError)         an id that is not, or no longer, in the store
+    |   +-- SegmentGoneError                  its segment left since the last refresh
     +-- WriteFailedError (OSError)            the disk is full or failing; nothing acknowledged is lost
     +-- ReadFailedError (OSError)             the file system failed to deliver bytes
     +-- CorruptionError (ValueError)          the files contradict themselves
@@ -65,6 +66,10 @@ class ReadOnlyError(StoreError, PermissionError):
 
 class MissingRowError(StoreError, LookupError):
     """An id that is not, or no longer, in the store."""
+
+
+class SegmentGoneError(MissingRowError):
+    """A segment was evicted or compacted away since the last refresh; reading tries again after one."""
 
 
 class WriteFailedError(StoreError, OSError):

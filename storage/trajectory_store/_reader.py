@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import _fs
-from trajectory_store._errors import CorruptionError, MissingRowError, ReadFailedError, StoreError
+from trajectory_store._errors import CorruptionError, ReadFailedError, SegmentGoneError, StoreError
 from trajectory_store._io import FORMATS, Io, PreadBytes, PreadItems, open_file
 from trajectory_store._layout import (
     COMMITS,
@@ -194,7 +194,7 @@ class SegmentReader:
             try:
                 view = open_file(path, size, self._io, writable=writable)
             except FileNotFoundError:
-                raise MissingRowError(
+                raise SegmentGoneError(
                     f"segment {self.folder.name} was evicted or compacted away before its column "
                     f"'{name}' was read. Call refresh() and take ids from ids()."
                 ) from None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from trajectory_store._errors import (
     BatchError,
     ReadOnlyError,
     SchemaError,
+    SegmentGoneError,
     StoreClosedError,
 )
 from trajectory_store._gather import Gather, Side, pad_value_of
@@ -47,6 +49,23 @@ Backend = Literal["memmap", "zarr"]
 # costs a warm batch three times its own time and a cold one a third of it.
 COLD_COPY_S = 15e-6
 COLD_BATCHES = 8
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _following(read: Callable[Concatenate[TrajectoryStore, P], R]) -> Callable[Concatenate[TrajectoryStore, P], R]:
+    """Read again after a refresh where a segment left in between; compacted rows are found in their new place."""
+
+    @functools.wraps(read)
+    def wrapper(self: TrajectoryStore, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return read(self, *args, **kwargs)
+        except SegmentGoneError:
+            self.refresh()
+            return read(self, *args, **kwargs)
+
+    return wrapper
 
 
 class TrajectoryStore:
@@ -80,8 +99,10 @@ class TrajectoryStore:
         mode: Mode,
         durability: Durability,
         engine: Engine,
+        address: Any = None,
     ) -> None:
         self.path = path
+        self._address = path if address is None else address
         self.schema = root.schema
         self.mode: Mode = mode
         self.durability: Durability = durability
@@ -182,7 +203,7 @@ class TrajectoryStore:
         create_remote(remote, root)
         folder = None if cache_dir is None else Path(cache_dir)
         engine = ZarrEngine(remote, root, cache_dir=folder, cache_bytes=cache_bytes)
-        return cls(Path(str(target)), root, "a", root.durability, engine)
+        return cls(Path(str(target)), root, "a", root.durability, engine, target)
 
     @classmethod
     def _open_remote(
@@ -205,7 +226,7 @@ class TrajectoryStore:
         engine = ZarrEngine(remote, root, cache_dir=folder, cache_bytes=cache_bytes)
         if mode == "a":
             engine.clean_up()
-        return cls(Path(str(target)), root, mode, root.durability, engine)
+        return cls(Path(str(target)), root, mode, root.durability, engine, target)
 
     @classmethod
     def open(
@@ -287,6 +308,10 @@ class TrajectoryStore:
         else:  # at exit the event loop of an object store is gone: only give the cache back
             self._closed = True
             self._engine.close()
+
+    def __reduce__(self) -> tuple[Callable[..., TrajectoryStore], tuple[Any, ...]]:
+        """A pickled store is opened again at the other side, where it writes segments of its own."""
+        return _reopen, (self._address, self.mode, self.durability)
 
     def __repr__(self) -> str:
         if self._closed:
@@ -466,6 +491,7 @@ class TrajectoryStore:
 
     # Reading
 
+    @_following
     def read(self, ids: Ids, columns: Columns = None) -> dict[str, Any]:
         """Read trajectories as they are.
 
@@ -491,11 +517,13 @@ class TrajectoryStore:
                 out[column.name] = gather.scalars(column)
         return out
 
+    @_following
     def read_batch(self, ids: Ids, schema: Schema | None = None) -> Batch:
         """Read whole rows in the form in which they are written, later values folded in."""
         self._check_open()
         return read_batch(self._catalog, schema or self.schema, as_ids(ids))
 
+    @_following
     def read_ragged(self, column: str, ids: Ids | None = None) -> RaggedArray:
         """Read a ragged column in one flat array; None for all trajectories in the order of arrival."""
         found = self._ragged_column(column)
@@ -503,6 +531,7 @@ class TrajectoryStore:
             raise SchemaError(f"column '{column}' is text; use read().")
         return self._gather(self.ids() if ids is None else ids).ragged(found)
 
+    @_following
     def read_padded(
         self,
         ids: Ids,
@@ -563,6 +592,7 @@ class TrajectoryStore:
             self._cold = COLD_BATCHES
         return result | lengths
 
+    @_following
     def read_scalars(self, column: str, ids: Ids | None = None) -> npt.NDArray[Any]:
         """Read one scalar column.
 
@@ -579,11 +609,13 @@ class TrajectoryStore:
             raise SchemaError(f"column '{column}' is ragged; use read_ragged or read_padded.")
         return gather.scalars(found)
 
+    @_following
     def lengths(self, column: str, ids: Ids | None = None) -> Int64Array:
         """`[B]` int64: the length of each row of a ragged column (UTF-8 bytes for text)."""
         found = self._ragged_column(column)
         return self._gather(self.ids() if ids is None else ids).lengths(found)
 
+    @_following
     def present(self, column: str, ids: Ids | None = None) -> npt.NDArray[np.bool_]:
         """`[B]` bool: whether a value was given, at the append or by a patch, and not filled in."""
         self._check_open()
@@ -631,6 +663,10 @@ class TrajectoryStore:
                 f"{what} needs a store opened for writing; {self.path} is open with mode 'r'. Use "
                 "TrajectoryStore.open(path, mode='a')."
             )
+
+
+def _reopen(address: Any, mode: Mode, durability: Durability) -> TrajectoryStore:
+    return TrajectoryStore.open(address, mode, durability=durability)
 
 
 def as_ids(ids: Ids) -> Int64Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -128,6 +130,30 @@ def test_compaction_keeps_ids_order_values_and_room(tmp_path):
         assert store.compact().segments_after == 1
         more = store.append(parts[0])
         assert int(more[0]) > int(ids.max())
+
+
+def test_a_reader_that_lags_finds_compacted_rows(tmp_path):
+    """Reading a column for the first time after its segment was compacted away still works."""
+    with TrajectoryStore.create(tmp_path / "s", SCHEMA, segment_rows=10) as store:
+        ids = np.concatenate([store.append(rows(i, 10)) for i in range(0, 50, 10)])
+        reader = TrajectoryStore.open(tmp_path / "s")
+        reader.read_scalars("n")
+        store.compact()
+        assert reader.read_padded(ids, "x")["x"][:, 0].tolist() == list(range(50))
+        assert reader.ids().tolist() == ids.tolist()
+        reader.close()
+
+
+def test_a_store_can_be_sent_to_another_process(tmp_path):
+    """A copy, as a process pool makes one, is opened anew and appends to segments of its own."""
+    with TrajectoryStore.create(tmp_path / "s", SCHEMA) as store:
+        store.append(rows(0, 3))
+        other = copy.copy(store)
+        other.append(rows(3, 2))
+        store.append(rows(5, 1))
+        other.refresh()
+        assert sorted(other.read_scalars("n").tolist()) == [0, 1, 2, 3, 4, 5]
+        other.close()
 
 
 def test_several_writers_agree_with_every_reader(tmp_path):
