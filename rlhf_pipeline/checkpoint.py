@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 
@@ -80,6 +81,9 @@ def save_checkpoint(
             if file.is_file():
                 _sync_file(file)
         sync_folder(temporary)
+    except SafetensorError as error:  # the library's own type hides that the disk is full
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(f"{temporary}: {error}") from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -113,10 +117,14 @@ def load_checkpoint(path: Path, *, policy: SavesPretrained, optimizer: torch.opt
             )
     try:
         load_model(policy.model, path / "model.safetensors")
+        tensors = load_file(path / "optimizer.safetensors")
+    except SafetensorError as error:
+        raise DataError(
+            f"the checkpoint {path} is damaged: {error}. Delete that folder to resume from the checkpoint before it."
+        ) from error
     except RuntimeError as error:
         raise DataError(f"the checkpoint {path} belongs to another model: {error}") from error
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    tensors = load_file(path / "optimizer.safetensors")
     torch.set_rng_state(tensors.pop(_RNG))
     _load_optimizer(optimizer, policy.model, tensors, state.pop("param_groups"))
     return state

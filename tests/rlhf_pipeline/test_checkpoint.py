@@ -85,6 +85,11 @@ def test_a_missing_file_and_another_model_are_explained(tmp_path):
     other = Holder(0, size=6)
     with pytest.raises(DataError, match="belongs to another model"):
         load_checkpoint(path, policy=other, optimizer=optimizer_of(other))
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[:20])
+    with pytest.raises(DataError, match="is damaged"):
+        load_checkpoint(path, policy=holder, optimizer=optimizer_of(holder))
+    (path / "model.safetensors").write_bytes(whole)
     (path / "optimizer.safetensors").unlink()
     with pytest.raises(MissingPathError, match=r"has no optimizer\.safetensors. Delete that folder"):
         load_checkpoint(path, policy=holder, optimizer=optimizer_of(holder))
