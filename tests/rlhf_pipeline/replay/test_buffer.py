@@ -9,6 +9,8 @@ import textwrap
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tensordict import lazy_stack
 from torchrl.data.replay_buffers import LazyStackStorage
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
@@ -159,6 +161,48 @@ def test_one_commit_per_extend(make_buffer, make_rows, to_form, form):
     with pytest.raises(DataError):
         rb.extend(lazy_stack(bad))
     assert rb.store.watermark == 6
+
+
+def test_failed_reward_in_a_group(make_buffer, make_rows):
+    """A NaN reward is stored, counts as arrived, and leaves the advantages of the others right."""
+    rb = make_buffer(write_path(3, coef=0.0))
+    rb.extend(lazy_stack(make_rows([4, 5, 6], group_size=3, rewards=[0.0, math.nan, 2.0])))
+    batch = rb.read(rb.trajectories.row_ids())
+    half = 1 / math.sqrt(2)
+    last = batch[keys.ATTENTION_MASK].sum(1) - 1
+    assert batch[keys.ADVANTAGE][torch.arange(3), last].tolist() == pytest.approx([-half, 0.0, half], abs=1e-6)
+    assert batch[keys.DEGENERATE].tolist() == [False, True, False]
+    assert batch[keys.TASK_REWARD].isnan().tolist() == [False, True, False]
+    assert bool(batch[keys.REWARD].isfinite().all())
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(3, 12), min_size=1, max_size=10),
+    chunks=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+)
+def test_forms_and_chunks_agree(tmp_path_factory, make_rows, to_form, lengths, chunks, seed):
+    """Whatever the form and however the trajectories are cut into calls, the same rows are stored."""
+    rewards = [float((seed + 3 * i) % 5) for i in range(len(lengths))]
+    found = []
+    for form in ("stack", "jagged", "padded"):
+        rows = make_rows(lengths, seed=seed, rewards=rewards)
+        rb = TrajectoryReplayBuffer(storage=tmp_path_factory.mktemp("s") / "store", transform=write_path())
+        start = 0
+        for size in [*chunks, len(rows)]:
+            if rows[start : start + size]:
+                rb.extend(to_form(rows[start : start + size], form))
+            start += size
+        assert rb.transform[0].queued_trajectories == len(rows) % 2
+        found.append(rb.read(rb.trajectories.row_ids(), text=True) if len(rb) else None)
+        rb.storage.close()
+    for other in found[1:]:
+        assert (other is None) == (found[0] is None)
+        if other is not None and found[0] is not None:
+            assert list(other["completion"]) == list(found[0]["completion"])
+            for key in set(found[0].keys(True, True)) - {keys.CREATED_AT}:
+                torch.testing.assert_close(other[key], found[0][key], rtol=0, atol=0, equal_nan=True)
 
 
 def test_groups_wait_over_calls(make_buffer, make_rows, to_form, form):
