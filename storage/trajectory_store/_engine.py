@@ -99,6 +99,7 @@ class MemmapEngine:
         return SegmentStream(
             self._path,
             schema,
+            self._catalog.count_removals,
             kind,
             self._durability,
             segment_rows=root.segment_rows if own else None,

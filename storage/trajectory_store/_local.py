@@ -92,6 +92,10 @@ class LocalCatalog(Catalog):
             return
         self._add(segment)
 
+    def count_removals(self) -> int:
+        """How many removals were recorded so far."""
+        return self._removed.find_end(self._removed_seen)[0]
+
     def note_removed(self, ordinal: int, rows: int, time_ns: int) -> None:
         """Record that a segment was removed; call with the store's lock held.
 

@@ -30,13 +30,13 @@ from trajectory_store._reader import SegmentReader
 from trajectory_store._root import RootMeta
 from trajectory_store._schema import Schema
 from trajectory_store._writer import (
+    LEAVING,
     ORDINAL_SHIFT,
     SegmentWriter,
     claim,
     segment_name,
 )
 
-OLD = ".old-"
 _OLD = re.compile(r"\.old-([0-9]+)-([0-9]+)\Z")
 CHUNK_ROWS = 1024
 
@@ -119,7 +119,7 @@ def useless_patches(catalog: Catalog) -> list[SegmentReader]:
 
 def _remove(catalog: LocalCatalog, segment: SegmentReader, rows_lost: int) -> None:
     """Rename a segment away, note it, unlink it; a crash in between is finished by `sweep`."""
-    old = catalog.root / f"{OLD}{segment.ordinal}-{rows_lost}"
+    old = catalog.root / f"{LEAVING}{segment.ordinal}-{rows_lost}"
     try:
         _fs.rename(segment.folder, old)
         catalog.note_removed(segment.ordinal, rows_lost, time.time_ns())
@@ -145,7 +145,7 @@ def sweep(catalog: LocalCatalog) -> None:
                 catalog.note_removed(ordinal, rows, time.time_ns())
             _fs.remove_tree(path)
         for folder, ordinal in _replaced(catalog):
-            old = catalog.root / f"{OLD}{ordinal}-0"
+            old = catalog.root / f"{LEAVING}{ordinal}-0"
             _fs.rename(folder, old)
             catalog.note_removed(ordinal, 0, time.time_ns())
             _fs.remove_tree(old)
@@ -266,7 +266,7 @@ def _merge(catalog: LocalCatalog, schema: Schema, group: list[SegmentReader]) ->
         finally:
             writer.finish()
         _fs.sync_tree(folder)
-        claim(catalog.root, folder)
+        claim(catalog.root, folder, catalog.count_removals)
         _fs.sync_path(catalog.root)
     except OSError as error:
         _fs.remove_tree(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -56,7 +57,6 @@ class SegmentReader:
         raw = (folder / "zarr.json").read_bytes()
         self.meta = SegmentMeta.from_json(raw, folder / "zarr.json")
         self.meta_crc = crc32c(raw)
-        self._specs: dict[str, ArraySpec] = {spec.name: spec for spec in self.meta.arrays()}
         self._late: set[str] = set()
         self._maps: dict[str, memoryview | PreadBytes] = {}
         self._items: dict[str, tuple[memoryview | PreadBytes, memoryview | PreadItems]] = {}
@@ -66,6 +66,10 @@ class SegmentReader:
         self.log = Log(open_file(commits_path(folder), size, io), self.meta.salt)
         self._limit = self._limit_after_reboot()
         self.refresh(first=True)
+
+    @functools.cached_property
+    def _specs(self) -> dict[str, ArraySpec]:
+        return {spec.name: spec for spec in self.meta.arrays()}
 
     @property
     def schema(self) -> Schema:

@@ -122,9 +122,26 @@ class Remote:
         self.put_if_absent(key, data)
         return self.get(key) == data
 
-    def delete_folder(self, prefix: str) -> None:
-        """Delete every object below a prefix."""
-        self._writing(self.store.delete_dir(prefix), f"deleting {prefix}")
+    def children(self, prefix: str) -> list[str]:
+        """The names directly below a prefix."""
+
+        async def every() -> list[str]:
+            return [name async for name in self.store.list_dir(prefix)]
+
+        return self.run(every())
+
+    def delete_folders(self, prefixes: Sequence[str]) -> None:
+        """Delete every object below some prefixes, at the same time."""
+        gate = asyncio.Semaphore(IN_FLIGHT)
+
+        async def one(prefix: str) -> None:
+            async with gate:
+                await self.store.delete_dir(prefix)
+
+        async def every() -> None:
+            await asyncio.gather(*(one(p) for p in prefixes))
+
+        self._writing(every(), "deleting")
 
     def _writing(self, work: Coroutine[Any, Any, Any], doing: str) -> None:
         try:

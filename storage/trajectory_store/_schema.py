@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trajectory_store._errors import SchemaError, UnknownColumnError, did_you_mean
 
@@ -112,7 +112,7 @@ class Column:
         """Whether `append` may leave the column out."""
         return self.fill is not None or self.mutable
 
-    @cached_property
+    @functools.cached_property
     def np_dtype(self) -> np.dtype[Any]:
         """The little-endian dtype on disk; uint8 for text."""
         return np.dtype("uint8") if self.is_text else np.dtype(self.dtype).newbyteorder("<")
@@ -256,8 +256,10 @@ class Schema:
         columns: Any = data.get("columns")
         if not isinstance(columns, list):
             raise SchemaError(f"a schema cannot be read: no list of columns in {dict(data)!r}")
-        return cls([Column.from_json(c) for c in columns])  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return _schema_of(json.dumps(columns))
 
-    def empty(self, column: Column) -> npt.NDArray[Any]:
-        """Return an empty array of the column's dtype on disk."""
-        return np.empty(0, column.np_dtype)
+
+@functools.lru_cache(maxsize=256)
+def _schema_of(columns: str) -> Schema:
+    """The schema of a JSON list of columns; segments of a store share it."""
+    return Schema([Column.from_json(c) for c in json.loads(columns)])

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -40,6 +41,7 @@ DURABILITIES: tuple[Durability, ...] = ("process", "power", "group")
 ORDINAL_SHIFT = 32
 ROW_MASK = (1 << ORDINAL_SHIFT) - 1
 SYNC_THREADS = 6
+LEAVING = ".old-"
 MAX_ORDINAL = (1 << 31) - 1
 _SEGMENT = re.compile(r"seg-([0-9]{8,10})\Z")
 
@@ -232,6 +234,7 @@ class SegmentStream:
     Args:
         root: the store's folder.
         schema: the columns of its segments.
+        removals: counts the removals that were recorded so far.
         kind: what its segments hold.
         durability: when a commit counts as done.
         segment_rows: rows of a full-size segment; None starts small and grows.
@@ -244,6 +247,7 @@ class SegmentStream:
         self,
         root: Path,
         schema: Schema,
+        removals: Callable[[], int],
         kind: Kind = "rows",
         durability: Durability = "process",
         *,
@@ -255,6 +259,7 @@ class SegmentStream:
         self.root = root
         self.schema = schema
         self.kind: Kind = kind
+        self._removals = removals
         self.durability: Durability = durability
         self.ordinal = -1
         self.replaces: tuple[int, ...] = ()
@@ -333,7 +338,7 @@ class SegmentStream:
         folder = self.root / f"{TEMPORARY}{os.getpid()}-{_fs.token(6)}"
         log_fd, meta_crc = write_segment(folder, meta)
         try:
-            ordinal = claim(self.root, folder)
+            ordinal = claim(self.root, folder, self._removals)
             if self.durability != "process":
                 _fs.sync_path(self.root)
             writer = SegmentWriter(self.root / segment_name(ordinal), meta, log_fd, meta_crc)
@@ -378,15 +383,22 @@ class SegmentStream:
                     self._drop()
 
 
-def claim(root: Path, folder: Path) -> int:
+def claim(root: Path, folder: Path, removals: Callable[[], int]) -> int:
     """Rename a finished folder to the next free segment name and return its ordinal.
 
     A rename onto a folder that holds something fails, so two processes never get the same ordinal, and
-    the newest segment is never removed, so no ordinal comes back.
+    the newest segment is never removed, so no ordinal above all others was used before. What was listed may be
+    old by the time of the rename, so an ordinal counts only if nothing was removed in between.
+
+    Args:
+        root: the store's folder.
+        folder: the finished segment, in `root`.
+        removals: counts the removals that were recorded so far.
     """
-    ordinals = list_ordinals(root)
-    ordinal = ordinals[-1] + 1 if ordinals else 0
     while True:
+        before = removals()
+        ordinals = list_ordinals(root)
+        ordinal = ordinals[-1] + 1 if ordinals else 0
         if ordinal > MAX_ORDINAL:
             raise OSError(errno.EOVERFLOW, "the store has used all its segment numbers")
         try:
@@ -394,6 +406,8 @@ def claim(root: Path, folder: Path) -> int:
         except OSError as error:
             if error.errno not in TAKEN:
                 raise
-            ordinal += 1
-        else:
+            continue
+        leaving = f"{LEAVING}{ordinal}-"
+        if not any(name.startswith(leaving) for name in os.listdir(root)) and removals() == before:
             return ordinal
+        folder = root / segment_name(ordinal)

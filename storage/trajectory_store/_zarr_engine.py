@@ -136,7 +136,7 @@ class ZarrEngine:
         return len(victims)
 
     def _remove(self, segment: SegmentReader, rows_lost: int) -> None:
-        """Announce that a segment goes, then delete its objects."""
+        """Announce that a segment goes, then delete its commits; its claim stays, so its ordinal is never free."""
         while True:
             self._catalog.refresh()
             notice = {
@@ -153,9 +153,10 @@ class ZarrEngine:
             key = f"{REMOVED}/{self._catalog.removals:08d}/zarr.json"
             if self._remote.claim(key, group_json(notice)):
                 break
-        self._remote.delete_folder(segment_name(segment.ordinal))
+        name = segment_name(segment.ordinal)
+        self._remote.delete_folders([f"{name}/{c}" for c in self._remote.children(name) if c != "zarr.json"])
         if segment.meta.sealed is not None:
-            self._remote.delete_folder(str(segment.meta.sealed["data"]))
+            self._remote.delete_folders([str(segment.meta.sealed["data"])])
 
     def compact(self, schema: Schema) -> CompactReport:
         """Merge finished segments into sharded, zstd-compressed groups that plain zarr reads."""
@@ -257,10 +258,11 @@ class ZarrEngine:
     def clean_up(self) -> None:
         """Finish removals that a killed compaction began."""
         for ordinal in list(self._catalog.moved):
-            if ordinal not in self._catalog.gone:
-                raw = self._remote.get(f"{segment_name(ordinal)}/zarr.json")
-                if raw is not None:
-                    self._remove(RemoteSegment(self._remote, ordinal, raw, self._cache, compress=False), 0)
+            if ordinal in self._catalog.gone:
+                continue
+            raw = self._remote.get(f"{segment_name(ordinal)}/zarr.json")
+            if raw is not None:
+                self._remove(RemoteSegment(self._remote, ordinal, raw, self._cache, compress=False), 0)
 
     def close(self) -> None:
         """Drop the maps and the cache."""

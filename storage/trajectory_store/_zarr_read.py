@@ -20,7 +20,7 @@ from trajectory_store import _fs
 from trajectory_store._catalog import Catalog
 from trajectory_store._errors import CorruptionError, StoreError
 from trajectory_store._io import PreadBytes, PreadItems
-from trajectory_store._layout import ArraySpec, SegmentMeta, chunk_path, offsets_name, read_attributes
+from trajectory_store._layout import SegmentMeta, chunk_path, offsets_name, read_attributes
 from trajectory_store._reader import SegmentReader
 from trajectory_store._record import KIND_ROWS, RECORD_DTYPE, crc32c
 from trajectory_store._remote import Remote, decode, zarr_module
@@ -140,7 +140,6 @@ class RemoteSegment(SegmentReader):
         self._remote = remote
         self._cache = cache
         self._compress = compress
-        self._specs: dict[str, ArraySpec] = {spec.name: spec for spec in self.meta.arrays()}
         self._maps: dict[str, memoryview | PreadBytes] = {}
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._items: dict[str, tuple[memoryview | PreadBytes, memoryview | PreadItems]] = {}

@@ -130,6 +130,7 @@ class RemoteStream:
             kind=self._kind,
             durability="power",
         )
+        self._catalog.refresh()
         self.ordinal, raw = claim_segment(self._remote, meta, self._catalog.next_ordinal)
         self._meta, self._last = meta, None
         self._catalog.own_segment(self.ordinal, raw)

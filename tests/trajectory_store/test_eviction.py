@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 
-from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore, _fs
+from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore, _fs, _writer
 from trajectory_store.testing import example_rows, example_schema, same_rows
 
 SCHEMA = Schema([Column("x", "int64", ragged=True), Column("n", "int64")])
@@ -142,6 +142,35 @@ def test_a_reader_that_lags_finds_compacted_rows(tmp_path):
         assert reader.read_padded(ids, "x")["x"][:, 0].tolist() == list(range(50))
         assert reader.ids().tolist() == ids.tolist()
         reader.close()
+
+
+def test_an_ordinal_that_came_and_went_is_not_claimed(tmp_path, monkeypatch):
+    """A writer stopped between listing and renaming does not take the number of a removed segment."""
+    store = TrajectoryStore.create(tmp_path / "s", SCHEMA, segment_rows=10)
+    store.append(rows(0, 10))
+    other = TrajectoryStore.open(tmp_path / "s", "a")
+    real, asleep = _writer.list_ordinals, [True]
+
+    def listing(root):
+        found = real(root)
+        if asleep.pop():
+            asleep.append(False)
+            store.append(rows(10, 10))
+            store.append(rows(20, 10))
+            store.compact()
+        else:
+            asleep.append(False)
+        return found
+
+    monkeypatch.setattr(_writer, "list_ordinals", listing)
+    ids = other.append(rows(100, 1))
+    for view in (store, other, TrajectoryStore.open(tmp_path / "s")):
+        view.refresh()
+        assert view.read_scalars("n").tolist() == [*range(30), 100]
+        assert view.read(ids)["n"].tolist() == [100]
+    assert int(ids[0]) >> 32 > 2
+    store.close()
+    other.close()
 
 
 def test_a_store_can_be_sent_to_another_process(tmp_path):
