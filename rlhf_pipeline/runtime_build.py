@@ -108,7 +108,7 @@ def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int)
     kl_reward = _kl_reward(pipeline.write)
     retrieve = RetrieveLogProb(models.reference) if models.reference is not None else None
     # `extend` runs the list from its end: log-probs, then shaped reward, then advantage.
-    write_path = [part for part in (advantage, kl_reward, retrieve) if part is not None]
+    write_path: list[Any] = [part for part in (advantage, kl_reward, retrieve) if part is not None]
     storage = TrajectoryStorage(
         run_dir / "store",
         max_size=buffer_config.max_trajectories,
