@@ -54,8 +54,11 @@ while True:
 
 
 def start_writer(path, writer, acks):
-    """Start a writer that appends to `path` and writes what was acknowledged to a pipe."""
-    fd = os.open(acks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    """Start a writer that appends to `path` and writes what was acknowledged to a file of its own.
+
+    A killed process may leave half a line, so no two processes share a file.
+    """
+    fd = os.open(acks / f"{len(list(acks.iterdir())):06d}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         return subprocess.Popen(
             [sys.executable, "-c", WRITER, str(path), str(writer), str(fd)],
@@ -69,9 +72,16 @@ def start_writer(path, writer, acks):
 
 def acknowledged(acks):
     """Read the rows that writers acknowledged: id, key, updated."""
-    raw = acks.read_bytes()
-    lines = raw[: raw.rfind(b"\n") + 1].split()
-    return np.array(lines, dtype=np.int64).reshape(-1, 3)
+    words = []
+    for file in sorted(acks.iterdir()):
+        raw = file.read_bytes()
+        words += raw[: raw.rfind(b"\n") + 1].split()
+    return np.array(words, dtype=np.int64).reshape(-1, 3)
+
+
+def written(acks):
+    """How many bytes of acknowledgements there are."""
+    return sum(file.stat().st_size for file in acks.iterdir())
 
 
 def check_rows(store, ids):
@@ -97,14 +107,14 @@ def test_killed_writers_lose_nothing(tmp_path, writers):
     """1, 2 and 4 writers at once, killed at random; a live reader sees only whole rows."""
     path, acks = tmp_path / "s", tmp_path / "acks"
     TrajectoryStore.create(path, example_schema(), segment_rows=700).close()
-    acks.touch()
+    acks.mkdir()
     reader = TrajectoryStore.open(path)
     rng = random.Random(writers)
     for _ in range(max(1, KILLS // 3 // writers)):
         running = [start_writer(path, w, acks) for w in range(writers)]
-        before = acks.stat().st_size
+        before = written(acks)
         deadline = time.monotonic() + 30
-        while acks.stat().st_size == before and time.monotonic() < deadline:
+        while written(acks) == before and time.monotonic() < deadline:
             time.sleep(0.005)
         for process in running:
             time.sleep(rng.random() * 0.15)

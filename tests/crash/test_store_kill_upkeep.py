@@ -53,8 +53,8 @@ while True:
 
 
 def start(path, log):
-    """Start one process on the store."""
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    """Start one process on the store; each notes what was acknowledged in a file of its own."""
+    fd = os.open(log / f"{len(list(log.iterdir())):06d}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         return subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(path), str(fd)],
@@ -69,8 +69,11 @@ def start(path, log):
 def history(log):
     """What was acknowledged: key per id, and per id the values that it may have."""
     keys, values = {}, {}
-    raw = log.read_bytes()
-    for line in raw[: raw.rfind(b"\n") + 1].splitlines():
+    lines = []
+    for file in sorted(log.iterdir()):
+        raw = file.read_bytes()
+        lines += raw[: raw.rfind(b"\n") + 1].splitlines()
+    for line in lines:
         what, row, value = line.split()
         if what == b"add":
             keys[int(row)] = int(value)
@@ -88,13 +91,13 @@ def test_killed_while_compacting_patching_and_evicting(tmp_path, limit):
     """One process at a time, killed at random; the next one and a fresh reader find everything right."""
     path, log = tmp_path / "s", tmp_path / "log"
     TrajectoryStore.create(path, SCHEMA, segment_rows=8, max_trajectories=limit).close()
-    log.touch()
+    log.mkdir()
     rng = random.Random(7)
     reader = TrajectoryStore.open(path)
     for _ in range(ROUNDS):
         process = start(path, log)
-        before, deadline = log.stat().st_size, time.monotonic() + 30
-        while log.stat().st_size == before and time.monotonic() < deadline:
+        newest, deadline = max(log.iterdir()), time.monotonic() + 30
+        while newest.stat().st_size == 0 and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(rng.random() * 0.4)
         process.send_signal(signal.SIGKILL)
