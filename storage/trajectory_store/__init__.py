@@ -23,6 +23,7 @@ from trajectory_store._errors import (
     WriteFailedError,
 )
 from trajectory_store._maintenance import CompactReport
+from trajectory_store._pool import BufferPool
 from trajectory_store._ragged import RaggedArray
 from trajectory_store._schema import Column, Schema
 from trajectory_store._snapshot import Snapshot
@@ -34,6 +35,7 @@ __all__ = [
     "Schema",
     "Column",
     "RaggedArray",
+    "BufferPool",
     "Snapshot",
     "VerifyReport",
     "CompactReport",

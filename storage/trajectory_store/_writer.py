@@ -77,6 +77,7 @@ class SegmentWriter:
         self._sync = threading.Condition()
         self._synced = 0
         self._syncing = False
+        self._company = False
 
     def has_room(self, batch: Batch) -> bool:
         """Whether a batch still fits."""
@@ -156,7 +157,7 @@ class SegmentWriter:
 
         Args:
             records: the number of records that must be safe.
-            delay_s: how long the syncing thread lets others join.
+            delay_s: how long the syncing thread lets others join, if others joined the last time.
         """
         with self._sync:
             while self._synced < records and self._syncing:
@@ -165,9 +166,11 @@ class SegmentWriter:
                 return
             self._syncing = True
         try:
-            if delay_s > 0:
+            if delay_s > 0 and self._company:
                 time.sleep(delay_s)
+            before = self._synced
             self.sync()
+            self._company = self._synced - before > 1
             if self._synced < records:
                 raise OSError(errno.EIO, "the segment was closed before it was synced")
         finally:

@@ -308,3 +308,30 @@ class StoreContract:
             check([r.tolist() for r in rows["x"]] == [[int(i)] * (int(i) % 5) for i in order])
             check(store.read_scalars("n").tolist() == list(range(60)))
             check(store.verify().ok)
+
+    def test_large_reads_in_any_order(self, tmp_path: Path) -> None:
+        """Thousands of rows over several segments, shuffled, repeated, and as whole columns."""
+        schema = Schema([Column("x", "int32", ragged=True), Column("n", "int64"), Column("t", "str")])
+        with self.create(tmp_path / "s", schema, segment_rows=700) as store:
+            total = 2_500
+            lengths = np.arange(total) % 7
+            for first in range(0, total, 500):
+                part = np.arange(first, first + 500)
+                store.append(
+                    {
+                        "x": RaggedArray(np.repeat(part, lengths[part]).astype(np.int32), lengths[part]),
+                        "n": part,
+                        "t": [str(i) for i in part.tolist()],
+                    }
+                )
+            ids = store.ids()
+            order = np.random.default_rng(1).integers(0, total, 3_000)
+            batch = store.read_padded(ids[order], ["x", "n", "t"], side="left", pad_value=-1)
+            check(batch["x"].shape == (3_000, 6) and batch["n"].tolist() == order.tolist())
+            check(batch["t"] == [str(i) for i in order.tolist()])
+            check(batch["lengths"].tolist() == lengths[order].tolist())
+            check(all(set(row[6 - k :]) <= {i} for row, k, i in zip(batch["x"], lengths[order], order, strict=True)))
+            check(bool((batch["x"][:, 0] == np.where(lengths[order] == 6, order, -1)).all()))
+            np.testing.assert_array_equal(store.read_ragged("x").lengths, lengths)
+            np.testing.assert_array_equal(store.read_scalars("n"), np.arange(total))
+            np.testing.assert_array_equal(store.read_scalars("n", ids[100:2_300]), np.arange(100, 2_300))
