@@ -10,6 +10,7 @@ import errno
 import fcntl
 import functools
 import os
+import resource
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from trajectory_store._errors import WriteFailedError
 
 Data = bytes | memoryview | npt.NDArray[Any]
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+MOST_FILES = 1 << 19
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -39,6 +41,43 @@ def failed(error: OSError, path: Path | str, doing: str) -> WriteFailedError:
     return WriteFailedError(error.errno, message, str(path))
 
 
+def raise_file_limit() -> bool:
+    """Raise the soft limit of open files to the hard one; every map of a file holds one of them.
+
+    Returns:
+        Whether there is more room now.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return False
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):
+        return False
+    _soft_limit.cache_clear()
+    return True
+
+
+@functools.cache
+def _soft_limit() -> int:
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MOST_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def open_fd(path: Path, flags: int) -> int:
+    """Open a file; long before the process runs out of descriptors, its soft limit is raised."""
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno != errno.EMFILE or not raise_file_limit():
+            raise
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    if fd >= _soft_limit() // 2:
+        raise_file_limit()
+    return fd
+
+
 def pwrite(fd: int, data: Data, offset: int) -> None:
     """Write all bytes (items of one byte) at an offset."""
     view = memoryview(cast("bytes", data))
@@ -50,7 +89,7 @@ def pwrite(fd: int, data: Data, offset: int) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Create a small file with this content."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = open_fd(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         pwrite(fd, data, 0)
     finally:
@@ -59,7 +98,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 def create_sized(path: Path, size: int, preallocate: bool) -> None:
     """Create a file of a fixed size, sparse or with its blocks reserved."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = open_fd(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         os.ftruncate(fd, size)
         if preallocate and size:
@@ -85,7 +124,7 @@ def datasync(fd: int) -> None:
 
 def sync_path(path: Path) -> None:
     """Wait until a file, or the entries of a folder, are on the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_fd(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
@@ -122,7 +161,7 @@ def try_lock(fd: int) -> bool:
 def is_locked(path: Path) -> bool:
     """Whether a living process holds the lock of a file; the kernel drops it when the process dies."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_fd(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
@@ -140,7 +179,7 @@ def is_locked(path: Path) -> bool:
 @contextmanager
 def locked(path: Path, *, wait: bool) -> Generator[bool]:
     """Hold the exclusive lock of a file; yields False where another process has it and `wait` is off."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_fd(path, os.O_RDONLY)
     try:
         if wait:
             fcntl.flock(fd, fcntl.LOCK_EX)

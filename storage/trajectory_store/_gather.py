@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from trajectory_store._catalog import Address, Catalog
 from trajectory_store._errors import BatchError
-from trajectory_store._io import PreadItems
 from trajectory_store._layout import PRESENT
 from trajectory_store._pool import BufferPool
 from trajectory_store._ragged import Int64Array, RaggedArray, offsets_of
@@ -25,19 +24,30 @@ from trajectory_store._writer import ORDINAL_SHIFT, ROW_MASK
 
 Side = Literal["left", "right"]
 SMALL = 512
-Source = memoryview | PreadItems
-_NOTHING = memoryview(b"")
 Plan = tuple[list[int], list[int]]
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class Spans(NamedTuple):
-    """Where the elements of rows are: per row a segment, a first element and one past the last."""
+    """Where the elements of rows are, the rows of a segment next to one another.
 
-    ordinals: list[int]
+    Attributes:
+        runs: per segment its ordinal, and the first and one past the last of its places in the lists.
+        order: `[B]` the place in the batch of each place in the lists; None where they agree.
+        starts: per place the first element in the segment.
+        ends: per place one past the last element.
+        lengths: `[B]` int64, in the order of the batch.
+    """
+
+    runs: list[tuple[int, int, int]]
+    order: Int64Array | None
     starts: list[int]
     ends: list[int]
     lengths: Int64Array
+
+    def sort(self, values: Int64Array) -> list[int]:
+        """From the order of the batch to the order of the lists."""
+        return (values if self.order is None else values[self.order]).tolist()
 
 
 class Gather:
@@ -117,41 +127,44 @@ class Gather:
 
     def _find_spans(self, axis: str, address: Address) -> Spans:
         ordinals, rows = address
-        owners = ordinals.tolist()
-        distinct = set(owners)
-        if len(rows) > SMALL or len(distinct) == 1:
-            return self._spans_by_segment(axis, address, owners)
-        views = {o: self._offset_view(o, axis) for o in distinct}
-        if None in views.values():
-            return self._spans_by_segment(axis, address, owners)
-        known = cast("dict[int, memoryview[int]]", views)
-        per_row = [known[o] for o in owners]
-        places: list[int] = rows.tolist()
-        starts = [v[r] for v, r in zip(per_row, places, strict=True)]
-        ends = [v[r + 1] for v, r in zip(per_row, places, strict=True)]
-        return Spans(owners, starts, ends, np.array(ends, np.int64) - np.array(starts, np.int64))
-
-    def _spans_by_segment(self, axis: str, address: Address, owners: list[int]) -> Spans:
-        ordinals, rows = address
-        starts = np.zeros(len(rows), np.int64)
-        ends = np.zeros(len(rows), np.int64)
-        for owner, where in groups(ordinals):
-            segment = self._catalog.any_segment(owner)
-            if axis in segment.schema.axes:
-                offsets, mine = segment.offsets(axis), rows[where]
-                starts[where], ends[where] = offsets[mine], offsets[mine + 1]
-        return Spans(owners, starts.tolist(), ends.tolist(), ends - starts)
-
-    def _offset_view(self, ordinal: int, axis: str) -> memoryview | None:
-        segment = self._catalog.any_segment(ordinal)
-        return segment.offset_view(axis) if axis in segment.schema.axes else None
+        n = len(rows)
+        if not n:
+            return Spans([], None, [], [], np.empty(0, np.int64))
+        order: Int64Array | None = None
+        first = int(ordinals[0])
+        runs = [(first, 0, n)]
+        if not bool((ordinals == first).all()):
+            order = np.argsort(ordinals, kind="stable")
+            ordinals, rows = ordinals[order], rows[order]
+            cuts = (np.flatnonzero(ordinals[1:] != ordinals[:-1]) + 1).tolist()
+            runs = [(int(ordinals[a]), a, b) for a, b in itertools.pairwise([0, *cuts, n])]
+        starts: list[int] = []
+        ends: list[int] = []
+        for ordinal, a, b in runs:
+            segment = self._catalog.any_segment(ordinal)
+            if axis not in segment.schema.axes:
+                starts += [0] * (b - a)
+                ends += [0] * (b - a)
+            elif b - a > SMALL:
+                offsets = segment.offsets(axis)
+                starts += offsets[rows[a:b]].tolist()
+                ends += offsets[rows[a:b] + 1].tolist()
+            else:
+                view = segment.offset_view(axis)
+                places: list[int] = rows[a:b].tolist()
+                starts += [view[r] for r in places]
+                ends += [view[r + 1] for r in places]
+        lengths = np.array(ends, np.int64) - np.array(starts, np.int64)
+        if order is not None:
+            lengths[order] = lengths.copy()
+        return Spans(runs, order, starts, ends, lengths)
 
     def width(self, column: Column) -> int:
         """The longest row."""
         spans = self.spans(column)
         found = self._widths.get(id(spans))
         if found is None:
-            found = self._widths[id(spans)] = int(spans.lengths.max()) if len(spans.ordinals) else 0
+            found = self._widths[id(spans)] = int(spans.lengths.max()) if len(spans.lengths) else 0
         return found
 
     def base_lengths(self, axis: str) -> Int64Array:
@@ -198,19 +211,6 @@ class Gather:
                 segment.has(column)
             segment.assign(column.name, rows[where], values[where])
 
-    def sources(self, column: Column, ordinals: Sequence[int]) -> tuple[list[Source], set[int]]:
-        """Per row the items of the column in its segment, and the segments that have no such column."""
-        views: dict[int, Source] = {}
-        absent: set[int] = set()
-        for ordinal in set(ordinals):
-            segment = self._catalog.any_segment(ordinal)
-            if segment.has(column):
-                views[ordinal] = segment.items(column.name)
-            else:
-                views[ordinal] = _NOTHING
-                absent.add(ordinal)
-        return [views[o] for o in ordinals], absent
-
     def prefetch(self, columns: Sequence[Column]) -> None:
         """Ask the kernel for the pages of the rows, all at once, before the first one is touched."""
         for column in columns:
@@ -218,17 +218,15 @@ class Gather:
                 continue
             spans = self.spans(column)
             item = column.np_dtype.itemsize
-            maps: dict[int, mmap.mmap] = {}
-            for ordinal in set(spans.ordinals):
+            for ordinal, first, last in spans.runs:
                 segment = self._catalog.any_segment(ordinal)
                 raw = segment.raw(column.name) if segment.has(column) else None
-                if isinstance(raw, memoryview) and isinstance(raw.obj, mmap.mmap):
-                    maps[ordinal] = raw.obj
-            for ordinal, a, b in zip(spans.ordinals, spans.starts, spans.ends, strict=True):
-                mapped = maps.get(ordinal)
-                if mapped is not None and a < b:
-                    start = a * item & -mmap.PAGESIZE
-                    mapped.madvise(mmap.MADV_WILLNEED, start, b * item - start)
+                if not isinstance(raw, memoryview) or not isinstance(raw.obj, mmap.mmap):
+                    continue
+                for a, b in zip(spans.starts[first:last], spans.ends[first:last], strict=True):
+                    if a < b:
+                        start = a * item & -mmap.PAGESIZE
+                        raw.obj.madvise(mmap.MADV_WILLNEED, start, b * item - start)
 
     def ragged(self, column: Column) -> RaggedArray:
         """The rows of a ragged column in one new flat array."""
@@ -236,20 +234,27 @@ class Gather:
         edges = offsets_of(spans.lengths)
         flat = np.empty(int(edges[-1]), column.np_dtype)
         if len(flat):
-            places = edges.tolist()
-            self._copy(column, spans, flat, (places[:-1], places[1:]))
+            self._copy(column, spans, flat, (spans.sort(edges[:-1]), spans.sort(edges[1:])))
         return RaggedArray(flat, spans.lengths)
 
     def text(self, column: Column) -> list[str]:
         """The rows of a text column."""
         spans = self.spans(column)
-        sources, absent = self.sources(column, spans.ordinals)
-        pieces = zip(sources, spans.starts, spans.ends, strict=True)
-        out = [str(source[a:b], "utf-8") for source, a, b in pieces]
-        if absent:
-            fill = str(column.fill_value)
-            return [fill if o in absent else t for o, t in zip(spans.ordinals, out, strict=True)]
-        return out
+        out: list[str] = []
+        for ordinal, first, last in spans.runs:
+            segment = self._catalog.any_segment(ordinal)
+            if segment.has(column):
+                source = segment.items(column.name)
+                pieces = zip(spans.starts[first:last], spans.ends[first:last], strict=True)
+                out += [str(source[a:b], "utf-8") for a, b in pieces]
+            else:
+                out += [str(column.fill_value)] * (last - first)
+        if spans.order is None:
+            return out
+        placed = [""] * len(out)
+        for place, value in zip(spans.order.tolist(), out, strict=True):
+            placed[place] = value
+        return placed
 
     def padded(
         self,
@@ -262,7 +267,7 @@ class Gather:
     ) -> npt.NDArray[Any]:
         """`[B, width]`: the rows of a ragged column with `pad` beside them."""
         spans = self.spans(column)
-        n, dtype = len(spans.ordinals), column.np_dtype
+        n, dtype = len(self._ids), column.np_dtype
         array = take.take((n, width), dtype) if out is None else _fit(out, column, n, width)
         array.fill(pad)
         if not array.size:
@@ -275,25 +280,25 @@ class Gather:
             places = np.arange(0, n * stride, stride, dtype=np.int64)
             if side == "left":
                 places += width - spans.lengths
-            plan = self._plans[key] = (places.tolist(), (places + spans.lengths).tolist())
+            plan = self._plans[key] = (spans.sort(places), spans.sort(places + spans.lengths))
         self._copy(column, spans, base, plan)
         return array
 
     def _copy(self, column: Column, spans: Spans, target: npt.NDArray[Any], plan: Plan) -> None:
-        """Copy each row's items to its place in a contiguous array."""
-        sources, absent = self.sources(column, spans.ordinals)
+        """Copy each row's items to its place in a contiguous array; the places are in the order of the spans."""
         flat = target.reshape(-1)
         view = memoryview(cast("bytearray", flat.view(_UNSIGNED[flat.itemsize])))
-        rows = zip(sources, *plan, spans.starts, spans.ends, strict=True)
-        if absent:
-            for ordinal, (source, a, b, c, d) in zip(spans.ordinals, rows, strict=True):
-                if ordinal in absent:
-                    flat[a:b] = column.fill_value
-                else:
+        rows = list(zip(*plan, spans.starts, spans.ends, strict=True)) if len(spans.runs) > 1 else None
+        for ordinal, first, last in spans.runs:
+            segment = self._catalog.any_segment(ordinal)
+            part = zip(*plan, spans.starts, spans.ends, strict=True) if rows is None else rows[first:last]
+            if segment.has(column):
+                source = segment.items(column.name)
+                for a, b, c, d in part:
                     view[a:b] = source[c:d]
-            return
-        for source, a, b, c, d in rows:
-            view[a:b] = source[c:d]
+            else:
+                for a, b, _, _ in part:
+                    flat[a:b] = column.fill_value
 
 
 def _fit(out: npt.NDArray[Any], column: Column, n: int, width: int) -> npt.NDArray[Any]:

@@ -6,11 +6,14 @@ the process with SIGBUS, so there the reader asks for bytes instead and gets an 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import sys
 from pathlib import Path
 from typing import Literal, overload
 
+from trajectory_store import _fs
 from trajectory_store._errors import CorruptionError, ReadFailedError
 
 Io = Literal["mmap", "pread"]
@@ -62,7 +65,7 @@ class PreadBytes:
     def __init__(self, path: Path, size: int, *, writable: bool = False) -> None:
         self._path = path
         self._size = size
-        self._fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        self._fd = _fs.open_fd(path, os.O_RDWR if writable else os.O_RDONLY)
         check_size(path, os.fstat(self._fd).st_size, size)
 
     def __len__(self) -> int:
@@ -130,6 +133,12 @@ def check_size(path: Path, found: int, size: int) -> None:
         )
 
 
+def _map(fd: int, size: int, access: int) -> mmap.mmap:
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(fd, size, access=access, trackfd=False)
+    return mmap.mmap(fd, size, access=access)
+
+
 def map_file(path: Path, size: int, *, writable: bool = False) -> memoryview:
     """Map a file of at least `size` bytes.
 
@@ -137,11 +146,16 @@ def map_file(path: Path, size: int, *, writable: bool = False) -> memoryview:
         FileNotFoundError: the file is gone.
         CorruptionError: the file is shorter than the metadata says.
     """
-    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    fd = _fs.open_fd(path, os.O_RDWR if writable else os.O_RDONLY)
     try:
         check_size(path, os.fstat(fd).st_size, size)
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        return memoryview(mmap.mmap(fd, size, access=access))
+        try:
+            return memoryview(_map(fd, size, access))
+        except OSError as error:
+            if error.errno != errno.EMFILE or not _fs.raise_file_limit():
+                raise
+            return memoryview(_map(fd, size, access))
     finally:
         os.close(fd)
 

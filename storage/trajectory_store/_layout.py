@@ -258,7 +258,7 @@ def write_segment(folder: Path, meta: SegmentMeta) -> tuple[int, int]:
         _fs.mkdir(folder / COMMITS / "c" / "0")
         size = commits_cap(meta.rows_cap) * RECORD_SIZE
         _fs.create_sized(commits_path(folder), size, preallocate=False)
-        fd = os.open(commits_path(folder), os.O_RDWR | os.O_CLOEXEC)
+        fd = _fs.open_fd(commits_path(folder), os.O_RDWR)
         try:
             if not _fs.try_lock(fd):
                 raise StoreError(f"{folder} was locked by another process while it was made.")

@@ -108,7 +108,7 @@ class LocalCatalog(Catalog):
         last = self._removed.get(end - 1) if end else None
         total = (last.elems_end if last is not None else 0) + rows
         record = Record(end, time_ns, rows, ordinal, total, KIND_REMOVED, 0, 0)
-        fd = os.open(removed_path(self.root), os.O_WRONLY | os.O_CLOEXEC)
+        fd = _fs.open_fd(removed_path(self.root), os.O_WRONLY)
         try:
             _fs.pwrite(fd, pack(record, self._salt), end * RECORD_SIZE)
         finally:

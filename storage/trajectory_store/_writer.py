@@ -69,9 +69,7 @@ class SegmentWriter:
         self.elements = dict.fromkeys(meta.schema.axes, 0)
         self._meta_crc = meta_crc
         self._log_fd = log_fd
-        self._fds = {
-            spec.name: os.open(chunk_path(folder, spec.name), os.O_WRONLY | os.O_CLOEXEC) for spec in meta.arrays()
-        }
+        self._fds = {spec.name: _fs.open_fd(chunk_path(folder, spec.name), os.O_WRONLY) for spec in meta.arrays()}
         self._pool: ThreadPoolExecutor | None = None
         self._files = threading.Lock()
         self._sync = threading.Condition()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from trajectory_store import Column, CorruptionError, Schema, TrajectoryStore
@@ -59,6 +64,33 @@ def test_positional_reads_survive_a_file_cut_short(tmp_path):
         with pytest.raises(CorruptionError, match="ends at byte"):
             store.read(ids)
         assert store.read(ids, ["n"])["n"].tolist() == [1]
+
+
+MANY_MAPS = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))
+from trajectory_store import Column, Schema, TrajectoryStore
+schema = Schema([Column(f"c{i}", "int64") for i in range(6)])
+store = TrajectoryStore.create(sys.argv[1], schema, segment_rows=2)
+for i in range(40):
+    store.append({f"c{k}": [i, k] for k in range(6)})
+assert store.read_scalars("c5").tolist() == [v for i in range(40) for v in (i, 5)]
+assert all(len(v) == 80 for v in store.read(store.ids()).values())
+open(sys.argv[1] + "/../note", "w").close()
+print(store.verify().ok)
+"""
+
+
+def test_many_maps_raise_the_limit_of_open_files(tmp_path):
+    """Each map holds a descriptor: a store with more columns and segments than the soft limit works."""
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_MAPS, str(tmp_path / "s")],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "storage")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "True", done.stderr
 
 
 def test_pages_of_a_cold_batch_are_asked_for_first(tmp_path):
