@@ -11,10 +11,11 @@ import fcntl
 import functools
 import os
 import resource
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy.typing as npt
 
@@ -65,17 +66,49 @@ def _soft_limit() -> int:
     return MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
+class HoldsFiles(Protocol):
+    """Something that keeps files open only because opening them again costs time."""
+
+    def drop_maps(self) -> None:
+        """Close them."""
+        ...
+
+
+HOLDERS: weakref.WeakSet[HoldsFiles] = weakref.WeakSet()
+
+
+HELD = [0]
+
+
+def make_room() -> None:
+    """Get away from the limit of open files: raise it, and where that is not possible close idle maps."""
+    if not raise_file_limit():
+        for holder in list(HOLDERS):
+            holder.drop_maps()
+
+
 def open_fd(path: Path, flags: int) -> int:
-    """Open a file; long before the process runs out of descriptors, its soft limit is raised."""
+    """Open a file; where the process is out of descriptors, room is made first."""
     try:
         fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if error.errno != errno.EMFILE or not raise_file_limit():
+        if error.errno != errno.EMFILE:
             raise
+        make_room()
         fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
-    if fd >= _soft_limit() // 2:
-        raise_file_limit()
     return fd
+
+
+def count_file(owner: object) -> None:
+    """Count an object that holds a file; where they get near the limit, room is made."""
+    HELD[0] += 1
+    weakref.finalize(owner, _uncount)
+    if HELD[0] >= _soft_limit() // 2:
+        make_room()
+
+
+def _uncount() -> None:
+    HELD[0] -= 1
 
 
 def pwrite(fd: int, data: Data, offset: int) -> None:

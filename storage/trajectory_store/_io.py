@@ -67,6 +67,7 @@ class PreadBytes:
         self._size = size
         self._fd = _fs.open_fd(path, os.O_RDWR if writable else os.O_RDONLY)
         check_size(path, os.fstat(self._fd).st_size, size)
+        _fs.count_file(self)
 
     def __len__(self) -> int:
         return self._size
@@ -136,7 +137,9 @@ def check_size(path: Path, found: int, size: int) -> None:
 def _map(fd: int, size: int, access: int) -> mmap.mmap:
     if sys.version_info >= (3, 13):
         return mmap.mmap(fd, size, access=access, trackfd=False)
-    return mmap.mmap(fd, size, access=access)
+    mapped = mmap.mmap(fd, size, access=access)
+    _fs.count_file(mapped)
+    return mapped
 
 
 def map_file(path: Path, size: int, *, writable: bool = False) -> memoryview:
@@ -153,8 +156,9 @@ def map_file(path: Path, size: int, *, writable: bool = False) -> memoryview:
         try:
             return memoryview(_map(fd, size, access))
         except OSError as error:
-            if error.errno != errno.EMFILE or not _fs.raise_file_limit():
+            if error.errno != errno.EMFILE:
                 raise
+            _fs.make_room()
             return memoryview(_map(fd, size, access))
     finally:
         os.close(fd)

@@ -64,6 +64,7 @@ class SegmentReader:
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         size = (self.meta.rows_cap + 1) * 64
         self.log = Log(open_file(commits_path(folder), size, io), self.meta.salt)
+        _fs.HOLDERS.add(self)
         self._limit = self._limit_after_reboot()
         self.refresh(first=True)
 
@@ -75,6 +76,11 @@ class SegmentReader:
     def schema(self) -> Schema:
         """The columns of this segment."""
         return self.meta.schema
+
+    def drop_maps(self) -> None:
+        """Close the arrays; they are opened again when they are read. Views that are in use stay valid."""
+        for table in (self._items, self._arrays, self._loaded, self._maps):
+            table.clear()
 
     def refresh(self, *, first: bool = False) -> bool:
         """Take in new records; returns whether rows were added."""

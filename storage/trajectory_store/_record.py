@@ -175,6 +175,10 @@ class Log:
         raw = self._data[start * RECORD_SIZE : count * RECORD_SIZE]
         return np.frombuffer(raw, RECORD_DTYPE)
 
+    def everything(self) -> npt.NDArray[np.uint8]:
+        """All bytes, whole capacity."""
+        return np.frombuffer(self._data[: self.capacity * RECORD_SIZE], np.uint8)
+
     def is_blank(self, seq: int) -> bool:
         """Whether nothing was written at a position: the cheap test for "no news"."""
         if seq >= self.capacity:

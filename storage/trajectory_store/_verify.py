@@ -136,9 +136,8 @@ def _expected_metadata(segment: SegmentReader) -> list[tuple[Path, bytes]]:
 
 def _last_written(segment: SegmentReader) -> int:
     """One past the last record slot that holds anything, valid or not."""
-    raw = commits_path(segment.folder)
-    table = np.fromfile(raw, np.uint8) if raw.exists() else np.empty(0, np.uint8)
-    used = np.flatnonzero(table.reshape(-1, RECORD_SIZE).any(axis=1)) if len(table) else table
+    table = segment.log.everything()
+    used = np.flatnonzero(table.reshape(-1, RECORD_SIZE).any(axis=1))
     return int(used[-1]) + 1 if len(used) else 0
 
 

@@ -146,6 +146,7 @@ class RemoteSegment(SegmentReader):
         self._loaded: dict[str, int] = {}
         self._late: set[str] = set()
         self._fetched: dict[str, int] = {}
+        _fs.HOLDERS.add(self)
         if self.meta.sealed is not None:
             self._take_sealed(self.meta.sealed)
 
