@@ -156,7 +156,7 @@ class Catalog:
         ordinals, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
         if not len(ids):
             return Address(ordinals, rows)
-        bad = (ordinals < 0) | (ordinals >= len(self._limits))
+        bad = ordinals.view(np.uint64) >= len(self._limits)  # a negative one is a large unsigned one
         if bad.any():
             raise self._missing(int(ids[bad][0]))
         outside = rows >= self._limits[ordinals]

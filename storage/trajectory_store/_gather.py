@@ -24,7 +24,7 @@ from trajectory_store._writer import ORDINAL_SHIFT, ROW_MASK
 
 Side = Literal["left", "right"]
 SMALL = 512
-Plan = tuple[list[int], list[int]]
+Plan = list[tuple[int, int, int, int]]
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -45,9 +45,11 @@ class Spans(NamedTuple):
     ends: list[int]
     lengths: Int64Array
 
-    def sort(self, values: Int64Array) -> list[int]:
-        """From the order of the batch to the order of the lists."""
-        return (values if self.order is None else values[self.order]).tolist()
+    def plan(self, begins: Int64Array, ends: Int64Array) -> Plan:
+        """Per place where it goes, given in the order of the batch, and where it comes from."""
+        if self.order is not None:
+            begins, ends = begins[self.order], ends[self.order]
+        return list(zip(begins.tolist(), ends.tolist(), self.starts, self.ends, strict=True))
 
 
 class Gather:
@@ -234,7 +236,7 @@ class Gather:
         edges = offsets_of(spans.lengths)
         flat = np.empty(int(edges[-1]), column.np_dtype)
         if len(flat):
-            self._copy(column, spans, flat, (spans.sort(edges[:-1]), spans.sort(edges[1:])))
+            self._copy(column, spans, flat, spans.plan(edges[:-1], edges[1:]))
         return RaggedArray(flat, spans.lengths)
 
     def text(self, column: Column) -> list[str]:
@@ -280,7 +282,7 @@ class Gather:
             places = np.arange(0, n * stride, stride, dtype=np.int64)
             if side == "left":
                 places += width - spans.lengths
-            plan = self._plans[key] = (spans.sort(places), spans.sort(places + spans.lengths))
+            plan = self._plans[key] = spans.plan(places, places + spans.lengths)
         self._copy(column, spans, base, plan)
         return array
 
@@ -288,10 +290,9 @@ class Gather:
         """Copy each row's items to its place in a contiguous array; the places are in the order of the spans."""
         flat = target.reshape(-1)
         view = memoryview(cast("bytearray", flat.view(_UNSIGNED[flat.itemsize])))
-        rows = list(zip(*plan, spans.starts, spans.ends, strict=True)) if len(spans.runs) > 1 else None
         for ordinal, first, last in spans.runs:
             segment = self._catalog.any_segment(ordinal)
-            part = zip(*plan, spans.starts, spans.ends, strict=True) if rows is None else rows[first:last]
+            part = plan if len(spans.runs) == 1 else plan[first:last]
             if segment.has(column):
                 source = segment.items(column.name)
                 for a, b, c, d in part:

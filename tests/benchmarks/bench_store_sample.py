@@ -69,26 +69,25 @@ def memcpy_rate(rounds=30):
     return 1 / statistics.median(memcpy.seconds() for _ in range(rounds))
 
 
-def interleaved(functions, batches):
-    """Median seconds per call of each, and of memcpy per byte; they take turns, so noise hits all alike.
+def measure(functions, batches, rounds=4):
+    """Median seconds per call of each store, and bytes per second of memcpy.
 
-    Every batch is read once before: warm means that the pages are mapped.
+    Stores and memcpy take turns of a whole pass over the batches, so a slow minute of the machine hits all
+    of them; the first pass is not counted: warm means that pages are mapped and nobody else ran in between.
     """
     memcpy = Memcpy()
     times = {name: [] for name in functions}
     copies = []
-    for name, function in functions.items():
-        for batch in batches:
-            function(batch)
-        times[name] = []
-    for at in range(0, len(batches), 10):
-        copies.append(memcpy.seconds())
+    for turn in range(rounds + 1):
+        copies += [memcpy.seconds() for _ in range(10)]
         for name, function in functions.items():
-            function(batches[at])
-            for batch in batches[at : at + 10]:
+            for batch in batches[: len(batches) // 4]:
+                function(batch)
+            for batch in batches:
                 start = time.perf_counter()
                 function(batch)
-                times[name].append(time.perf_counter() - start)
+                if turn:
+                    times[name].append(time.perf_counter() - start)
     return {name: statistics.median(t) for name, t in times.items()}, 1 / statistics.median(copies)
 
 
@@ -177,7 +176,7 @@ def main():
             samplers["LMDB + the same pad loop"] = lmdb_sampler(stack, folder / "lmdb", data)
         if importlib.util.find_spec("torchrl"):
             samplers["TorchRL LazyStackStorage (RAM)"] = torchrl_sampler(data)
-        results, copy = interleaved(samplers, picks)
+        results, copy = measure(samplers, picks)
     print(f"memcpy {copy / 1e9:.1f} GB/s; {payload / 1e3:.0f} kB of {BATCH} trajectories per batch")
     print(f"{'store':36}{'us/batch':>10}{'Mtok/s':>10}{'x memcpy':>10}")
     for name, seconds in results.items():
