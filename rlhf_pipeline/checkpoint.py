@@ -12,7 +12,6 @@ checkpoints whole, and a half-written one is swept away by the next save.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -24,7 +23,7 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DataError, MissingPathError
-from rlhf_pipeline.jsonl import sync_folder
+from rlhf_pipeline.jsonl import sync_file, sync_folder
 
 _NAME = re.compile(r"step-(\d{8})")
 _RNG = "rng/torch"
@@ -79,7 +78,7 @@ def save_checkpoint(
         (temporary / "state.json").write_text(content, encoding="utf-8")
         for file in temporary.rglob("*"):
             if file.is_file():
-                _sync_file(file)
+                sync_file(file)
         sync_folder(temporary)
     except SafetensorError as error:  # the library's own type hides that the disk is full
         shutil.rmtree(temporary, ignore_errors=True)
@@ -163,11 +162,3 @@ def _load_optimizer(
         # Adam keeps its step count on the CPU whatever the device of the parameter.
         on_parameter = value.to(parameter.device) if value.ndim else value
         optimizer.state[parameter][moment] = on_parameter
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -228,7 +228,12 @@ class Pipeline(_Checked):
 
     def _rules(self) -> list[tuple[bool, str]]:
         last_update = self.learn.updates_per_rollout - 1
+        rollout, room = self.collect.prompts_per_rollout * self.collect.group_size, self.buffer.max_trajectories
         return [
+            (
+                room is None or room >= rollout,
+                f"buffer.max_trajectories is {room}, and one rollout has {rollout} trajectories. Keep that many.",
+            ),
             (
                 callable(self.reward),
                 f"reward is {self.reward!r}; it must be a function (prompt, completion, answer, meta) -> float.",

@@ -100,3 +100,14 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Make a file's content survive a power loss; a file that is not there is nothing to lose."""
+    if not path.exists():
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -16,7 +16,7 @@ from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import RunStorageError
 from rlhf_pipeline.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
-from rlhf_pipeline.jsonl import append_row, keep_rows
+from rlhf_pipeline.jsonl import append_row, keep_rows, sync_file
 from rlhf_pipeline.run_lock import run_lock
 from rlhf_pipeline.run_record import check_folder, check_unchanged, make_record, write_record
 from rlhf_pipeline.runtime_build import Parts, build_models, build_parts
@@ -120,6 +120,10 @@ def _loop(
 
     def save() -> None:
         nonlocal saved
+        # What the checkpoint counts on reaches the disk before it.
+        parts.buffer.store.flush()
+        for name in ("metrics.jsonl", "ledger.jsonl"):
+            sync_file(run_dir / name)
         save_checkpoint(
             run_dir / "checkpoints",
             progress.step,

@@ -24,7 +24,8 @@ class Learner:
     A step is a pure function of the weights, the store and the step number: it sees the graded trajectories whose
     policy version is at most `max_staleness` behind, in the order of their ids. Loss weights are fixed from the counts
     of the whole step before it is split, so the token budget changes memory and not the gradient. The step's ledger row
-    is on disk before the optimizer moves.
+    is on disk before the optimizer moves. The ledger is exact; the column `use_count` is a hint, which counts a step
+    that a crash cut short as well.
 
     Args:
         policy: the policy that learns.
@@ -122,7 +123,7 @@ class Learner:
         """
         store, loss = self.buffer.store, self.loss
         total = torch.from_numpy(store.lengths("input_ids", row_ids))
-        completion = total - torch.from_numpy(store.read_scalars("num_prompt_tokens", row_ids))
+        completion = torch.from_numpy(self._scored_tokens(row_ids))
         weights = token_weights(
             completion,
             loss.aggregation,
@@ -149,6 +150,18 @@ class Learner:
         if not outputs:  # every group without spread: nothing to learn from, and the step counts all the same
             return {}, None
         return _as_metrics(GRPOLossOutput.merge(outputs)), float(total[useful].sum()) / padded_tokens
+
+    def _scored_tokens(self, row_ids: np.ndarray) -> np.ndarray:
+        """Return how many tokens of each trajectory the policy produced and has a finite log-prob of, int64 [n].
+
+        Counted from the mask and not from the prompt's length: a trajectory of several turns has tokens of others in
+        between.
+        """
+        masks = self.buffer.store.read_ragged("assistant_mask", row_ids)
+        log_probs = self.buffer.store.read_ragged("log_probs", row_ids)
+        ends = np.cumsum(masks.values.astype(bool) & np.isfinite(log_probs.values))
+        at_row_ends = np.concatenate([[0], ends])[masks.offsets]
+        return np.diff(at_row_ends)
 
     def _record(self, step: int, row_ids: np.ndarray, ages: np.ndarray, ess: float | None) -> None:
         as_before = self.ledger.record(

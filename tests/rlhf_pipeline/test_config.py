@@ -90,6 +90,13 @@ def test_two_updates_need_stale_trajectories():
         )
 
 
+def test_a_buffer_must_hold_one_rollout(pipeline):
+    """A rollout that evicts its own first trajectories could never be learned from."""
+    with pytest.raises(DefinitionError, match="one rollout has 256 trajectories"):
+        override(pipeline, "buffer.max_trajectories", "255")
+    assert override(pipeline, "buffer.max_trajectories", "256").buffer.max_trajectories == 256
+
+
 def test_a_definition_is_json_ready_and_frozen(pipeline):
     """It can be written to the run folder, and nobody can change it behind a run's back."""
     text = json.dumps(to_json(pipeline))

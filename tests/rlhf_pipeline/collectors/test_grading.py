@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rlhf_pipeline.collectors.grading import grade
+from rlhf_pipeline.errors import RewardError
+from rlhf_pipeline.prompts import Prompt
+
+PROMPTS = [Prompt(text="a", answer="1"), Prompt(text="b", meta={"weight": 2})]
+
+
+def test_rewards_come_in_order_with_answer_and_meta():
+    """The function sees prompt, completion, answer and meta of its own trajectory."""
+    grades = grade(lambda p, c, a, m: len(c) + (a == "1") * 10 + m.get("weight", 0) * 100, PROMPTS, ["xx", "y"])
+    assert [item.reward for item in grades] == [12.0, 201.0]
+    assert [item.error for item in grades] == [None, None]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, "many", None])
+def test_a_reward_that_is_no_finite_number_fails_its_trajectory(bad):
+    """NaN, infinity and things that are no number are failures of that call only."""
+    grades = grade(lambda p, c, a, m: bad if p == "b" else 0.5, PROMPTS, ["x", "y"])
+    assert grades[0].reward == 0.5
+    assert math.isnan(grades[1].reward)
+    assert grades[1].error
+
+
+def test_an_exception_is_recorded_with_its_place():
+    """The record says what was raised and on which line."""
+
+    def reward(prompt, completion, answer, meta):
+        return 1.0 / (prompt != "b")
+
+    grades = grade(reward, PROMPTS, ["x", "y"])
+    assert grades[1].error.startswith("ZeroDivisionError: ")
+    assert "test_grading.py:" in grades[1].error
+
+
+def test_all_calls_failing_is_an_error_with_the_next_step():
+    """If no call works the function is wrong, and the message says where and what to type."""
+    with pytest.raises(RewardError, match=r"all 2 calls .*ZeroDivisionError.*--resume"):
+        grade(lambda p, c, a, m: 1 / 0, PROMPTS, ["x", "y"])

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from rlhf_pipeline import GRPOLoss, Learn, MCAdvantage, TrajectoryReplayBuffer
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.learner.ledger import Ledger
+from rlhf_pipeline.policies.new_model import scratch_policy
+
+
+def trajectory(number: int, mask: list[int], reward: float, version: int = 0) -> TensorDict:
+    assistant = torch.tensor(mask).bool()
+    return TensorDict(
+        {
+            ("tokens", "full"): torch.arange(len(mask)) % 10,
+            ("masks", "all_assistant_mask"): assistant,
+            ("log_probs", "full"): torch.where(assistant, -2.0, torch.nan),
+            "group_id": torch.tensor(number // 2),
+            "trajectory_id": torch.tensor(number),
+            "policy_version": torch.tensor(version),
+            "num_prompt_tokens": torch.tensor(mask.index(1)),
+            "task_reward": torch.tensor(reward),
+            ("next", "done"): torch.tensor(True),
+        }
+    )
+
+
+@pytest.fixture
+def make_learner(tmp_path):
+    buffers = []
+
+    def make(budget: int, **options) -> Learner:
+        folder = tmp_path / f"store-{len(buffers)}"
+        buffer = TrajectoryReplayBuffer(storage=folder, transform=MCAdvantage(2, estimator="dr_grpo"))
+        buffers.append(buffer)
+        policy = scratch_policy("0123456789", hidden_size=16, num_layers=1, num_heads=2, seed=0)
+        return Learner(
+            policy=policy,
+            loss=GRPOLoss(policy, entropy_bonus=True, **options),
+            buffer=buffer,
+            config=Learn(token_budget=budget),
+            max_staleness=0,
+            max_completion_tokens=8,
+            ledger=Ledger(tmp_path / f"ledger-{len(buffers)}.jsonl"),
+            seed=0,
+        )
+
+    yield make
+    for buffer in buffers:
+        buffer.trajectories.close()
+
+
+TURNS = [
+    trajectory(0, [0, 0, 1, 1, 0, 0, 1, 1, 1], 1.0),  # two turns with another's tokens in between
+    trajectory(1, [0, 0, 1], 0.0),
+    trajectory(2, [0, 1, 1, 0, 1], 0.25),
+    trajectory(3, [0, 1, 1, 1, 1, 1], 1.0),
+]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "dr_grpo"])
+def test_the_steps_loss_is_the_loss_of_the_whole_batch(make_learner, aggregation):
+    """Split by a token budget or not, multi-turn or not, the step's loss is that of one undivided batch."""
+    options = {"aggregation": aggregation}
+    if aggregation == "dr_grpo":
+        options["max_completion_tokens"] = 8
+    for budget in (9, 4096):
+        learner = make_learner(budget, **options)
+        learner.buffer.extend(lazy_stack(TURNS))
+        whole = learner.loss(learner.buffer.read(learner.buffer.store.ids())).total_loss().item()
+        assert learner.step(1)["loss"] == pytest.approx(whole, rel=1e-5)
+
+
+def test_the_ledger_names_what_was_used_before_the_weights_move(make_learner):
+    """A step records its rows in the order of their trajectory ids, with ages and watermark."""
+    learner = make_learner(4096)
+    learner.buffer.extend(lazy_stack([TURNS[3], TURNS[2], TURNS[1], TURNS[0]]))
+    learner.step(1)
+    (row,) = learner.ledger.rows()
+    stored = learner.buffer.store.read_scalars("trajectory_id", row["row_ids"])
+    assert stored.tolist() == [0, 1, 2, 3]
+    assert (row["step"], row["ages"], row["watermark"]) == (1, [0, 0, 0, 0], 4)
+    assert learner.take_notices() == []
+
+
+def test_stale_trajectories_are_not_used(make_learner):
+    """Only trajectories within the allowed age are learned from; with none left the error says what to do."""
+    learner = make_learner(4096)
+    learner.buffer.extend(lazy_stack(TURNS[:2]))
+    fresh = [trajectory(2, [0, 1, 1], 0.0, version=1), trajectory(3, [0, 1], 1.0, version=1)]
+    learner.buffer.extend(lazy_stack(fresh))
+    learner.step(2)
+    assert len(learner.ledger.rows()[0]["row_ids"]) == 2
+    with pytest.raises(DataError, match=r"the store holds 4\. Collect first, or raise buffer\.max_staleness"):
+        learner.step(9)
+
+
+def test_a_step_that_differs_from_before_the_restart_is_reported(make_learner):
+    """The ledger remembers what a step used; other trajectories at the same step are a notice, not silence."""
+    learner = make_learner(4096)
+    learner.buffer.extend(lazy_stack(TURNS[:2]))
+    learner.step(1)
+    learner.ledger.rewind(0)
+    learner.buffer.extend(lazy_stack(TURNS[2:]))
+    learner.step(1)
+    (notice,) = learner.take_notices()
+    assert "step 1 uses other trajectories than before the restart" in notice
+    assert learner.take_notices() == []
+
+
+def test_groups_without_spread_take_a_step_without_gradient(make_learner):
+    """All advantages zero and no entropy bonus: the step counts, the weights stay."""
+    learner = make_learner(4096)
+    learner.loss.entropy_bonus = False
+    learner.buffer.extend(lazy_stack([trajectory(0, [0, 1], 1.0), trajectory(1, [0, 1, 1], 1.0)]))
+    before = [parameter.clone() for parameter in learner.policy.parameters()]
+    metrics = learner.step(1)
+    assert metrics["num_trajectories"] == 2
+    assert metrics["padding_efficiency"] is None
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
