@@ -243,12 +243,13 @@ class SegmentReader:
         """Read what is new of a per-row array; all of it where values change in place."""
         spec = self._specs[name]
         if found is None:
-            found = self._arrays[name] = np.empty(spec.capacity, spec.dtype)
+            found = np.empty(spec.capacity, spec.dtype)
         start = 0 if self._changes(name) else self._loaded.get(name, 0)
         end = min(self.rows + 1, spec.capacity)
         if start < end:
             found[start:end] = self.part(name, start, end)
             self._loaded[name] = end - 1
+        self._arrays[name] = found
         return found
 
     def part(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:

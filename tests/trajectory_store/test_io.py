@@ -71,7 +71,8 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[2])))
 from trajectory_store import Column, Schema, TrajectoryStore
 schema = Schema([Column(f"c{i}", "int64") for i in range(6)])
-store = TrajectoryStore.create(sys.argv[1], schema, segment_rows=2)
+TrajectoryStore.create(sys.argv[1], schema, segment_rows=2).close()
+store = TrajectoryStore.open(sys.argv[1], "a", io=sys.argv[3])
 for i in range(40):
     store.append({f"c{k}": [i, k] for k in range(6)})
 assert store.read_scalars("c5").tolist() == [v for i in range(40) for v in (i, 5)]
@@ -81,11 +82,11 @@ print(store.verify().ok)
 """
 
 
-@pytest.mark.parametrize("hard", [4096, 128])
-def test_more_maps_than_open_files_are_allowed(tmp_path, hard):
+@pytest.mark.parametrize(("hard", "io"), [(4096, "mmap"), (128, "mmap"), (128, "pread")])
+def test_more_maps_than_open_files_are_allowed(tmp_path, hard, io):
     """Each map holds a descriptor: the soft limit is raised, and at the hard one idle maps are closed."""
     done = subprocess.run(
-        [sys.executable, "-c", MANY_MAPS, str(tmp_path / "s"), str(hard)],
+        [sys.executable, "-c", MANY_MAPS, str(tmp_path / "s"), str(hard), io],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "storage")},
         capture_output=True,
         text=True,
