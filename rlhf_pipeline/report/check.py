@@ -37,7 +37,7 @@ def check_store(path: Path) -> Iterator[Finding]:
         yield Finding(part="store", ok=False, text=str(error))
         return
     if report.ok:
-        what = f"{count(report.rows, 'trajectory')}, {report.bytes / 1e6:.1f} MB: every checksum holds"
+        what = f"{count(report.trajectories, 'trajectory')}, {report.bytes / 1e6:.1f} MB: every checksum holds"
         yield Finding(part="store", ok=True, text=what)
         return
     for problem in report.problems:

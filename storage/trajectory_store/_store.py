@@ -637,7 +637,9 @@ class TrajectoryStore:
     def verify(self) -> VerifyReport:
         """Recompute every checksum and report what is damaged, in words."""
         self._check_open()
-        return self._engine.verify()
+        report = self._engine.verify()
+        report.trajectories = len(self)
+        return report
 
     # Helpers
 

@@ -23,7 +23,8 @@ class VerifyReport:
 
     Attributes:
         path: the store.
-        rows: rows checked.
+        trajectories: trajectories that a reader sees.
+        rows: rows checked: with those that wait for eviction, and those that carry later values.
         bytes: bytes whose checksum was recomputed.
         segments: segments checked.
         problems: each in words; empty where all is well.
@@ -31,6 +32,7 @@ class VerifyReport:
     """
 
     path: Path
+    trajectories: int = 0
     rows: int = 0
     bytes: int = 0
     segments: int = 0
@@ -46,7 +48,7 @@ class VerifyReport:
         return self.ok
 
     def __str__(self) -> str:
-        size = f"{self.rows} trajectories in {self.segments} segments, {self.bytes / 1e6:.1f} MB"
+        size = f"{self.trajectories} trajectories ({self.rows} rows) in {self.segments} segments, {self.bytes / 1e6:.1f} MB"
         if self.ok:
             return f"{self.path}: {size} checked, all checksums hold."
         lines = "\n".join(f"  - {p}" for p in self.problems)
