@@ -20,11 +20,11 @@ from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 _OFF: dict[str, Any] = {
     "top_k": 0, "top_p": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "num_beams": 1,
-    "num_return_sequences": 1, "min_length": 0, "min_new_tokens": 0, "guidance_scale": 1.0,
+    "num_return_sequences": 1, "min_length": 0, "guidance_scale": 1.0,
 }  # fmt: skip
-# The same, for those that only None switches off; so an open field takes the checkpoint's.
+# The same, for those that are off when None or empty; so a field left open takes the checkpoint's.
 _ABSENT = (
-    "min_p", "top_h", "bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id",
+    "min_new_tokens", "min_p", "top_h", "bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id",
     "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty", "watermarking_config",
     "penalty_alpha", "stop_strings", "max_time",
 )  # fmt: skip
@@ -108,7 +108,7 @@ class RolloutModel:
             value, off = getattr(given, name, None), _OFF.get(name)
             if value is None and name in _ABSENT and not self.is_policy:
                 value = getattr(own, name, None)
-            if value is not None and value != off:
+            if bool(value) if off is None else value not in (None, off):
                 raise DefinitionError(
                     f"the generation config has {name}={value}, and log-probs would be those of another distribution "
                     f"than the one sampled from. Set {name}={off}."
@@ -191,6 +191,8 @@ class RolloutModel:
         config.output_scores = config.output_logits = False  # [B, T, V]; tokens are scored afterwards
         for name, off in _OFF.items():
             setattr(config, name, off)
+        if sampling.greedy:
+            config.top_k = 50  # the default, without effect here; transformers logs a complaint about any other
         return config
 
     def log_probs(self, input_ids: Tensor, mask: Tensor, score_mask: Tensor, temperature: float) -> Tensor:

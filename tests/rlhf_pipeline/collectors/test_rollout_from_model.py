@@ -7,7 +7,15 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from rlhf_pipeline.collectors.rollout_from_model import RolloutFromModel
 from rlhf_pipeline.errors import DataError, DefinitionError
@@ -344,6 +352,15 @@ def gpt2(seed=0):
     return _strong(GPT2LMHeadModel(config))  # with its dropout of 0.1
 
 
+def bloom(seed=0):
+    """A model that `CausalLMPolicy` refuses (ALiBi), so its logits are used; with two ends."""
+    torch.manual_seed(seed)
+    config = BloomConfig(
+        vocab_size=61, hidden_size=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=[EOS, 2], pad_token_id=EOS
+    )
+    return _strong(BloomForCausalLM(config))
+
+
 def _strong(model):
     with torch.no_grad():
         for parameter in model.parameters():
@@ -389,9 +406,10 @@ def test_a_checkpoints_sampling_habits_are_off():
         rollout.rollout_from_data(batch([[5, 6]]))
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
-@pytest.mark.parametrize("as_policy", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+    ("make", "as_policy"), [(llama, False), (llama, True), (gpt2, False), (gpt2, True), (bloom, False)]
+)
 def test_log_probs_equal_teacher_forcing(make, as_policy, temperature):
     """Within 1e-5 of a float64 pass over each row alone, at the sampling temperature, model and reference alike."""
     model, reference = make(0), make(1)
@@ -464,7 +482,15 @@ def test_wrong_arguments(wrong):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"top_k": 5}, {"top_p": 0.9}, {"repetition_penalty": 1.2}, {"max_new_tokens": 3}, {"eos_token_id": 9}]
+    "wrong",
+    [
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"repetition_penalty": 1.2},
+        {"min_new_tokens": 2},
+        {"max_new_tokens": 3},
+        {"eos_token_id": 9},
+    ],
 )
 def test_generation_configs_that_log_probs_would_not_know_of(wrong):
     """Refused by name, before anything is generated."""

@@ -12,6 +12,7 @@ from torch import nn
 from torchrl.data.llm.prompt import PromptData
 from torchrl.data.llm.utils import AdaptiveKLController as TorchRLAdaptive
 from torchrl.data.llm.utils import RolloutFromModel as TorchRLRollout
+from torchrl.modules.models.llm import GPT2RewardModel
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_pipeline.collectors.rollout_from_model import RolloutFromModel
@@ -174,3 +175,25 @@ def test_sampling_is_cut_to_fifty_tokens_there():
     true = RolloutFromModel.logprobs_of_labels(logits[:, 2:-1], whole[:, 3:])
     real = mine["next", "done"].squeeze(-1).flip(1).cumsum(1).flip(1).bool()
     assert (mine["sample_log_prob"].squeeze(-1) - true)[real].abs().max() < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_gpt2_reward_model(tmp_path):
+    """TorchRL's reward model scores our right-padded rows: its score of each row alone, less the prompt's."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=8, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=None, eos_token_id=EOS
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    reward = GPT2RewardModel(tmp_path, pad_token_id=EOS)
+    models = Scripted(0, [[6, 5, EOS], [7, 7, 7, 7]]), Scripted(1, [])
+    td = RolloutFromModel(*models, reward, max_new_tokens=4).rollout_from_data(prompts([[2, 3], [4, 5]]))
+    reward.eval()
+
+    def alone(row):
+        ids = torch.tensor([row])
+        with torch.no_grad():
+            return float(reward(ids, torch.ones_like(ids))[1])
+
+    expected = [alone([2, 3, 6, 5]) - alone([2, 3]), alone([4, 5, 7, 7, 7, 7]) - alone([4, 5])]
+    assert td["next", "reward_raw"].sum((1, 2)).tolist() == pytest.approx(expected, abs=1e-5)
