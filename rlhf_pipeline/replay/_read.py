@@ -96,7 +96,7 @@ def padded_batch(
     if keys is not None:
         wanted = {*keys, ROW_ID} | {key_of(k) for k in keys if isinstance(k, str)}
         flat = {key: value for key, value in flat.items() if key in wanted}
-    return _tensordict(flat, len(ids))
+    return nest(flat, len(ids))
 
 
 def scalar_batch(store: TrajectoryStore, ids: np.ndarray, *, text: bool = False) -> TensorDict:
@@ -111,7 +111,7 @@ def scalar_batch(store: TrajectoryStore, ids: np.ndarray, *, text: bool = False)
         elif value.dtype == np.int32:
             value = value.astype(np.int64)
         flat[key_of(column.name)] = value
-    return _tensordict(flat, len(ids))
+    return nest(flat, len(ids))
 
 
 def single(store: TrajectoryStore, row_id: int) -> TensorDict:
@@ -123,11 +123,12 @@ def single(store: TrajectoryStore, row_id: int) -> TensorDict:
     return out
 
 
-def _tensordict(flat: dict[Key, Any], n: int) -> TensorDict:
+def nest(flat: dict[Key, Any], n: int) -> TensorDict:
     """Nest the keys; the shapes are right by construction, so TensorDict need not check them again."""
     tree: dict[str, Any] = {}
     for key, value in flat.items():
-        leaf = torch.from_numpy(value) if isinstance(value, np.ndarray) else text_stack(value)
+        leaf = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        leaf = text_stack(leaf) if isinstance(leaf, list) else leaf
         if isinstance(key, str):
             tree[key] = leaf
             continue

@@ -15,9 +15,11 @@ from torchrl.envs.transforms import Compose, Transform
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.keys import TOKENS, Key
+from rlhf_pipeline.replay._torchrl_samplers import check_consuming
+from rlhf_pipeline.replay._transfer import DeviceRing
 from rlhf_pipeline.replay._write import ends, merge_steps, trajectories_of
 from rlhf_pipeline.replay.samplers import Ints, StoreView, TrajectorySampler, as_sampler
-from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.replay.storage import Layout, TrajectoryStorage, collated
 from rlhf_pipeline.transforms._columns import Columns, columns_of, is_stack, is_token_level, ragged_tokens, token_level
 from rlhf_pipeline.transforms._rebuild import td_of
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
@@ -68,6 +70,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         sampler: of `sample()`: a TorchRL sampler, or a strategy of `rlhf_pipeline.replay.samplers` or its name. None
             draws uniformly with replacement, as TorchRL does.
         seed: of all draws.
+        device: where `sample`, `sample_step` and `read` put batches; a CUDA device is fed through pinned buffers with
+            asynchronous copies. None leaves batches on the CPU.
         **kwargs: passed to TorchRL's `TensorDictReplayBuffer` (`prefetch`, `pin_memory`, ...).
 
     Raises:
@@ -101,6 +105,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         transform: Transform | None = None,
         sampler: Sampler | str | None = None,
         seed: int = 0,
+        device: str | torch.device | None = None,
         **kwargs: Any,
     ) -> None:
         if isinstance(storage, (str, Path, TrajectoryStore)):
@@ -108,10 +113,12 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         if not isinstance(storage, TrajectoryStorage):
             raise DefinitionError(f"the storage is a {type(storage).__name__}; pass a TrajectoryStorage or a path.")
         self.seed = int(seed)
+        self._ring = None if device is None else DeviceRing(device)
         if sampler is None:
             sampler = RandomSampler()
         elif isinstance(sampler, str):
             sampler = as_sampler(sampler, seed=self.seed)
+        check_consuming(sampler)
         super().__init__(
             storage=storage,
             sampler=sampler,
@@ -119,7 +126,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             transform=transform,
             **{
                 "writer": TrajectoryWriter(),
-                "collate_fn": _identity,
+                "collate_fn": collated if self._ring is None else self._ring,
                 "generator": torch.Generator().manual_seed(self.seed),
                 **kwargs,
             },
@@ -316,6 +323,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         seed: int | None = None,
         keys: Sequence[Key] | None = None,
         text: bool | None = None,
+        layout: Layout | None = None,
         **view: Any,
     ) -> TensorDict:
         """The batch of an optimizer step: a pure function of the rows there are, the seed and the step.
@@ -331,10 +339,11 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             seed: None takes the buffer's.
             keys: what to read, see `TrajectoryStorage.read`.
             text: whether to read text.
+            layout: `padded` or `jagged`; None as the storage was made.
             **view: `version`, `at`, `start`, `uses`, see `view`.
 
         Returns:
-            A padded TensorDict `[B]` with `row_id`.
+            A TensorDict `[B]` with `row_id`.
 
         Raises:
             DataError: if nothing may be drawn, or the store has not reached the watermark.
@@ -346,11 +355,39 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
                 f"({', '.join(f'{k}={v!r}' for k, v in view.items() if k != 'uses') or 'no limits given'}): widen the "
                 "limits of the strategy, or collect more."
             )
-        return self.trajectories.read(row_ids=ids, keys=keys, text=text)
+        return self.read(ids, keys=keys, text=text, layout=layout)
 
-    def read(self, row_ids: Any, *, keys: Sequence[Key] | None = None, text: bool | None = None) -> TensorDict:
-        """A padded batch of given rows, as a ledger names them."""
-        return self.trajectories.read(row_ids=row_ids, keys=keys, text=text)
+    def read(
+        self,
+        row_ids: Any,
+        *,
+        keys: Sequence[Key] | None = None,
+        text: bool | None = None,
+        layout: Layout | None = None,
+    ) -> TensorDict:
+        """A batch of given rows, as a ledger names them; see `TrajectoryStorage.read`."""
+        batch = self.trajectories.read(row_ids=row_ids, keys=keys, text=text, layout=layout)
+        return batch if self._ring is None else self._ring(batch)
+
+    # -- sharing -----------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """TorchRL hands the generator over in a tensor that is gone before a spawned process can take it."""
+        state = super().__getstate__()
+        rng = state.get("_rng")
+        if rng is not None:
+            state["_rng"] = None
+            state["_rng_bytes"] = rng["rng_state"].numpy().tobytes()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        held = state.pop("_rng_bytes", None)
+        if held is not None:
+            bits = torch.frombuffer(bytearray(held), dtype=torch.uint8)
+            state["_rng"] = TensorDict({"rng_state": bits}, device=torch.device("cpu"))
+        super().__setstate__(state)
+        if self.initialized:
+            self._storage.attach(self)
 
 
 def _as_batch(td: TensorDictBase) -> TensorDictBase:
@@ -372,10 +409,6 @@ def _needs_steps(transform: Transform) -> bool:
 def _on_device(td: TensorDictBase) -> bool:
     tokens = td.get(TOKENS, None)
     return isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu"
-
-
-def _identity(data: Any) -> Any:
-    return data
 
 
 def _count(ids: Ints, uses: Any) -> Ints:

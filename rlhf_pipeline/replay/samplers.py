@@ -7,192 +7,31 @@ takes the place of the step.
 
 from __future__ import annotations
 
-import abc
-import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
-from torchrl.data.replay_buffers.samplers import Sampler
 
-from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
-from trajectory_store import TrajectoryStore
+from rlhf_pipeline.errors import DefinitionError, did_you_mean
+from rlhf_pipeline.replay._strategy import Floats, Ints, StoreView, TrajectorySampler, step_generator
+from rlhf_pipeline.replay._torchrl_samplers import ConsumingSampler, StalenessAwareSampler
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-
-
-@dataclass
-class StoreView:
-    """The rows that a strategy may choose from, with their scalars read when they are first needed.
-
-    Attributes:
-        store: where the scalars are.
-        ids: int64 `[n]`, row ids in the order of arrival.
-        version: the learner's version; None takes the newest policy version in the view.
-        uses: how often each row has been used, `[n]`; None reads the column `use_count`.
-    """
-
-    store: TrajectoryStore
-    ids: Ints
-    version: int | None = None
-    uses: Ints | None = None
-    _cache: dict[str, Any] = field(default_factory=dict, repr=False)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def column(self, name: str) -> Any:
-        """A scalar column of the rows, `[n]`."""
-        if name not in self._cache:
-            self._cache[name] = self.store.read_scalars(name, self.ids)
-        return self._cache[name]
-
-    @property
-    def use_count(self) -> Ints:
-        """How often each row has been used, `[n]`."""
-        return self.column("use_count") if self.uses is None else self.uses
-
-    @property
-    def age(self) -> Ints:
-        """Learner version minus policy version, at least 0, `[n]`."""
-        versions = self.column("policy_version")
-        newest = self.version if self.version is not None else int(versions.max(initial=0))
-        return np.maximum(newest - versions, 0)
-
-
-def step_generator(seed: int, step: int) -> np.random.Generator:
-    """The random numbers of one step: a counter-based generator, the same on every machine.
-
-    >>> bool(step_generator(1, 7).random() == step_generator(1, 7).random())
-    True
-    """
-    return np.random.Generator(np.random.Philox(key=[seed % (1 << 64), step % (1 << 64)]))
-
-
-class TrajectorySampler(Sampler):
-    """Base of the strategies, and a TorchRL sampler over `TrajectoryStorage`.
-
-    Rows of priority 0 are never drawn (`MCAdvantage(zero_variance="mark")` sets it).
-
-    Args:
-        max_staleness: pass over trajectories whose policy is more than so many versions behind. Trajectories newer
-            than the learner have age 0.
-        max_uses: pass over trajectories that have been used so often.
-        seed: of the TorchRL interface; `select` gets its own.
-
-    Attributes:
-        version: the learner's version in the TorchRL interface; None takes the newest in the storage.
-
-    Raises:
-        DefinitionError: if a limit is out of range.
-    """
-
-    def __init__(self, *, max_staleness: int | None = None, max_uses: int | None = None, seed: int = 0) -> None:
-        if max_staleness is not None and max_staleness < 0:
-            raise DefinitionError(f"max_staleness is {max_staleness}; it must not be negative.")
-        if max_uses is not None and max_uses < 1:
-            raise DefinitionError(f"max_uses is {max_uses}; it must be at least 1.")
-        self.max_staleness = max_staleness
-        self.max_uses = max_uses
-        self.seed = int(seed)
-        self.version: int | None = None
-        self._draws = 0
-
-    def eligible(self, view: StoreView) -> Ints:
-        """Positions in the view that the limits allow, in the order of arrival."""
-        keep = np.ones(len(view), bool)
-        if "priority" in view.store.schema:
-            keep &= view.column("priority") > 0
-        if self.max_staleness is not None:
-            keep &= view.age <= self.max_staleness
-        if self.max_uses is not None:
-            keep &= view.use_count < self.max_uses
-        return np.flatnonzero(keep)
-
-    def select(self, view: StoreView, batch_size: int | None, *, seed: int, step: int) -> Ints:
-        """Choose rows.
-
-        Args:
-            view: the rows there are.
-            batch_size: how many; fewer come where fewer are allowed. None takes all that are allowed.
-            seed: of the run.
-            step: number of the optimizer step.
-
-        Returns:
-            Positions in the view, int64, each at most once.
-        """
-        allowed = self.eligible(view)
-        if not len(allowed):
-            return allowed
-        return self._choose(view, allowed, batch_size, step_generator(seed, step))
-
-    @abc.abstractmethod
-    def _choose(self, view: StoreView, allowed: Ints, batch_size: int | None, rng: np.random.Generator) -> Ints: ...
-
-    # -- TorchRL's interface -----------------------------------------------------------------------------------
-
-    def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Draw slots of a `TrajectoryStorage`.
-
-        Raises:
-            DataError: if the limits leave nothing.
-        """
-        ids = storage.row_ids()
-        slots = np.flatnonzero(ids >= 0)
-        view = StoreView(storage.store, ids[slots], version=self.version)
-        found = self.select(view, batch_size, seed=self.seed, step=self._draws)
-        self._draws += 1
-        if not len(found):
-            raise DataError(
-                f"none of the {len(view)} trajectories may be drawn: max_staleness={self.max_staleness}, "
-                f"max_uses={self.max_uses}, version={self.version}. Collect more, or widen the limits."
-            )
-        weights = self.weights(view, found)
-        return torch.from_numpy(slots[found]), {} if weights is None else {"_weight": torch.from_numpy(weights).float()}
-
-    def weights(self, view: StoreView, chosen: Ints) -> Floats | None:
-        """Importance weights of chosen rows; None where the strategy has none."""
-        del view, chosen
-        return None
-
-    def update_priority(self, index: Any, priority: Any, *, storage: Any = None) -> dict[str, Any] | None:
-        """Write priorities to the store; TorchRL calls this after a learner step."""
-        if storage is None:
-            raise DefinitionError("priorities live in the store: pass storage=")
-        ids = storage.row_ids(index)
-        values = torch.as_tensor(priority, dtype=torch.float32).reshape(-1).expand(len(ids))
-        storage.update(ids, priority=values)
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The number of draws and the seed."""
-        return {"draws": self._draws, "seed": self.seed, "version": self.version}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` returned."""
-        self._draws, self.seed = int(state_dict["draws"]), int(state_dict["seed"])
-        self.version = state_dict["version"]
-
-    def _empty(self) -> None:
-        self._draws = 0
-
-    def dumps(self, path: str | Path) -> None:
-        """Write the state as JSON."""
-        Path(path).mkdir(parents=True, exist_ok=True)
-        (Path(path) / "sampler.json").write_text(json.dumps(self.state_dict()), encoding="utf-8")
-
-    def loads(self, path: str | Path) -> None:
-        """Read the state back."""
-        self.load_state_dict(json.loads((Path(path) / "sampler.json").read_text(encoding="utf-8")))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(max_staleness={self.max_staleness}, max_uses={self.max_uses})"
+__all__ = [
+    "ConsumingSampler",
+    "Floats",
+    "FreshSampler",
+    "GroupSampler",
+    "Ints",
+    "MixSampler",
+    "PrioritySampler",
+    "RecencySampler",
+    "StalenessAwareSampler",
+    "StoreView",
+    "TrajectorySampler",
+    "UniformSampler",
+    "as_sampler",
+    "step_generator",
+]
 
 
 class FreshSampler(TrajectorySampler):
@@ -411,11 +250,15 @@ _STRATEGIES: dict[str, type[TrajectorySampler]] = {
     "priority": PrioritySampler,
     "group": GroupSampler,
     "mix": MixSampler,
+    "staleness": StalenessAwareSampler,
+    "consuming": ConsumingSampler,
 }
 
 
 def as_sampler(strategy: str | TrajectorySampler, **arguments: Any) -> TrajectorySampler:
-    """A strategy by name (`fresh`, `uniform`, `recency`, `priority`, `group`, `mix`) or as it is.
+    """A strategy as it is, or by name.
+
+    The names are `fresh`, `uniform`, `recency`, `priority`, `group`, `mix`, `staleness` and `consuming`.
 
     Raises:
         DefinitionError: if the name is not known.

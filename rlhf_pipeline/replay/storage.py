@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
 from rlhf_pipeline.keys import Key
 from rlhf_pipeline.replay._copy import copy_rows, dump_store, find_dump
+from rlhf_pipeline.replay._jagged import jagged_batch
 from rlhf_pipeline.replay._read import padded_batch, scalar_batch, single
 from rlhf_pipeline.replay._slots import UNBOUNDED, SlotMap
 from rlhf_pipeline.replay._write import append_data, trajectories_of
@@ -22,6 +23,7 @@ from rlhf_pipeline.replay.schema import SLOT, trajectory_schema
 from rlhf_pipeline.transforms._columns import Columns
 from trajectory_store import Schema, StoreNotFoundError, TrajectoryStore
 
+Layout = Literal["padded", "jagged"]
 Index = int | slice | Sequence[int] | np.ndarray | torch.Tensor | range | tuple[Any, ...]
 
 
@@ -46,7 +48,9 @@ class TrajectoryStorage(Storage):
     samplers may scan whole storages. Reopening a path shows all rows again. Several processes may write: each
     opens the path itself, and `refresh()` shows what the others wrote.
 
-    In TorchRL's own `ReplayBuffer` pass `collate_fn=lambda batch: batch`, as batches are collated already.
+    In TorchRL's own `ReplayBuffer` and in a `torch.utils.data.DataLoader`, which reads the storage as a map-style
+    dataset, pass `collate_fn=collated`, as batches are collated already. Another process that gets the storage opens
+    the store again, with this process's slots; buffers that use it do not travel with it.
 
     Args:
         path_or_store: folder of the store (made if it is not there), or an open `TrajectoryStore`.
@@ -57,6 +61,7 @@ class TrajectoryStorage(Storage):
         mode: `r` opens an existing store for reading only.
         text: also read the text columns into batches (they cost more than all numbers together).
         pad_to_multiple_of: round padded lengths up.
+        layout: of batches: `padded` tensors with masks, or `jagged` nested tensors without padding.
 
     Raises:
         DefinitionError: if the arguments contradict each other or an existing store.
@@ -89,9 +94,11 @@ class TrajectoryStorage(Storage):
         mode: Literal["a", "r"] = "a",
         text: bool = False,
         pad_to_multiple_of: int = 1,
+        layout: Layout = "padded",
     ) -> None:
         if max_size is not None and max_size < 1:
             raise DefinitionError(f"max_size is {max_size}; it must be at least 1, or None for no limit.")
+        _check_layout(layout)
         super().__init__(UNBOUNDED if max_size is None else int(max_size))
         if isinstance(path_or_store, TrajectoryStore):
             self.store = path_or_store
@@ -102,6 +109,7 @@ class TrajectoryStorage(Storage):
         self.mode = mode
         self.text = text
         self.pad_to_multiple_of = pad_to_multiple_of
+        self.layout: Layout = layout
         self.device = torch.device("cpu")
         self._slots = SlotMap(self.max_size)
         self._slots.sync(self.store)
@@ -177,25 +185,37 @@ class TrajectoryStorage(Storage):
         row_ids: Any = None,
         keys: Sequence[Key] | None = None,
         text: bool | None = None,
+        layout: Layout | None = None,
     ) -> TensorDict:
-        """Read a padded batch.
+        """Read a batch.
 
         Args:
             index: slots; or
             row_ids: ids that the store gave.
             keys: TensorDict keys or column names; None reads all numbers.
             text: whether to read text; None as the storage was made.
+            layout: `padded` or `jagged`; None as the storage was made.
 
         Returns:
-            A TensorDict `[B]`, see `rlhf_pipeline.replay._read.padded_batch`.
+            A TensorDict `[B]`, see `padded_batch` in `rlhf_pipeline.replay._read` and `jagged_batch` in
+            `rlhf_pipeline.replay._jagged`.
 
         Raises:
+            DefinitionError: if the layout is not known.
             IndexError: if a slot was never written.
             StoreError: if a row id is not in the store.
         """
         ids = self.row_ids(index) if row_ids is None else np.asarray(row_ids, dtype=np.int64).reshape(-1)
         text = self.text if text is None else text
+        layout = self.layout if layout is None else layout
+        _check_layout(layout)
+        if layout == "jagged":
+            return jagged_batch(self.store, ids, keys=keys, text=text)
         return padded_batch(self.store, ids, keys=keys, text=text, pad_to_multiple_of=self.pad_to_multiple_of)
+
+    def __getitems__(self, indices: Sequence[int]) -> TensorDict:
+        """A batch at once, for `torch.utils.data.DataLoader(storage, batch_size=, collate_fn=collated)`."""
+        return self.read(indices)
 
     def read_text(self, column: str, row_ids: Any) -> list[str]:
         """One text column of some rows."""
@@ -219,16 +239,26 @@ class TrajectoryStorage(Storage):
     def row_ids(self, index: Any = None) -> np.ndarray:
         """The store's ids of some slots, int64 `[B]`; of all slots when None.
 
+        A slot beyond the last one is looked for once more after a `refresh`, so that the workers of a data loader
+        follow a storage that grows.
+
         Raises:
             IndexError: if a slot was never written.
         """
-        rows = self._slots.rows
         if index is None:
-            return rows.copy()
+            return self._slots.rows.copy()
+        index = _plain(index)
         try:
-            found = rows[_plain(index)].reshape(-1)
-        except IndexError as error:
-            raise IndexError(f"index out of range: {len(rows)} trajectories at {self.store.path} ({error})") from None
+            found = self._slots.rows[index].reshape(-1)
+        except IndexError:
+            self.refresh()  # who hands out the indices may have seen rows that came later
+            rows = self._slots.rows
+            try:
+                found = rows[index].reshape(-1)
+            except IndexError as error:
+                raise IndexError(
+                    f"index out of range: {len(rows)} trajectories at {self.store.path} ({error})"
+                ) from None
         if found.size and int(found.min()) < 0:
             raise IndexError(f"{int((found < 0).sum())} of the slots asked for were never written")
         return found
@@ -349,6 +379,7 @@ class TrajectoryStorage(Storage):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         store = state.pop("store")
+        state["_attached_entities_list"] = []  # a buffer attaches itself again; a data loader needs none of them
         state["_reopen"] = (str(store.path), self.mode, self.durability)
         return state
 
@@ -361,6 +392,20 @@ class TrajectoryStorage(Storage):
     def __repr__(self) -> str:
         size = "None" if self.max_size == UNBOUNDED else self.max_size
         return f"TrajectoryStorage({str(self.store.path)!r}, len={len(self)}, max_size={size})"
+
+
+def collated(batch: Any) -> Any:
+    """The `collate_fn` of TorchRL's buffers and PyTorch's loaders over a `TrajectoryStorage`: batches come ready.
+
+    >>> collated([1, 2])
+    [1, 2]
+    """
+    return batch
+
+
+def _check_layout(layout: str) -> None:
+    if layout not in ("padded", "jagged"):
+        raise DefinitionError(f"layout is {layout!r}; it must be 'padded' or 'jagged'.")
 
 
 def _plain(index: Any) -> Any:

@@ -1,0 +1,191 @@
+"""Our own in the place of TorchRL samplers that do not work on a store.
+
+`torchrl.data.replay_buffers.samplers.StalenessAwareSampler` 0.14 divides by zero where data are one version newer than
+the learner and draws with negative weights beyond that. `ConsumingSampler` refuses every storage but TorchRL's lists
+and tensors, frees slots for overwriting, and forgets what was consumed with the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.replay._strategy import Ints, StoreView, TrajectorySampler
+
+
+class StalenessAwareSampler(TrajectorySampler):
+    """Newer trajectories more often, those too old never; the names are TorchRL's.
+
+    Chances follow `staleness_weight_fn(consumer_version - policy_version)`, none twice in a batch. Trajectories that
+    are newer than the learner have staleness 0.
+
+    Args:
+        max_staleness: largest staleness in versions; None or -1 sets no limit.
+        staleness_weight_fn: from staleness, int64 `[n]`, to weights `[n]`, at least 0; `1 / (staleness + 1)` by
+            default.
+        max_uses: uses after which a trajectory is spent.
+        seed: of the TorchRL interface.
+
+    Raises:
+        DefinitionError: if a limit is out of range.
+
+    >>> sampler = StalenessAwareSampler(max_staleness=4)
+    >>> sampler.consumer_version = 3
+    >>> sampler.increment_consumer_version()
+    >>> sampler.consumer_version
+    4
+    """
+
+    def __init__(
+        self,
+        max_staleness: int | None = None,
+        staleness_weight_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        max_uses: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(max_staleness=None if max_staleness == -1 else max_staleness, max_uses=max_uses, seed=seed)
+        self.staleness_weight_fn = staleness_weight_fn
+        self.version = 0
+
+    @property
+    def consumer_version(self) -> int:
+        """The learner's version."""
+        return self.version or 0
+
+    @consumer_version.setter
+    def consumer_version(self, version: int) -> None:
+        self.version = int(version)
+
+    def increment_consumer_version(self) -> None:
+        """The learner has made a new version."""
+        self.version = self.consumer_version + 1
+
+    def _choose(self, view: StoreView, allowed: Ints, batch_size: int | None, rng: np.random.Generator) -> Ints:
+        age = view.age[allowed].astype(np.int64)
+        if self.staleness_weight_fn is None:
+            weights = 1.0 / (age + 1.0)
+        else:
+            weights = torch.as_tensor(self.staleness_weight_fn(torch.from_numpy(age))).double().numpy()
+        if weights.shape != age.shape or not bool((weights >= 0).all()):
+            raise DataError(f"staleness_weight_fn must give one weight >= 0 for each of {len(age)} rows: {weights[:4]}")
+        allowed, weights = allowed[weights > 0], weights[weights > 0]
+        n = len(allowed) if batch_size is None else min(batch_size, len(allowed))
+        order = np.argsort(-(np.log(weights) + rng.gumbel(size=len(allowed))), kind="stable")
+        return allowed[order[:n]]
+
+    def info(self, view: StoreView, chosen: Ints) -> dict[str, Any]:
+        """The staleness of each row drawn, float32 `[n]`, as TorchRL's sampler gives it."""
+        return {"staleness": torch.from_numpy(view.age[chosen].astype(np.float32))}
+
+
+class ConsumingSampler(TrajectorySampler):
+    """Every trajectory at most so many times: what is drawn counts as used, in the store.
+
+    The count is the column `use_count`, so it outlives the process, and rows stay on disk when they are consumed.
+    `ran_out` tells when nothing is left, which also ends an iteration over the buffer. One process may consume at a
+    time; two that draw at the same moment may both get a row.
+
+    Args:
+        max_sample_count: how often a trajectory may be drawn.
+        max_staleness: largest age in versions.
+        seed: of the TorchRL interface.
+
+    Raises:
+        DefinitionError: if a limit is out of range.
+
+    >>> ConsumingSampler(max_sample_count=2)
+    ConsumingSampler(max_staleness=None, max_uses=2)
+    """
+
+    def __init__(self, max_sample_count: int = 1, *, max_staleness: int | None = None, seed: int = 0) -> None:
+        super().__init__(max_staleness=max_staleness, max_uses=max_sample_count, seed=seed)
+        self._ran_out = False
+        self._lock = threading.Lock()
+
+    @property
+    def max_sample_count(self) -> int:
+        """How often a trajectory may be drawn."""
+        return self.max_uses or 1
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the last draw took what was left."""
+        return self._ran_out
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        self._ran_out = value
+
+    def _choose(self, view: StoreView, allowed: Ints, batch_size: int | None, rng: np.random.Generator) -> Ints:
+        del view
+        n = len(allowed) if batch_size is None else min(batch_size, len(allowed))
+        return rng.choice(allowed, n, replace=False)
+
+    def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draw slots of a `TrajectoryStorage` and count the use before they are returned.
+
+        Raises:
+            DataError: if nothing is left.
+        """
+        with self._lock:  # prefetching threads draw one after the other
+            try:
+                index, info = super().sample(storage, batch_size)
+            except DataError:
+                self._ran_out = True
+                raise
+            ids = storage.row_ids(index)
+            storage.update(ids, use_count=storage.store.read_scalars("use_count", ids) + 1)
+            self._remaining_batches = -(-self._sampleable_count(storage, batch_size) // batch_size)
+            self._ran_out = self._remaining_batches == 0
+        return index, info
+
+    def _sampleable_count(self, storage: Any, batch_size: int) -> int:
+        del batch_size
+        ids = storage.row_ids()
+        return len(self.eligible(StoreView(storage.store, ids[ids >= 0], version=self.version)))
+
+    def add(self, index: Any) -> None:
+        """There is something new to draw."""
+        del index
+        self._ran_out = False
+
+    def extend(self, index: Any) -> None:
+        """There is something new to draw."""
+        del index
+        self._ran_out = False
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` returned; the counts are in the store."""
+        super().load_state_dict(state_dict)
+        self._ran_out = False
+
+    def _empty(self) -> None:
+        super()._empty()
+        self._ran_out = False
+
+    def __getstate__(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return {**super().__getstate__(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.Lock()
+
+
+def check_consuming(sampler: Any) -> None:
+    """Refuse TorchRL's own consuming sampler with a reason.
+
+    Raises:
+        DefinitionError: if it is one.
+    """
+    kind = type(sampler)
+    if kind.__name__ == "ConsumingSampler" and not isinstance(sampler, TrajectorySampler):
+        raise DefinitionError(
+            "TorchRL's ConsumingSampler works on lists and tensors only; pass rlhf_pipeline.replay.samplers."
+            f"ConsumingSampler(max_sample_count={sampler.max_sample_count}), which counts the uses in the store."
+        )

@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from tensordict import lazy_stack
+from torch.utils.data import DataLoader
+from torchrl.checkpoint import Checkpoint
+from torchrl.data.replay_buffers import ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import ConsumingSampler as TorchRLConsumingSampler
+from torchrl.data.replay_buffers.samplers import PromptGroupSampler, RandomSampler, SamplerWithoutReplacement
+from torchrl.data.replay_buffers.samplers import StalenessAwareSampler as TorchRLStaleness
+
+from rlhf_pipeline import keys
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
+from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.replay.samplers import ConsumingSampler, StalenessAwareSampler
+from rlhf_pipeline.replay.storage import TrajectoryStorage, collated
+from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
+
+KINDS = [ReplayBuffer, TensorDictReplayBuffer, TrajectoryReplayBuffer]
+
+
+@pytest.fixture
+def make(tmp_path, make_rows):
+    """Buffers over a new storage each, with eight trajectories of four groups."""
+    made = []
+
+    def build(kind=TrajectoryReplayBuffer, *, rows=8, text=False, storage=None, **kwargs):
+        if storage is None:
+            storage = TrajectoryStorage(tmp_path / f"store{len(made)}", text=text)
+        made.append(storage)
+        if kind is not TrajectoryReplayBuffer:
+            kwargs["collate_fn"] = collated
+        rb = kind(storage=storage, **kwargs)
+        if rows:
+            rb.extend(lazy_stack(make_rows([4 + i % 3 for i in range(rows)])))
+        return rb
+
+    yield build
+    for storage in made:
+        storage.close()
+
+
+def pickled(thing):
+    """What another process would get."""
+    return pickle.loads(pickle.dumps(thing))  # noqa: S301
+
+
+def drawn(rb, count):
+    """The trajectories of some samples, in order; each row is checked against the storage."""
+    found = []
+    for _ in range(count):
+        batch = rb.sample()
+        for i, row in enumerate(batch[keys.TRAJECTORY_ID].tolist()):
+            n = 4 + row % 3
+            want = rb.storage.get(row)[keys.TOKENS]
+            assert batch[keys.TOKENS][i, :n].tolist() == want.tolist()
+            assert batch[keys.TOKENS][i, n:].tolist() == [0] * (batch[keys.TOKENS].shape[1] - n)
+            found.append(row)
+    return found
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_uniform_samplers(make, kind, prefetch):
+    """TorchRL's two uniform samplers reach every row; without replacement each comes once an epoch."""
+    rb = make(kind, sampler=SamplerWithoutReplacement(), batch_size=4, prefetch=prefetch)
+    assert sorted(drawn(rb, 2)) == list(range(8))
+    rb = make(kind, sampler=RandomSampler(), batch_size=4, prefetch=prefetch)
+    assert set(drawn(rb, 40)) == set(range(8))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+@pytest.mark.parametrize("strategy", ["random", "recency", "reward", "variance"])
+def test_prompt_groups(make, kind, prefetch, strategy):
+    """TorchRL's group sampler finds whole groups through the scalars of a slice, whatever its strategy."""
+    sampler = PromptGroupSampler(num_groups=2, group_key="group_id", strategy=strategy, reward_key=keys.TASK_REWARD)
+    rb = make(kind, sampler=sampler, batch_size=4, prefetch=prefetch)
+    for _ in range(3):
+        rows = drawn(rb, 1)
+        assert len({row // 2 for row in rows}) == 2
+        assert len(set(rows)) == 4
+
+
+def test_prompt_groups_by_text(make):
+    """Groups named by their prompt need a storage that reads text."""
+    rb = make(sampler=PromptGroupSampler(num_groups=2, group_key="prompt"), batch_size=4, text=True)
+    batch = rb.sample()
+    assert sorted(batch["prompt"]) == sorted(f"prompt {g}" for g in batch[keys.GROUP_ID].tolist())
+    assert len(set(batch["prompt"])) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_torchrl_staleness_with_older_data(make, kind):
+    """TorchRL's own staleness sampler works as long as no row is newer than the learner."""
+    sampler = TorchRLStaleness(max_staleness=2)
+    sampler.consumer_version = 4
+    rb = make(kind, sampler=sampler, batch_size=4)
+    assert len(set(drawn(rb, 1))) == 4
+    sampler.consumer_version = 6
+    with pytest.raises(RuntimeError, match="exceed max_staleness"):
+        rb.sample()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+@pytest.mark.parametrize("version", [0, 1, 2, 3])
+def test_staleness_with_newer_data(make, kind, version):
+    """TorchRL's sampler fails where rows are one version ahead; ours counts them as fresh."""
+    theirs = TorchRLStaleness()
+    theirs.consumer_version = 2
+    with pytest.raises(RuntimeError, match="inf"):
+        make(sampler=theirs, batch_size=4).sample()
+    sampler = StalenessAwareSampler(max_staleness=0)
+    sampler.consumer_version = version
+    rb = make(kind, sampler=sampler, batch_size=8)
+    assert sorted(drawn(rb, 1)) == list(range(8))
+    assert sampler.sample(rb.storage, 3)[1]["staleness"].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_staleness_frequencies(make, make_rows):
+    """First picks follow `1 / (staleness + 1)`, or the weights that are given; version -1 is no limit."""
+    rb = make(rows=0)
+    rows = make_rows([4] * 4)
+    for i, row in enumerate(rows):
+        row["policy_version"] = torch.tensor(i)
+    rb.extend(lazy_stack(rows))
+    for weigh, chances in ((None, [1 / 4, 1 / 3, 1 / 2, 1.0]), (lambda s: (s > 1).float(), [1.0, 1.0, 0.0, 0.0])):
+        sampler = StalenessAwareSampler(-1, weigh)
+        sampler.consumer_version = 3
+        found = torch.bincount(torch.cat([sampler.sample(rb.storage, 1)[0] for _ in range(3000)]), minlength=4)
+        expected = 3000 * torch.tensor(chances) / sum(chances)
+        assert ((found - expected).abs() <= 5 * expected.sqrt()).all()
+    sampler.increment_consumer_version()
+    again = StalenessAwareSampler()
+    again.load_state_dict(sampler.state_dict())
+    assert again.consumer_version == 4
+    with pytest.raises(DataError, match="staleness_weight_fn"):
+        StalenessAwareSampler(None, lambda s: -1.0 - s).sample(rb.storage, 2)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_consuming(make, make_rows, kind, prefetch):
+    """Each trajectory as often as allowed and not once more; new ones go on; rows stay where they are."""
+    rb = make(kind, sampler=ConsumingSampler(2), batch_size=4, prefetch=prefetch)
+    found = [row for batch in rb for row in batch[keys.TRAJECTORY_ID].tolist()]
+    assert sorted(found) == sorted([*range(8), *range(8)])
+    with pytest.raises(DataError, match="max_uses=2"):
+        rb.sample()
+    assert len(rb) == 8
+    rb.extend(lazy_stack(make_rows([4, 5], first_group=4)))
+    assert rb.sample()[keys.TRAJECTORY_ID].sort().values.tolist() == [8, 9]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_iteration_ends_with_what_is_consumed(make, prefetch):
+    """`for batch in rb` gives every trajectory once, the last batch with what is left."""
+    rb = make(sampler="consuming", batch_size=3, prefetch=prefetch)
+    batches = [batch[keys.TRAJECTORY_ID].tolist() for batch in rb]
+    assert [len(batch) for batch in batches] == [3, 3, 2]
+    assert sorted(row for batch in batches for row in batch) == list(range(8))
+
+
+def test_consumed_is_remembered(make):
+    """The count lives in the store: a later process goes on where this one ended."""
+    rb = make(sampler=ConsumingSampler(), batch_size=5)
+    first = drawn(rb, 1)
+    again = TrajectoryStorage(rb.store.path)
+    other = make(rows=0, storage=again, sampler=pickled(rb.sampler), batch_size=5)
+    assert sorted(first + other.sample()[keys.TRAJECTORY_ID].tolist()) == list(range(8))
+    assert other.sampler.ran_out
+
+
+def test_torchrl_consuming_is_refused_with_a_way_out(make):
+    """TorchRL's own works on lists and tensors only."""
+    with pytest.raises(DefinitionError, match=r"ConsumingSampler\(max_sample_count=3\)"):
+        make(sampler=TorchRLConsumingSampler(3))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_dumps_and_loads(make, kind, tmp_path):
+    """What TorchRL's buffers dump, a new buffer of the same kind loads."""
+    rb = make(kind, batch_size=4)
+    rb.dumps(tmp_path / "dump")
+    other = make(kind, rows=0, batch_size=4)
+    other.loads(tmp_path / "dump")
+    assert other.storage[:][keys.TRAJECTORY_ID].tolist() == list(range(8))
+    assert len(drawn(other, 2)) == 8
+
+
+@pytest.mark.parametrize("what", ["buffer", "storage"])
+@pytest.mark.parametrize("form", ["directory", "archive"])
+def test_checkpoint(make, make_rows, tmp_path, what, form):
+    """`torchrl.checkpoint.Checkpoint` brings back rows, texts, and the trajectories that wait for their group."""
+    rb = make(transform=MCAdvantage(2), batch_size=4, sampler="uniform", seed=3)
+    rb.extend(lazy_stack(make_rows([5], first_group=9)))
+    rb.sample()
+    component = rb if what == "buffer" else rb.storage
+    Checkpoint(component=component).save(tmp_path / "checkpoint", format=form)
+    other = make(rows=0, transform=MCAdvantage(2), batch_size=4, sampler="uniform", seed=3)
+    result = Checkpoint(component=other if what == "buffer" else other.storage).load(tmp_path / "checkpoint")
+    assert result.loaded == {"component"}
+    mine = rb.read(rb.trajectories.row_ids(), text=True)
+    theirs = other.read(other.trajectories.row_ids(), text=True)
+    assert list(theirs["completion"]) == list(mine["completion"])
+    for key in set(mine.keys(True, True)) - {keys.ROW_ID}:
+        torch.testing.assert_close(theirs[key], mine[key], rtol=0, atol=0, equal_nan=True)
+    if what == "buffer":
+        assert other.transform[0].queued_trajectories == 1
+        assert other.sample()["index"].tolist() == rb.sample()["index"].tolist()
+        assert other.extend(lazy_stack(make_rows([5, 6], first_group=9)[1:])).tolist() == [8, 9]
+
+
+def test_checkpoint_that_is_not_there(make, tmp_path):
+    """A dump without its pointer is no dump."""
+    rb = make()
+    rb.storage.dumps(tmp_path / "dump")
+    (tmp_path / "dump" / "current.json").unlink()
+    with pytest.raises(MissingPathError, match="no complete dump"):
+        make(rows=0).storage.loads(tmp_path / "dump")
+
+
+def look(shared, answers):
+    """In another process: what is there, and a draw."""
+    torch.set_num_threads(1)
+    storage = shared if isinstance(shared, TrajectoryStorage) else shared.storage
+    storage.refresh()
+    batch = storage.get([2, 0]) if shared is storage else shared.sample(4)
+    answers.put((len(storage), batch[keys.TRAJECTORY_ID].tolist(), batch[keys.TOKENS].sum(1).tolist()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("what", ["buffer", "storage"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_sharing(make, make_rows, method, what):
+    """Another process gets the storage, or the buffer with its generator, and sees all rows."""
+    rb = make(seed=5, transform=MCAdvantage(2))
+    shared = rb if what == "buffer" else rb.storage
+    context = mp.get_context(method)
+    answers = context.Queue()
+    process = context.Process(target=look, args=(shared, answers))
+    process.start()
+    rows, found, sums = answers.get(timeout=120)
+    process.join()
+    assert process.exitcode == 0
+    assert rows == 8
+    assert found == (rb.sample(4)[keys.TRAJECTORY_ID].tolist() if what == "buffer" else [2, 0])
+    assert sums == [int(rb.storage.get(i)[keys.TOKENS].sum()) for i in found]
+    assert rb.extend(lazy_stack(make_rows([4, 5], first_group=7))).tolist() == [8, 9]
+
+
+def test_pickled_buffer_goes_on(make, make_rows):
+    """The copy draws what the original draws next, sees later rows, and has no second one of itself inside."""
+    rb = make(seed=5, batch_size=4)
+    rb.sample()
+    copy = pickled(rb)
+    assert copy.sample()["index"].tolist() == rb.sample()["index"].tolist()
+    rb.extend(lazy_stack(make_rows([4, 5], first_group=7)))
+    copy.refresh()
+    assert len(copy) == 10
+    assert copy.storage._attached_entities == [copy]
+    assert pickled(rb.storage)._attached_entities == []
+    copy.storage.close()
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_data_loader_in_this_process(make, batched):
+    """A map-style dataset: whole batches are read at once, single rows come without padding."""
+    storage = make().storage
+    if batched:
+        loader = DataLoader(storage, batch_size=3, collate_fn=collated)
+        batches = list(loader)
+        assert [tuple(b.batch_size) for b in batches] == [(3,), (3,), (2,)]
+        assert torch.cat([b[keys.TRAJECTORY_ID] for b in batches]).tolist() == list(range(8))
+        assert torch.equal(batches[1][keys.TOKENS], storage.get([3, 4, 5])[keys.TOKENS])
+    else:
+        rows = list(DataLoader(storage, batch_size=None, collate_fn=collated))
+        assert [len(row[keys.TOKENS]) for row in rows] == [4 + i % 3 for i in range(8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_data_loader_with_workers(make, make_rows, method):
+    """Workers read the same store; shuffled, every trajectory comes once an epoch; the writer goes on."""
+    rb = make(text=True, transform=MCAdvantage(2))
+    loader = DataLoader(
+        rb.storage,
+        batch_size=2,
+        shuffle=True,
+        num_workers=2,
+        multiprocessing_context=method,
+        collate_fn=collated,
+        persistent_workers=True,
+        generator=torch.Generator().manual_seed(1),
+    )
+    for _ in range(2):
+        found = []
+        for batch in loader:
+            same = rb.read(batch[keys.ROW_ID], text=True)
+            for key in (keys.TOKENS, keys.ADVANTAGE, keys.LOG_PROBS, keys.ATTENTION_MASK):
+                assert torch.equal(batch[key], same[key])
+            assert list(batch["completion"]) == list(same["completion"])
+            found += batch[keys.ROW_ID].tolist()
+        assert sorted(found) == sorted(rb.store.ids().tolist())
+        rb.extend(lazy_stack(make_rows([4, 5], first_group=7)))
+    del loader
+    assert rb.storage.store.verify().ok
+    assert len(rb) == 12
