@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_pipeline import GRPO, Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, token_match
+from rlhf_pipeline import GRPO, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, token_match
 
 
 def copy_digits() -> Pipeline:
@@ -16,7 +16,6 @@ def copy_digits() -> Pipeline:
         collect=Collect(prompts_per_rollout=16, group_size=16, max_new_tokens=4, num_slots=256),
         # Centred and not divided by the spread: with divided advantages this task stops at about one half.
         write=WritePath(estimator="dr_grpo"),
-        buffer=Buffer(max_staleness=1),
         loss=GRPO(entropy_coeff=0.02),
-        learn=Learn(steps=400, updates_per_rollout=2, lr=1e-3, stop_at_reward=0.98, stop_window=3),
+        learn=Learn(steps=300, lr=2e-3, stop_at_reward=0.98, stop_window=3),
     )

@@ -82,7 +82,7 @@ class Learner:
         row_ids, ages = self._fresh_rows(version)
         losses, padding_efficiency = self._accumulate_gradient(row_ids)
         gradient_norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self.config.max_grad_norm)
-        self._record(step, row_ids, ages, losses.get("ess"))
+        self._record(step, row_ids, ages, losses["ess"])
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step)
         self.optimizer.step()
@@ -115,7 +115,7 @@ class Learner:
         order = np.argsort(store.read_scalars("trajectory_id")[usable], kind="stable")
         return row_ids[order], ages[usable][order]
 
-    def _accumulate_gradient(self, row_ids: np.ndarray) -> tuple[dict[str, float], float | None]:
+    def _accumulate_gradient(self, row_ids: np.ndarray) -> tuple[dict[str, float | None], float | None]:
         """Run forward and backward over the step's trajectories in micro-batches of similar length.
 
         Returns:
@@ -148,7 +148,7 @@ class Learner:
             padded_tokens += mask.numel()
         store.update(row_ids, use_count=store.read_scalars("use_count", row_ids) + 1)
         if not outputs:  # every group without spread: nothing to learn from, and the step counts all the same
-            return {}, None
+            return _as_metrics(None), None
         return _as_metrics(GRPOLossOutput.merge(outputs)), float(total[useful].sum()) / padded_tokens
 
     def _scored_tokens(self, row_ids: np.ndarray) -> np.ndarray:
@@ -187,18 +187,10 @@ class Learner:
         )
 
 
-def _as_metrics(output: GRPOLossOutput) -> dict[str, float]:
-    """Return the fields of `output` that a metrics line holds, as floats."""
-    named = {
-        "loss": output.total_loss(),
-        "loss_objective": output.loss_objective,
-        "clip_fraction": output.clip_fraction,
-        "clip_fraction_low": output.clip_fraction_low,
-        "clip_fraction_high": output.clip_fraction_high,
-        "kl_approx": output.kl_approx,
-        "kl_to_ref": output.kl_to_ref,
-        "ess": output.ESS,
-        "ess_sequence": output.ess_sequence,
-        "entropy": output.entropy,
-    }
-    return {name: float(value) for name, value in named.items() if value is not None}
+def _as_metrics(output: GRPOLossOutput | None) -> dict[str, float | None]:
+    """Return what a metrics line holds of the loss; every name is there, None where there is no figure."""
+    fields = {name: name for name in ("loss_objective", "clip_fraction", "clip_fraction_low", "clip_fraction_high")}
+    fields |= {name: name for name in ("kl_approx", "kl_to_ref", "entropy", "ess_sequence")} | {"ess": "ESS"}
+    values = {name: getattr(output, field, None) for name, field in fields.items()}
+    loss = output.total_loss() if output is not None else None
+    return {name: None if value is None else float(value) for name, value in {"loss": loss, **values}.items()}

@@ -96,6 +96,8 @@ def test_a_run_leaves_everything_it_promises(tmp_path):
         assert row["ess"] == pytest.approx(metrics[number]["ess"])
     assert set(uses.tolist()) == {2}
     assert [row["task_reward"] is None for row in metrics] == [False, True] * 3
+    documented = {"kl_k1", "clip_fraction", "ess", "entropy", "grad_norm", "staleness", "padding_efficiency"}
+    assert all(documented <= row.keys() for row in metrics)
     assert metrics[2]["task_reward"] == pytest.approx(rewards[versions == 2].mean())
     meta = json.loads(rows["meta"][0])
     assert rows["prompt"][0] == meta["answer"] + "="

@@ -46,7 +46,8 @@ def write_run(
 ) -> Path:
     """Write a run that gets better from rollout to rollout; `failed` trajectories of rollout 0 have no reward."""
     sizes = (("collect.prompts_per_rollout", str(prompts)), ("collect.group_size", str(group_size)))
-    settings = (*sizes, *overrides)
+    two_updates = (("learn.updates_per_rollout", "2"), ("buffer.max_staleness", "1"))
+    settings = (*sizes, *two_updates, *overrides)
     pipeline = definitions.find(definition).pipeline(settings)
     folder.mkdir(parents=True)
     config = {
