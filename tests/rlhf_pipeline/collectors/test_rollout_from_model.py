@@ -519,3 +519,23 @@ def test_generation_that_stops_for_no_reason():
     """A model that stops at a token nobody named would be taken for a full completion."""
     with pytest.raises(DataError, match="eos_token_id"):
         scripted([[6, 7]], 4).generate(batch([[2]]))
+
+
+def test_a_plain_model_samples_at_the_temperature_of_its_scores():
+    """Near temperature 0 sampling takes the likeliest; the config of the call goes before that of the model."""
+    model, data = llama(), batch([[5, 6]] * 16)
+    rollout = RolloutFromModel(model, model, count_score, max_new_tokens=1)
+    likeliest = rollout.generate(data, GenerationConfig(do_sample=False))[0]
+    assert not torch.equal(rollout.generate(data)[0], likeliest)
+    model.generation_config.temperature = 1e-3
+    assert torch.equal(rollout.generate(data)[0], likeliest)
+    assert not torch.equal(rollout.generate(data, GenerationConfig(temperature=1.0))[0], likeliest)
+
+
+def test_what_follows_the_end_is_padding():
+    """Whatever a model writes after a row's EOS while others go on, it is neither returned nor paid for."""
+    rollout = scripted([[6, EOS, 5, 5], [6, 6, 6, 6]], 4)
+    generated, log_probs, log_ratio = rollout.generate(batch([[2], [3]]))
+    assert generated[0].tolist() == [2, 6, EOS, PAD, PAD]
+    assert not log_probs[0, 2:].any()
+    assert not log_ratio[0, 2:].any()
