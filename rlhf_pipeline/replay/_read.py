@@ -90,13 +90,24 @@ def padded_batch(
         )
     for key, value in flat.items():
         if isinstance(value, np.ndarray) and value.dtype == np.int32:
-            flat[key] = take(value.shape, np.int64)
-            np.copyto(flat[key], value)
+            flat[key] = _widened(value, lengths if key == TOKENS else None)
     flat[ROW_ID] = np.array(ids, dtype=np.int64)
     if keys is not None:
         wanted = {*keys, ROW_ID} | {key_of(k) for k in keys if isinstance(k, str)}
         flat = {key: value for key, value in flat.items() if key in wanted}
     return nest(flat, len(ids))
+
+
+def _widened(value: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
+    """The same numbers as int64; of right padded rows only the real tokens are converted."""
+    wide = take(value.shape, np.int64)
+    if lengths is None:
+        np.copyto(wide, value)
+        return wide
+    wide.fill(0)
+    for target, source, n in zip(wide, value, lengths.tolist(), strict=True):
+        target[:n] = source[:n]
+    return wide
 
 
 def scalar_batch(store: TrajectoryStore, ids: np.ndarray, *, text: bool = False) -> TensorDict:

@@ -137,7 +137,7 @@ class TrajectoryStorage(Storage):
         if len(slots) != columns.n:
             raise DataError(f"{columns.n} trajectories do not fit {len(slots)} slots")
         if columns.n:
-            self._append(columns, slots)
+            self._append(columns, slots, in_turn=np.array_equal(slots, self._slots.expected(columns.n)))
             if set_cursor:
                 self._set_last_cursor(int(slots[-1]))
 
@@ -145,12 +145,11 @@ class TrajectoryStorage(Storage):
         """Append trajectories to the next slots, which are returned; see `set`."""
         slots = self._slots.expected(columns.n)
         if columns.n:
-            self._append(columns, slots)
+            self._append(columns, slots, in_turn=True)
             self._set_last_cursor(int(slots[-1]))
         return slots
 
-    def _append(self, columns: Columns, slots: np.ndarray) -> None:
-        in_turn = np.array_equal(slots, self._slots.expected(columns.n))
+    def _append(self, columns: Columns, slots: np.ndarray, *, in_turn: bool) -> None:
         if not in_turn and SLOT not in self.store.schema:
             raise DataError(
                 f"the store at {self.store.path} has no column '{SLOT}', so rows can only be appended in turn "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ TOKEN_KEYS: tuple[Key, ...] = (TOKENS, ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS)
 
 RAGGED_KEYS: tuple[Key, ...] = (*TOKEN_KEYS, REWARD, KL_PENALTY, ADVANTAGE, ATTENTION_MASK)
 """Keys that stay ragged even where every trajectory of a batch has the same length."""
+
+_TREE = attrgetter("_tensordict")
 
 
 @dataclass(slots=True)
@@ -237,13 +240,16 @@ def _transpose(rows: Sequence[Any], prefix: tuple[str, ...]) -> Iterator[tuple[K
     """Yield each key with its leaf of every row. One look at each row's dict, not one `get` per leaf."""
     plain = set(map(type, rows)) == {TensorDict}
     # `items()` of a TensorDict is a method with checks; its dict is the same thing, ten times faster.
-    entries: list[dict[str, Any]] = [row._tensordict if plain else entries_of(row) for row in rows]
+    entries: list[dict[str, Any]] = list(map(_TREE, rows)) if plain else [entries_of(row) for row in rows]
     names = tuple(entries[0])
     # As many keys everywhere, and each of them everywhere: the same keys, in whatever order.
     if set(map(len, entries)) != {len(names)}:
         _check_same_keys(entries, prefix)
     try:
-        columns = [[entry[name] for entry in entries] for name in names]
+        if len(names) > 1:
+            columns = list(map(list, zip(*map(itemgetter(*names), entries), strict=True)))
+        else:
+            columns = [[entry[name] for entry in entries] for name in names]
     except KeyError:
         _check_same_keys(entries, prefix)
         raise
@@ -289,7 +295,7 @@ def flatten_leaves(key: Key, column: list[Any], shared: dict[tuple[int, ...], Te
     if first.ndim == 1:
         try:
             # For one dimension the number of elements is the length, and five times faster to ask for.
-            sizes = tuple([leaf.numel() for leaf in column])
+            sizes = tuple(map(Tensor.numel, column))
             if key not in RAGGED_KEYS and sizes.count(sizes[0]) == len(sizes):
                 return Flat(torch.stack(column))
             lengths = None if shared is None else shared.get(sizes)
