@@ -3,6 +3,10 @@
 Run as `python tests/benchmarks/bench_replay.py [--quick]`. Trajectories are log-normal in length (mean about 530
 tokens), groups of 8. Every line is processor time with one thread: the tenth percentile of many calls, in blocks of
 20 that take turns with the peer's. The ratios are what counts. Writes go to the page cache, process-durable.
+
+Measured on two busy cores with 4096 rows: `sample` 2.7 to 2.8x (3.4x in one run over 512 rows; the goal is 3.5x),
+`extend` 0.35x with ragged TensorDicts and 0.54x with jagged leaves (the goal is 0.5x): looking up and joining the 640
+small tensors of 64 ragged TensorDicts takes 0.28 ms, nearly as long as the append itself.
 """
 
 from __future__ import annotations
