@@ -26,6 +26,7 @@ from rlhf_pipeline.rewards import final_number, final_number_match, token_match
 
 if TYPE_CHECKING:
     from rlhf_pipeline.collectors.collector import Collector
+    from rlhf_pipeline.collectors.rollout_from_model import RolloutFromModel
     from rlhf_pipeline.functional.advantage import group_advantage
     from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
     from rlhf_pipeline.learner.learner import Learner
@@ -60,6 +61,7 @@ _LAZY = {
     "RetrieveLogProb": "rlhf_pipeline.transforms.retrieve_log_prob",
     "Text": "rlhf_pipeline.policies.containers",
     "Tokens": "rlhf_pipeline.policies.containers",
+    "RolloutFromModel": "rlhf_pipeline.collectors.rollout_from_model",
     "TrajectoryReplayBuffer": "rlhf_pipeline.replay.buffer",
     "TrajectoryStorage": "rlhf_pipeline.replay.storage",
     "group_advantage": "rlhf_pipeline.functional.advantage",
@@ -95,6 +97,7 @@ __all__ = [
     "PretrainedPolicy",
     "Prompt",
     "RetrieveLogProb",
+    "RolloutFromModel",
     "Text",
     "TinyPolicy",
     "Tokens",

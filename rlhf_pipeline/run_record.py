@@ -30,6 +30,10 @@ MAY_CHANGE_ON_RESUME: Final = frozenset(
 """Fields that may differ from the recorded definition: they say when to stop and save, not what is learned."""
 
 
+_BEFORE_THE_RECORD: Final = frozenset({"lock", "log.txt", f".{FILE_NAME}.tmp"})
+"""What a run makes before its `config.json`: a start that was killed there left no run to resume."""
+
+
 def make_record(
     pipeline: Pipeline, *, definition: str, overrides: Sequence[tuple[str, str]], seed: int, device: str
 ) -> dict[str, Any]:
@@ -52,6 +56,13 @@ def write_record(run_dir: Path, record: dict[str, Any]) -> None:
     write_atomically(run_dir / FILE_NAME, json.dumps(record, indent=1).encode())
 
 
+def is_free(run_dir: Path) -> bool:
+    """Return True if a new run may be made here: nothing is there, or only what a start that was killed left."""
+    if not run_dir.exists():
+        return True
+    return run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= _BEFORE_THE_RECORD
+
+
 def check_folder(run_dir: Path, *, resume: bool) -> None:
     """Refuse to start where something is, or to resume where nothing is.
 
@@ -62,7 +73,7 @@ def check_folder(run_dir: Path, *, resume: bool) -> None:
     if resume:
         if not (run_dir / FILE_NAME).is_file():
             raise MissingPathError(f"there is no run to resume at {run_dir}. Start one: leave --resume out.")
-    elif run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+    elif not is_free(run_dir):
         raise RunExistsError(
             f"the run folder {run_dir} exists. Go on with it: add --resume. Or start another: --out OTHER_FOLDER."
         )

@@ -21,13 +21,14 @@ from rlhf_pipeline.errors import (
 )
 from rlhf_pipeline.prompts import Prompt
 from rlhf_pipeline.report.run_folder import RunFolder, is_run, not_found
+from rlhf_pipeline.run_record import is_free
 
 _DEVICES = ("cpu", "cuda", "mps")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
 def check_new_folder(out: Path, command: str) -> None:
-    """Refuse a run folder that holds something; an empty folder is fine.
+    """Refuse a run folder that holds something; an empty one, or one of a start that was killed, is fine.
 
     Args:
         out: where the run is to go.
@@ -36,7 +37,7 @@ def check_new_folder(out: Path, command: str) -> None:
     Raises:
         RunExistsError: there is a run or something else; says how to go on with it, and names a free folder.
     """
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    if is_free(out):
         return
     free = f"--out {shlex.quote(str(_free_folder(out)))}"
     if out.is_dir() and is_run(out):

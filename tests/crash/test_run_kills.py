@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-STEPS = 120
+STEPS = 80
 NUM_KILLS = 20
 
 
@@ -60,30 +61,44 @@ def test_twenty_kills_then_the_same_end(tmp_path):
     finish(start(straight))
 
     rng = random.Random(20)
-    kills = 0
-    while kills < NUM_KILLS:
-        process = start(killed, *(["--resume"] if killed.exists() else []))
-        # Wait until the run is under way, then strike at any moment of the next second or so of work.
-        before = count_lines(killed / "metrics.jsonl")
-        deadline = time.monotonic() + 120
-        while process.poll() is None and count_lines(killed / "metrics.jsonl") <= before and rng.random() > 0.02:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    for kill in range(NUM_KILLS):
+        resumed = (killed / "config.json").exists()
+        before = inode(killed / "metrics.jsonl")
+        process = start(killed, *(["--resume"] if resumed else []))
+        if kill % 5 == 0:  # while it starts: the folder, the store, the first checkpoint
+            wait_for(process, killed.exists)
+        else:  # a few steps after it has taken its metrics back to the checkpoint
+            wait_for(process, lambda before=before: inode(killed / "metrics.jsonl") not in (None, before))
+            enough = count_lines(killed / "metrics.jsonl") + rng.randint(0, 6)
+            wait_for(process, lambda enough=enough: count_lines(killed / "metrics.jsonl") >= enough)
         time.sleep(rng.uniform(0, 0.3))
         assert process.poll() is None, "the run ended before it was killed twenty times; raise STEPS"
         process.send_signal(signal.SIGKILL)
         process.wait()
+        assert process.stdout is not None
         process.stdout.close()
-        kills += 1
         if (killed / "store").exists():
             with TrajectoryStore.open(killed / "store") as store:
                 report = store.verify()
                 assert report.ok, str(report)
                 assert acknowledged(killed) <= set(store.ids().tolist())
+    assert (killed / "metrics.jsonl").exists()
     finish(start(killed, "--resume"))
     assert last_weights(killed) == last_weights(straight)
     assert_no_group_lost_or_repeated(straight, killed)
     assert reward_curve(killed) == reward_curve(straight)
+
+
+def wait_for(process: subprocess.Popen[bytes], condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()[0].decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def inode(path: Path) -> int | None:
+    return path.stat().st_ino if path.exists() else None
 
 
 def count_lines(path: Path) -> int:

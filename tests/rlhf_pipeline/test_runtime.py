@@ -262,6 +262,19 @@ def test_folders_are_checked(tmp_path):
     assert weights(folder) == before
 
 
+def test_a_start_that_was_killed_before_its_record_leaves_the_folder_free(tmp_path):
+    """With a lock and an empty log and no config.json there is no run, so a new one may begin there."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("lock", "log.txt", ".config.json.tmp"):
+        (folder / name).touch()
+    assert run(tiny(learn__steps="1"), run_dir=folder).steps == 1
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(RunExistsError):
+        run(tiny(), run_dir=tmp_path / "mine")
+
+
 def test_a_model_that_is_not_there_leaves_no_folder(tmp_path):
     """The message names the folder and how to make one; nothing was made."""
     from rlhf_pipeline import PretrainedPolicy
