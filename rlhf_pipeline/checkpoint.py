@@ -109,13 +109,14 @@ def load_checkpoint(path: Path, *, policy: SavesPretrained, optimizer: torch.opt
         MissingPathError: a file of the checkpoint is not there.
         DataError: the checkpoint belongs to another model.
     """
-    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+    sharded = (path / "model.safetensors.index.json").is_file()
+    for name in (*(() if sharded else ("model.safetensors",)), "optimizer.safetensors", "state.json"):
         if not (path / name).is_file():
             raise MissingPathError(
                 f"the checkpoint {path} has no {name}. Delete that folder to resume from the checkpoint before it."
             )
     try:
-        load_model(policy.model, path / "model.safetensors")
+        _load_weights(path, policy.model)
         tensors = load_file(path / "optimizer.safetensors")
     except SafetensorError as error:
         raise DataError(
@@ -127,6 +128,27 @@ def load_checkpoint(path: Path, *, policy: SavesPretrained, optimizer: torch.opt
     torch.set_rng_state(tensors.pop(_RNG))
     _load_optimizer(optimizer, policy.model, tensors, state.pop("param_groups"))
     return state
+
+
+def _load_weights(path: Path, model: nn.Module) -> None:
+    """Load the weights of a checkpoint folder in place.
+
+    Raises:
+        RuntimeError: they are those of another model.
+    """
+    try:
+        load_model(model, path / "model.safetensors")
+    except (RuntimeError, FileNotFoundError):
+        # transformers writes some architectures (mixtures of experts) under other names than the module's, and large
+        # models as several files; only its own loader undoes that.
+        load = getattr(type(model), "from_pretrained", None)
+        if load is None:
+            raise
+        loaded, info = load(path, dtype=next(model.parameters()).dtype, output_loading_info=True)
+        wrong = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
+        if wrong:
+            raise RuntimeError(f"{len(wrong)} weights do not fit, {wrong[0]!r} among them") from None
+        model.load_state_dict(loaded.state_dict())
 
 
 def _optimizer_tensors(

@@ -14,10 +14,13 @@ resume, written to the run folder and rebuilt in another process, all without im
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
 import types
 import typing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
@@ -68,7 +71,7 @@ class TinyPolicy(_Checked):
                 f"alphabet {self.alphabet!r} repeats itself or is empty.",
             ),
             (
-                self.hidden_size % self.num_heads == 0,
+                self.num_heads >= 1 and self.hidden_size % self.num_heads == 0,
                 f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}.",
             ),
             (self.num_layers >= 1, f"num_layers is {self.num_layers}; it must be at least 1."),
@@ -166,6 +169,8 @@ class GRPO(_Checked):
         return [
             (0 < self.clip_low < 1, f"clip_low is {self.clip_low}; it must lie between 0 and 1."),
             (self.clip_high > 0, f"clip_high is {self.clip_high}; it must be above 0."),
+            (self.entropy_coeff >= 0, f"entropy_coeff is {self.entropy_coeff}; it must not be negative."),
+            (self.kl_to_ref_coeff >= 0, f"kl_to_ref_coeff is {self.kl_to_ref_coeff}; it must not be negative."),
         ]
 
 
@@ -203,7 +208,15 @@ class Learn(_Checked):
         )
         return [
             *((getattr(self, n) >= 1, f"{n} is {getattr(self, n)}; it must be at least 1.") for n in counts),
-            (self.lr > 0, f"lr is {self.lr}; it must be above 0."),
+            (0 < self.lr < math.inf, f"lr is {self.lr}; it must be above 0 and finite."),
+            (self.warmup_steps >= 0, f"warmup_steps is {self.warmup_steps}; it must not be negative."),
+            (0 <= self.weight_decay < math.inf, f"weight_decay is {self.weight_decay}; it must not be negative."),
+            (
+                0 <= self.beta1 < 1 and 0 <= self.beta2 < 1,
+                f"beta1, beta2 are {self.beta1}, {self.beta2}; not in [0, 1).",
+            ),
+            (self.max_grad_norm > 0, f"max_grad_norm is {self.max_grad_norm}; it must be above 0."),
+            (self.stop_at_reward is None or math.isfinite(self.stop_at_reward), "stop_at_reward is not finite."),
         ]
 
 
@@ -252,8 +265,17 @@ def to_json(config: object) -> Any:
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         values = {item.name: to_json(getattr(config, item.name)) for item in dataclasses.fields(config)}
         return {"type": type(config).__name__, **values}
+    if isinstance(config, functools.partial):
+        given = cast("functools.partial[object]", config)
+        return {"type": "partial", "function": to_json(given.func), "args": to_json(given.args)} | {
+            "keywords": to_json(given.keywords)
+        }
     if callable(config):
-        return f"{getattr(config, '__module__', '?')}:{getattr(config, '__qualname__', repr(config))}"
+        # An object with `__call__` has no name of its own, and its repr holds an address that changes by process.
+        named = config if hasattr(config, "__qualname__") else type(config)
+        return f"{named.__module__}:{named.__qualname__}"
+    if isinstance(config, Path):
+        return str(config)
     if isinstance(config, dict):
         return {str(key): to_json(value) for key, value in cast("dict[object, object]", config).items()}
     if isinstance(config, (list, tuple)):

@@ -154,6 +154,10 @@ def _parse_line(line: bytes, where: str, prompt_field: str, answer_field: str | 
         value = fields[name]
         if not isinstance(value, str):
             raise DataError(f"{where}: field '{name}' must be text, got {type(value).__name__}.")
+        if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise DataError(f"{where}: field '{name}' holds half of a surrogate pair, which is no text.")
+        if name == prompt_field and not value:
+            raise DataError(f"{where}: field '{name}' is empty.")
         values.append(value)
     text, answer = values
     return Prompt(text=text or "", answer=answer, meta={"source_line": number})

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from rlhf_pipeline import __version__
 from rlhf_pipeline.config import Pipeline, to_json
-from rlhf_pipeline.errors import MissingPathError, RunExistsError, RunMismatchError
+from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError
 from rlhf_pipeline.jsonl import write_atomically
 
 FILE_NAME: Final = "config.json"
@@ -25,9 +25,11 @@ MAY_CHANGE_ON_RESUME: Final = frozenset(
         "learn.stop_window",
         "learn.checkpoint_every",
         "learn.keep_checkpoints",
+        "learn.token_budget",
     }
 )
-"""Fields that may differ from the recorded definition: they say when to stop and save, not what is learned."""
+"""Fields that may differ from the recorded definition: they say when to stop and save, and how much fits in memory,
+not what is learned. (Another token budget moves the last bits of the gradient.)"""
 
 
 _BEFORE_THE_RECORD: Final = frozenset({"lock", "log.txt", f".{FILE_NAME}.tmp"})
@@ -38,6 +40,13 @@ def make_record(
     pipeline: Pipeline, *, definition: str, overrides: Sequence[tuple[str, str]], seed: int, device: str
 ) -> dict[str, Any]:
     """Return what `config.json` holds."""
+    try:
+        json.dumps(to_json(pipeline))
+    except TypeError as error:
+        raise DefinitionError(
+            f"the definition cannot be written down: {error}. Its fields must be dataclasses, functions, text, "
+            "numbers, lists or None."
+        ) from error
     packages = ("torch", "torchrl", "tensordict", "transformers", "numpy")
     return {
         "format": 1,

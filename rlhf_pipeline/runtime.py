@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections import deque
@@ -86,8 +87,8 @@ def run(
     models = build_models(pipeline, seed=seed, device=device)
     pipeline.prompts.prompt(0, seed)  # reads and checks the whole prompt file before anything is made
     record = make_record(pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with run_lock(run_dir), _log_file(run_dir / "log.txt"), _named_disk_errors(run_dir):
+    with _named_disk_errors(run_dir), _made(run_dir), run_lock(run_dir), _log_file(run_dir / "log.txt"):
+        check_folder(run_dir, resume=resume)  # again under the lock: another process may have been quicker
         write_record(run_dir, record)
         with build_parts(pipeline, models, run_dir=run_dir, seed=seed) as parts, stop_on_signals() as stop:
             progress = _restore(run_dir, parts)
@@ -99,6 +100,12 @@ def run(
                     total_steps=pipeline.learn.steps,
                 )
             )
+            if getattr(pipeline.policy, "dtype", None) == "bfloat16":
+                _tell(
+                    on_event,
+                    "policy.dtype=bfloat16 keeps the weights themselves in bfloat16: updates below 1/256 of a weight are "
+                    f"rounded away, which at learn.lr={pipeline.learn.lr} is most of them. Use float32.",
+                )
             reason = _loop(pipeline, parts, progress, run_dir, stop, on_event)
             finished = RunFinished(
                 run_dir=run_dir,
@@ -173,7 +180,8 @@ def _one_step(
             _tell(
                 on_event,
                 f"rollout {rollout_index}: {rollout.num_failed} of {rollout.num_trajectories} reward calls failed; "
-                f"those trajectories are stored and not learned from. First error: {rollout.first_error}",
+                f"those trajectories are stored and not learned from."
+                + (f" First error: {rollout.first_error}" if rollout.first_error else ""),
             )
     metrics = learner.step(progress.step + 1)
     for notice in learner.take_notices():
@@ -212,8 +220,14 @@ def _restore(run_dir: Path, parts: Parts) -> _Progress:
 
 
 @contextmanager
+def _made(run_dir: Path) -> Iterator[None]:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    yield
+
+
+@contextmanager
 def _log_file(path: Path) -> Iterator[None]:
-    handler = logging.FileHandler(path)
+    handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     package = logging.getLogger("rlhf_pipeline")
     package.addHandler(handler)
@@ -232,8 +246,11 @@ def _named_disk_errors(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         if type(error).__module__ != "builtins":
             raise  # an error of ours or of the store says it already
-        raise RunStorageError(
-            f"the run folder {run_dir} cannot be written: {error}. "
-            "Every stored trajectory and every finished checkpoint is whole. "
-            "Free some space, then type the same command with --resume."
-        ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            advice = "Choose a folder that can be written: --out OTHER_FOLDER."
+        else:
+            advice = (
+                "Every stored trajectory and every finished checkpoint is whole. "
+                "Free some space, then type the same command with --resume."
+            )
+        raise RunStorageError(f"the run folder {run_dir} cannot be written: {error}. {advice}") from error

@@ -139,6 +139,7 @@ def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int)
                 buffer=buffer,
                 config=pipeline.collect,
                 seed=seed,
+                kl_reward=kl_reward,
             ),
             learner=Learner(
                 policy=models.policy,
@@ -149,6 +150,7 @@ def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int)
                 max_staleness=buffer_config.max_staleness,
                 ledger=Ledger(run_dir / "ledger.jsonl"),
                 seed=seed,
+                may_be_empty=pipeline.write.zero_variance == "drop",
             ),
             kl_reward=kl_reward,
         )

@@ -33,7 +33,8 @@ def test_public_names_are_complete_sorted_and_importable():
     frozen = {
         "TrajectoryStorage", "TrajectoryReplayBuffer", "MCAdvantage", "RetrieveLogProb", "KLRewardTransform",
         "ConstantKLController", "AdaptiveKLController", "GRPOLoss", "GRPOLossOutput", "CausalLMPolicy", "Pipeline",
-        "Collector", "Learner", "RolloutFromModel", "group_advantage", "kl_k1", "kl_k2", "kl_k3", "Tokens", "Masks", "ChatHistory",
+        "Collector", "Learner",
+        "RolloutFromModel", "group_advantage", "kl_k1", "kl_k2", "kl_k3", "Tokens", "Masks", "ChatHistory",
         "LogProbs", "Text", "LogProbDistribution", "LLMWrapperBase",
     }  # fmt: skip
     assert frozen <= set(rlhf_pipeline.__all__)

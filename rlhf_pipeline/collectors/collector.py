@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
+import torch
 
 from rlhf_pipeline.collectors.grading import grade
 from rlhf_pipeline.collectors.trajectories import select, trajectories
@@ -17,6 +18,7 @@ from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
 from rlhf_pipeline.prompts import PromptSource
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.rewards import RewardFunction
+from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +53,7 @@ class Collector:
         buffer: its `extend` runs the write path and commits.
         config: sizes and temperature.
         seed: the run's seed.
+        kl_reward: the write path's KL penalty; told of rollouts that were in the store already.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Collector:
         buffer: TrajectoryReplayBuffer,
         config: Collect,
         seed: int,
+        kl_reward: KLRewardTransform | None = None,
     ) -> None:
         self.policy = policy
         self.prompts = prompts
@@ -69,8 +73,7 @@ class Collector:
         self.buffer = buffer
         self.config = config
         self.seed = seed
-        # This process is the only collector of its run, so what it adds itself needs no second look.
-        self._groups_at_start = np.unique(buffer.store.read_scalars("group_id"))
+        self.kl_reward = kl_reward
 
     def collect(self, rollout: int, policy_version: int) -> Rollout:
         """Make sure that rollout number `rollout` is in the store, whole.
@@ -89,8 +92,11 @@ class Collector:
         started = time.perf_counter()
         first = rollout * self.config.prompts_per_rollout
         cursors = np.arange(first, first + self.config.prompts_per_rollout)
-        missing = ~np.isin(cursors, self._groups_at_start)
+        # Looked up each time: a ring may have evicted part of what a resumed run replays.
+        stored_groups, members = np.unique(self.buffer.store.read_scalars("group_id"), return_counts=True)
+        missing = ~np.isin(cursors, stored_groups[members >= self.config.group_size])
         if not missing.any():
+            self._observe(cursors)
             return self._summary(rollout, self._stored_rewards(cursors), 0, None, started, from_store=True)
 
         prompts = [self.prompts.prompt(int(cursor), self.seed) for cursor in cursors]
@@ -125,6 +131,22 @@ class Collector:
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
         error = next((item.error for item in grades if item.error is not None), None)
         return self._summary(rollout, rewards, len(completions.token_ids), error, started, from_store=False)
+
+    def _observe(self, cursors: np.ndarray) -> None:
+        """Advance the KL controller over stored groups as the write path did when it wrote them."""
+        if self.kl_reward is None:
+            return
+        store = self.buffer.store
+        rows = store.ids()[np.isin(store.read_scalars("group_id"), cursors)]
+        log_probs, ref_log_probs, mask = (
+            store.read_ragged(name, rows) for name in ("log_probs", "ref_log_probs", "assistant_mask")
+        )
+        self.kl_reward.observe(
+            torch.from_numpy(log_probs.values),
+            torch.from_numpy(ref_log_probs.values),
+            torch.from_numpy(mask.values.astype(bool)),
+            torch.from_numpy(np.asarray(mask.lengths, dtype=np.int64)),
+        )
 
     def _stored_rewards(self, cursors: np.ndarray) -> np.ndarray:
         """Return the stored task rewards of these groups, [n]."""

@@ -6,10 +6,14 @@ import math
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from rlhf_pipeline.errors import RewardError
 from rlhf_pipeline.prompts import Prompt
 from rlhf_pipeline.rewards import RewardFunction
+
+LARGEST: Final = 3.4028234663852886e38
+"""The largest float32, the type that rewards are stored in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +56,18 @@ def _grade_one(reward: RewardFunction, prompt: Prompt, completion: str) -> Grade
     try:
         value = float(reward(prompt.text, completion, prompt.answer, prompt.meta))
     except Exception as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        return Grade(reward=math.nan, error=f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})")
-    if not math.isfinite(value):
-        return Grade(reward=math.nan, error=f"the reward is {value}; it must be a finite number")
+        return Grade(reward=math.nan, error=_describe(error))
+    if not abs(value) <= LARGEST:
+        return Grade(reward=math.nan, error=f"the reward is {value}; it must be a finite float32")
     return Grade(reward=value)
+
+
+def _describe(error: Exception) -> str:
+    """Return one line that can be stored, whatever the user's exception says or fails to say."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - its own __str__ is user code as well
+        text = "(its message cannot be read)"
+    line = " ".join(text.split()).encode("utf-8", "replace").decode()
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {line} ({frame.filename}:{frame.lineno})"

@@ -36,6 +36,7 @@ class Learner:
         max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
         ledger: which trajectories entered which step.
         seed: recorded in the ledger.
+        may_be_empty: the write path may drop every group of a rollout; such a step counts and changes nothing.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Learner:
         max_completion_tokens: int,
         ledger: Ledger,
         seed: int,
+        may_be_empty: bool = False,
     ) -> None:
         self.policy = policy
         self.loss = loss
@@ -58,6 +60,7 @@ class Learner:
         self.max_completion_tokens = max_completion_tokens
         self.ledger = ledger
         self.seed = seed
+        self.may_be_empty = may_be_empty
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in policy.model.parameters() if parameter.requires_grad],
             lr=config.lr,
@@ -80,8 +83,16 @@ class Learner:
         started = time.perf_counter()
         version = step - 1
         row_ids, ages = self._fresh_rows(version)
+        if len(row_ids) == 0:
+            self._notices.append(f"step {step} has nothing to learn from: every group was without spread and dropped.")
         losses, padding_efficiency = self._accumulate_gradient(row_ids)
         gradient_norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self.config.max_grad_norm)
+        if not torch.isfinite(gradient_norm):
+            raise DataError(
+                f"the gradient of step {step} is not finite (norm {float(gradient_norm)}, loss {losses['loss']}); "
+                "the weights were left as they were. Lower learn.lr or learn.max_grad_norm in a new run, or look at "
+                "the trajectories of this step with `rlhf-pipeline show`."
+            )
         self._record(step, row_ids, ages, losses["ess"])
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step)
@@ -95,7 +106,7 @@ class Learner:
             "padding_efficiency": padding_efficiency,
             "grad_norm": float(gradient_norm),
             "lr": self._learning_rate(step),
-            "staleness": float(ages.mean()),
+            "staleness": float(ages.mean()) if len(ages) else None,
             "update_s": time.perf_counter() - started,
         }
 
@@ -105,14 +116,16 @@ class Learner:
         versions = store.read_scalars("policy_version")
         ages = version - versions
         # A NaN reward marks a trajectory whose reward call failed: stored, never learned from.
-        usable = (ages >= 0) & (ages <= self.max_staleness) & ~np.isnan(store.read_scalars("task_reward"))
-        if not usable.any():
+        usable = (ages >= 0) & (ages <= self.max_staleness) & np.isfinite(store.read_scalars("task_reward"))
+        if not usable.any() and not self.may_be_empty:
             raise DataError(
                 f"no graded trajectory is younger than {self.max_staleness + 1} optimizer steps at policy version "
                 f"{version}; the store holds {len(versions)}. Collect first, or raise buffer.max_staleness."
             )
         row_ids = store.ids()[usable]
-        order = np.argsort(store.read_scalars("trajectory_id")[usable], kind="stable")
+        # In the order of the trajectories' ids, each once: of one that was sampled again, the newest row.
+        _, from_the_end = np.unique(store.read_scalars("trajectory_id")[usable][::-1], return_index=True)
+        order = len(row_ids) - 1 - from_the_end
         return row_ids[order], ages[usable][order]
 
     def _accumulate_gradient(self, row_ids: np.ndarray) -> tuple[dict[str, float | None], float | None]:
@@ -121,6 +134,8 @@ class Learner:
         Returns:
             The losses and diagnostics of the whole step, and the share of real tokens among the processed ones.
         """
+        if len(row_ids) == 0:
+            return _as_metrics(None), None
         store, loss = self.buffer.store, self.loss
         total = torch.from_numpy(store.lengths("input_ids", row_ids))
         completion = torch.from_numpy(self._scored_tokens(row_ids))
@@ -137,7 +152,13 @@ class Learner:
         device = next(self.policy.model.parameters()).device
         outputs: list[GRPOLossOutput] = []
         padded_tokens = 0
-        for rows in plan_batches(total[useful], self.config.token_budget):
+        longest = int(total[useful].max()) if len(useful) else 0
+        if longest > self.config.token_budget:
+            self._notices.append(
+                f"a trajectory of {longest} tokens is above learn.token_budget={self.config.token_budget}; it takes a "
+                "forward pass of its own."
+            )
+        for rows in plan_batches(total[useful], max(self.config.token_budget, longest)):
             chosen = useful[rows]
             batch = self.buffer.read(row_ids[chosen.numpy()]).to(device)
             mask = batch[keys.ASSISTANT_MASK]

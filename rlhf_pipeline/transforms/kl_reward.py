@@ -199,9 +199,7 @@ class KLRewardTransform(Transform):
         if ref is None:
             ref = self._reference(td, log_probs, mask, fill=float("nan") if update else 0.0)
             out[self.ref_out_key] = ref
-        lp, lr = log_probs.values.detach().double(), ref.values.detach().double()
-        valid = mask & lp.isfinite() & lr.isfinite()
-        k1 = torch.where(valid, kl_k1(lp, lr), 0.0)
+        lp, lr, valid, k1 = _k1(log_probs.values, ref.values, mask)
         kl = segment_sum(k1, lengths)
         coef = self.coef
         base, shape = self._base(td, log_probs, mask)
@@ -215,6 +213,23 @@ class KLRewardTransform(Transform):
         if update:
             self.controller.update(kl)
         return write(td, out)
+
+    @torch.no_grad()
+    def observe(self, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, lengths: Tensor) -> None:
+        """Measure trajectories that went through the write path before, and advance the controller as they did then.
+
+        A resumed run calls this for what it finds in the store, so that the coefficient goes on where it was.
+
+        Args:
+            log_probs: behaviour log-probs, flat float32 `[sum T]`, in the order in which they were written.
+            ref_log_probs: reference log-probs, the same form.
+            mask: assistant tokens, bool, the same form.
+            lengths: int64 `[n]`.
+        """
+        lp, lr, valid, k1 = _k1(log_probs, ref_log_probs, mask)
+        kl = torch.segment_reduce(k1, "sum", lengths=lengths)
+        self._measure(lp[valid], lr[valid], kl, self.coef)
+        self.controller.update(kl)
 
     def _reference(self, td: TensorDictBase, like: Flat, mask: Tensor, *, fill: float) -> Flat:
         model: Any = self.ref_model
@@ -266,6 +281,13 @@ class KLRewardTransform(Transform):
         """Put back what `get_extra_state` returned."""
         self.controller.load_state_dict(state["controller"])
         self.stats = dict(state["stats"])
+
+
+def _k1(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both log-probs in float64, where they count, and k1 there (0 elsewhere)."""
+    lp, lr = log_probs.detach().double(), ref_log_probs.detach().double()
+    valid = mask & lp.isfinite() & lr.isfinite()
+    return lp, lr, valid, torch.where(valid, kl_k1(lp, lr), 0.0)
 
 
 def _as_keys(keys: Key | Sequence[Key] | None, default: list[Key]) -> list[Key]:

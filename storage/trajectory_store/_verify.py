@@ -48,7 +48,8 @@ class VerifyReport:
         return self.ok
 
     def __str__(self) -> str:
-        size = f"{self.trajectories} trajectories ({self.rows} rows) in {self.segments} segments, {self.bytes / 1e6:.1f} MB"
+        rows = f"{self.trajectories} trajectories ({self.rows} rows)"
+        size = f"{rows} in {self.segments} segments, {self.bytes / 1e6:.1f} MB"
         if self.ok:
             return f"{self.path}: {size} checked, all checksums hold."
         lines = "\n".join(f"  - {p}" for p in self.problems)

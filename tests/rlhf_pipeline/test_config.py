@@ -1,11 +1,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import pytest
 
-from rlhf_pipeline import Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, override, token_match
+from rlhf_pipeline import (
+    GRPO,
+    Buffer,
+    Collect,
+    CopyDigits,
+    Learn,
+    Pipeline,
+    TinyPolicy,
+    WritePath,
+    override,
+    token_match,
+)
 from rlhf_pipeline.config import to_json
 from rlhf_pipeline.errors import DefinitionError
 
@@ -68,6 +80,14 @@ def test_override_explains_mistakes(pipeline, path, text, message):
         lambda: WritePath(kl_target=1.0),
         lambda: Buffer(max_staleness=-1),
         lambda: Learn(checkpoint_every=0),
+        lambda: Learn(warmup_steps=-5),
+        lambda: Learn(max_grad_norm=float("nan")),
+        lambda: Learn(lr=float("inf")),
+        lambda: Learn(beta1=2.0),
+        lambda: Learn(stop_at_reward=float("nan")),
+        lambda: GRPO(entropy_coeff=-1.0),
+        lambda: GRPO(kl_to_ref_coeff=-1.0),
+        lambda: TinyPolicy(num_heads=0),
         lambda: TinyPolicy(hidden_size=10, num_heads=4),
         lambda: TinyPolicy(alphabet="aa"),
     ],
@@ -95,6 +115,21 @@ def test_a_buffer_must_hold_one_rollout(pipeline):
     with pytest.raises(DefinitionError, match="one rollout has 256 trajectories"):
         override(pipeline, "buffer.max_trajectories", "255")
     assert override(pipeline, "buffer.max_trajectories", "256").buffer.max_trajectories == 256
+
+
+def test_functions_are_recorded_by_name_whatever_they_are(pipeline):
+    """A partial and an object with `__call__` are written down without their address, so a resume recognises them."""
+
+    class Grader:
+        def __call__(self, prompt, completion, answer, meta):
+            return 1.0
+
+    partial = to_json(functools.partial(token_match, answer="1"))
+    assert partial == {
+        "type": "partial", "function": "rlhf_pipeline.rewards:token_match", "args": [], "keywords": {"answer": "1"}
+    }  # fmt: skip
+    assert to_json(Grader()) == to_json(Grader())
+    assert "0x" not in to_json(Grader())
 
 
 def test_a_definition_is_json_ready_and_frozen(pipeline):

@@ -200,6 +200,57 @@ def test_the_kl_penalty_runs_on_the_write_path(tmp_path):
     assert metrics[-1]["kl_k1"] != 0
 
 
+def test_an_adaptive_coefficient_goes_on_after_a_kill(tmp_path):
+    """Rollouts that were stored after the checkpoint advance the controller again, so the weights come out the same."""
+    changes = {"write__kl_coef": "0.5", "write__kl_target": "0.01", "write__kl_horizon": "20"}
+    changes |= {"learn__updates_per_rollout": "1", "learn__checkpoint_every": "4"}
+    run(tiny(**changes), run_dir=tmp_path / "straight")
+
+    class Killed(BaseException):
+        pass
+
+    def die_at_three(event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 3:
+            raise Killed
+
+    with pytest.raises(Killed):  # after step 3 and before the first checkpoint behind step 0
+        run(tiny(**changes), run_dir=tmp_path / "run", on_event=die_at_three)
+    run(tiny(**changes), run_dir=tmp_path / "run", resume=True)
+    assert weights(tmp_path / "run") == weights(tmp_path / "straight")
+    coefs = [[row["kl_coef"] for row in read_rows(tmp_path / n / "metrics.jsonl")] for n in ("run", "straight")]
+    assert coefs[0] == coefs[1]
+    assert len(set(coefs[0])) > 1
+
+
+def test_a_ring_that_evicted_what_is_replayed(tmp_path):
+    """Rollouts that a small buffer dropped after the checkpoint are sampled again, token for token."""
+    changes = {"buffer__max_trajectories": "14", "learn__updates_per_rollout": "1", "buffer__max_staleness": "0"}
+    changes |= {"learn__checkpoint_every": "6"}
+    run(tiny(**changes), run_dir=tmp_path / "straight")
+
+    class Killed(BaseException):
+        pass
+
+    def die_at_five(event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(tiny(**changes), run_dir=tmp_path / "run", on_event=die_at_five)
+    run(tiny(**changes), run_dir=tmp_path / "run", resume=True)
+    assert weights(tmp_path / "run") == weights(tmp_path / "straight")
+
+
+def test_a_rollout_whose_groups_were_all_dropped_counts_as_a_step(tmp_path, fail_on):
+    """With nothing left to learn from, the step is recorded, a notice says so, and the run goes on."""
+    changes = {"write__zero_variance": "drop", "collect__max_new_tokens": "1", "collect__group_size": "1"}
+    events: list[Event] = []
+    finished = run(tiny(**changes), run_dir=tmp_path / "run", on_event=events.append)
+    assert finished.steps == 6
+    assert any("nothing to learn from" in event.message for event in events if isinstance(event, Notice))
+    assert [row["row_ids"] for row in read_rows(tmp_path / "run" / "ledger.jsonl")] == [[]] * 6
+
+
 def test_groups_without_spread_can_be_dropped(tmp_path, fail_on):
     """With `zero_variance=drop` such groups never reach the store, and a resume does not sample them into it."""
     changes = {"write__zero_variance": "drop", "loss__entropy_coeff": "0"}

@@ -18,7 +18,7 @@ def test_rewards_come_in_order_with_answer_and_meta():
     assert [item.error for item in grades] == [None, None]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, "many", None])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e300, "many", None])
 def test_a_reward_that_is_no_finite_number_fails_its_trajectory(bad):
     """NaN, infinity and things that are no number are failures of that call only."""
     grades = grade(lambda p, c, a, m: bad if p == "b" else 0.5, PROMPTS, ["x", "y"])
@@ -36,6 +36,25 @@ def test_an_exception_is_recorded_with_its_place():
     grades = grade(reward, PROMPTS, ["x", "y"])
     assert grades[1].error.startswith("ZeroDivisionError: ")
     assert "test_grading.py:" in grades[1].error
+
+
+def test_an_exception_that_cannot_be_shown_or_stored_is_recorded_all_the_same():
+    """Half a surrogate pair, line breaks and a failing `__str__` do not reach the store or stop the run."""
+
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    def reward(prompt, completion, answer, meta):
+        if completion == "ok":
+            return 1.0
+        raise Silent if completion == "silent" else ValueError("half \ud800\nof it")
+
+    prompts = [PROMPTS[0]] * 3
+    errors = [item.error for item in grade(reward, prompts, ["ok", "silent", "other"])]
+    assert errors[1].startswith("Silent: (its message cannot be read)")
+    assert errors[2].startswith("ValueError: half ? of it")
+    assert all(error.encode() for error in errors[1:])
 
 
 def test_all_calls_failing_is_an_error_with_the_next_step():
