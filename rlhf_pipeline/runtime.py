@@ -103,7 +103,7 @@ def run(
             if getattr(pipeline.policy, "dtype", None) == "bfloat16":
                 _tell(
                     on_event,
-                    "policy.dtype=bfloat16 keeps the weights themselves in bfloat16: updates below 1/256 of a weight are "
+                    "policy.dtype=bfloat16 keeps the weights in bfloat16 too: updates below 1/256 of a weight are "
                     f"rounded away, which at learn.lr={pipeline.learn.lr} is most of them. Use float32.",
                 )
             reason = _loop(pipeline, parts, progress, run_dir, stop, on_event)
