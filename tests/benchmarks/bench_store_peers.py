@@ -485,40 +485,7 @@ class Lance(Peer):
         return pad_table(self.data.take(rows.tolist(), columns=list(COLUMNS)), self.pad)
 
 
-class Mds(Peer):
-    """`MDSWriter`, one sample of four byte columns per trajectory; it has no commit. `LocalDataset`."""
-
-    name = "MDS (mosaicml-streaming)"
-    needs = "streaming"
-
-    def create(self, path, rows):
-        from streaming import MDSWriter
-
-        self.writer = MDSWriter(out=str(path), columns=dict.fromkeys(COLUMNS, "bytes"), progress_bar=False)
-
-    def append(self, commit):
-        edges = edges_of(commit)
-        for a, b in itertools.pairwise(edges):
-            self.writer.write({name: commit[name].values[a:b].tobytes() for name in COLUMNS})
-
-    def close(self):
-        self.writer.finish()
-
-    def open(self, path, rows):
-        from streaming import LocalDataset
-
-        self.data, self.pad = LocalDataset(str(path)), Padder()
-
-    def count(self):
-        return len(self.data)
-
-    def sample(self, rows):
-        samples = [self.data[i] for i in rows.tolist()]
-        lengths = np.array([len(sample["assistant_mask"]) for sample in samples])
-        return self.pad({name: [sample[name] for sample in samples] for name in COLUMNS}, lengths)
-
-
-PEERS: list[type[Peer]] = [Ours, OursZarr, LazyStack, LazyMemmap, PlainZarr, Arrow, HuggingFace, Lmdb, Lance, Mds]
+PEERS: list[type[Peer]] = [Ours, OursZarr, LazyStack, LazyMemmap, PlainZarr, Arrow, HuggingFace, Lmdb, Lance]
 PACKAGES = ("numpy", "torch", "torchrl", "tensordict", "zarr", "pyarrow", "datasets", "lmdb", "pylance")
 
 
