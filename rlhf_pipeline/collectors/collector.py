@@ -54,6 +54,21 @@ class Collector:
         config: sizes and temperature.
         seed: the run's seed.
         kl_reward: the write path's KL penalty; told of rollouts that were in the store already.
+
+    >>> import tempfile
+    >>> from rlhf_pipeline import CopyDigits, MCAdvantage, token_match
+    >>> from rlhf_pipeline.policies.new_model import scratch_policy
+    >>> policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0)
+    >>> buffer = TrajectoryReplayBuffer(storage=tempfile.mkdtemp() + "/store", transform=MCAdvantage(4))
+    >>> collector = Collector(
+    ...     policy=policy, prompts=CopyDigits(num_digits=2), reward=token_match, buffer=buffer, seed=0,
+    ...     config=Collect(prompts_per_rollout=2, group_size=4, max_new_tokens=3),
+    ... )
+    >>> collector.collect(0, policy_version=0).num_trajectories, len(buffer.store)
+    (8, 8)
+    >>> collector.collect(0, policy_version=0).from_store, len(buffer.store)
+    (True, 8)
+    >>> buffer.trajectories.close()
     """
 
     def __init__(

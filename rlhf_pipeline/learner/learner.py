@@ -37,6 +37,26 @@ class Learner:
         ledger: which trajectories entered which step.
         seed: recorded in the ledger.
         may_be_empty: the write path may drop every group of a rollout; such a step counts and changes nothing.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from rlhf_pipeline import Collect, Collector, CopyDigits, MCAdvantage, token_match
+    >>> from rlhf_pipeline.policies.new_model import scratch_policy
+    >>> folder = tempfile.mkdtemp()
+    >>> policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0)
+    >>> buffer = TrajectoryReplayBuffer(storage=folder + "/store", transform=MCAdvantage(4))
+    >>> collector = Collector(
+    ...     policy=policy, prompts=CopyDigits(num_digits=2), reward=token_match, buffer=buffer, seed=0,
+    ...     config=Collect(prompts_per_rollout=2, group_size=4, max_new_tokens=3),
+    ... )
+    >>> learner = Learner(
+    ...     policy=policy, loss=GRPOLoss(policy), buffer=buffer, config=Learn(), max_staleness=0,
+    ...     max_completion_tokens=3, ledger=Ledger(Path(folder) / "ledger.jsonl"), seed=0,
+    ... )
+    >>> rollout = collector.collect(0, policy_version=0)
+    >>> learner.step(1)["num_trajectories"], len(learner.ledger.rows())
+    (8, 1)
+    >>> buffer.trajectories.close()
     """
 
     def __init__(
