@@ -265,7 +265,7 @@ def _texts(path: Path) -> Iterator[str]:
         )
     is_json = path.suffix in (".jsonl", ".json", ".ndjson")
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue

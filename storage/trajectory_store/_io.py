@@ -23,6 +23,10 @@ NETWORK_TYPES = frozenset(
         *("glusterfs", "ocfs2", "gfs2", "wekafs", "vboxsf", "prl_fs", "davfs"),
     ]
 )
+ALLOCATING_TYPES = frozenset(["tmpfs", "ramfs"])
+"""File systems that take a new page when a hole is read through a map: on a full one, looking at a row that nobody has
+written yet ends the process with SIGBUS. A positional read of a hole gives zeros and takes nothing."""
+
 MOUNTS = Path("/proc/self/mountinfo")
 
 
@@ -47,10 +51,10 @@ def file_system(path: Path, mounts: Path = MOUNTS) -> str:
 
 
 def choose(path: Path, mounts: Path = MOUNTS) -> Io:
-    """`"pread"` on network file systems and user-space ones, `"mmap"` elsewhere."""
+    """`"pread"` where a map may end the process (network, user-space and memory file systems), else `"mmap"`."""
     kind = file_system(path, mounts)
-    remote = kind in NETWORK_TYPES or kind.startswith("fuse")
-    return "pread" if remote else "mmap"
+    unsafe = kind in NETWORK_TYPES or kind in ALLOCATING_TYPES or kind.startswith("fuse")
+    return "pread" if unsafe else "mmap"
 
 
 class PreadBytes:

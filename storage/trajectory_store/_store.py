@@ -248,8 +248,8 @@ class TrajectoryStore:
             durability: for the appends of this process; default: what the store was created with.
             add_columns: columns that the store gets from now on; rows that exist read as their fill, and
                 `patch` gives them values. A column that is there already, defined alike, is fine.
-            io: `"mmap"` or `"pread"`; by default maps, and positional reads on network file systems, where a
-                failing server would end a process that maps.
+            io: `"mmap"` or `"pread"`; by default maps, and positional reads where a map may end the process: on
+                network file systems when the server fails, on tmpfs when it is full.
             cache_dir: zarr backend: where columns that were read are kept; default: a temporary folder.
             cache_bytes: zarr backend: how much is kept there.
 

@@ -16,6 +16,7 @@ MOUNTS = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
 30 22 0:26 / /mnt/share rw,relatime shared:5 - nfs4 server:/export rw,vers=4.2
 31 22 0:27 / /mnt/share/local rw shared:6 - xfs /dev/vdb rw
+33 22 0:29 / /dev/shm rw shared:8 - tmpfs tmpfs rw
 32 22 0:28 / /mnt/with\\040space rw shared:7 - fuse.s3fs s3fs rw
 """
 
@@ -28,9 +29,10 @@ MOUNTS = """\
         ("/mnt/shared", "ext4", "mmap"),
         ("/mnt/share/local/store", "xfs", "mmap"),
         ("/mnt/with space/store", "fuse.s3fs", "pread"),
+        ("/dev/shm/store", "tmpfs", "pread"),
     ],
 )
-def test_network_file_systems_are_read_by_position(tmp_path, path, kind, way):
+def test_file_systems_that_are_unsafe_to_map_are_read_by_position(tmp_path, path, kind, way):
     """The longest mount point decides; a name that only begins alike does not."""
     mounts = tmp_path / "mountinfo"
     mounts.write_text(MOUNTS)
