@@ -36,7 +36,7 @@ def test_run_look_resume(tmp_path: Path):
     assert ran.returncode == 0, ran.stderr
     assert "importing torch" in ran.stdout.splitlines()[0]
     assert "in 4 steps" in ran.stdout
-    assert "32 trajectories stored" in ran.stdout
+    assert "64 trajectories stored" in ran.stdout
     assert "rlhf-pipeline run copy_digits --resume --steps 8" in ran.stdout
     for name in ("reward.svg", "report.html", "metrics.jsonl", "ledger.jsonl", "config.json", "log.txt"):
         assert (tmp_path / "runs" / "copy_digits" / name).is_file()
@@ -44,7 +44,7 @@ def test_run_look_resume(tmp_path: Path):
     inspected = typed(tmp_path, "inspect", "runs/copy_digits", "--json")
     assert inspected.returncode == 0, inspected.stdout
     check = json.loads(inspected.stdout)["reward_check"]
-    assert (check["num_trajectories"], check["num_rollouts"], check["agrees"]) == (32, 2, True)
+    assert (check["num_trajectories"], check["num_rollouts"], check["agrees"]) == (64, 4, True)
 
     resumed = typed(tmp_path, "run", "copy_digits", "--resume", "--steps", "6")
     assert resumed.returncode == 0, resumed.stderr
