@@ -55,8 +55,7 @@ def read_rows(path: Path) -> list[Row]:
     """
     if not path.is_file():
         return []
-    lines = path.read_bytes().split(b"\n")
-    torn_tail = lines.pop()  # empty when the file ends with a newline
+    *lines, _torn_tail = path.read_bytes().split(b"\n")  # the tail is empty when the file ends with a newline
     rows: list[Row] = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -66,7 +65,6 @@ def read_rows(path: Path) -> list[Row]:
                 f"{path}:{number}: this line is not JSON ({error}). "
                 "The file was edited or damaged; delete the line to go on without it."
             ) from error
-    del torn_tail
     return rows
 
 

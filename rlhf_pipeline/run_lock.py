@@ -13,11 +13,12 @@ from rlhf_pipeline.errors import RunExistsError
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold the run folder's lock.
+    """Hold the run folder's lock; the folder is made if it is not there.
 
     Raises:
         RunExistsError: another live process holds it.
     """
+    run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / "lock").open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf_pipeline.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from rlhf_pipeline.collectors.collector import Rollout
-from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.config import Learn, Pipeline
 from rlhf_pipeline.errors import RunStorageError
 from rlhf_pipeline.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
 from rlhf_pipeline.jsonl import append_row, keep_rows, sync_file
@@ -87,7 +87,7 @@ def run(
     models = build_models(pipeline, seed=seed, device=device)
     pipeline.prompts.prompt(0, seed)  # reads and checks the whole prompt file before anything is made
     record = make_record(pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
-    with _named_disk_errors(run_dir), _made(run_dir), run_lock(run_dir), _log_file(run_dir / "log.txt"):
+    with _named_disk_errors(run_dir), run_lock(run_dir), _log_file(run_dir / "log.txt"):
         check_folder(run_dir, resume=resume)  # again under the lock: another process may have been quicker
         write_record(run_dir, record)
         with build_parts(pipeline, models, run_dir=run_dir, seed=seed) as parts, stop_on_signals() as stop:
@@ -152,7 +152,7 @@ def _loop(
         elif stop:
             reason = "interrupted"
         else:
-            _one_step(parts, progress, run_dir, learn.updates_per_rollout, learn.stop_window, learn.steps, on_event)
+            _one_step(parts, progress, run_dir, learn, on_event)
             if progress.step % learn.checkpoint_every == 0:
                 save()
             continue
@@ -161,21 +161,13 @@ def _loop(
         return reason
 
 
-def _one_step(
-    parts: Parts,
-    progress: _Progress,
-    run_dir: Path,
-    updates_per_rollout: int,
-    window: int,
-    total_steps: int,
-    on_event: EventHandler,
-) -> None:
+def _one_step(parts: Parts, progress: _Progress, run_dir: Path, learn: Learn, on_event: EventHandler) -> None:
     collector, learner = parts.collector, parts.learner
-    rollout_index, update = divmod(progress.step, updates_per_rollout)
+    rollout_index, update = divmod(progress.step, learn.updates_per_rollout)
     rollout: Rollout | None = None
     if update == 0:
         rollout = collector.collect(rollout_index, policy_version=progress.step)
-        progress.note(rollout, window)
+        progress.note(rollout, learn.stop_window)
         if rollout.num_failed:
             _tell(
                 on_event,
@@ -198,7 +190,7 @@ def _one_step(
     }
     append_row(run_dir / "metrics.jsonl", row)
     progress.step += 1
-    on_event(StepDone(step=progress.step, total_steps=total_steps, metrics=row))
+    on_event(StepDone(step=progress.step, total_steps=learn.steps, metrics=row))
 
 
 def _tell(on_event: EventHandler, message: str) -> None:
@@ -217,12 +209,6 @@ def _restore(run_dir: Path, parts: Parts) -> _Progress:
     keep_rows(run_dir / "metrics.jsonl", lambda row: row["step"] <= progress.step)
     parts.learner.ledger.rewind(progress.step)
     return progress
-
-
-@contextmanager
-def _made(run_dir: Path) -> Iterator[None]:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    yield
 
 
 @contextmanager
