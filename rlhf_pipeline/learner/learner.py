@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -94,15 +95,25 @@ class Learner:
         notices, self._notices = self._notices, []
         return notices
 
-    def step(self, step: int) -> dict[str, float | int | None]:
+    def step(
+        self, step: int, *, row_ids: np.ndarray | None = None, ledger_fields: Mapping[str, object] | None = None
+    ) -> dict[str, float | int | None]:
         """Take optimizer step number `step` (1-based) and return its metrics.
+
+        Args:
+            step: its number; the weights' version before it is `step - 1`.
+            row_ids: int64 [n], what to learn from, chosen by the caller; None takes every fresh trajectory.
+            ledger_fields: what else the step's ledger row should say, JSON-ready.
 
         Raises:
             DataError: no graded trajectory is fresh enough.
         """
         started = time.perf_counter()
         version = step - 1
-        row_ids, ages = self._fresh_rows(version)
+        if row_ids is None:
+            row_ids, ages = self._fresh_rows(version)
+        else:
+            ages = version - self.buffer.store.read_scalars("policy_version", row_ids)
         if len(row_ids) == 0:
             self._notices.append(f"step {step} has nothing to learn from: every group was without spread and dropped.")
         losses, padding_efficiency = self._accumulate_gradient(row_ids)
@@ -113,7 +124,7 @@ class Learner:
                 "the weights were left as they were. Lower learn.lr or learn.max_grad_norm in a new run, or look at "
                 "the trajectories of this step with `rlhf-pipeline show`."
             )
-        self._record(step, row_ids, ages, losses["ess"])
+        self._record(step, row_ids, ages, losses["ess"], ledger_fields or {})
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step)
         self.optimizer.step()
@@ -204,7 +215,9 @@ class Learner:
         at_row_ends = np.concatenate([[0], ends])[masks.offsets]
         return np.diff(at_row_ends)
 
-    def _record(self, step: int, row_ids: np.ndarray, ages: np.ndarray, ess: float | None) -> None:
+    def _record(
+        self, step: int, row_ids: np.ndarray, ages: np.ndarray, ess: float | None, more: Mapping[str, object]
+    ) -> None:
         as_before = self.ledger.record(
             {
                 "step": step,
@@ -213,6 +226,7 @@ class Learner:
                 "seed": self.seed,
                 "ages": ages.tolist(),
                 "ess": ess,
+                **more,
             }
         )
         if not as_before:
