@@ -68,6 +68,16 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def mend_tail(path: Path) -> None:
+    """Take off a last line that a kill or a full disk cut short, so that the next row starts on a line of its own."""
+    if not path.is_file():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole != len(content):
+        os.truncate(path, whole)
+
+
 def keep_rows(path: Path, keep: Callable[[Row], bool]) -> list[Row]:
     """Drop rows for which `keep` is false, atomically, and return the dropped rows.
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +15,14 @@ from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Learn, Pipeline
 from rlhf_pipeline.errors import RunStorageError
 from rlhf_pipeline.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
-from rlhf_pipeline.jsonl import append_row, keep_rows, sync_file
+from rlhf_pipeline.jsonl import sync_file
 from rlhf_pipeline.run_lock import run_lock
+from rlhf_pipeline.run_progress import MetricsFile, Progress, replaced
 from rlhf_pipeline.run_record import check_folder, check_unchanged, make_record, write_record
 from rlhf_pipeline.runtime_build import Parts, build_models, build_parts
 from rlhf_pipeline.signals import StopRequest, stop_on_signals
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True)
-class _Progress:
-    """What the loop must remember over a resume, beside weights and optimizer."""
-
-    step: int = 0
-    first_reward: float | None = None
-    last_reward: float | None = None
-    recent_rewards: list[float] = field(default_factory=list[float])
-
-    def note(self, rollout: Rollout, window: int) -> None:
-        if self.first_reward is None:
-            self.first_reward = rollout.task_reward
-        self.last_reward = rollout.task_reward
-        self.recent_rewards = list(deque([*self.recent_rewards, rollout.task_reward], maxlen=window))
-
-    def reached(self, target: float | None, window: int) -> bool:
-        recent = self.recent_rewards[-window:]
-        return target is not None and len(recent) == window and sum(recent) / window >= target
 
 
 def run(
@@ -121,9 +100,10 @@ def run(
 
 
 def _loop(
-    pipeline: Pipeline, parts: Parts, progress: _Progress, run_dir: Path, stop: StopRequest, on_event: EventHandler
+    pipeline: Pipeline, parts: Parts, progress: Progress, run_dir: Path, stop: StopRequest, on_event: EventHandler
 ) -> Any:
     learn, saved = pipeline.learn, progress.step
+    metrics_file = MetricsFile(run_dir / "metrics.jsonl")
 
     def save() -> None:
         nonlocal saved
@@ -152,7 +132,7 @@ def _loop(
         elif stop:
             reason = "interrupted"
         else:
-            _one_step(parts, progress, run_dir, learn, on_event)
+            _one_step(parts, progress, metrics_file, learn, on_event)
             if progress.step % learn.checkpoint_every == 0:
                 save()
             continue
@@ -161,13 +141,15 @@ def _loop(
         return reason
 
 
-def _one_step(parts: Parts, progress: _Progress, run_dir: Path, learn: Learn, on_event: EventHandler) -> None:
+def _one_step(
+    parts: Parts, progress: Progress, metrics_file: MetricsFile, learn: Learn, on_event: EventHandler
+) -> None:
     collector, learner = parts.collector, parts.learner
     rollout_index, update = divmod(progress.step, learn.updates_per_rollout)
     rollout: Rollout | None = None
     if update == 0:
         rollout = collector.collect(rollout_index, policy_version=progress.step)
-        progress.note(rollout, learn.stop_window)
+        progress.note(rollout.task_reward, learn.stop_window)
         if rollout.num_failed:
             _tell(
                 on_event,
@@ -175,7 +157,10 @@ def _one_step(parts: Parts, progress: _Progress, run_dir: Path, learn: Learn, on
                 f"those trajectories are stored and not learned from."
                 + (f" First error: {rollout.first_error}" if rollout.first_error else ""),
             )
+    planned = learner.ledger.planned(progress.step + 1)
     metrics = learner.step(progress.step + 1)
+    if replaced(learner.ledger, progress.step + 1, planned):
+        metrics_file.drop_from(progress.step + 1)
     for notice in learner.take_notices():
         _tell(on_event, notice)
     row = {
@@ -188,7 +173,7 @@ def _one_step(parts: Parts, progress: _Progress, run_dir: Path, learn: Learn, on
         **parts.write_path_metrics(),
         **metrics,
     }
-    append_row(run_dir / "metrics.jsonl", row)
+    metrics_file.append(row)
     progress.step += 1
     on_event(StepDone(step=progress.step, total_steps=learn.steps, metrics=row))
 
@@ -198,16 +183,14 @@ def _tell(on_event: EventHandler, message: str) -> None:
     on_event(Notice(message=message, level="warning"))
 
 
-def _restore(run_dir: Path, parts: Parts) -> _Progress:
-    """Load the newest checkpoint, and take back what was recorded of steps after it."""
-    progress = _Progress()
+def _restore(run_dir: Path, parts: Parts) -> Progress:
+    """Load the newest checkpoint."""
+    progress = Progress()
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     if checkpoints:
         state = load_checkpoint(checkpoints[-1], policy=parts.policy, optimizer=parts.learner.optimizer)
-        progress = _Progress(**state["progress"])
+        progress = Progress(**state["progress"])
         parts.load_write_path_state(state["write_path"])
-    keep_rows(run_dir / "metrics.jsonl", lambda row: row["step"] <= progress.step)
-    parts.learner.ledger.rewind(progress.step)
     return progress
 
 

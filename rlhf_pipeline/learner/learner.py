@@ -222,6 +222,8 @@ class Learner:
             {
                 "step": step,
                 "row_ids": row_ids.tolist(),
+                # Rows that were lost with a ring and sampled again are other rows of the same trajectories.
+                "trajectory_ids": self.buffer.store.read_scalars("trajectory_id", row_ids).tolist(),
                 "watermark": self.buffer.store.watermark,
                 "seed": self.seed,
                 "ages": ages.tolist(),

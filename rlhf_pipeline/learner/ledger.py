@@ -5,37 +5,56 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.jsonl import append_row, keep_rows, read_rows
+from rlhf_pipeline.jsonl import append_row, keep_rows, mend_tail, read_rows
 
 
 class Ledger:
-    """Appends one row per optimizer step to `ledger.jsonl`.
+    """Appends one row per optimizer step to `ledger.jsonl`, and never takes one back without a reason.
 
-    After a resume the rows behind the checkpoint are taken off the file, since those steps are taken again, and kept
-    in memory: a step that then sees other trajectories than before is reported.
+    A resumed run takes the steps after its checkpoint again. Their rows are still on file and say what each step
+    learned from, however often the run was killed: `planned` gives them back, and a step that repeats its row adds
+    none. Only a step that learns from other trajectories than its row says replaces that row and drops the later ones.
 
     >>> import tempfile
     >>> ledger = Ledger(Path(tempfile.mkdtemp()) / "ledger.jsonl")
-    >>> ledger.record({"step": 1, "row_ids": [4, 5]})
-    True
+    >>> ledger.record({"step": 1, "row_ids": [4, 5]}), ledger.record({"step": 1, "row_ids": [4, 5]})
+    (True, True)
     >>> [row["row_ids"] for row in ledger.rows()]
     [[4, 5]]
+    >>> ledger.record({"step": 1, "row_ids": [6, 7]})
+    False
+    >>> ledger.planned(1)["row_ids"]
+    [6, 7]
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._before: dict[int, list[int]] = {}
+        mend_tail(path)
+        self._rows = {row["step"]: row for row in read_rows(path)}
 
-    def rewind(self, step: int) -> None:
-        """Take rows of steps after `step` off the file, and remember what they said."""
-        for row in keep_rows(self.path, lambda row: row["step"] <= step):
-            self._before[row["step"]] = row["row_ids"]
+    def planned(self, step: int) -> dict[str, Any] | None:
+        """Return the row of a step that was begun before, or None."""
+        return self._rows.get(step)
 
     def record(self, row: dict[str, Any]) -> bool:
-        """Append a row; return False if an earlier try at this step used other trajectories."""
+        """Write a step's row; return False if an earlier try at this step used other trajectories.
+
+        Rows of one step are the same if they name the same `trajectory_ids`; where a row has none, the same `row_ids`
+        (a trajectory that was lost with its ring and sampled again is the same trajectory in another row).
+        """
+        step, before = row["step"], self._rows.get(row["step"])
+        if before is not None and before["row_ids"] == row["row_ids"]:
+            return True
+        if before is not None:
+            # What was planned after this step was planned from it.
+            keep_rows(self.path, lambda kept: kept["step"] < step)
+            self._rows = {number: kept for number, kept in self._rows.items() if number < step}
         append_row(self.path, row)
-        before = self._before.pop(row["step"], None)
-        return before is None or before == row["row_ids"]
+        self._rows[step] = row
+        if before is None:
+            return True
+        named = before.get("trajectory_ids")
+        return named is not None and named == row.get("trajectory_ids")
 
     def rows(self) -> list[dict[str, Any]]:
         """Return all rows, oldest first."""
