@@ -1,7 +1,7 @@
 """What a batch holds beside the columns on disk: reward, penalty and advantage per token.
 
 Padded arrays are mostly padding, and fresh memory costs more than the arithmetic, so everything works in place or in
-reused buffers, and positions outside the response are reached through their indices.
+reused buffers, positions outside the response are reached through their indices, and constant runs are repeated.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ from rlhf_pipeline.keys import (
     TASK_REWARD,
     Key,
 )
-from trajectory_store._pool import BufferPool
+from trajectory_store import BufferPool
 
-_pool = BufferPool()
-
-
-def take(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """An uninitialised array in memory that nothing else holds any more."""
-    return _pool.take(shape, np.dtype(dtype))
+_FLOAT = np.dtype(np.float32)
 
 
-def derive(flat: dict[Key, Any], lengths: npt.NDArray[np.int64], *, rewarded: bool, penalised: bool) -> None:
+def derive(
+    flat: dict[Key, Any], lengths: npt.NDArray[np.int64], pool: BufferPool, *, rewarded: bool, penalised: bool
+) -> None:
     """Fill the gaps of the log-probs and add what is per token, in place.
 
     Log-probs that do not exist become 0 outside the assistant mask; inside it they stay NaN, so that whoever divides
@@ -43,61 +40,72 @@ def derive(flat: dict[Key, Any], lengths: npt.NDArray[np.int64], *, rewarded: bo
     Args:
         flat: padded columns `[B, T]` and scalars `[B]` by key; changed.
         lengths: tokens of each row.
+        pool: where the memory of the new columns comes from.
         rewarded: derive the reward.
         penalised: derive the penalty even where no row's reward has one.
     """
     mask: npt.NDArray[np.bool_] = flat[ASSISTANT_MASK]
-    rows = np.arange(len(lengths))
-    other, head = _outside(mask, lengths, flat.get(NUM_PROMPT_TOKENS))
-    last = last_assistant(mask, lengths)
+    starts = np.arange(0, mask.size, mask.shape[1]) if mask.size else np.zeros(len(lengths), np.int64)
+    other, head = _outside(mask, lengths, starts, flat.get(NUM_PROMPT_TOKENS))
+    last = starts + last_assistant(mask, lengths)
     log_probs, ref = flat.get(LOG_PROBS), flat.get(REF_LOG_PROBS)
-    if ref is not None and bool(np.isnan(ref[rows, last]).all()):
+    if ref is not None and bool(np.isnan(ref.reshape(-1)[last]).all()):
         del flat[REF_LOG_PROBS]  # no row of the batch was ever scored by a reference
         ref = None
     for values in (log_probs, ref):
         if values is not None:
             line = values.reshape(-1)
             there = line[other]
-            line[other] = np.where(np.isnan(there), 0.0, there)
+            line[other] = np.where(np.isnan(there), _FLOAT.type(0.0), there)
     penalty, coef = None, flat.get(KL_COEF)
     if log_probs is not None and ref is not None and (penalised or coef is None or coef.any()):
-        penalty = take(log_probs.shape, np.float32)
+        penalty = pool.take(log_probs.shape, _FLOAT)
         np.subtract(log_probs, ref, out=penalty)
-        penalty.reshape(-1)[other] = 0.0
         line = penalty.reshape(-1)
+        line[other] = 0.0
         if not np.isfinite(np.dot(line, line)):
             np.nan_to_num(penalty, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
         flat[KL_PENALTY] = penalty
     if REWARD in flat:
         np.nan_to_num(flat[REWARD], copy=False)
     elif TASK_REWARD in flat and rewarded:
-        reward = take(mask.shape, np.float32)
+        reward = pool.take(mask.shape, _FLOAT)
         if penalty is None or coef is None or not coef.any():
             reward.fill(0.0)
         else:
             np.multiply(penalty, -coef[:, None], out=reward)
-        reward[rows, last] += np.nan_to_num(flat[TASK_REWARD])
+        task: npt.NDArray[np.float32] = flat[TASK_REWARD]
+        reward.reshape(-1)[last] += task if np.isfinite(task).all() else np.nan_to_num(task)
         flat[REWARD] = reward
     _spread_advantage(flat, mask, lengths, head)
 
 
 def attention_mask(shape: tuple[int, int], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Bool `[B, T]`: True at the real tokens of a right padded batch."""
-    narrow = np.int16 if shape[1] < 1 << 15 else np.int32  # half the bytes, half the time
-    return np.less(np.arange(shape[1], dtype=narrow), lengths.astype(narrow)[:, None], out=take(shape, np.bool_))
+    """Bool `[B, T]`: True at the real tokens of a right padded batch.
+
+    >>> attention_mask((2, 3), np.array([1, 3])).tolist()
+    [[True, False, False], [True, True, True]]
+    """
+    runs = np.empty((shape[0], 2), np.int64)
+    runs[:, 0] = lengths
+    np.subtract(shape[1], lengths, out=runs[:, 1])
+    values = np.zeros(2 * shape[0], np.bool_)
+    values[::2] = True
+    return np.repeat(values, runs.reshape(-1)).reshape(shape)  # a third of the time of a comparison
 
 
 def _outside(
-    mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], prompt: Any
+    mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], prompt: Any
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
     """Flat indices of the real tokens that are not the assistant's, and the prompt lengths if that is all of them."""
-    width = mask.shape[1]
     if prompt is not None:
-        head = np.minimum(prompt.astype(np.int64), lengths)
-        starts = np.arange(len(lengths)) * width - (np.cumsum(head) - head)
-        index = np.repeat(starts, head) + np.arange(int(head.sum()))
+        head = np.minimum(prompt, lengths)
+        ends = head.cumsum()
+        total = int(ends[-1])
+        index = np.repeat(starts - ends + head, head)
+        index += np.arange(total)
         # As many as the responses have, none in a prompt and none in the padding: they are the responses.
-        if np.count_nonzero(mask) == int((lengths - head).sum()) and not mask.reshape(-1)[index].any():
+        if np.count_nonzero(mask) == int(lengths.sum()) - total and not mask.reshape(-1)[index].any():
             return index, head
     return np.flatnonzero(attention_mask(mask.shape, lengths) & ~mask), None
 
@@ -111,14 +119,16 @@ def _spread_advantage(
     if np.isnan(advantage).all():
         del flat[ADVANTAGE]  # nothing computed one
         return
-    out = take(mask.shape, np.float32)
     if head is None:
-        np.copyto(out, np.where(mask, advantage[:, None], np.float32(0.0)))
-    else:
-        out.fill(0.0)
-        for row, start, stop, value in zip(out, head.tolist(), lengths.tolist(), advantage.tolist(), strict=True):
-            row[start:stop] = value
-    flat[ADVANTAGE] = out
+        flat[ADVANTAGE] = np.where(mask, advantage[:, None], _FLOAT.type(0.0))
+        return
+    runs = np.empty((len(lengths), 3), np.int64)  # of each row its prompt, its response, its padding
+    runs[:, 0] = head
+    np.subtract(lengths, head, out=runs[:, 1])
+    np.subtract(mask.shape[1], lengths, out=runs[:, 2])
+    values = np.zeros(3 * len(lengths), np.float32)
+    values[1::3] = advantage
+    flat[ADVANTAGE] = np.repeat(values, runs.reshape(-1)).reshape(mask.shape)
 
 
 def last_assistant(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

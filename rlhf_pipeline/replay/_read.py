@@ -24,12 +24,13 @@ from rlhf_pipeline.keys import (
     TOKENS,
     Key,
 )
-from rlhf_pipeline.replay._derive import attention_mask, derive, take
+from rlhf_pipeline.replay._derive import attention_mask, derive
 from rlhf_pipeline.replay._write import key_of
 from rlhf_pipeline.replay.schema import REWARD_COLUMN, SLOT
 from rlhf_pipeline.transforms._rebuild import text_stack
-from trajectory_store import TrajectoryStore
+from trajectory_store import BufferPool, TrajectoryStore
 
+_INT64 = np.dtype(np.int64)
 _NEEDS: dict[Key, tuple[Key, ...]] = {
     REWARD: (ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS, KL_COEF, TASK_REWARD),
     KL_PENALTY: (ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS),
@@ -64,6 +65,7 @@ def padded_batch(
     keys: Sequence[Key] | None = None,
     text: bool = False,
     pad_to_multiple_of: int = 1,
+    pool: BufferPool | None = None,
 ) -> TensorDict:
     """Read rows into one TensorDict `[B]`, right padded.
 
@@ -73,11 +75,13 @@ def padded_batch(
         keys: TensorDict keys or column names; None reads all numbers and derives reward, penalty and masks.
         text: read the text columns too.
         pad_to_multiple_of: round the padded length up.
+        pool: where derived columns get their memory; None takes fresh memory.
 
     Returns:
         Token columns `[B, T]`, scalars `[B]`, `row_id` int64 `[B]`. Log-probs are 0 at padding and where no score
         exists outside the assistant mask; one that is missing inside it stays NaN.
     """
+    pool = pool or BufferPool()
     names = columns_for(store, keys, text=text)
     raw = store.read_padded(ids, names, pad_to_multiple_of=pad_to_multiple_of)
     flat: dict[Key, Any] = {key_of(name): raw[name] for name in names}
@@ -85,29 +89,17 @@ def padded_batch(
     if lengths is not None and TOKENS in flat:
         flat[ATTENTION_MASK] = attention_mask(flat[TOKENS].shape, lengths)
     if lengths is not None and ASSISTANT_MASK in flat and len(ids):
-        derive(
-            flat, lengths, rewarded=keys is None or KL_COEF in flat, penalised=keys is not None and KL_PENALTY in keys
-        )
+        penalised = keys is not None and KL_PENALTY in keys
+        derive(flat, lengths, pool, rewarded=keys is None or KL_COEF in flat, penalised=penalised)
     for key, value in flat.items():
         if isinstance(value, np.ndarray) and value.dtype == np.int32:
-            flat[key] = _widened(value, lengths if key == TOKENS else None)
+            flat[key] = wide = pool.take(value.shape, _INT64) if value.ndim > 1 else np.empty(value.shape, _INT64)
+            np.copyto(wide, value)
     flat[ROW_ID] = np.array(ids, dtype=np.int64)
     if keys is not None:
         wanted = {*keys, ROW_ID} | {key_of(k) for k in keys if isinstance(k, str)}
         flat = {key: value for key, value in flat.items() if key in wanted}
     return nest(flat, len(ids))
-
-
-def _widened(value: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
-    """The same numbers as int64; of right padded rows only the real tokens are converted."""
-    wide = take(value.shape, np.int64)
-    if lengths is None:
-        np.copyto(wide, value)
-        return wide
-    wide.fill(0)
-    for target, source, n in zip(wide, value, lengths.tolist(), strict=True):
-        target[:n] = source[:n]
-    return wide
 
 
 def scalar_batch(store: TrajectoryStore, ids: np.ndarray, *, text: bool = False) -> TensorDict:

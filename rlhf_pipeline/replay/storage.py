@@ -21,7 +21,7 @@ from rlhf_pipeline.replay._slots import UNBOUNDED, SlotMap
 from rlhf_pipeline.replay._write import append_data, trajectories_of
 from rlhf_pipeline.replay.schema import SLOT, trajectory_schema
 from rlhf_pipeline.transforms._columns import Columns
-from trajectory_store import Schema, StoreNotFoundError, TrajectoryStore
+from trajectory_store import BufferPool, Schema, StoreNotFoundError, TrajectoryStore
 
 Layout = Literal["padded", "jagged"]
 Index = int | slice | Sequence[int] | np.ndarray | torch.Tensor | range | tuple[Any, ...]
@@ -111,6 +111,7 @@ class TrajectoryStorage(Storage):
         self.pad_to_multiple_of = pad_to_multiple_of
         self.layout: Layout = layout
         self.device = torch.device("cpu")
+        self._pool = BufferPool()
         self._slots = SlotMap(self.max_size)
         self._slots.sync(self.store)
 
@@ -210,7 +211,9 @@ class TrajectoryStorage(Storage):
         _check_layout(layout)
         if layout == "jagged":
             return jagged_batch(self.store, ids, keys=keys, text=text)
-        return padded_batch(self.store, ids, keys=keys, text=text, pad_to_multiple_of=self.pad_to_multiple_of)
+        return padded_batch(
+            self.store, ids, keys=keys, text=text, pad_to_multiple_of=self.pad_to_multiple_of, pool=self._pool
+        )
 
     def __getitems__(self, indices: Sequence[int]) -> TensorDict:
         """A batch at once, for `torch.utils.data.DataLoader(storage, batch_size=, collate_fn=collated)`."""
@@ -378,6 +381,7 @@ class TrajectoryStorage(Storage):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         store = state.pop("store")
+        del state["_pool"]
         state["_attached_entities_list"] = []  # a buffer attaches itself again; a data loader needs none of them
         state["_reopen"] = (str(store.path), self.mode, self.durability)
         return state
@@ -385,6 +389,7 @@ class TrajectoryStorage(Storage):
     def __setstate__(self, state: dict[str, Any]) -> None:
         path, mode, durability = state.pop("_reopen")
         super().__setstate__(state)
+        self._pool = BufferPool()
         self.store = TrajectoryStore.open(path, mode=mode, durability=durability if mode == "a" else None)
         self._slots.sync(self.store)
 
