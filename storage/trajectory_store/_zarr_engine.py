@@ -36,7 +36,7 @@ from trajectory_store._maintenance import (
 from trajectory_store._ragged import Int64Array
 from trajectory_store._reader import SegmentReader
 from trajectory_store._record import crc32c
-from trajectory_store._remote import ZSTD_LEVEL, Remote, zarr_module
+from trajectory_store._remote import SEALED_LEVEL, Remote, zarr_module
 from trajectory_store._root import RootMeta
 from trajectory_store._schema import Schema
 from trajectory_store._verify import VerifyReport
@@ -58,7 +58,7 @@ def create_remote(remote: Remote, meta: RootMeta) -> None:
     key = "zarr.json"
     if remote.get(key) is not None or not remote.claim(key, meta.to_json()):
         raise StoreExistsError(
-            f"{remote.store} holds a Zarr hierarchy already. Open it with TrajectoryStore.open(..., "
+            f"{remote.where} holds a Zarr hierarchy already. Open it with TrajectoryStore.open(..., "
             "mode='a'), or choose another place."
         )
     remote.put_many({f"{REMOVED}/zarr.json": group_json({})})
@@ -69,10 +69,10 @@ def read_remote_root(remote: Remote) -> RootMeta:
     raw = remote.get("zarr.json")
     if raw is None:
         raise StoreNotFoundError(
-            f"there is no trajectory store in {remote.store}. Check the address, or make one with "
+            f"there is no trajectory store in {remote.where}. Check the address, or make one with "
             "TrajectoryStore.create(..., backend='zarr')."
         )
-    path = Path(str(remote.store), "zarr.json")
+    path = Path(remote.where, "zarr.json")
     return RootMeta.from_attributes(read_attributes(raw, path, "store"), path)
 
 
@@ -222,7 +222,7 @@ class ZarrEngine:
             dtype=values.dtype,
             chunks=(chunk,),
             shards=(shard,),
-            compressors=[{"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}}],
+            compressors=[{"name": "zstd", "configuration": {"level": SEALED_LEVEL, "checksum": False}}],
             fill_value=fill,
         )
         if len(values):
@@ -243,7 +243,7 @@ class ZarrEngine:
         try:
             cache = Cache(folder, CACHE_BYTES)
             fresh = RemoteCatalog(self._remote, cache, compress=self._root.compress, warn=False)
-            report = VerifyReport(Path(str(self._remote.store)), problems=list(fresh.problems))
+            report = VerifyReport(Path(self._remote.where), problems=list(fresh.problems))
             damaged: list[Int64Array] = []
             for segment in (*fresh.segments.values(), *fresh.patches.values()):
                 if isinstance(segment, RemoteSegment):
@@ -280,8 +280,7 @@ def _verify_segment(segment: RemoteSegment, report: VerifyReport) -> list[Int64A
         bad = False
         for name in names:
             try:
-                values = segment.values(name, [commit])[0]
-                report.bytes += values.nbytes
+                report.bytes += segment.values(name, commit).nbytes
             except StoreError as error:
                 bad = True
                 report.problems.append(f"{segment.folder.name}, commit {commit.seq}: {error}")

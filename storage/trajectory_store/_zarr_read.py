@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import _fs
-from trajectory_store._catalog import Catalog
+from trajectory_store._catalog import Address, Catalog
 from trajectory_store._errors import CorruptionError, StoreError
 from trajectory_store._io import PreadBytes, PreadItems
 from trajectory_store._layout import SegmentMeta, chunk_path, offsets_name, read_attributes
+from trajectory_store._ragged import Int64Array
 from trajectory_store._reader import SegmentReader
 from trajectory_store._record import KIND_ROWS, RECORD_DTYPE, crc32c
 from trajectory_store._remote import Remote, decode, zarr_module
@@ -145,7 +147,12 @@ class RemoteSegment(SegmentReader):
         self._items: dict[str, tuple[memoryview | PreadBytes, memoryview | PreadItems]] = {}
         self._loaded: dict[str, int] = {}
         self._late: set[str] = set()
-        self._fetched: dict[str, int] = {}
+        self._whole = self.meta.kind != "rows"
+        self._wanted = np.zeros(64, bool)
+        self._edges: Int64Array = np.empty(0, np.int64)
+        self._version = 0
+        self._fetched: dict[str, npt.NDArray[np.bool_]] = {}
+        self._current: dict[str, int] = {}
         _fs.HOLDERS.add(self)
         if self.meta.sealed is not None:
             self._take_sealed(self.meta.sealed)
@@ -161,6 +168,11 @@ class RemoteSegment(SegmentReader):
         """Take in the next commit; returns whether rows were added."""
         self.history.append(commit)
         self.records += 1
+        if self.records > len(self._wanted):
+            self._wanted = np.concatenate([self._wanted, np.zeros_like(self._wanted)])
+        if self._whole:
+            self._wanted[commit.seq] = True
+            self._version += 1
         self.rows = commit.rows_end
         self.finished |= commit.n_rows == 0
         return commit.n_rows > 0
@@ -202,13 +214,27 @@ class RemoteSegment(SegmentReader):
             total += count * column.np_dtype.itemsize
         return total + 8 * self.rows * len(ends)
 
+    def want(self, rows: Int64Array) -> None:
+        """Note that these rows will be read: their commits are fetched with the next array that is asked for."""
+        if self._whole:
+            return
+        if len(self._edges) != self.records:
+            self._edges = np.array([c.rows_end for c in self.history], np.int64)
+        seqs = np.searchsorted(self._edges, rows, side="right")
+        if not self._wanted[seqs].all():
+            self._wanted[seqs] = True
+            self._version += 1
+
     def raw(self, name: str) -> memoryview | PreadBytes:
-        """The bytes of an array, fetched as far as the commits go."""
-        done = self._fetched.get(name, 0)
-        if done < self.records:
-            self._cache.touch(self, name, self._fetch(name, done))
-            self._fetched[name] = self.records
-        elif done:
+        """The bytes of an array, fetched for the commits of all rows that were wanted so far.
+
+        Patches and compacted segments are fetched whole.
+        """
+        version = self._version
+        if self._current.get(name) != version:
+            self._cache.touch(self, name, self._fetch(name))
+            self._current[name] = version
+        elif version:
             self._cache.touch(self, name, 0)
         else:
             self._make_file(name)
@@ -222,16 +248,22 @@ class RemoteSegment(SegmentReader):
             _fs.create_sized(path, spec.capacity * spec.dtype.itemsize, preallocate=False)
         return path
 
-    def _fetch(self, name: str, done: int) -> int:
+    def _fetch(self, name: str) -> int:
         path, spec = self._make_file(name), self._specs[name]
+        wanted = self._wanted.copy()
+        done = self._fetched.get(name)
+        if done is not None:
+            wanted[: len(done)] &= ~done
+        commits = [c for c in (self.history[i] for i in np.flatnonzero(wanted).tolist()) if c.n_rows]
         total = 0
         with path.open("r+b") as file:
-            for first in range(done, self.records, FETCH):
-                wanted = [c for c in self.history[first : first + FETCH] if c.n_rows]
-                for commit, values in zip(wanted, self.values(name, wanted), strict=True):
-                    start, values = self._place(name, commit, values)
-                    _fs.pwrite(file.fileno(), values.view(np.uint8), start * spec.dtype.itemsize)
-                    total += values.nbytes
+            for commit, values in self._stream(name, commits):
+                start, values = self._place(name, commit, values)
+                _fs.pwrite(file.fileno(), values.view(np.uint8), start * spec.dtype.itemsize)
+                total += values.nbytes
+        if done is not None:
+            wanted[: len(done)] |= done
+        self._fetched[name] = wanted
         return total
 
     def _before(self, commit: Commit) -> Commit | None:
@@ -243,7 +275,7 @@ class RemoteSegment(SegmentReader):
         axis = self._axis(name)
         if name.endswith(".offsets"):
             base = before.ends[axis] if before is not None else 0
-            return commit.rows_end - commit.n_rows + 1, values[1:] + base
+            return commit.rows_end - commit.n_rows, values + base
         if axis:
             return (before.ends[axis] if before is not None else 0), values
         return commit.rows_end - commit.n_rows, values
@@ -261,30 +293,39 @@ class RemoteSegment(SegmentReader):
             return commit.ends[axis] - (before.ends[axis] if before is not None else 0)
         return commit.n_rows + (1 if axis else 0)
 
-    def values(self, name: str, commits: list[Commit]) -> list[npt.NDArray[Any]]:
-        """Get and check the values of an array in some commits, all at the same time.
+    def values(self, name: str, commit: Commit) -> npt.NDArray[Any]:
+        """Get and check the values of an array in a commit.
 
         Raises:
             CorruptionError: an object is missing or damaged.
         """
+        return next(self._stream(name, [commit]))[1]
+
+    def _stream(self, name: str, commits: list[Commit]) -> Iterator[tuple[Commit, npt.NDArray[Any]]]:
+        """The checked values of an array, commit by commit, gotten many at the same time; valid until the next one."""
         if self.meta.sealed is not None:
-            return [self._sealed_values(name, c) for c in commits]
-        keys = [f"{commit_key(self.ordinal, c.seq)}/{name}/c/0" for c in commits]
+            yield from ((c, self._sealed_values(name, c)) for c in commits)
+            return
+        dtype = self._specs[name].dtype
         sizes = [self.count(name, c) for c in commits]
-        wanted = [k for k, n in zip(keys, sizes, strict=True) if n]
-        found = dict(zip(wanted, self._remote.get_many(wanted), strict=True)) if wanted else {}
-        out: list[npt.NDArray[Any]] = []
-        for key, size, commit in zip(keys, sizes, commits, strict=True):
-            dtype = self._specs[name].dtype
-            raw = found.get(key)
-            if not size:
-                out.append(np.empty(0, dtype))
-            elif raw is None:
-                raise CorruptionError(f"object {key} is missing. Restore it from a copy, or refresh().")
-            else:
-                crc = commit.crc.get(name, -1)
-                out.append(decode(raw, dtype, size, crc, compress=self._compress, key=key))
-        return out
+        scratch = np.empty(max(sizes, default=0) * dtype.itemsize, np.uint8)
+        for first in range(0, len(commits), FETCH):
+            some = range(first, min(first + FETCH, len(commits)))
+            keys = [f"{commit_key(self.ordinal, commits[i].seq)}/{name}/c/0" for i in some if sizes[i]]
+            found = dict(zip(keys, self._remote.get_many(keys), strict=True)) if keys else {}
+            for i in some:
+                commit, key = commits[i], f"{commit_key(self.ordinal, commits[i].seq)}/{name}/c/0"
+                raw = found.pop(key, None)
+                if not sizes[i]:
+                    yield commit, np.empty(0, dtype)
+                elif raw is None:
+                    raise CorruptionError(f"object {key} is missing. Restore it from a copy, or refresh().")
+                else:
+                    crc = commit.crc.get(name, -1)
+                    yield (
+                        commit,
+                        decode(raw, dtype, sizes[i], crc, compress=self._compress, key=key, scratch=scratch),
+                    )
 
     def _sealed_values(self, name: str, commit: Commit) -> npt.NDArray[Any]:
         sealed: Any = self.meta.sealed
@@ -304,6 +345,7 @@ class RemoteSegment(SegmentReader):
         self._arrays.pop(name, None)
         self._items.pop(name, None)
         self._fetched.pop(name, None)
+        self._current.pop(name, None)
         chunk_path(self.folder, name).unlink(missing_ok=True)
 
 
@@ -320,13 +362,31 @@ class RemoteCatalog(Catalog):
     mutable_in_place = False
 
     def __init__(self, remote: Remote, cache: Cache, *, compress: bool, warn: bool = True) -> None:
-        super().__init__(Path(str(remote.store)), warn=warn)
+        super().__init__(Path(remote.where), warn=warn)
         self._remote = remote
         self._cache = cache
         self._compress = compress
         self._removals = 0
         self._gone: set[int] = set()
         self._follow(width=16)
+
+    def locate(self, ids: Int64Array) -> Address:
+        """Find rows, and note what has to be fetched for them."""
+        found = super().locate(ids)
+        ordinals, rows = found
+        if len(ids):
+            first = int(ordinals[0])
+            if bool((ordinals == first).all()):
+                self._want(first, rows)
+            else:
+                for ordinal in np.unique(ordinals).tolist():
+                    self._want(ordinal, rows[ordinals == ordinal])
+        return found
+
+    def _want(self, ordinal: int, rows: Int64Array) -> None:
+        segment = self.segments[ordinal]
+        if isinstance(segment, RemoteSegment):
+            segment.want(rows)
 
     def _follow(self, width: int = 1) -> None:
         """Probe for the next objects of everything that can grow; one round trip where there is no news."""
