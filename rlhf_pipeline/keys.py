@@ -38,6 +38,8 @@ DEGENERATE: Final[Key] = "degenerate"
 PROMPT: Final[Key] = "prompt"
 COMPLETION: Final[Key] = "completion"
 META: Final[Key] = "meta"
+PENDING_ID: Final[Key] = "pending_id"
+"""The number of the incomplete group that a trajectory waited in; -1 where it did not wait."""
 
 # The row id that the store gave; present on everything that was read from a store.
 ROW_ID: Final[Key] = "row_id"
@@ -64,6 +66,7 @@ COLUMN_OF_KEY: Final[dict[Key, str]] = {
     PROMPT: "prompt",
     COMPLETION: "completion",
     META: "meta",
+    PENDING_ID: "pending_id",
 }
 """Which column on disk holds which key. `("next", "reward")` has none: it is derived on read."""
 

@@ -26,7 +26,7 @@ from rlhf_pipeline.keys import (
 )
 from rlhf_pipeline.replay._derive import attention_mask, derive
 from rlhf_pipeline.replay._write import key_of
-from rlhf_pipeline.replay.schema import REWARD_COLUMN, SLOT
+from rlhf_pipeline.replay.schema import INTERNAL, REWARD_COLUMN
 from rlhf_pipeline.transforms._rebuild import text_stack
 from trajectory_store import BufferPool, TrajectoryStore
 
@@ -45,7 +45,7 @@ def columns_for(store: TrajectoryStore, keys: Sequence[Key] | None, *, text: boo
     """The columns to read for some keys (or column names); None means all that are numbers, and text if asked."""
     schema = store.schema
     if keys is None:
-        return [c.name for c in schema if c.name != SLOT and (text or not c.is_text)]
+        return [c.name for c in schema if c.name not in INTERNAL and (text or not c.is_text)]
     names: list[str] = []
     for key in keys:
         if key == REWARD and REWARD_COLUMN in schema:
@@ -106,7 +106,7 @@ def scalar_batch(store: TrajectoryStore, ids: np.ndarray, *, text: bool = False)
     """Only what is one value per row, `[B]`: cheap for whole stores."""
     flat: dict[Key, Any] = {ROW_ID: np.array(ids, dtype=np.int64)}
     for column in store.schema:
-        if column.ragged or column.name == SLOT or (column.is_text and not text):
+        if column.ragged or column.name in INTERNAL or (column.is_text and not text):
             continue
         value = store.read_scalars(column.name, ids)
         if column.is_text:

@@ -10,6 +10,12 @@ from trajectory_store import Column, Schema
 SLOT = "slot"
 """Column of the TorchRL slot that a row was written to on purpose; -1 where it simply came next."""
 
+PENDING = Column("pending_id", "int64", fill=-1)
+"""Column of the number of the incomplete group that a row waited in; -1 where it did not wait."""
+
+INTERNAL = frozenset({SLOT, PENDING.name})
+"""Columns that batches do not hold unless they are asked for."""
+
 REWARD_COLUMN = "reward"
 """Column of rewards per token, only where an environment gives them; otherwise the reward is derived on read."""
 
@@ -48,6 +54,7 @@ def trajectory_schema(extra: Iterable[Column] = (), *, token_rewards: bool = Fal
         Column("created_at", "float64", fill=nan),
         Column("trajectory_id", "int64", fill=-1),
         Column(SLOT, "int64", fill=-1),
+        PENDING,
         Column("use_count", "int32", mutable=True, fill=0),
         Column("priority", "float32", mutable=True, fill=1.0),
         Column("finish_reason", "str", fill=""),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from rlhf_pipeline.replay._jagged import jagged_batch
 from rlhf_pipeline.replay._read import padded_batch, scalar_batch, single
 from rlhf_pipeline.replay._slots import UNBOUNDED, SlotMap
 from rlhf_pipeline.replay._write import append_data, trajectories_of
-from rlhf_pipeline.replay.schema import SLOT, trajectory_schema
+from rlhf_pipeline.replay.schema import PENDING, SLOT, trajectory_schema
 from rlhf_pipeline.transforms._columns import Columns
 from trajectory_store import BufferPool, Schema, StoreNotFoundError, TrajectoryStore
 
@@ -112,6 +112,7 @@ class TrajectoryStorage(Storage):
         self.layout: Layout = layout
         self.device = torch.device("cpu")
         self._pool = BufferPool()
+        self._closers: list[Callable[[], None]] = []
         self._slots = SlotMap(self.max_size)
         self._slots.sync(self.store)
 
@@ -322,8 +323,14 @@ class TrajectoryStorage(Storage):
         """Wait until everything written is on the disk."""
         self.store.flush()
 
+    def on_close(self, closer: Callable[[], None]) -> None:
+        """Call `closer` before the store is closed: what lives in the store's folder lets go of it."""
+        self._closers.append(closer)
+
     def close(self) -> None:
         """Close the store."""
+        while self._closers:
+            self._closers.pop()()
         self.store.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -381,6 +388,7 @@ class TrajectoryStorage(Storage):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         store = state.pop("store")
+        state["_closers"] = []
         del state["_pool"]
         state["_attached_entities_list"] = []  # a buffer attaches itself again; a data loader needs none of them
         state["_reopen"] = (str(store.path), self.mode, self.durability)
@@ -434,13 +442,16 @@ def _open(
     path: Path, max_size: int | None, backend: Any, durability: Any, schema: Schema | None, mode: Any
 ) -> TrajectoryStore:
     try:
-        return TrajectoryStore.open(path, mode=mode, durability=durability if mode == "a" else None)
+        if mode == "r":
+            return TrajectoryStore.open(path, mode=mode)
+        # Groups that wait are known as written by this column; stores that are older than it gain it.
+        return TrajectoryStore.open(path, mode=mode, durability=durability, add_columns=[PENDING])
     except StoreNotFoundError:
         if mode == "r":
             raise
-    return TrajectoryStore.create(
-        path, schema or trajectory_schema(), backend=backend, durability=durability, max_trajectories=max_size
-    )
+    schema = schema or trajectory_schema()
+    schema = schema if PENDING.name in schema else Schema([*schema, PENDING])
+    return TrajectoryStore.create(path, schema, backend=backend, durability=durability, max_trajectories=max_size)
 
 
 def _check_columns(store: TrajectoryStore, schema: Schema | None) -> None:
