@@ -44,15 +44,24 @@ def predicting_rows(
     parts: ModelParts, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None
 ) -> ScoringRows:
     """Return the hidden states that predict the scored tokens: each real token but the first of its row."""
-    mask = _checked_mask(parts, input_ids, attention_mask)
+    mask, _, scored = scored_positions(parts, input_ids, attention_mask, score_mask)
     hidden, positions = _run_trunk(parts, input_ids, mask)
+    rows, columns = scored.nonzero(as_tuple=True)
+    before = positions[rows, columns] - 1
+    return ScoringRows(hidden[rows, before], input_ids.to(mask.device)[rows, columns], rows, columns)
+
+
+def scored_positions(
+    parts: ModelParts, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the checked attention mask, each token's place in its row, and which tokens are scored; all `[B, T]`."""
+    mask = _checked_mask(parts, input_ids, attention_mask)
+    positions = mask.cumsum(1) - 1
     scored = mask & (positions >= 1)
     if score_mask is not None:
         _check_shape("score_mask", score_mask, input_ids)
         scored = scored & score_mask.to(device=mask.device, dtype=torch.bool)
-    rows, columns = scored.nonzero(as_tuple=True)
-    before = positions[rows, columns] - 1
-    return ScoringRows(hidden[rows, before], input_ids.to(mask.device)[rows, columns], rows, columns)
+    return mask, positions, scored
 
 
 def _run_trunk(parts: ModelParts, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,9 +22,11 @@ from rlhf_pipeline.policies._loading import (
     resolve_source,
 )
 from rlhf_pipeline.policies._model_parts import ModelParts, find_parts, set_recomputation
-from rlhf_pipeline.policies._scoring import ScoringRows, predicting_rows, token_states
+from rlhf_pipeline.policies._packed_attention import same_attention_when_recomputed
+from rlhf_pipeline.policies._scoring import ScoringRows, token_states
 from rlhf_pipeline.policies._td_policy import TensorDictPolicy
 from rlhf_pipeline.policies.distribution import TokenDistribution
+from rlhf_pipeline.policies.packed import LayoutScorer
 from rlhf_pipeline.policies.slot_engine import Completion, RaggedCompletions, SlotEngine
 
 __all__ = ["CausalLMPolicy", "Completion", "RaggedCompletions", "ScoringRows"]
@@ -55,6 +58,9 @@ class CausalLMPolicy(TensorDictPolicy):
         inplace: True writes into the input, False into a copy, "empty" into a new TensorDict.
         num_samples: completions per prompt; adds a batch dimension.
         tokens_key: likewise `masks_key`, `log_probs_key`, `text_key`, `history_key`: where the containers go.
+        scoring_layout: how scored rows go through the model: "padded", "packed" or "prefix_shared" (see
+            `policies.packed`). Where the model does not allow the last two, rows are padded and `layout_notices`
+            says so.
 
     Raises:
         DefinitionError: an argument is out of range, or the model is of a kind that cannot be scored from its hidden
@@ -95,6 +101,7 @@ class CausalLMPolicy(TensorDictPolicy):
         log_probs_key: Key = "log_probs",
         text_key: Key = "text",
         history_key: Key = "history",
+        scoring_layout: str = "padded",
     ) -> None:
         super().__init__()  # pyright: ignore[reportCallIssue]
         if not temperature >= 0:
@@ -128,6 +135,7 @@ class CausalLMPolicy(TensorDictPolicy):
             },
         )
         self._checkpointing = False
+        self._scorer = LayoutScorer(scoring_layout)
         self._found: list[Any] = []
         _ = self._parts
 
@@ -218,6 +226,7 @@ class CausalLMPolicy(TensorDictPolicy):
             "pad_output": self.pad_output,
             "inplace": self.inplace,
             "num_samples": self.num_samples,
+            "scoring_layout": self.scoring_layout,
             **self._container_key_options(),
         }
         if "generate" not in kwargs and "input_mode" not in kwargs:
@@ -258,6 +267,20 @@ class CausalLMPolicy(TensorDictPolicy):
         """The longest sequence the model was made for, or None where its config names none."""
         return self._parts.max_positions
 
+    @property
+    def scoring_layout(self) -> str:
+        """How scored rows go through the model; set it to change it."""
+        return self._scorer.layout
+
+    @scoring_layout.setter
+    def scoring_layout(self, name: str) -> None:
+        if name != self._scorer.layout:
+            self._scorer = LayoutScorer(name)
+
+    def layout_notices(self) -> list[str]:
+        """Return why rows were padded in spite of `scoring_layout`, each reason once; empty most of the time."""
+        return self._scorer.take_notices()
+
     def train(self, mode: bool = True) -> CausalLMPolicy:
         """Set the mode of the policy; the model inside stays in eval mode, so dropout stays off."""
         super().train(mode)
@@ -284,7 +307,9 @@ class CausalLMPolicy(TensorDictPolicy):
         )
         if switch is None or not getattr(model, "supports_gradient_checkpointing", False):
             raise DefinitionError(f"{type(model).__name__} does not support activation checkpointing. Leave it off.")
-        switch({"use_reentrant": False}) if enabled else switch()
+        config = getattr(self._parts.trunk, "config", None)
+        options = {"use_reentrant": False, "context_fn": partial(same_attention_when_recomputed, config)}
+        switch(options) if enabled else switch()
         self._checkpointing = enabled
         self._recompute(enabled)
 
@@ -308,7 +333,7 @@ class CausalLMPolicy(TensorDictPolicy):
 
         For losses that apply the head themselves. Arguments as in `log_probs`.
         """
-        return predicting_rows(self._parts, input_ids, attention_mask, score_mask)
+        return self._scorer.rows(self._parts, input_ids, attention_mask, score_mask)
 
     def log_probs(
         self,

@@ -1,0 +1,212 @@
+"""Attention over rows laid end to end, registered with transformers under the name `rlhf_packed`.
+
+transformers' own packed path builds a dense mask over the whole pack, which is slower than padding. Here each segment
+is a call of its own on the CPU, and one variable-length kernel serves them all on CUDA. Segments travel as a keyword
+argument through the model, so that a layer that is recomputed in the backward pass finds them again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from rlhf_pipeline.policies._packing import Segments
+
+NAME = "rlhf_packed"
+ARGUMENT = "packed_segments"
+QUERY_BLOCK = 512
+"""Queries of a segment with a prefix go block by block, so that a mask is never larger than this times the keys."""
+
+_building: ContextVar[bool] = ContextVar("building", default=False)
+
+
+class PackedUnsupported(Exception):
+    """The model cannot run on packed rows; the message says why. Callers fall back to padding."""
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed_segments: Segments | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of each token to the tokens of its own segment up to itself, and to its segment's prefix.
+
+    Args:
+        module: the attention layer.
+        query: `[1, heads, N, D]`.
+        key: `[1, key heads, N, D]`; key heads divide heads.
+        value: as `key`.
+        attention_mask: None for packed rows.
+        scaling: of the products; `1 / sqrt(D)` when None.
+        dropout: 0.
+        packed_segments: None for rows that are not packed, which get transformers' SDPA.
+        **kwargs: what the model passes besides.
+
+    Returns:
+        `[1, N, heads, D]` and None.
+
+    Raises:
+        PackedUnsupported: the layer asks for more than causal softmax attention.
+    """
+    if packed_segments is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )  # pyright: ignore[reportReturnType]
+    _refuse_extras(module, query, attention_mask, dropout, packed_segments, kwargs)
+    packed_segments.calls += 1
+    if _has_varlen(query, value):
+        return _varlen(query, key, value, packed_segments, scaling), None
+    return _by_segment(query, key, value, packed_segments, scaling), None
+
+
+def _refuse_extras(
+    module: nn.Module,
+    query: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    segments: Segments,
+    extras: dict[str, Any],
+) -> None:
+    """Raise `PackedUnsupported` for what plain causal attention over segments does not do."""
+    window = extras.get("sliding_window")
+    total = sum(segments.lengths)
+    rules = [
+        (mask is None, "it gives attention a mask of its own"),
+        (dropout == 0.0, "its attention has dropout"),
+        (getattr(module, "is_causal", True) is not False, "its attention is not causal"),
+        (query.shape[0] == 1 and query.shape[2] == total, f"its attention got {list(query.shape)} for {total} tokens"),
+        (
+            window is None or window >= segments.longest,
+            f"its attention has a window of {window} and a row has {segments.longest} tokens",
+        ),
+        (extras.get("softcap") is None, "it caps its attention scores"),
+    ]
+    rules += [
+        (not isinstance(extra, Tensor) or name in ("position_ids", "cache_position"), f"its attention takes {name!r}")
+        for name, extra in extras.items()
+    ]
+    for holds, reason in rules:
+        if not holds:
+            raise PackedUnsupported(reason)
+
+
+def _by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
+    """One SDPA call per segment; per block of queries where a prefix needs a mask."""
+    grouped = query.shape[1] != key.shape[1]
+    out: list[Tensor] = []
+    parts = zip(segments.starts, segments.lengths, segments.prefix_starts, segments.prefix_lengths, strict=True)
+    for start, length, prefix_start, prefix in parts:
+        q, k, v = (x[:, :, start : start + length] for x in (query, key, value))
+        if not prefix:
+            out.append(scaled_dot_product_attention(q, k, v, is_causal=length > 1, scale=scaling, enable_gqa=grouped))
+            continue
+        before = slice(prefix_start, prefix_start + prefix)
+        k, v = torch.cat([key[:, :, before], k], 2), torch.cat([value[:, :, before], v], 2)
+        for first in range(0, length, QUERY_BLOCK):
+            rows = min(QUERY_BLOCK, length - first)
+            seen = prefix + first + rows
+            mask = None
+            if rows > 1:
+                mask = torch.ones(rows, seen, dtype=torch.bool, device=q.device).tril(prefix + first)
+            block = q[:, :, first : first + rows]
+            out.append(
+                scaled_dot_product_attention(
+                    block, k[:, :, :seen], v[:, :, :seen], attn_mask=mask, scale=scaling, enable_gqa=grouped
+                )
+            )
+    return torch.cat(out, 2).transpose(1, 2)
+
+
+def _has_varlen(query: Tensor, value: Tensor) -> bool:
+    """Whether torch's variable-length kernel takes these: CUDA, half precision, equal head sizes up to 256."""
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return query.shape[-1] == value.shape[-1] <= 256 and _varlen_function() is not None
+
+
+@cache
+def _varlen_function() -> tuple[Any, frozenset[str]] | None:
+    """`varlen_attn` and the names of its arguments, which differ between versions of torch; None before 2.10."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    names = frozenset(inspect.signature(varlen_attn).parameters)
+    return (varlen_attn, names) if names & {"window_size", "is_causal"} else None
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
+    """All segments in one kernel; causal from the last key back, so that a prefix is seen whole."""
+    function, names = _varlen_function() or (None, frozenset())
+    if function is None:
+        raise PackedUnsupported("this torch has no variable-length attention")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    bounds_q, bounds_k, longest_q, longest_k, gather = segments.varlen(query.device)
+    if gather is not None:
+        k, v = k.index_select(0, gather), v.index_select(0, gather)
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+    if scaling is not None and scaling != q.shape[-1] ** -0.5:
+        if "scale" not in names:
+            raise PackedUnsupported(
+                f"this torch's variable-length attention takes no scale, and the model's is {scaling}"
+            )
+        options["scale"] = scaling
+    if k.shape[1] != q.shape[1]:
+        if "enable_gqa" in names:
+            options["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = function(q.contiguous(), k.contiguous(), v.contiguous(), bounds_q, bounds_k, longest_q, longest_k, **options)
+    return out[None]
+
+
+def _packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """No mask while packed rows go through the model, transformers' own at any other time."""
+    return None if _building.get() else sdpa_mask(*args, **kwargs)
+
+
+@contextmanager
+def _named(config: Any, name: str) -> Iterator[None]:
+    """Set the attention implementation of a config for a while."""
+    before = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+@contextmanager
+def packed_rows_running(config: Any) -> Iterator[None]:
+    """Have a model of this config use `packed_attention`, with no mask, until the context ends."""
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, _packed_mask)
+    token = _building.set(True)
+    try:
+        with _named(config, NAME):
+            yield
+    finally:
+        _building.reset(token)
+
+
+def same_attention_when_recomputed(config: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of a checkpointed layer: its recomputation uses the attention that its forward pass used."""
+    name = config._attn_implementation
+    return nullcontext(), _named(config, NAME) if name == NAME else nullcontext()

@@ -1,0 +1,210 @@
+"""Padded rows laid end to end: which tokens are computed, and which of them stand before which.
+
+Only tokens that a scored token looks back on are laid out: what follows the last scored token of a row, and rows with
+nothing scored, never reach the model. With `share_prefix` the tokens that neighbouring rows have in common at their
+start, a group's prompt first of all, are laid out once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MIN_SHARED_TOKENS = 8
+"""A common start shorter than this is computed row by row: one more attention call costs more than it saves."""
+
+
+@dataclass
+class Segments:
+    """Stretches of the packed axis that attend causally to themselves, each after a prefix laid out elsewhere.
+
+    Attributes:
+        starts: where each segment begins.
+        lengths: its tokens, 1 or more.
+        prefix_starts: where its prefix begins.
+        prefix_lengths: the tokens of its prefix; 0 for none.
+        calls: how many attention layers have used these segments.
+    """
+
+    starts: list[int]
+    lengths: list[int]
+    prefix_starts: list[int]
+    prefix_lengths: list[int]
+    calls: int = 0
+    _varlen: tuple[Tensor, Tensor, int, int, Tensor | None] | None = field(default=None, repr=False)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that one token sees, itself included."""
+        return max((n + p for n, p in zip(self.lengths, self.prefix_lengths, strict=True)), default=0)
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether a segment has a prefix."""
+        return any(self.prefix_lengths)
+
+    def varlen(self, device: torch.device) -> tuple[Tensor, Tensor, int, int, Tensor | None]:
+        """What a variable-length kernel needs, made once for all layers.
+
+        Returns:
+            The boundaries of the queries and of the keys, int32 `[segments + 1]`; the longest of either; and which
+            packed positions are the keys, int64, or None where they are all positions in order.
+        """
+        if self._varlen is None:
+            lengths, prefixes = np.array(self.lengths), np.array(self.prefix_lengths)
+            keys = lengths + prefixes
+            gather = None
+            if self.has_prefix:
+                parts = zip(self.prefix_starts, self.prefix_lengths, self.starts, self.lengths, strict=True)
+                spans = [np.arange(at, at + n) for p, m, s, k in parts for at, n in ((p, m), (s, k))]
+                gather = torch.from_numpy(np.concatenate(spans)).to(device)
+            ends = [torch.from_numpy(np.cumsum([0, *n]).astype(np.int32)).to(device) for n in (lengths, keys)]
+            self._varlen = (ends[0], ends[1], int(lengths.max()), int(keys.max()), gather)
+        return self._varlen
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Rows laid end to end.
+
+    Attributes:
+        input_ids: int64 `[N]`.
+        position_ids: int64 `[N]`; they start again with every row, and go on after a shared prefix.
+        segments: what attends to what.
+        predicting: int64 `[scored tokens]`, in row-major order of the scored tokens: the packed position of the token
+            before each.
+        rows: batch rows that are laid out.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    segments: Segments
+    predicting: Tensor
+    rows: int
+
+
+def pack(input_ids: Tensor, positions: Tensor, scored: Tensor, *, share_prefix: bool) -> Packing:
+    """Lay the rows of a padded batch end to end.
+
+    Args:
+        input_ids: int64 `[B, T]`.
+        positions: int64 `[B, T]`, each token's place in its row; padding repeats the place before it.
+        scored: bool `[B, T]`, True at real tokens that are scored; never the first of a row.
+        share_prefix: lay out a common start of neighbouring rows once.
+    """
+    device = input_ids.device
+    rows, columns = scored.nonzero(as_tuple=True)
+    place = positions[rows, columns]
+    used_at = torch.zeros(len(input_ids), dtype=torch.int64, device=device)
+    used_at = used_at.scatter_reduce(0, rows, place, "amax") if len(rows) else used_at
+    used = used_at.cpu().numpy()
+    ids = _left_aligned(input_ids, positions, used_at)
+    active = np.flatnonzero(used)
+    shared = np.zeros(len(used), dtype=np.int64)
+    leader = np.arange(len(used))
+    if share_prefix and len(active) > 1:
+        for first, last, length in _runs(_common_starts(ids[active], used[active])):
+            members = active[first:last]
+            shared[members], leader[members] = length, members[0]
+    own_start, prefix_start = np.zeros_like(shared), np.zeros_like(shared)
+    segments = Segments([], [], [], [])
+    spans: list[tuple[int, int, int]] = []  # of the packed axis: row, first place, tokens
+    end = 0
+    for row in active.tolist():
+        prefix = int(shared[row])
+        if prefix and leader[row] == row:
+            _add(segments, end, prefix, 0, 0)
+            spans.append((row, 0, prefix))
+            prefix_start[row] = end
+            end += prefix
+        prefix_start[row] = prefix_start[leader[row]]
+        own_start[row] = end
+        own = int(used[row]) - prefix
+        if own:
+            _add(segments, end, own, int(prefix_start[row]), prefix)
+            spans.append((row, prefix, own))
+            end += own
+    row_of, place_of = _expand(spans)
+    shared_at, own_at, prefix_at = (torch.from_numpy(x).to(device)[rows] for x in (shared, own_start, prefix_start))
+    before = place - 1
+    return Packing(
+        input_ids=torch.from_numpy(ids[row_of, place_of]).to(device),
+        position_ids=torch.from_numpy(place_of).to(device),
+        segments=segments,
+        predicting=torch.where(before < shared_at, prefix_at + before, own_at + before - shared_at),
+        rows=len(active),
+    )
+
+
+def _add(segments: Segments, start: int, length: int, prefix_start: int, prefix_length: int) -> None:
+    segments.starts.append(start)
+    segments.lengths.append(length)
+    segments.prefix_starts.append(prefix_start)
+    segments.prefix_lengths.append(prefix_length)
+
+
+def _left_aligned(input_ids: Tensor, positions: Tensor, used: Tensor) -> np.ndarray:
+    """The used tokens of every row from column 0 on, `[B, most used]`, on the host."""
+    width = int(used.max()) if len(used) else 0
+    # The real tokens: padding repeats the place of the token before it, or has -1.
+    fresh = positions > torch.nn.functional.pad(positions, (1, 0), value=-1)[:, :-1]
+    rows, columns = (fresh & (positions < used[:, None])).nonzero(as_tuple=True)
+    ids = np.zeros((len(input_ids), width), dtype=np.int64)
+    places = positions[rows, columns].cpu().numpy()
+    ids[rows.cpu().numpy(), places] = input_ids[rows, columns].cpu().numpy()
+    return ids
+
+
+def _common_starts(ids: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """How many tokens each row has in common with the next at their start, int64 `[rows - 1]`."""
+    both = np.minimum(used[1:], used[:-1])
+    same = (ids[1:] == ids[:-1]) & (np.arange(ids.shape[1]) < both[:, None])
+    return np.minimum.accumulate(same, axis=1).sum(1)
+
+
+def _runs(common: np.ndarray) -> list[tuple[int, int, int]]:
+    """Cut rows into runs that share their start so that the most tokens are saved.
+
+    Args:
+        common: what each row has in common with the next.
+
+    Returns:
+        `(first row, row after the last, shared tokens)` of each run of two rows or more.
+    """
+    common = np.where(common >= MIN_SHARED_TOKENS, common, 0)
+    count = len(common) + 1
+    saved = np.zeros(count + 1, dtype=np.int64)  # by the best cut of the first i rows
+    cut = np.arange(-1, count)  # where its last run begins
+    for end in range(1, count + 1):
+        saved[end] = saved[end - 1]
+        first = end - 1
+        while first > 0 and common[first - 1]:
+            first -= 1
+        if first == end - 1:
+            continue
+        least = np.minimum.accumulate(common[first : end - 1][::-1])
+        gain = saved[first : end - 1][::-1] + least * np.arange(1, len(least) + 1)
+        best = int(gain.argmax())
+        if gain[best] > saved[end]:
+            saved[end], cut[end] = gain[best], end - 2 - best
+    runs = []
+    end = count
+    while end > 0:
+        first = int(cut[end])
+        if end - first > 1:
+            runs.append((first, end, int(common[first : end - 1].min())))
+        end = first
+    return runs[::-1]
+
+
+def _expand(spans: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Row and place of every packed position."""
+    if not spans:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    rows, firsts, lengths = np.array(spans, dtype=np.int64).T
+    starts = np.cumsum(lengths) - lengths
+    places = np.arange(lengths.sum()) - np.repeat(starts - firsts, lengths)
+    return np.repeat(rows, lengths), places
