@@ -2,7 +2,9 @@
 
     checkpoints/step-00000010/
         config.json, tokenizer files, model.safetensors    a checkpoint folder that `from_pretrained` loads
-        optimizer.safetensors                              optimizer moments by parameter name, and RNG state
+        adapter_config.json, adapter_model.safetensors     in their place where LoRA adapters are trained
+        optimizer.safetensors                              by parameter name: moments, float32 master weights; RNG state
+        reference.safetensors                              the reference model, where it moves
         state.json                                         step, counters, controllers, write-path state
 
 A checkpoint is built under a temporary name, synced and renamed in. A kill at any moment leaves the earlier
@@ -14,8 +16,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +30,8 @@ from rlhf_pipeline.jsonl import sync_file, sync_folder
 
 _NAME = re.compile(r"step-(\d{8})")
 _RNG = "rng/torch"
+_MASTER = "master"
+_WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
 
 
 class SavesPretrained(Protocol):
@@ -39,14 +44,35 @@ class SavesPretrained(Protocol):
         ...
 
 
+@runtime_checkable
+class NamedOptimizer(Protocol):
+    """An optimizer that steps other tensors than the model's parameters; `learner.optimizer.PolicyOptimizer`."""
+
+    inner: torch.optim.Optimizer
+    stepped: dict[str, Tensor]
+    masters: dict[str, Tensor]
+
+    def make_state(self) -> None:
+        """Make the moments and change nothing."""
+        ...
+
+    def copy_from_parameters(self) -> None:
+        """Take the parameters as the masters."""
+        ...
+
+
+Optimizer = torch.optim.Optimizer | NamedOptimizer
+
+
 def save_checkpoint(
     folder: Path,
     step: int,
     *,
     policy: SavesPretrained,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     state: dict[str, Any],
     keep: int,
+    tensors: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> Path:
     """Write `folder/step-XXXXXXXX` and drop all but the newest `keep`.
 
@@ -57,6 +83,7 @@ def save_checkpoint(
         optimizer: its tensors are written by parameter name.
         state: JSON-ready values, given back by `load_checkpoint`.
         keep: how many checkpoints to keep, this one included.
+        tensors: more tensors by name, one file `KEY.safetensors` for each key.
 
     Returns:
         The new checkpoint's folder.
@@ -71,9 +98,12 @@ def save_checkpoint(
         shutil.rmtree(left_over)
     try:
         policy.save_pretrained(temporary)
-        tensors, groups = _optimizer_tensors(optimizer, policy.model)
-        tensors[_RNG] = torch.get_rng_state()
-        save_file(tensors, temporary / "optimizer.safetensors")
+        saved, groups = optimizer_tensors(optimizer, policy.model)
+        saved[_RNG] = torch.get_rng_state()
+        save_file(saved, temporary / "optimizer.safetensors")
+        for name, more in (tensors or {}).items():
+            copies = {key: value.detach().contiguous().clone() for key, value in more.items()}
+            save_file(copies, temporary / f"{name}.safetensors")
         content = json.dumps({"step": step, "param_groups": groups, **state}, indent=1)
         (temporary / "state.json").write_text(content, encoding="utf-8")
         for file in temporary.rglob("*"):
@@ -102,40 +132,83 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
-def load_checkpoint(path: Path, *, policy: SavesPretrained, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def load_checkpoint(path: Path, *, policy: SavesPretrained, optimizer: Optimizer) -> dict[str, Any]:
     """Load weights, optimizer and RNG state in place and return the JSON state.
 
     Raises:
         MissingPathError: a file of the checkpoint is not there.
-        DataError: the checkpoint belongs to another model.
+        DataError: a file is damaged, or the checkpoint belongs to another model.
     """
-    sharded = (path / "model.safetensors.index.json").is_file()
-    for name in (*(() if sharded else ("model.safetensors",)), "optimizer.safetensors", "state.json"):
-        if not (path / name).is_file():
-            raise MissingPathError(
-                f"the checkpoint {path} has no {name}. Delete that folder to resume from the checkpoint before it."
-            )
+    state = read_state(path)  # before anything is changed
+    if not any((path / name).is_file() for name in _WEIGHT_FILES):
+        raise MissingPathError(f"the checkpoint {path} has no model.safetensors. {_instead(path)}")
+    if not (path / "optimizer.safetensors").is_file():
+        raise MissingPathError(f"the checkpoint {path} has no optimizer.safetensors. {_instead(path)}")
     try:
-        _load_weights(path, policy.model)
+        load_weights(path, policy.model)
         tensors = load_file(path / "optimizer.safetensors")
     except SafetensorError as error:
-        raise DataError(
-            f"the checkpoint {path} is damaged: {error}. Delete that folder to resume from the checkpoint before it."
-        ) from error
+        raise DataError(f"the checkpoint {path} is damaged: {error}. {_instead(path)}") from error
     except RuntimeError as error:
         raise DataError(f"the checkpoint {path} belongs to another model: {error}") from error
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     torch.set_rng_state(tensors.pop(_RNG))
-    _load_optimizer(optimizer, policy.model, tensors, state.pop("param_groups"))
+    load_optimizer(optimizer, policy.model, tensors, state.pop("param_groups"))
     return state
 
 
-def _load_weights(path: Path, model: nn.Module) -> None:
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the JSON state of a checkpoint.
+
+    Raises:
+        MissingPathError: it has none.
+        DataError: it is not JSON, or lacks what every checkpoint has.
+    """
+    file = path / "state.json"
+    if not file.is_file():
+        raise MissingPathError(f"the checkpoint {path} has no state.json. {_instead(path)}")
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(
+            f"the checkpoint {path} is damaged: state.json is not JSON ({error}). {_instead(path)}"
+        ) from error
+    if not (isinstance(state, dict) and isinstance(state.get("step"), int) and "param_groups" in state):
+        raise DataError(f"the checkpoint {path} is damaged: state.json lacks step or param_groups. {_instead(path)}")
+    return state
+
+
+def load_tensors(path: Path, name: str) -> dict[str, Tensor] | None:
+    """Return the tensors that `save_checkpoint` was given under a name, or None if there are none.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    file = path / f"{name}.safetensors"
+    if not file.is_file():
+        return None
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise DataError(f"the checkpoint {path} is damaged: {file.name}: {error}. {_instead(path)}") from error
+
+
+def _instead(path: Path) -> str:
+    """Say what to do without a checkpoint."""
+    older = [other.name for other in list_checkpoints(path.parent) if other.name < path.name]
+    if older:
+        return f"Delete that folder to resume from the one before it, {older[-1]}."
+    return "There is no older one: restore it from a copy, or start the run again with --out OTHER_FOLDER."
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
     """Load the weights of a checkpoint folder in place.
 
     Raises:
         RuntimeError: they are those of another model.
     """
+    if hasattr(model, "peft_config"):
+        _load_adapters(path, model)
+        return
     try:
         load_model(model, path / "model.safetensors")
     except (RuntimeError, FileNotFoundError):
@@ -151,36 +224,133 @@ def _load_weights(path: Path, model: nn.Module) -> None:
         model.load_state_dict(loaded.state_dict())
 
 
-def _optimizer_tensors(
-    optimizer: torch.optim.Optimizer, model: nn.Module
-) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Return the optimizer's tensors as `name/moment`, and its groups with parameters by name."""
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    tensors = {
-        f"{name_of[id(parameter)]}/{key}": value.detach().contiguous().clone()
-        for parameter, values in optimizer.state.items()
-        for key, value in values.items()
-    }
+def _load_adapters(path: Path, model: nn.Module) -> None:
+    """Load LoRA adapters in place; the frozen weights are those of the definition."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict  # pyright: ignore[reportMissingImports]
+
+    if not (path / "adapter_model.safetensors").is_file():
+        raise RuntimeError("it has no adapters, and policy.lora_rank is set")
+    saved = load_file(path / "adapter_model.safetensors")
+    wrong = get_peft_model_state_dict(model).keys() ^ saved.keys()
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} adapters do not fit, {sorted(wrong)[0]!r} among them")
+    set_peft_model_state_dict(model, saved)
+
+
+def _parts_of(optimizer: Optimizer, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Tensor]]:
+    """Return the torch optimizer and the tensors that it steps, by parameter name."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer, dict(model.named_parameters())
+    return optimizer.inner, optimizer.stepped
+
+
+def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Return the optimizer's tensors as `name/moment`, and its groups with parameters by name.
+
+    Moments held in a tensor subclass (8 bits) are taken apart: `name/moment/part`. Master weights are `name/master`.
+    """
+    inner, named = _parts_of(optimizer, model)
+    name_of = {id(tensor): name for name, tensor in named.items()}
+    tensors: dict[str, Tensor] = {}
+    for tensor, values in inner.state.items():
+        for key, value in values.items():
+            tensors |= {k: v.clone() for k, v in _plain_tensors(f"{name_of[id(tensor)]}/{key}", value).items()}
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        tensors |= {f"{name}/{_MASTER}": m.detach().cpu().clone() for name, m in optimizer.masters.items()}
     groups = [
-        {key: value for key, value in group.items() if key != "params"}
+        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
         | {"params": [name_of[id(parameter)] for parameter in group["params"]]}
-        for group in optimizer.param_groups
+        for group in inner.param_groups
     ]
     return tensors, groups
 
 
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor], groups: list[dict[str, Any]]
+def _plain_tensors(name: str, value: Any) -> dict[str, Tensor]:
+    """Return a value of an optimizer's state as plain tensors by name."""
+    if not isinstance(value, Tensor):
+        return {name: torch.tensor(value)}
+    flatten: Any = getattr(value, "__tensor_flatten__", None)
+    if flatten is None:
+        return {name: value.detach().contiguous()}
+    found: dict[str, Tensor] = {}
+    for part in flatten()[0]:
+        found |= _plain_tensors(f"{name}/{part}", getattr(value, part))
+    return found
+
+
+def load_optimizer(
+    optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor], groups: list[dict[str, Any]]
 ) -> None:
-    parameters = dict(model.named_parameters())
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+    """Put back what `optimizer_tensors` returned.
+
+    Raises:
+        DataError: the optimizer steps other tensors, or is of another kind.
+    """
+    inner, named = _parts_of(optimizer, model)
+    for group, saved in zip(inner.param_groups, groups, strict=True):
         names = saved.pop("params")
         if len(names) != len(group["params"]):
             raise DataError(f"the checkpoint optimizes {len(names)} parameters; this run has {len(group['params'])}.")
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
+        _update_group(group, saved)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        _load_masters(optimizer, tensors)
+        _fill_state(optimizer, tensors)
+        return
     for key, value in tensors.items():
         name, _, moment = key.rpartition("/")
-        parameter = parameters[name]
+        parameter = named[name]
         # Adam keeps its step count on the CPU whatever the device of the parameter.
         on_parameter = value.to(parameter.device) if value.ndim else value
-        optimizer.state[parameter][moment] = on_parameter
+        inner.state[parameter][moment] = on_parameter
+
+
+def _update_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Load the options of a parameter group; JSON has turned tuples into lists and tensors into numbers."""
+    for key, value in saved.items():
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(value, list) else value
+
+
+@torch.no_grad()
+def _load_masters(optimizer: NamedOptimizer, tensors: dict[str, Tensor]) -> None:
+    optimizer.copy_from_parameters()  # a checkpoint without masters
+    for key in [key for key in tensors if key.endswith(f"/{_MASTER}")]:
+        value, name = tensors.pop(key), key.removesuffix(f"/{_MASTER}")
+        # Where the parameter is float32 itself now, the master has its bits beyond the rounded weight.
+        optimizer.stepped[name].copy_(value)
+
+
+@torch.no_grad()
+def _fill_state(optimizer: NamedOptimizer, tensors: dict[str, Tensor]) -> None:
+    """Load moments into a state that has the optimizer's own form."""
+    inner = optimizer.inner
+    inner.state.clear()
+    if not tensors:
+        return
+    with torch.enable_grad():
+        optimizer.make_state()
+    wanted = set(tensors)
+    for name, tensor in optimizer.stepped.items():
+        if not any(key.startswith(f"{name}/") for key in wanted):
+            inner.state.pop(tensor, None)  # never had a gradient
+            continue
+        values = inner.state[tensor]
+        for moment, value in list(values.items()):
+            for key, part in _plain_tensors(f"{name}/{moment}", value).items():
+                if key not in tensors or tensors[key].shape != part.shape:
+                    raise DataError(
+                        f"the checkpoint's optimizer has no {key} of shape {list(part.shape)}: it was saved under "
+                        "another learn.optimizer. Resume with the recorded one."
+                    )
+                if isinstance(value, Tensor):
+                    part.copy_(tensors[key])
+                else:
+                    values[moment] = type(value)(tensors[key].item())
+                wanted.discard(key)
+    if wanted:
+        raise DataError(
+            f"the checkpoint's optimizer has {sorted(wanted)[0]}, which this one does not: it was saved under another "
+            "learn.optimizer. Resume with the recorded one."
+        )

@@ -32,6 +32,13 @@ Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "dr_grpo"]
 T = TypeVar("T")
 
 
+def _literal_of(hint: Any) -> Any:
+    """Return the `Literal` of `Literal[...] | None`, and any other hint as it is."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return next((option for option in typing.get_args(hint) if typing.get_origin(option) is Literal), hint)
+    return hint
+
+
 class _Checked:
     """Checks every `Literal` field and then the rules of the class, at construction."""
 
@@ -40,7 +47,9 @@ class _Checked:
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
         for item in dataclasses.fields(cast(Any, self)):
-            hint, value = hints[item.name], getattr(self, item.name)
+            hint, value = _literal_of(hints[item.name]), getattr(self, item.name)
+            if value is None and hint is not hints[item.name]:
+                continue
             if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
                 raise DefinitionError(
                     f"{type(self).__name__}.{item.name} is {value!r}."
@@ -54,6 +63,14 @@ class _Checked:
         return []
 
 
+def _lora_rules(rank: int, alpha: float, targets: str) -> list[tuple[bool, str]]:
+    return [
+        (rank >= 0, f"lora_rank is {rank}; it must not be negative."),
+        (0 < alpha < math.inf, f"lora_alpha is {alpha}; it must be above 0 and finite."),
+        (all(name.strip() for name in targets.split(",")), f"lora_targets {targets!r} names no module."),
+    ]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyPolicy(_Checked):
     """A small causal language model made from scratch, with one token per character."""
@@ -63,9 +80,14 @@ class TinyPolicy(_Checked):
     hidden_size: int = 64
     num_layers: int = 2
     num_heads: int = 4
+    lora_rank: int = 0
+    """Rank of LoRA adapters; 0 trains every weight. See `PretrainedPolicy.lora_rank`."""
+    lora_alpha: float = 32.0
+    lora_targets: str = "all-linear"
 
     def _rules(self) -> list[tuple[bool, str]]:
         return [
+            *_lora_rules(self.lora_rank, self.lora_alpha, self.lora_targets),
             (
                 len(set(self.alphabet)) == len(self.alphabet) > 0,
                 f"alphabet {self.alphabet!r} repeats itself or is empty.",
@@ -85,6 +107,18 @@ class PretrainedPolicy(_Checked):
     path: str
     """A folder as `save_pretrained` writes it, or a hub name. Only a hub name touches the network."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the model computes in. With bfloat16 the optimizer keeps float32 master weights."""
+    lora_rank: int = 0
+    """Rank of LoRA adapters, the only weights that are then trained; 0 trains every weight. Needs peft. The model with
+    its adapters off is the reference, so no second model is held."""
+    lora_alpha: float = 32.0
+    """The adapters' output is scaled by `lora_alpha / lora_rank`."""
+    lora_targets: str = "all-linear"
+    """The modules that get an adapter: `all-linear` (all but the head), or names with commas between them, for
+    example `q_proj,v_proj`."""
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        return _lora_rules(self.lora_rank, self.lora_alpha, self.lora_targets)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,14 +222,33 @@ class Learn(_Checked):
     beta1: float = 0.9
     beta2: float = 0.95
     max_grad_norm: float = 1.0
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit` keeps the moments in 8 bits; needs torchao or bitsandbytes."""
+    offload_optimizer: bool = False
+    """Keep master weights and moments in the memory of the host; the step is taken there."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory for a third more work."""
+    reference_every: int = 0
+    """Optimizer steps between two updates of the reference model; 0 keeps it frozen."""
+    reference_rate: float = 1.0
+    """How far an update moves the reference to the policy: 1 copies the policy, 0.01 with `reference_every=1` is an
+    exponential moving average."""
     token_budget: int = 16_384
     """Padded tokens in one forward pass; a step takes as many as it needs."""
+    layout: Literal["padded", "packed", "prefix_shared"] = "padded"
+    """How trajectories share a forward pass: rows of similar length padded to the longest; without padding, one behind
+    the other; or the same with the prompt of a group computed once."""
     stop_at_reward: float | None = None
     """Stop when the mean task reward of `stop_window` rollouts in a row reaches this."""
     stop_window: int = 3
     checkpoint_every: int = 10
     """Optimizer steps between two checkpoints."""
     keep_checkpoints: int = 2
+    peak_flops: float | None = None
+    """What the device can do, in floating-point operations per second, for the metric `mfu`. None takes the data sheet
+    of a known GPU; on a CPU the metric is then left out."""
+    logger: Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"] | None = None
+    """Also send each step's metrics to this logger of TorchRL, which writes under the run folder."""
 
     def _rules(self) -> list[tuple[bool, str]]:
         counts = (
@@ -216,6 +269,16 @@ class Learn(_Checked):
                 f"beta1, beta2 are {self.beta1}, {self.beta2}; not in [0, 1).",
             ),
             (self.max_grad_norm > 0, f"max_grad_norm is {self.max_grad_norm}; it must be above 0."),
+            (self.reference_every >= 0, f"reference_every is {self.reference_every}; it must not be negative."),
+            (0 < self.reference_rate <= 1, f"reference_rate is {self.reference_rate}; it must lie above 0, up to 1."),
+            (
+                self.peak_flops is None or 0 < self.peak_flops < math.inf,
+                f"peak_flops is {self.peak_flops}; it must be above 0 and finite, for example 9.9e14.",
+            ),
+            (
+                not (self.offload_optimizer and self.optimizer == "adamw_8bit"),
+                "offload_optimizer and optimizer=adamw_8bit do not go together; choose one.",
+            ),
             (self.stop_at_reward is None or math.isfinite(self.stop_at_reward), "stop_at_reward is not finite."),
         ]
 
@@ -246,6 +309,11 @@ class Pipeline(_Checked):
             (
                 room is None or room >= rollout,
                 f"buffer.max_trajectories is {room}, and one rollout has {rollout} trajectories. Keep that many.",
+            ),
+            (
+                not (self.learn.reference_every and self.policy.lora_rank),
+                "learn.reference_every moves a reference model, and with policy.lora_rank there is none: the reference "
+                "is the model with its adapters off. Set one of the two to 0.",
             ),
             (
                 callable(self.reward),

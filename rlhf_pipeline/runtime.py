@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from rlhf_pipeline.checkpoint import list_checkpoints
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Learn, Pipeline
 from rlhf_pipeline.errors import RunStorageError
@@ -79,12 +79,6 @@ def run(
                     total_steps=pipeline.learn.steps,
                 )
             )
-            if getattr(pipeline.policy, "dtype", None) == "bfloat16":
-                _tell(
-                    on_event,
-                    "policy.dtype=bfloat16 keeps the weights in bfloat16 too: updates below 1/256 of a weight are "
-                    f"rounded away, which at learn.lr={pipeline.learn.lr} is most of them. Use float32.",
-                )
             reason = _loop(pipeline, parts, progress, run_dir, stop, on_event)
             finished = RunFinished(
                 run_dir=run_dir,
@@ -111,11 +105,9 @@ def _loop(
         parts.buffer.store.flush()
         for name in ("metrics.jsonl", "ledger.jsonl"):
             sync_file(run_dir / name)
-        save_checkpoint(
+        parts.learner.save(
             run_dir / "checkpoints",
             progress.step,
-            policy=parts.policy,
-            optimizer=parts.learner.optimizer,
             state={"progress": vars(progress), "write_path": parts.write_path_state()},
             keep=learn.keep_checkpoints,
         )
@@ -188,7 +180,7 @@ def _restore(run_dir: Path, parts: Parts) -> Progress:
     progress = Progress()
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     if checkpoints:
-        state = load_checkpoint(checkpoints[-1], policy=parts.policy, optimizer=parts.learner.optimizer)
+        state = parts.learner.load(checkpoints[-1])
         progress = Progress(**state["progress"])
         parts.load_write_path_state(state["write_path"])
     return progress

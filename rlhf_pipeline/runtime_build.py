@@ -15,6 +15,8 @@ from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.ledger import Ledger
+from rlhf_pipeline.learner.lora import AdaptersOff, add_adapters
+from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.losses.grpo import GRPOLoss
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.new_model import scratch_policy
@@ -28,10 +30,10 @@ from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """The policy and, where the KL to it matters, a frozen copy of its first weights."""
+    """The policy and, where the KL to it matters, a copy of its first weights, or itself with its adapters off."""
 
     policy: CausalLMPolicy
-    reference: CausalLMPolicy | None
+    reference: CausalLMPolicy | AdaptersOff | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +76,13 @@ def build_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
         MissingPathError: the checkpoint folder is not there.
     """
     policy = _policy(pipeline, seed, device)
+    config = pipeline.policy
+    if config.lora_rank:
+        add_adapters(policy, rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets, seed=seed)
     if pipeline.write.kl_coef == 0 and pipeline.loss.kl_to_ref_coeff == 0:
         return Models(policy=policy, reference=None)
+    if config.lora_rank:
+        return Models(policy=policy, reference=AdaptersOff(policy))
     reference = _policy(pipeline, seed, device)
     reference.requires_grad_(False)
     return Models(policy=policy, reference=reference)
@@ -151,11 +158,21 @@ def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int)
                 ledger=Ledger(run_dir / "ledger.jsonl"),
                 seed=seed,
                 may_be_empty=pipeline.write.zero_variance == "drop",
+                reference=_moving_reference(pipeline, models),
             ),
             kl_reward=kl_reward,
         )
     finally:
         storage.close()
+
+
+def _moving_reference(pipeline: Pipeline, models: Models) -> MovingReference | None:
+    """Return what moves the reference towards the policy, or None where it is frozen or there is none."""
+    learn = pipeline.learn
+    if not learn.reference_every or not isinstance(models.reference, CausalLMPolicy):
+        return None
+    reference, policy = models.reference.model, models.policy.model
+    return MovingReference(reference, policy, every=learn.reference_every, rate=learn.reference_rate)
 
 
 def _kl_reward(config: WritePath) -> KLRewardTransform | None:

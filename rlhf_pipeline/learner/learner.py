@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from rlhf_pipeline import keys
+from rlhf_pipeline.checkpoint import load_checkpoint, load_tensors, save_checkpoint
 from rlhf_pipeline.config import Learn
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.aggregation import contributes, spread_token_weights, step_counts, token_weights
 from rlhf_pipeline.learner.ledger import Ledger
+from rlhf_pipeline.learner.optimizer import PolicyOptimizer
+from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
 from rlhf_pipeline.padding import plan_batches
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
@@ -38,6 +43,7 @@ class Learner:
         ledger: which trajectories entered which step.
         seed: recorded in the ledger.
         may_be_empty: the write path may drop every group of a rollout; such a step counts and changes nothing.
+        reference: moved towards the policy after each step; None where the reference is frozen, or there is none.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -72,6 +78,7 @@ class Learner:
         ledger: Ledger,
         seed: int,
         may_be_empty: bool = False,
+        reference: MovingReference | None = None,
     ) -> None:
         self.policy = policy
         self.loss = loss
@@ -82,13 +89,30 @@ class Learner:
         self.ledger = ledger
         self.seed = seed
         self.may_be_empty = may_be_empty
-        self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in policy.model.parameters() if parameter.requires_grad],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            weight_decay=config.weight_decay,
-        )
+        self.reference = reference
+        if config.activation_checkpointing:
+            policy.checkpoint_activations()
+        self.optimizer = PolicyOptimizer(policy.model, config)
         self._notices: list[str] = []
+
+    def save(self, folder: Path, step: int, *, state: dict[str, Any], keep: int) -> Path:
+        """Write a checkpoint of weights, optimizer and moving reference; see `save_checkpoint`."""
+        tensors = {"reference": self.reference.state_tensors()} if self.reference is not None else None
+        return save_checkpoint(
+            folder, step, policy=self.policy, optimizer=self.optimizer, state=state, keep=keep, tensors=tensors
+        )
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Load what `save` wrote and return its state; see `load_checkpoint`.
+
+        Raises:
+            DataError: the checkpoint is damaged, or of another model.
+        """
+        moved = load_tensors(path, "reference")
+        state = load_checkpoint(path, policy=self.policy, optimizer=self.optimizer)
+        if self.reference is not None and moved is not None:
+            self.reference.load_state_tensors(moved)
+        return state
 
     def take_notices(self) -> list[str]:
         """Return what a person should know about the steps since the last call, and forget it."""
@@ -117,18 +141,18 @@ class Learner:
         if len(row_ids) == 0:
             self._notices.append(f"step {step} has nothing to learn from: every group was without spread and dropped.")
         losses, padding_efficiency = self._accumulate_gradient(row_ids)
-        gradient_norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self.config.max_grad_norm)
+        gradient_norm = self.optimizer.clip(self.config.max_grad_norm)
         if not torch.isfinite(gradient_norm):
+            self.optimizer.zero_grad()
             raise DataError(
                 f"the gradient of step {step} is not finite (norm {float(gradient_norm)}, loss {losses['loss']}); "
                 "the weights were left as they were. Lower learn.lr or learn.max_grad_norm in a new run, or look at "
                 "the trajectories of this step with `rlhf-pipeline show`."
             )
         self._record(step, row_ids, ages, losses["ess"], ledger_fields or {})
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate(step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(self._learning_rate(step))
+        if self.reference is not None:
+            self.reference.after_step(step)
         return {
             "policy_version": version,
             "num_trajectories": len(row_ids),

@@ -446,11 +446,11 @@ class CausalLMPolicy(TensorDictPolicy):
         stream_ids: Sequence[int] | None = None,
     ) -> RaggedCompletions:
         """`generate_groups` with the result in flat arrays: what a store appends without a loop."""
-        engine = SlotEngine(self._parts, num_slots=self.num_slots, eos_token_ids=self.eos_token_ids)
         if self._checkpointing:
             # A layer that recomputes drops the cache.
             self._recompute(False)
         try:
+            engine = SlotEngine(self._parts, num_slots=self.num_slots, eos_token_ids=self.eos_token_ids)
             return self._generate(engine, prompts, group_size, max_new_tokens, temperature, seed, stream_ids)
         finally:
             if self._checkpointing:

@@ -15,7 +15,8 @@ from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.words import count
 from trajectory_store import StoreError
 
-_CHECKPOINT_FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "config.json")
+_WHOLE_MODEL = ("model.safetensors", "optimizer.safetensors", "state.json", "config.json")
+_ADAPTERS = ("adapter_model.safetensors", "optimizer.safetensors", "state.json", "adapter_config.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,11 +126,12 @@ def _check_ahead(metrics: Sequence[Row], ledger: Sequence[Row]) -> Iterator[Find
 def _check_checkpoints(folder: Path) -> Iterator[Finding]:
     found = sorted(folder.glob("step-*"))
     for checkpoint in found:
-        missing = [name for name in _CHECKPOINT_FILES if not (checkpoint / name).is_file()]
+        expected = _ADAPTERS if (checkpoint / "adapter_config.json").is_file() else _WHOLE_MODEL
+        missing = [name for name in expected if not (checkpoint / name).is_file()]
         if missing:
             yield Finding(part="checkpoints", ok=False, text=f"{checkpoint.name} lacks {', '.join(missing)}")
             return
-        for name in ("model.safetensors", "optimizer.safetensors"):
+        for name in expected[:2]:
             problem = _safetensors_problem(checkpoint / name)
             if problem:
                 yield Finding(part="checkpoints", ok=False, text=f"{checkpoint.name}/{name} {problem}")

@@ -91,7 +91,7 @@ def test_a_missing_file_and_another_model_are_explained(tmp_path):
         load_checkpoint(path, policy=holder, optimizer=optimizer_of(holder))
     (path / "model.safetensors").write_bytes(whole)
     (path / "optimizer.safetensors").unlink()
-    with pytest.raises(MissingPathError, match=r"has no optimizer\.safetensors. Delete that folder"):
+    with pytest.raises(MissingPathError, match=r"has no optimizer\.safetensors. There is no older one"):
         load_checkpoint(path, policy=holder, optimizer=optimizer_of(holder))
     shutil.rmtree(path)
     assert list_checkpoints(tmp_path) == []

@@ -1,0 +1,72 @@
+"""LoRA through peft: train small adapters, and score the reference with the adapters off."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+
+
+def add_adapters(policy: CausalLMPolicy, *, rank: int, alpha: float, targets: str, seed: int) -> None:
+    """Freeze a policy's weights and put trainable adapters beside them, in place.
+
+    The adapters' first matrix is drawn from `seed` and their second is zero, so the policy is the same until the first
+    step. Adapters of a bfloat16 model are float32: they are their own master weights. The head gets none, so its
+    weight gradient is never formed.
+
+    Args:
+        policy: its model is wrapped.
+        rank: of the adapters.
+        alpha: their output is scaled by `alpha / rank`.
+        targets: `all-linear`, or names of modules with commas between them.
+        seed: of the first matrices.
+
+    Raises:
+        DefinitionError: peft is not installed, or no module has one of the names.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise DefinitionError(
+            f"policy.lora_rank={rank} needs peft, which cannot be imported ({error}). Install it: pip install peft. "
+            "Or set policy.lora_rank=0 to train every weight."
+        ) from error
+    chosen: Any = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen, lora_dropout=0.0, task_type="CAUSAL_LM")
+    model: Any = policy.model
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.manual_seed(seed)
+        # peft asks transformers by an older name; nobody here can act on that.
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        try:
+            policy.model = get_peft_model(model, config).eval()
+        except ValueError as error:
+            names = sorted(
+                {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+            )
+            raise DefinitionError(
+                f"policy.lora_targets={targets!r}: {error} The linear modules of this model are {', '.join(names)}."
+            ) from error
+
+
+class AdaptersOff:
+    """The reference of a LoRA policy: the same model with its adapters off, so no second copy is held.
+
+    Args:
+        policy: with adapters.
+    """
+
+    def __init__(self, policy: CausalLMPolicy) -> None:
+        self.policy = policy
+
+    @torch.no_grad()
+    def log_probs(self, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None = None) -> Tensor:
+        """Return what `CausalLMPolicy.log_probs` does for the frozen weights, without gradient."""
+        model: Any = self.policy.model
+        with model.disable_adapter():
+            return self.policy.log_probs(input_ids, attention_mask, score_mask)

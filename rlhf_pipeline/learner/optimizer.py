@@ -1,0 +1,171 @@
+"""The optimizer of the learner: float32 master weights, moments in 8 bits or on the host, all of it in checkpoints.
+
+A bfloat16 weight cannot take an update below 1/256 of itself, and RL's updates are smaller. So for a model held in
+bfloat16 the optimizer keeps each weight in float32, sums the gradients of the micro-batches in float32, steps on those
+and rounds the result back. The other way, float32 parameters under autocast, holds about as much (2 bytes of cast
+weights against 2 bytes of rounded ones) but reads twice the bytes per decoded token or casts every weight again per
+step, and samples and scores through two different sets of weights. Here the sampler, the reference and the learner all
+see the same bfloat16 weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_pipeline.config import Learn
+from rlhf_pipeline.errors import DefinitionError
+
+_EIGHT_BIT = (("torchao.optim", "AdamW8bit"), ("bitsandbytes.optim", "AdamW8bit"))
+
+
+class PolicyOptimizer:
+    """AdamW over the trainable parameters of a model.
+
+    Gradients are summed in float32 whatever the parameters are: for a bfloat16 parameter a hook moves each
+    micro-batch's gradient into a float32 buffer as soon as it is complete, and frees it.
+
+    Args:
+        model: its parameters with `requires_grad` are optimized.
+        config: learning rate, betas, weight decay, `optimizer`, `offload_optimizer`.
+
+    Attributes:
+        inner: the torch optimizer.
+        stepped: by parameter name, the tensor that `inner` steps: the parameter, or its master.
+        masters: by parameter name, the float32 master where the parameter is not one itself. Kept in checkpoints.
+
+    Raises:
+        DefinitionError: nothing is trainable, or the 8-bit optimizer's library is not installed.
+
+    >>> model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    >>> _ = model.weight.data.fill_(1.0)
+    >>> optimizer = PolicyOptimizer(model, Learn(lr=1e-3))
+    >>> for _ in range(4):
+    ...     model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+    ...     optimizer.step(1e-3)
+    >>> round(optimizer.masters["weight"].item(), 4), model.weight.item()
+    (0.996, 0.99609375)
+    """
+
+    def __init__(self, model: nn.Module, config: Learn) -> None:
+        self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.named:
+            raise DefinitionError("the model has no trainable parameter: every requires_grad is False.")
+        self.masters: dict[str, Tensor] = {}
+        self._gradients: dict[str, Tensor] = {}
+        for name, parameter in self.named.items():
+            home = torch.device("cpu") if config.offload_optimizer else parameter.device
+            if parameter.dtype in (torch.float32, torch.float64) and parameter.device == home:
+                continue
+            master = parameter.detach().to(device=home, dtype=torch.float32, copy=True)
+            self.masters[name] = master.requires_grad_()
+            parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self._gradients, name))
+        self.stepped: dict[str, Tensor] = {name: self.masters.get(name, p) for name, p in self.named.items()}
+        self.inner = _make(list(self.stepped.values()), config)
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients since the last step, where the parameters are; float32 for those with a master."""
+        found = [self._gradients.get(name) if name in self.masters else p.grad for name, p in self.named.items()]
+        return [gradient for gradient in found if gradient is not None]
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm is at most `max_norm`; return the norm before that, float32 []."""
+        found = self.gradients()
+        norm = torch.nn.utils.get_total_norm(found) if found else torch.zeros(())
+        # As clip_grad_norm_ does it: scaled by 1 where nothing is to be clipped, and no synchronisation on a GPU.
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in found:
+            gradient.mul_(scale.to(gradient.device))
+        return norm
+
+    def step(self, lr: float) -> None:
+        """Take one step at this learning rate, round the masters back to the parameters, and drop the gradients."""
+        self._set_lr([lr] * len(self.inner.param_groups))
+        for name, master in self.masters.items():
+            gradient = self._gradients.get(name)
+            master.grad = None if gradient is None else gradient.to(master.device)
+        self.inner.step()
+        self.copy_to_parameters()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        self.inner.zero_grad(set_to_none=True)
+        self._gradients.clear()
+        for parameter in self.named.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def copy_to_parameters(self) -> None:
+        """Round the masters to the parameters."""
+        for name, master in self.masters.items():
+            self.named[name].copy_(master)
+
+    @torch.no_grad()
+    def copy_from_parameters(self) -> None:
+        """Take the parameters as the masters: after weights were loaded that have none."""
+        for name, master in self.masters.items():
+            master.copy_(self.named[name])
+
+    def make_state(self) -> None:
+        """Make the moments, as a first step does, and change nothing: a checkpoint is then loaded into them."""
+        kept = [(float(group["lr"]), group["weight_decay"]) for group in self.inner.param_groups]
+        self._set_lr([0.0] * len(kept))
+        for group in self.inner.param_groups:
+            group["weight_decay"] = 0.0
+        for tensor in self.stepped.values():
+            tensor.grad = torch.zeros_like(tensor)
+        self.inner.step()
+        self.zero_grad()
+        self._set_lr([lr for lr, _ in kept])
+        for group, (_, weight_decay) in zip(self.inner.param_groups, kept, strict=True):
+            group["weight_decay"] = weight_decay
+
+    def _set_lr(self, values: list[float]) -> None:
+        for group, value in zip(self.inner.param_groups, values, strict=True):
+            if isinstance(group["lr"], Tensor):  # compiled optimizers keep it in a tensor
+                group["lr"].fill_(value)
+            else:
+                group["lr"] = value
+
+
+def _move_gradient(gradients: dict[str, Tensor], name: str, parameter: Tensor) -> None:
+    """Add a finished gradient to its float32 sum and free it."""
+    if parameter.grad is None:
+        return
+    if name in gradients:
+        gradients[name].add_(parameter.grad)
+    else:
+        gradients[name] = parameter.grad.float()
+    parameter.grad = None
+
+
+def _make(tensors: list[Tensor], config: Learn) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "weight_decay": config.weight_decay,
+    }
+    if config.optimizer == "adamw_8bit":
+        return _eight_bit()(tensors, **options)
+    if config.offload_optimizer or all(tensor.is_cuda for tensor in tensors):
+        options["fused"] = True  # one kernel per step; on the host the vectorised one
+    return torch.optim.AdamW(tensors, **options)
+
+
+def _eight_bit() -> Callable[..., torch.optim.Optimizer]:
+    for module, name in _EIGHT_BIT:
+        try:
+            return getattr(importlib.import_module(module), name)
+        except ImportError:
+            continue
+    raise DefinitionError(
+        "learn.optimizer=adamw_8bit needs torchao or bitsandbytes, and neither can be imported. "
+        "Install one: pip install torchao. Or leave learn.optimizer=adamw; --set learn.offload_optimizer=true saves "
+        "more GPU memory and needs nothing."
+    )

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf_pipeline import (
+    Buffer,
+    Collect,
+    CopyDigits,
+    Learn,
+    Pipeline,
+    PretrainedPolicy,
+    TinyPolicy,
+    WritePath,
+    override,
+    token_match,
+)
+from rlhf_pipeline.events import Event, Notice
+from rlhf_pipeline.jsonl import read_rows
+from rlhf_pipeline.policies.new_model import scratch_policy
+from rlhf_pipeline.runtime import run
+
+
+def pipeline(**changes) -> Pipeline:
+    made = Pipeline(
+        name="tiny",
+        policy=TinyPolicy(hidden_size=16, num_layers=2, num_heads=2),
+        prompts=CopyDigits(num_digits=2),
+        reward=token_match,
+        collect=Collect(prompts_per_rollout=3, group_size=4, max_new_tokens=3),
+        write=WritePath(estimator="dr_grpo"),
+        buffer=Buffer(max_staleness=1),
+        learn=Learn(steps=4, updates_per_rollout=2, lr=1e-2, checkpoint_every=2),
+    )
+    for path, text in changes.items():
+        made = override(made, path.replace("__", "."), text)
+    return made
+
+
+def newest(run_dir: Path) -> Path:
+    return max((run_dir / "checkpoints").glob("step-*"))
+
+
+@pytest.fixture
+def in_bfloat16(tmp_path) -> Pipeline:
+    scratch_policy("0123456789=", hidden_size=16, num_layers=2, num_heads=2, seed=0).save_pretrained(tmp_path / "model")
+    policy = PretrainedPolicy(path=str(tmp_path / "model"), dtype="bfloat16")
+    return dataclasses.replace(pipeline(learn__lr="1e-4"), policy=policy)
+
+
+def test_a_bfloat16_run_keeps_float32_masters_and_resumes_bit_for_bit(tmp_path, in_bfloat16):
+    """Weights are saved in bfloat16 and masters in float32, each weight is its master rounded, and a resume is exact."""
+    events: list[Event] = []
+    run(in_bfloat16, run_dir=tmp_path / "straight", on_event=events.append)
+    assert [event for event in events if isinstance(event, Notice)] == []
+    run(override(in_bfloat16, "learn.steps", "3"), run_dir=tmp_path / "run")
+    run(in_bfloat16, run_dir=tmp_path / "run", resume=True)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (newest(tmp_path / "run") / name).read_bytes() == (newest(tmp_path / "straight") / name).read_bytes()
+    weights = load_file(newest(tmp_path / "run") / "model.safetensors")
+    saved = load_file(newest(tmp_path / "run") / "optimizer.safetensors")
+    masters = {name.removesuffix("/master"): value for name, value in saved.items() if name.endswith("/master")}
+    assert {value.dtype for value in masters.values()} == {torch.float32}
+    moved = 0
+    for name, master in masters.items():
+        if name in weights:  # a tied head is saved once
+            assert torch.equal(weights[name], master.bfloat16())
+            moved += int((master != master.bfloat16().float()).sum())
+    assert moved > 0  # what bfloat16 alone would have lost
+
+
+def test_recomputed_activations_give_the_same_run(tmp_path):
+    """With activation checkpointing the weights come out the same, bit for bit on a CPU."""
+    run(pipeline(), run_dir=tmp_path / "kept")
+    run(pipeline(learn__activation_checkpointing="true"), run_dir=tmp_path / "recomputed")
+    files = [newest(tmp_path / name) / "model.safetensors" for name in ("kept", "recomputed")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_moving_reference_is_in_the_checkpoint(tmp_path):
+    """A reference that follows the policy changes what is learned, and a stopped run goes on from where it was."""
+    changes = {"write__kl_coef": "0.5", "learn__updates_per_rollout": "1"}
+    moving = changes | {"learn__reference_every": "1", "learn__reference_rate": "0.5"}
+    run(pipeline(**changes), run_dir=tmp_path / "frozen")
+    run(pipeline(**moving), run_dir=tmp_path / "straight")
+    run(pipeline(**moving, learn__steps="3"), run_dir=tmp_path / "run")
+    run(pipeline(**moving), run_dir=tmp_path / "run", resume=True)
+    found = {
+        name: (newest(tmp_path / name) / "model.safetensors").read_bytes() for name in ("frozen", "straight", "run")
+    }
+    assert found["run"] == found["straight"] != found["frozen"]
+    kl = {
+        name: [row["kl_k1"] for row in read_rows(tmp_path / name / "metrics.jsonl")] for name in ("frozen", "straight")
+    }
+    assert abs(kl["straight"][-1]) < abs(kl["frozen"][-1])
