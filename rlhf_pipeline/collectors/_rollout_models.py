@@ -12,22 +12,11 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.collectors._rollout_views import completion_lengths, end_aligned, start_aligned
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.policies._distortions import OFF, find_distortion
 from rlhf_pipeline.policies._loading import as_id_tuple, end_token_ids
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.torchrl_wrappers import EnginePolicy, as_policy, is_torchrl_wrapper
 
-# Fields of a generation config that change what a token's probability is, and their value when off. Those of a
-# checkpoint (top_k is 50 where nobody says otherwise) would apply wherever a field is left open.
-_OFF: dict[str, Any] = {
-    "top_k": 0, "top_p": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "num_beams": 1,
-    "num_return_sequences": 1, "min_length": 0, "guidance_scale": 1.0,
-}  # fmt: skip
-# The same, for those that are off when None or empty; so a field left open takes the checkpoint's.
-_ABSENT = (
-    "min_new_tokens", "min_p", "top_h", "bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id",
-    "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty", "watermarking_config",
-    "penalty_alpha", "stop_strings", "max_time",
-)  # fmt: skip
 _TOKENS_PER_PASS = 8192
 
 
@@ -62,17 +51,19 @@ class RolloutModel:
     """A model that samples completions and scores tokens.
 
     Args:
-        model: a `CausalLMPolicy`, which samples on its slots, or a model with the `generate` and `forward` of
-            transformers. What can be scored from hidden states is, so that `[B, T, V]` logits never exist; for other
-            models the logits of a few rows at a time are.
+        model: a `CausalLMPolicy`, which samples on its slots (a wrapper of TorchRL becomes one), or a model with the
+            `generate` and `forward` of transformers. What can be scored from hidden states is, so that `[B, T, V]`
+            logits never exist; for other models the logits of a few rows at a time are.
     """
 
     def __init__(self, model: Any) -> None:
+        if is_torchrl_wrapper(model):
+            model = as_policy(model, "RolloutFromModel")
         self.model = model
-        self.is_policy = isinstance(model, CausalLMPolicy)
-        self.policy: CausalLMPolicy | None = model if isinstance(model, CausalLMPolicy) else _scorer(model)
+        self.is_policy = isinstance(model, CausalLMPolicy | EnginePolicy)
+        self.policy: CausalLMPolicy | EnginePolicy | None = model if self.is_policy else _scorer(model)
         defaults = getattr(model, "generation_config", None)
-        self.eos_token_ids = model.eos_token_ids if isinstance(model, CausalLMPolicy) else end_token_ids(model, None)
+        self.eos_token_ids = model.eos_token_ids if self.is_policy else end_token_ids(model, None)
         named = (
             getattr(model, "pad_token_id", None),
             getattr(defaults, "pad_token_id", None),
@@ -104,15 +95,15 @@ class RolloutModel:
                 f"the generation config ends at {as_id_tuple(ends)}, the model at {tuple(self.eos_token_ids)}. "
                 "Set model.generation_config.eos_token_id before the RolloutFromModel is made."
             )
-        for name in (*_OFF, *_ABSENT):
-            value, off = getattr(given, name, None), _OFF.get(name)
-            if value is None and name in _ABSENT and not self.is_policy:
-                value = getattr(own, name, None)
-            if bool(value) if off is None else value not in (None, off):
-                raise DefinitionError(
-                    f"the generation config has {name}={value}, and log-probs would be those of another distribution "
-                    f"than the one sampled from. Set {name}={off}."
-                )
+        found = find_distortion(
+            lambda name: getattr(given, name, None),
+            default_of=None if self.is_policy else lambda name: getattr(own, name, None),
+        )
+        if found is not None:
+            raise DefinitionError(
+                f"the generation config has {found.name}={found.value}, and log-probs would be those of another "
+                f"distribution than the one sampled from. Set {found.name}={found.off}."
+            )
         if self.is_policy:
             temperature = getattr(given, "temperature", None)
             temperature = self.model.temperature if temperature is None else temperature
@@ -144,7 +135,7 @@ class RolloutModel:
         if not len(input_ids):
             return tokens, tokens.new_zeros(0), None
         columns = torch.arange(max_new_tokens, device=input_ids.device)
-        if isinstance(self.model, CausalLMPolicy):
+        if self.is_policy:
             found = self.model.generate_ragged(
                 [row[real].tolist() for row, real in zip(input_ids, mask, strict=True)],
                 max_new_tokens=max_new_tokens,
@@ -189,7 +180,7 @@ class RolloutModel:
         config.pad_token_id = self.pad_token_id
         config.return_dict_in_generate = True
         config.output_scores = config.output_logits = False  # [B, T, V]; tokens are scored afterwards
-        for name, off in _OFF.items():
+        for name, off in OFF.items():
             setattr(config, name, off)
         if sampling.greedy:
             config.top_k = 50  # the default, without effect here; transformers logs a complaint about any other

@@ -6,15 +6,18 @@ import math
 import time
 from dataclasses import dataclass
 from itertools import compress
+from typing import cast
 
 import numpy as np
 import torch
+from torchrl.modules.llm.policies.common import LLMWrapperBase
 
 from rlhf_pipeline.collectors.grading import grade
 from rlhf_pipeline.collectors.trajectories import select, trajectories
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
+from rlhf_pipeline.policies.torchrl_wrappers import EnginePolicy, as_policy, is_torchrl_wrapper
 from rlhf_pipeline.prompts import PromptSource
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.rewards import RewardFunction
@@ -47,7 +50,8 @@ class Collector:
     in the store already is not sampled at all: no prompt is lost or repeated.
 
     Args:
-        policy: samples the completions.
+        policy: samples the completions. A wrapper of TorchRL works too, see `policies.torchrl_wrappers`; around an
+            engine elsewhere (vLLM) a rollout is not a pure function of the seed.
         prompts: a pure source of prompts.
         reward: `(prompt, completion, answer, meta) -> float`; a call that raises fails its trajectory only.
         buffer: its `extend` runs the write path and commits.
@@ -74,7 +78,7 @@ class Collector:
     def __init__(
         self,
         *,
-        policy: CausalLMPolicy,
+        policy: CausalLMPolicy | EnginePolicy | LLMWrapperBase,
         prompts: PromptSource,
         reward: RewardFunction,
         buffer: TrajectoryReplayBuffer,
@@ -82,7 +86,7 @@ class Collector:
         seed: int,
         kl_reward: KLRewardTransform | None = None,
     ) -> None:
-        self.policy = policy
+        self.policy = as_policy(policy, "Collector") if is_torchrl_wrapper(policy) else cast(CausalLMPolicy, policy)
         self.prompts = prompts
         self.reward = reward
         self.buffer = buffer
@@ -111,7 +115,7 @@ class Collector:
         stored_groups, members = np.unique(self.buffer.store.read_scalars("group_id"), return_counts=True)
         missing = ~np.isin(cursors, stored_groups[members >= self.config.group_size])
         if not missing.any():
-            self._observe(cursors)
+            self.observe(cursors)
             return self._summary(rollout, self._stored_rewards(cursors), 0, None, started, from_store=True)
 
         prompts = [self.prompts.prompt(int(cursor), self.seed) for cursor in cursors]
@@ -147,8 +151,12 @@ class Collector:
         error = next((item.error for item in grades if item.error is not None), None)
         return self._summary(rollout, rewards, len(completions.token_ids), error, started, from_store=False)
 
-    def _observe(self, cursors: np.ndarray) -> None:
-        """Advance the KL controller over stored groups as the write path did when it wrote them."""
+    def observe(self, cursors: np.ndarray) -> None:
+        """Advance the KL controller over stored groups as the write path did when it wrote them.
+
+        Args:
+            cursors: int64 [n], the groups' ids.
+        """
         if self.kl_reward is None:
             return
         store = self.buffer.store

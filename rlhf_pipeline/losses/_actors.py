@@ -11,6 +11,7 @@ from torch import nn
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.losses._batch import LossBatch, MaskingStrategy
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.torchrl_wrappers import as_policy, is_torchrl_wrapper
 
 __all__ = ["Actor", "HeadRows", "Scores", "adapt_actor"]
 
@@ -155,7 +156,7 @@ def adapt_actor(actor: Any, *, temperature: float | None, strategy: MaskingStrat
     """Choose how to score with an actor, best first.
 
     1. `hidden_states` and `head_weight` (`CausalLMPolicy`): the head is applied in chunks.
-    2. A transformers model, or a TorchRL wrapper around one: as 1, on the model inside.
+    2. A transformers model, or a TorchRL wrapper around one: as 1, on the model inside, at the wrapper's temperature.
     3. `log_probs(input_ids, attention_mask, score_mask)`.
     4. TorchRL's `get_dist(tensordict)`: full logits.
     5. A module that returns logits [B, T, V].
@@ -163,7 +164,16 @@ def adapt_actor(actor: Any, *, temperature: float | None, strategy: MaskingStrat
     Raises:
         DefinitionError: none of these.
     """
-    if hasattr(actor, "hidden_states") and hasattr(actor, "head_weight"):
+    if is_torchrl_wrapper(actor):
+        policy = as_policy(actor, "GRPOLoss")
+        if isinstance(policy, CausalLMPolicy):
+            return _Policy(policy, temperature)
+        if not isinstance(actor.model, nn.Module):
+            raise DefinitionError(
+                f"GRPOLoss got a {type(actor).__name__} around an engine that gives no gradients. Train a "
+                "CausalLMPolicy and send its weights to the engine."
+            )
+    elif hasattr(actor, "hidden_states") and hasattr(actor, "head_weight"):
         return _Policy(actor, temperature)
     for model in (actor, getattr(actor, "model", None)):
         if isinstance(model, nn.Module) and hasattr(model, "get_output_embeddings"):

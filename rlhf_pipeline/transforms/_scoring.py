@@ -24,17 +24,17 @@ class Scorer(Protocol):
 
 
 def as_scorer(model: Any, owner: str) -> Scorer:
-    """Return a model with `log_probs`; a transformers model is wrapped in a policy.
+    """Return a model with `log_probs`; a transformers model, or a wrapper of TorchRL, is taken as a policy.
 
     Raises:
         DefinitionError: if the model can not score tokens.
     """
     if callable(getattr(model, "log_probs", None)):
         return model
-    if isinstance(model, nn.Module) and hasattr(model, "config"):
-        from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+    from rlhf_pipeline.policies.torchrl_wrappers import as_policy, is_torchrl_wrapper
 
-        return CausalLMPolicy(model)
+    if is_torchrl_wrapper(model) or (isinstance(model, nn.Module) and hasattr(model, "config")):
+        return as_policy(model, owner)
     raise DefinitionError(
         f"{owner} got a {type(model).__name__}, which has no log_probs(input_ids, attention_mask, score_mask). "
         "Pass a CausalLMPolicy or a causal language model of transformers."

@@ -13,6 +13,7 @@ from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDict
 from torch import Tensor, nn
 from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Transform
+from torchrl.modules.llm.policies.common import LLMWrapperBase
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.keys import Key
@@ -22,7 +23,7 @@ from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 
 def is_actor(model: object) -> bool:
     """Whether a model is a probabilistic TensorDict module, and not a policy that scores tokens."""
-    if callable(getattr(model, "log_probs", None)):
+    if callable(getattr(model, "log_probs", None)) or isinstance(model, LLMWrapperBase):
         return False
     return isinstance(model, (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)) or (
         isinstance(model, nn.Module) and callable(getattr(model, "get_dist", None)) and hasattr(model, "in_keys")
