@@ -6,7 +6,7 @@ import asyncio
 import functools
 import importlib
 import os
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -28,6 +28,9 @@ COMMIT_LEVEL = 1
 """zstd level of a commit; tests/benchmarks/bench_store_codec.py is why."""
 SEALED_LEVEL = 3
 """zstd level of a compacted segment."""
+FETCH = 256
+WORTH = 0.85
+"""A chunk that zstd does not make smaller than this stays as it is: reading it back is then a copy."""
 T = TypeVar("T")
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -62,7 +65,7 @@ class Remote:
             self._folder = Path(target)
             return
         self._store = target
-        kind = type(target)
+        kind: type[object] = type(target)
         if kind.__module__.startswith("zarr.storage") and kind.__name__ == "LocalStore":
             self._folder, self._read_only = Path(target.root), bool(target.read_only)
 
@@ -124,6 +127,23 @@ class Remote:
                 return None if found is None else found.to_bytes()
 
         return list(await asyncio.gather(*(one(k) for k in keys)))
+
+    def stream(self, keys: Sequence[str]) -> Iterator[bytes | memoryview | None]:
+        """Get objects one after the other, many on their way at the same time; each is valid until the next.
+
+        Raises:
+            ReadFailedError: the store failed.
+        """
+        if self._folder is None:
+            for first in range(0, len(keys), FETCH):
+                yield from self.get_many(keys[first : first + FETCH])
+            return
+        try:
+            yield from _stream_files(self._folder, keys)
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise ReadFailedError(error.errno, f"reading {keys[0]} failed: {error}", self.where) from error
 
     def get(self, key: str) -> bytes | None:
         """Get one object."""
@@ -212,27 +232,55 @@ class Remote:
             ) from error
 
 
+def _open_files(root: str, keys: Sequence[str], files: list[int]) -> None:
+    """Open files, -1 for one that is not there, and ask the disk for all before the first is waited for."""
+    for key in keys:
+        try:
+            files.append(os.open(f"{root}/{key}", os.O_RDONLY | os.O_CLOEXEC))
+        except _ABSENT:
+            files.append(-1)
+            continue
+        os.posix_fadvise(files[-1], 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+def _close_files(files: list[int]) -> None:
+    for fd in files:
+        if fd >= 0:
+            os.close(fd)
+
+
 def _read_files(folder: Path, keys: Sequence[str]) -> list[bytes | None]:
-    """The contents of files; the disk is asked for all of a wave before the first is waited for."""
     out: list[bytes | None] = []
-    root = str(folder)
     for first in range(0, len(keys), IN_FLIGHT):
         files: list[int] = []
         try:
-            for key in keys[first : first + IN_FLIGHT]:
-                try:
-                    fd = os.open(f"{root}/{key}", os.O_RDONLY | os.O_CLOEXEC)
-                except _ABSENT:
-                    files.append(-1)
-                    continue
-                files.append(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+            _open_files(str(folder), keys[first : first + IN_FLIGHT], files)
             out += [None if fd < 0 else _read_all(fd) for fd in files]
         finally:
-            for fd in files:
-                if fd >= 0:
-                    os.close(fd)
+            _close_files(files)
     return out
+
+
+def _stream_files(folder: Path, keys: Sequence[str]) -> Iterator[memoryview | None]:
+    """The contents of files one after the other, in memory that the next one reuses."""
+    memory = bytearray(1 << 16)
+    for first in range(0, len(keys), IN_FLIGHT):
+        files: list[int] = []
+        try:
+            _open_files(str(folder), keys[first : first + IN_FLIGHT], files)
+            for fd in files:
+                if fd < 0:
+                    yield None
+                    continue
+                size = os.fstat(fd).st_size
+                if size > len(memory):
+                    memory = bytearray(2 * size)
+                view, done = memoryview(memory)[:size], 0
+                while done < size and (count := os.readv(fd, [view[done:]])):
+                    done += count
+                yield view[:done]
+        finally:
+            _close_files(files)
 
 
 def _read_all(fd: int) -> bytes:
@@ -276,52 +324,41 @@ def zstd(level: int = COMMIT_LEVEL) -> _Codec:
     return cast("_Codec", module.Zstd(level=level))
 
 
-def encode(values: npt.NDArray[Any], *, compress: bool) -> bytes:
-    """The chunk of a 1-D array."""
-    return bytes(zstd().encode(values)) if compress else values.tobytes()
+def encode(values: npt.NDArray[Any], *, compress: bool) -> tuple[bytes, bool]:
+    """The chunk of a 1-D array, and whether it is compressed."""
+    if compress:
+        packed = bytes(zstd().encode(values))
+        if len(packed) <= WORTH * values.nbytes:
+            return packed, True
+    return values.tobytes(), False
 
 
-def decode(
-    raw: bytes,
-    dtype: np.dtype[Any],
-    count: int,
-    crc: int,
-    *,
-    compress: bool,
-    key: str,
-    scratch: npt.NDArray[np.uint8] | None = None,
-) -> npt.NDArray[Any]:
-    """Return the values of a chunk after checking them.
+def decode(raw: bytes | memoryview, scratch: npt.NDArray[np.uint8], crc: int, *, key: str) -> npt.NDArray[np.uint8]:
+    """Return the bytes of a chunk's values after checking them: the object's own, or unpacked into `scratch`.
 
     Args:
-        raw: the object.
-        dtype: of the values.
-        count: how many there must be.
+        raw: the object. One as long as its values holds them as they are; any other is a zstd frame.
+        scratch: `[n]` uint8, as long as the values.
         crc: the CRC32C that the commit gives.
-        compress: whether the object is compressed.
         key: its name, for messages.
-        scratch: memory for the values, reused by the caller; without it they get their own.
 
     Raises:
         CorruptionError: the chunk does not hold what was committed.
     """
-    size = count * dtype.itemsize
+    if len(raw) == len(scratch):
+        plain = np.frombuffer(raw, np.uint8)
+        if crc32c(plain) == crc:
+            return plain
     try:
-        if not compress:
-            data = np.frombuffer(raw, np.uint8)
-        elif scratch is not None and len(scratch) >= size:
-            data = scratch[:size]
-            zstd().decode(raw, data)
-        else:
-            data = np.frombuffer(zstd().decode(raw), np.uint8)
+        zstd().decode(raw, scratch)
     except (RuntimeError, ValueError) as error:
         raise CorruptionError(f"object {key} is damaged: it cannot be decompressed ({error}).") from None
-    if len(data) != size or crc32c(data) != crc:
+    if crc32c(scratch) != crc:
         raise CorruptionError(
-            f"object {key} is damaged: its {len(data)} bytes do not have the checksum of its commit. Restore "
+            f"object {key} is damaged: its {len(scratch)} bytes do not have the checksum of its commit. Restore "
             "it from a copy, or leave its trajectories out (verify lists them)."
         )
-    return data.view(dtype)
+    return scratch
 
 
 def chunk_doc(dtype: np.dtype[Any], count: int, dimension: str, fill: Fill, *, compress: bool) -> bytes:

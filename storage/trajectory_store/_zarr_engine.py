@@ -100,7 +100,7 @@ class ZarrEngine:
             cache_dir.mkdir(parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix="trajectory-store-", dir=cache_dir))
         self._cache = Cache(self._folder, cache_bytes)
-        self._catalog = RemoteCatalog(remote, self._cache, compress=root.compress)
+        self._catalog = RemoteCatalog(remote, self._cache)
 
     @property
     def catalog(self) -> Catalog:
@@ -169,7 +169,10 @@ class ZarrEngine:
         catalog.refresh()
         patched = patched_ids(catalog.patches.values())
         moved = 0
-        for group in mergeable(still, patched, schema):
+        groups = mergeable(still, patched, schema)
+        merged = {s.ordinal for group in groups for s in group}
+        groups += [[s] for s in still if s.ordinal not in merged and s.meta.kind == "rows"]
+        for group in groups:
             moved += sum(s.rows for s in group)
             self._merge(schema, group)
             for segment in group:
@@ -242,7 +245,7 @@ class ZarrEngine:
         folder = Path(tempfile.mkdtemp(prefix="trajectory-store-"))
         try:
             cache = Cache(folder, CACHE_BYTES)
-            fresh = RemoteCatalog(self._remote, cache, compress=self._root.compress, warn=False)
+            fresh = RemoteCatalog(self._remote, cache, warn=False)
             report = VerifyReport(Path(self._remote.where), problems=list(fresh.problems))
             damaged: list[Int64Array] = []
             for segment in (*fresh.segments.values(), *fresh.patches.values()):
@@ -262,7 +265,7 @@ class ZarrEngine:
                 continue
             raw = self._remote.get(f"{segment_name(ordinal)}/zarr.json")
             if raw is not None:
-                self._remove(RemoteSegment(self._remote, ordinal, raw, self._cache, compress=False), 0)
+                self._remove(RemoteSegment(self._remote, ordinal, raw, self._cache), 0)
 
     def close(self) -> None:
         """Drop the maps and the cache."""

@@ -8,8 +8,11 @@ file of the same layout as a segment of the memory-mapped backend, so sampling r
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +28,15 @@ from trajectory_store._layout import SegmentMeta, chunk_path, offsets_name, read
 from trajectory_store._ragged import Int64Array
 from trajectory_store._reader import SegmentReader
 from trajectory_store._record import KIND_ROWS, RECORD_DTYPE, crc32c
-from trajectory_store._remote import Remote, decode, zarr_module
+from trajectory_store._remote import Remote, decode
 from trajectory_store._schema import Column
 from trajectory_store._writer import segment_name
+from trajectory_store._zarr_shard import read_sharded
 
 REMOVED = "removed"
 ABANDONED_AFTER_S = 3600.0
-FETCH = 256
+WORKERS = min(4, os.cpu_count() or 1)
+WORTH_A_THREAD = 1 << 23
 WIDEST = 64
 
 
@@ -125,10 +130,9 @@ class RemoteSegment(SegmentReader):
         ordinal: its number.
         raw: its zarr.json.
         cache: where fetched columns go.
-        compress: whether chunks are compressed.
     """
 
-    def __init__(self, remote: Remote, ordinal: int, raw: bytes, cache: Cache, *, compress: bool) -> None:
+    def __init__(self, remote: Remote, ordinal: int, raw: bytes, cache: Cache) -> None:
         self.ordinal = ordinal
         self.folder = cache.folder / segment_name(ordinal)
         self.rows = 0
@@ -141,7 +145,7 @@ class RemoteSegment(SegmentReader):
         self._writable = False
         self._remote = remote
         self._cache = cache
-        self._compress = compress
+        self._lock = threading.Lock()
         self._maps: dict[str, memoryview | PreadBytes] = {}
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._items: dict[str, tuple[memoryview | PreadBytes, memoryview | PreadItems]] = {}
@@ -230,12 +234,15 @@ class RemoteSegment(SegmentReader):
 
         Patches and compacted segments are fetched whole.
         """
-        version = self._version
-        if self._current.get(name) != version:
-            self._cache.touch(self, name, self._fetch(name))
-            self._current[name] = version
-        elif version:
-            self._cache.touch(self, name, 0)
+        fetched = 0
+        if self._current.get(name) != self._version:
+            with self._lock:
+                version = self._version
+                if self._current.get(name) != version:
+                    fetched = self._fetch(name)
+                    self._current[name] = version
+        if self._version:
+            self._cache.touch(self, name, fetched)
         else:
             self._make_file(name)
         return super().raw(name)
@@ -249,36 +256,42 @@ class RemoteSegment(SegmentReader):
         return path
 
     def _fetch(self, name: str) -> int:
-        path, spec = self._make_file(name), self._specs[name]
+        """Fetch what is wanted and not there yet; returns the bytes."""
         wanted = self._wanted.copy()
         done = self._fetched.get(name)
         if done is not None:
             wanted[: len(done)] &= ~done
         commits = [c for c in (self.history[i] for i in np.flatnonzero(wanted).tolist()) if c.n_rows]
-        total = 0
-        with path.open("r+b") as file:
-            for commit, values in self._stream(name, commits):
-                start, values = self._place(name, commit, values)
-                _fs.pwrite(file.fileno(), values.view(np.uint8), start * spec.dtype.itemsize)
-                total += values.nbytes
+        total = sum(self.count(name, c) for c in commits) * self._specs[name].dtype.itemsize
+        with self._make_file(name).open("r+b") as file:
+            workers = min(WORKERS, len(commits), total // WORTH_A_THREAD)
+            if workers < 2:
+                self._land(name, commits, file.fileno())
+            else:
+                with ThreadPoolExecutor(workers) as pool:
+                    jobs = [pool.submit(self._land, name, commits[i::workers], file.fileno()) for i in range(workers)]
+                for job in jobs:
+                    job.result()
         if done is not None:
             wanted[: len(done)] |= done
         self._fetched[name] = wanted
         return total
 
+    def _land(self, name: str, commits: list[Commit], fd: int) -> None:
+        """Get the values of some commits and put them where they belong."""
+        for commit, values in self._stream(name, commits):
+            before = self._before(commit)
+            axis = self._axis(name)
+            start = commit.rows_end - commit.n_rows
+            if axis and before is not None:
+                if name.endswith(".offsets"):  # these count from the start of the segment there
+                    values = values + before.ends[axis]
+                else:
+                    start = before.ends[axis]
+            _fs.pwrite(fd, values.view(np.uint8), start * values.itemsize)
+
     def _before(self, commit: Commit) -> Commit | None:
         return self.history[commit.seq - 1] if commit.seq else None
-
-    def _place(self, name: str, commit: Commit, values: npt.NDArray[Any]) -> tuple[int, npt.NDArray[Any]]:
-        """Where the values of a commit belong; offsets count from the segment's start there."""
-        before = self._before(commit)
-        axis = self._axis(name)
-        if name.endswith(".offsets"):
-            base = before.ends[axis] if before is not None else 0
-            return commit.rows_end - commit.n_rows, values + base
-        if axis:
-            return (before.ends[axis] if before is not None else 0), values
-        return commit.rows_end - commit.n_rows, values
 
     def _axis(self, name: str) -> str:
         if name.endswith(".offsets"):
@@ -302,37 +315,31 @@ class RemoteSegment(SegmentReader):
         return next(self._stream(name, [commit]))[1]
 
     def _stream(self, name: str, commits: list[Commit]) -> Iterator[tuple[Commit, npt.NDArray[Any]]]:
-        """The checked values of an array, commit by commit, gotten many at the same time; valid until the next one."""
+        """The checked values of an array, commit by commit; each is valid until the next."""
         if self.meta.sealed is not None:
             yield from ((c, self._sealed_values(name, c)) for c in commits)
             return
         dtype = self._specs[name].dtype
-        sizes = [self.count(name, c) for c in commits]
-        scratch = np.empty(max(sizes, default=0) * dtype.itemsize, np.uint8)
-        for first in range(0, len(commits), FETCH):
-            some = range(first, min(first + FETCH, len(commits)))
-            keys = [f"{commit_key(self.ordinal, commits[i].seq)}/{name}/c/0" for i in some if sizes[i]]
-            found = dict(zip(keys, self._remote.get_many(keys), strict=True)) if keys else {}
-            for i in some:
-                commit, key = commits[i], f"{commit_key(self.ordinal, commits[i].seq)}/{name}/c/0"
-                raw = found.pop(key, None)
-                if not sizes[i]:
-                    yield commit, np.empty(0, dtype)
-                elif raw is None:
+        sizes = [self.count(name, c) * dtype.itemsize for c in commits]
+        scratch = np.empty(max(sizes, default=0), np.uint8)
+        keys = [f"{commit_key(self.ordinal, c.seq)}/{name}/c/0" for c in commits]
+        found = self._remote.stream([k for k, n in zip(keys, sizes, strict=True) if n])
+        for commit, key, size in zip(commits, keys, sizes, strict=True):
+            values = scratch[:size]
+            if size:
+                raw = next(found)
+                if raw is None:
                     raise CorruptionError(f"object {key} is missing. Restore it from a copy, or refresh().")
-                else:
-                    crc = commit.crc.get(name, -1)
-                    yield (
-                        commit,
-                        decode(raw, dtype, sizes[i], crc, compress=self._compress, key=key, scratch=scratch),
-                    )
+                values = decode(raw, values, commit.crc.get(name, -1), key=key)
+            yield commit, values.view(dtype)
 
     def _sealed_values(self, name: str, commit: Commit) -> npt.NDArray[Any]:
         sealed: Any = self.meta.sealed
         key = f"{sealed['data']}/{name}"
         try:
-            array = zarr_module().open_array(self._remote.store, path=key, mode="r")
-            values: npt.NDArray[Any] = np.ascontiguousarray(array[:])
+            values = read_sharded(self._remote, key, self._specs[name].dtype)
+        except StoreError:
+            raise
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise CorruptionError(f"array {key} cannot be read: {error}") from error
         if len(values) != self.count(name, commit) or crc32c(values.view(np.uint8)) != commit.crc[name]:
@@ -355,17 +362,15 @@ class RemoteCatalog(Catalog):
     Args:
         remote: the object store.
         cache: where fetched columns go.
-        compress: whether chunks are compressed.
         warn: say so when a segment cannot be opened.
     """
 
     mutable_in_place = False
 
-    def __init__(self, remote: Remote, cache: Cache, *, compress: bool, warn: bool = True) -> None:
+    def __init__(self, remote: Remote, cache: Cache, *, warn: bool = True) -> None:
         super().__init__(Path(remote.where), warn=warn)
         self._remote = remote
         self._cache = cache
-        self._compress = compress
         self._removals = 0
         self._gone: set[int] = set()
         self._follow(width=16)
@@ -438,7 +443,7 @@ class RemoteCatalog(Catalog):
 
     def _take_segment(self, ordinal: int, raw: bytes) -> None:
         try:
-            segment = RemoteSegment(self._remote, ordinal, raw, self._cache, compress=self._compress)
+            segment = RemoteSegment(self._remote, ordinal, raw, self._cache)
         except StoreError as error:
             self._note_problem(ordinal, error)
             return
