@@ -64,6 +64,9 @@ def merge_steps(columns: Columns) -> Columns:
     Raises:
         DataError: if the last trajectory is not complete.
     """
+    done = columns.get(DONE)
+    if isinstance(done, Flat) and done.lengths is None and bool(done.values.all()):
+        return columns  # every row ends a trajectory, as is the rule
     ended = ends(columns)
     if ended is None or bool(ended.all()):
         return columns
@@ -135,7 +138,7 @@ def append_data(columns: Columns, schema: Schema, slots: np.ndarray | None = Non
     for key, value in columns.items():
         column = plan.get(key)
         if column is not None:
-            out[column.name] = _array(column, key, value, columns.n)
+            out[column.name] = stored_array(column, key, value, columns.n)
         elif key not in _DERIVED:
             _report_unknown(key, schema)
     if CREATED_AT not in columns and "created_at" in schema:
@@ -208,7 +211,12 @@ def _derive_reward(columns: Columns, schema: Schema) -> None:
         columns[RETURN] = Flat(total.float())
 
 
-def _array(column: Column, key: Key, value: Flat | Text, n: int) -> Any:
+def stored_array(column: Column, key: Key, value: Flat | Text, n: int) -> Any:
+    """What `append` takes for one column.
+
+    Raises:
+        DataError: if the values do not fit the column.
+    """
     if isinstance(value, Text):
         plain = value.plain()
         if not column.is_text:

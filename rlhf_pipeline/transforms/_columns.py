@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.tensorclass import NonTensorData, NonTensorStack
@@ -37,7 +37,7 @@ TOKEN_KEYS: tuple[Key, ...] = (TOKENS, ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS)
 RAGGED_KEYS: tuple[Key, ...] = (*TOKEN_KEYS, REWARD, KL_PENALTY, ADVANTAGE, ATTENTION_MASK)
 """Keys that stay ragged even where every trajectory of a batch has the same length."""
 
-_TREE = attrgetter("_tensordict")
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.bool: np.bool_}
 
 
 @dataclass(slots=True)
@@ -238,27 +238,27 @@ def _from_rows(rows: Sequence[Any]) -> Columns:
 
 def _transpose(rows: Sequence[Any], prefix: tuple[str, ...]) -> Iterator[tuple[Key, list[Any]]]:
     """Yield each key with its leaf of every row. One look at each row's dict, not one `get` per leaf."""
-    plain = set(map(type, rows)) == {TensorDict}
     # `items()` of a TensorDict is a method with checks; its dict is the same thing, ten times faster.
-    entries: list[dict[str, Any]] = list(map(_TREE, rows)) if plain else [entries_of(row) for row in rows]
-    names = tuple(entries[0])
+    plain = set(map(type, rows)) == {TensorDict}
+    entries: list[dict[str, Any]] = [row._tensordict for row in rows] if plain else [entries_of(row) for row in rows]
     # As many keys everywhere, and each of them everywhere: the same keys, in whatever order.
-    if set(map(len, entries)) != {len(names)}:
+    if sum(map(len, entries)) != len(entries[0]) * len(entries):
         _check_same_keys(entries, prefix)
-    try:
-        if len(names) > 1:
-            columns = list(map(list, zip(*map(itemgetter(*names), entries), strict=True)))
-        else:
-            columns = [[entry[name] for entry in entries] for name in names]
-    except KeyError:
-        _check_same_keys(entries, prefix)
-        raise
-    for name, leaves in zip(names, columns, strict=True):
-        leaf = leaves[0]
-        if isinstance(leaf, (Tensor, NonTensorData, NonTensorStack)) or not is_tensor_collection(leaf):
+    for name, leaf in entries[0].items():
+        try:
+            leaves = [entry[name] for entry in entries]
+        except KeyError:
+            _check_same_keys(entries, prefix)
+            raise
+        kind = type(leaf)
+        if kind is Tensor or (kind is not TensorDict and _is_leaf(leaf)):
             yield ((*prefix, name) if prefix else name), leaves
         else:
             yield from _transpose(leaves, (*prefix, name))
+
+
+def _is_leaf(leaf: Any) -> bool:
+    return isinstance(leaf, (Tensor, NonTensorData, NonTensorStack)) or not is_tensor_collection(leaf)
 
 
 def _check_same_keys(entries: Sequence[dict[str, Any]], prefix: tuple[str, ...]) -> None:
@@ -291,7 +291,7 @@ def flatten_leaves(key: Key, column: list[Any], shared: dict[tuple[int, ...], Te
     if not isinstance(first, Tensor):
         return Text(column)
     if first.ndim == 0:
-        return Flat(torch.stack(column))
+        return Flat(_stacked(column))
     if first.ndim == 1:
         try:
             # For one dimension the number of elements is the length, and five times faster to ask for.
@@ -300,7 +300,7 @@ def flatten_leaves(key: Key, column: list[Any], shared: dict[tuple[int, ...], Te
                 return Flat(torch.stack(column))
             lengths = None if shared is None else shared.get(sizes)
             if lengths is None:
-                lengths = torch.tensor(sizes)
+                lengths = torch.from_numpy(np.array(sizes))
                 if shared is not None:
                     shared[sizes] = lengths
             return Flat(torch.cat(column), lengths)
@@ -313,6 +313,15 @@ def flatten_leaves(key: Key, column: list[Any], shared: dict[tuple[int, ...], Te
         return Flat(torch.cat(column), torch.tensor([shape[0] for shape in shapes]))
     counts = torch.tensor([leaf.numel() for leaf in column])
     return Flat(torch.cat([leaf.reshape(-1) for leaf in column]), counts, shapes)
+
+
+def _stacked(column: list[Tensor]) -> Tensor:
+    """Scalars of the rows, `[n]`; as Python numbers they come faster than `torch.stack` makes a view of each."""
+    dtype = _NUMPY.get(column[0].dtype)
+    if dtype is None or not column[0].is_cpu:
+        return torch.stack(column)
+    items = list(map(Tensor.item, column))
+    return torch.from_numpy(np.array(items, dtype)) if len(set(map(type, items))) == 1 else torch.stack(column)
 
 
 def _from_dense(td: TensorDictBase) -> Columns:
