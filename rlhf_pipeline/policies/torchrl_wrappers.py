@@ -16,7 +16,6 @@ outside are refused, see `EnginePolicy`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ import numpy as np
 import torch
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor, nn
-from torchrl.data.llm.history import _CHAT_TEMPLATES
 from torchrl.modules.llm.policies.common import LLMWrapperBase as _TorchRLWrapperBase
 from torchrl.modules.llm.policies.transformers_wrapper import TransformersWrapper
 
@@ -33,6 +31,7 @@ from rlhf_pipeline.policies._distortions import find_distortion
 from rlhf_pipeline.policies._loading import end_token_ids
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.containers import LLMWrapperBase, Masks, Tokens
+from rlhf_pipeline.policies.encoding import tokenizer_with_template
 from rlhf_pipeline.policies.slot_engine import RaggedCompletions
 
 __all__ = ["EnginePolicy", "as_policy", "is_torchrl_wrapper"]
@@ -135,16 +134,8 @@ def _over_weights(wrapper: Any, model: nn.Module) -> CausalLMPolicy:
 
 def _tokenizer(wrapper: Any) -> Any:
     """The wrapper's tokenizer, with the chat template that the wrapper names."""
-    tokenizer = getattr(wrapper, "tokenizer", None)
-    template = getattr(wrapper, "chat_template", None)
-    name = getattr(wrapper, "chat_template_name", None)
-    if template is None and name is not None:
-        template = _CHAT_TEMPLATES[name]
-    if template is None or tokenizer is None:
-        return tokenizer
-    tokenizer = copy.copy(tokenizer)
-    tokenizer.chat_template = template
-    return tokenizer
+    options = {name: getattr(wrapper, name, None) for name in ("chat_template", "chat_template_name")}
+    return tokenizer_with_template(getattr(wrapper, "tokenizer", None), options)
 
 
 class EnginePolicy:

@@ -10,6 +10,8 @@ from torchrl.envs.transforms import Transform
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.keys import LOG_PROBS, REF_LOG_PROBS, TOKENS, Key
+from rlhf_pipeline.padding import Side
+from rlhf_pipeline.policies.encoding import tokenizer_with_template, with_tokens
 from rlhf_pipeline.transforms._columns import Flat, token_level
 from rlhf_pipeline.transforms._groups import read, write
 from rlhf_pipeline.transforms._scoring import as_scorer, per_token, score, scored_positions
@@ -20,9 +22,10 @@ _NAN = float("nan")
 class RetrieveLogProb(Transform):
     """Writes the log-probs of a reference model for every completed trajectory.
 
-    Works from the stored token ids and never from text. Trajectories are sorted by length and scored by token
-    budget; only response positions reach the head; no autograd graph is kept. A batch that has the log-probs
-    already passes unchanged, so each trajectory is scored once.
+    Works from the stored token ids. Only trajectories without any, that exist as chat histories or text, are encoded
+    here, and keep the ids and masks; what a policy sampled never is, as that would change it. Trajectories are sorted
+    by length and scored by token budget; only response positions reach the head; no autograd graph is kept. A batch
+    that has the log-probs already passes unchanged, so each trajectory is scored once.
 
     Positions without a score are NaN on the write path and 0 when called as a forward transform.
 
@@ -32,13 +35,13 @@ class RetrieveLogProb(Transform):
         actor: the same, under the older name.
         log_probs_full_key: where the result goes; `("next", "ref_log_probs", "full")` by default.
         log_prob_key: the same, under the older name.
-        history_key: ignored; a conversation's token ids are stored, and re-tokenizing it would change them.
+        history_key: where conversations are that have no token ids; `("history", "full")` by default.
         assistant_only: score the assistant's tokens only. False scores every token but the first.
-        tokenizer_kwargs: ignored, as nothing is tokenized.
-        tokenizer: ignored, as nothing is tokenized.
+        tokenizer_kwargs: `chat_template` or `chat_template_name` for those; nothing else of it changes tokens here.
+        tokenizer: for those; the model's by default.
         detach: False keeps the graph when called as a forward transform. The write path never does.
         device: where to run the model; None leaves it where it is.
-        padding_side: ignored; the result has the form of the batch.
+        padding_side: of rows encoded here by a model with `pad_output`; else the result has the form of the batch.
         behaviour_model: fills `("log_probs", "full")` where the collector gave none, at its own temperature.
         token_budget: padded tokens of one forward pass.
 
@@ -69,7 +72,7 @@ class RetrieveLogProb(Transform):
         tokenizer: Any = None,
         detach: bool = True,
         device: torch.device | str | None = None,
-        padding_side: str = "left",
+        padding_side: Side = "left",
         behaviour_model: Any = None,
         token_budget: int = 16_384,
     ) -> None:
@@ -79,12 +82,17 @@ class RetrieveLogProb(Transform):
             raise DefinitionError(f"token_budget is {token_budget}; it must be at least 1.")
         out_key = log_probs_full_key or log_prob_key or REF_LOG_PROBS
         super().__init__(in_keys=[TOKENS], out_keys=[out_key])
-        del history_key, tokenizer_kwargs, tokenizer, padding_side
+        # As TorchRL's wrappers: rows that come as text come out padded if the model says so.
+        pads = getattr(model if model is not None else actor, "pad_output", False)
         # Kept out of the submodules: a checkpoint of the buffer must not carry the reference's weights.
         self.__dict__["model"] = as_scorer(model if model is not None else actor, "RetrieveLogProb")
         self.__dict__["behaviour_model"] = (
             None if behaviour_model is None else as_scorer(behaviour_model, "RetrieveLogProb")
         )
+        tokenizer = getattr(self.model, "tokenizer", None) if tokenizer is None else tokenizer
+        self.__dict__["tokenizer"] = tokenizer_with_template(tokenizer, tokenizer_kwargs)
+        self.padding_side: Side | None = padding_side if pads else None
+        self.history_key: Key = ("history", "full") if history_key is None else history_key
         self.log_probs_full_key: Key = out_key
         self.assistant_only = assistant_only
         self.detach = detach
@@ -122,6 +130,8 @@ class RetrieveLogProb(Transform):
         if td.batch_dims == 0:
             stacked = self._fill(lazy_stack([td]), fill=fill, detach=detach)  # pyright: ignore[reportArgumentType]
             return stacked[0]  # pyright: ignore[reportReturnType]
+        if read(td, TOKENS) is None and read(td, self.log_probs_full_key) is None:
+            td = with_tokens(td, self.tokenizer, history_key=self.history_key, padding_side=self.padding_side)
         td = token_level(td)
         out: dict[Key, Flat] = {}
         with torch.set_grad_enabled(not detach and torch.is_grad_enabled()):
@@ -134,7 +144,7 @@ class RetrieveLogProb(Transform):
     def _scores(self, td: TensorDictBase, model: Any, fill: float) -> Flat:
         tokens = per_token(td, TOKENS)
         if tokens is None:
-            raise DataError(f"the batch has no token ids under {TOKENS!r}; text is never tokenized here")
+            raise DataError(f"the batch has no token ids under {TOKENS!r}")
         scored = scored_positions(td, tokens, self.assistant_only)
         values = score(model, tokens, scored, token_budget=self.token_budget, fill=fill, device=self.device)
         return Flat(values, tokens.lengths)

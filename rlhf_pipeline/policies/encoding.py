@@ -1,0 +1,143 @@
+"""Token ids for trajectories that exist as text only: chat histories and strings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+from torchrl.data.llm import History
+from torchrl.data.llm.history import _CHAT_TEMPLATES
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.padding import Side, pad_rows
+from rlhf_pipeline.policies._batches import Key, pad_ids
+from rlhf_pipeline.policies._td_output import history_messages, text_list
+from rlhf_pipeline.policies.chat import encode_chat, encode_prompt, has_generation_markers
+from rlhf_pipeline.policies.containers import ChatHistory, Masks, Text, Tokens
+
+__all__ = ["tokenizer_with_template", "with_tokens"]
+
+_TEMPLATE_OPTIONS = ("chat_template", "chat_template_name")
+# What TorchRL's own defaults say, and what is done here anyway.
+_AS_DONE: dict[str, Any] = {
+    "return_assistant_tokens_mask": True,
+    "tokenize": True,
+    "return_dict": True,
+    "return_tensors": "pt",
+    "add_generation_prompt": False,
+}
+
+
+def tokenizer_with_template(tokenizer: Any, options: Mapping[str, Any] | None) -> Any:
+    """Return a tokenizer with the chat template that TorchRL's `tokenizer_kwargs` name; the given one is not changed.
+
+    Args:
+        tokenizer: of transformers, or None.
+        options: `chat_template`, or the `chat_template_name` of one of TorchRL's templates; `padding` has no effect.
+
+    Raises:
+        DefinitionError: an option that would change the tokens in another way.
+    """
+    given = dict(options or {})
+    template = given.pop("chat_template", None)
+    name = given.pop("chat_template_name", None)
+    given.pop("padding", None)
+    for key, value in given.items():
+        if _AS_DONE.get(key) != value:
+            raise DefinitionError(
+                f"tokenizer_kwargs has {key}={value!r}; conversations are encoded whole, ragged and with the mask of "
+                f"the assistant's tokens. It may name {' or '.join(_TEMPLATE_OPTIONS)}."
+            )
+    if template is None and name is not None:
+        if name not in _CHAT_TEMPLATES:
+            raise DefinitionError(f"chat_template_name is {name!r}; TorchRL has {', '.join(sorted(_CHAT_TEMPLATES))}.")
+        template = _CHAT_TEMPLATES[name]
+    if template is None or tokenizer is None:
+        return tokenizer
+    tokenizer = copy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def with_tokens(
+    tensordict: TensorDictBase,
+    tokenizer: Any | None,
+    *,
+    history_key: Key = ("history", "full"),
+    text_key: Key = ("text", "full"),
+    padding_side: Side | None = None,
+) -> TensorDictBase:
+    """Return the trajectories with token ids and masks, encoded from their histories or their text.
+
+    Only for data that was never sampled as tokens. What a policy sampled has its token ids, and text encoded again
+    gives others. Assistant masks come from the generation markers of the chat template; where it has none, and for
+    plain text, nothing tells the assistant's tokens and no assistant mask is written.
+
+    Args:
+        tensordict: batch size `[B]`.
+        tokenizer: a tokenizer of transformers.
+        history_key: of a `History`, or of a `ChatHistory` whose `full` is read.
+        text_key: of the strings, or of a `Text` whose `full` is read; used where there is no history.
+        padding_side: pads the rows on this side; None leaves them ragged.
+
+    Returns:
+        A lazy stack `[B]` (a TensorDict of the input's kind where padded) with ("tokens", "full"), ("masks",
+        "all_attention_mask") and, if known, ("masks", "all_assistant_mask") beside what was there.
+
+    Raises:
+        DataError: there is neither.
+        DefinitionError: there is no tokenizer, or it has no chat template.
+    """
+    td: Any = tensordict
+    encoded: list[tuple[list[int], list[bool] | None]]
+    history = _value(td, history_key, ChatHistory)
+    if history is not None:
+        chats = [history_messages(row) for row in history.unbind(0)]
+        encoded = [_encode(tokenizer, messages) for messages in chats]
+    else:
+        text = _value(td, text_key, Text)
+        if text is None or not tensordict.batch_size:
+            raise DataError(
+                f"The batch has no token ids under ('tokens', 'full'), no conversation under {history_key!r} and no "
+                f"text under {text_key!r}. Write the token ids of prompt and completion."
+            )
+        encoded = [(encode_prompt(tokenizer, item, as_chat=False), None) for item in text_list(text)]
+    ids = [torch.tensor(row, dtype=torch.int64) for row, _ in encoded]
+    said = [torch.tensor(mask) for _, mask in encoded if mask is not None]
+    if padding_side is not None:
+        batch = pad_ids(ids, padding_side)
+        size, marked = [len(ids)], pad_rows(said, side=padding_side)[0].bool() if said else None
+        masks = Masks(all_attention_mask=batch.attention_mask, all_assistant_mask=marked, batch_size=size)
+        return td.copy().set("tokens", Tokens(full=batch.input_ids, batch_size=size)).set("masks", masks)
+    rows: list[TensorDictBase] = []
+    for i, row in enumerate(td.unbind(0)):
+        real = torch.ones_like(ids[i], dtype=torch.bool)
+        masks = Masks(all_attention_mask=real, all_assistant_mask=said[i] if said else None)
+        rows.append(cast(TensorDictBase, row).copy().set("tokens", Tokens(full=ids[i])).set("masks", masks))
+    return lazy_stack(rows)
+
+
+def _encode(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool] | None]:
+    if has_generation_markers(tokenizer):
+        return encode_chat(tokenizer, messages)
+    if getattr(tokenizer, "chat_template", None) is None:
+        return encode_chat(tokenizer, messages)  # says what is missing
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    return [int(i) for i in ids], None
+
+
+def _value(td: Any, key: Key, container: type) -> Any:
+    """The conversations or strings under a key; a container there, or none around them, is as good."""
+    value = td
+    for name in (key,) if isinstance(key, str) else key:
+        if isinstance(value, container):
+            value = getattr(value, name, None)
+        elif isinstance(value, TensorDictBase):
+            value = cast(Any, value).get(name, None)
+    if isinstance(value, container):
+        value = cast(Any, value).full
+    wanted = isinstance(value, History) if container is ChatHistory else not isinstance(value, torch.Tensor)
+    return value if wanted else None
