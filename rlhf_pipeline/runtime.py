@@ -16,6 +16,7 @@ from rlhf_pipeline.config import Learn, Pipeline
 from rlhf_pipeline.errors import RunStorageError
 from rlhf_pipeline.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
 from rlhf_pipeline.jsonl import sync_file
+from rlhf_pipeline.learner.loggers import with_logger
 from rlhf_pipeline.run_lock import run_lock
 from rlhf_pipeline.run_progress import MetricsFile, Progress, replaced
 from rlhf_pipeline.run_record import check_folder, check_unchanged, make_record, write_record
@@ -71,6 +72,7 @@ def run(
         write_record(run_dir, record)
         with build_parts(pipeline, models, run_dir=run_dir, seed=seed) as parts, stop_on_signals() as stop:
             progress = _restore(run_dir, parts)
+            on_event = with_logger(pipeline.learn.logger, run_dir, on_event)
             on_event(
                 RunStarted(
                     run_dir=run_dir,

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
 from rlhf_pipeline import keys
 from rlhf_pipeline.checkpoint import load_checkpoint, load_tensors, save_checkpoint
 from rlhf_pipeline.config import Learn
-from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.functional.aggregation import contributes, spread_token_weights, step_counts, token_weights
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.functional.aggregation import spread_token_weights
+from rlhf_pipeline.learner._plan import StepPlan, plan_step
 from rlhf_pipeline.learner.ledger import Ledger
+from rlhf_pipeline.learner.metrics import ModelCost, StepMeter, data_metrics, known_peak_flops, loss_metrics
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
-from rlhf_pipeline.padding import plan_batches
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 
@@ -40,7 +41,7 @@ class Learner:
         config: optimizer and token budget.
         max_staleness: largest age, in optimizer steps, of a trajectory that is learned from.
         max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
-        ledger: which trajectories entered which step.
+        ledger: which trajectories entered which step; None records nothing and leaves the store as it is (a replay).
         seed: recorded in the ledger.
         may_be_empty: the write path may drop every group of a rollout; such a step counts and changes nothing.
         reference: moved towards the policy after each step; None where the reference is frozen, or there is none.
@@ -75,7 +76,7 @@ class Learner:
         config: Learn,
         max_staleness: int,
         max_completion_tokens: int,
-        ledger: Ledger,
+        ledger: Ledger | None,
         seed: int,
         may_be_empty: bool = False,
         reference: MovingReference | None = None,
@@ -86,14 +87,32 @@ class Learner:
         self.config = config
         self.max_staleness = max_staleness
         self.max_completion_tokens = max_completion_tokens
-        self.ledger = ledger
+        self._ledger = ledger
         self.seed = seed
         self.may_be_empty = may_be_empty
         self.reference = reference
         if config.activation_checkpointing:
             policy.checkpoint_activations()
+        policy.scoring_layout = config.layout
         self.optimizer = PolicyOptimizer(policy.model, config)
+        self.cost = ModelCost.of(policy)
+        self.peak_flops = config.peak_flops or known_peak_flops(policy.device, policy.head_weight.dtype)
         self._notices: list[str] = []
+
+    @property
+    def ledger(self) -> Ledger:
+        """Which trajectories entered which step.
+
+        Raises:
+            DefinitionError: the learner was made without one.
+        """
+        if self._ledger is None:
+            raise DefinitionError("this learner records nothing: it was made with ledger=None.")
+        return self._ledger
+
+    @ledger.setter
+    def ledger(self, ledger: Ledger | None) -> None:
+        self._ledger = ledger
 
     def save(self, folder: Path, step: int, *, state: dict[str, Any], keep: int) -> Path:
         """Write a checkpoint of weights, optimizer and moving reference; see `save_checkpoint`."""
@@ -132,15 +151,22 @@ class Learner:
         Raises:
             DataError: no graded trajectory is fresh enough.
         """
-        started = time.perf_counter()
-        version = step - 1
+        meter = StepMeter(self.policy.device)
+        store, version = self.buffer.store, step - 1
         if row_ids is None:
-            row_ids, ages = self._fresh_rows(version)
+            row_ids, ages = self.fresh_rows(version)
         else:
-            ages = version - self.buffer.store.read_scalars("policy_version", row_ids)
+            ages = version - store.read_scalars("policy_version", row_ids)
         if len(row_ids) == 0:
             self._notices.append(f"step {step} has nothing to learn from: every group was without spread and dropped.")
-        losses, padding_efficiency = self._accumulate_gradient(row_ids)
+        plan = plan_step(
+            store,
+            row_ids,
+            loss=self.loss,
+            config=self.config,
+            max_completion_tokens=self.max_completion_tokens,
+        )
+        losses = loss_metrics(self._accumulate_gradient(plan))
         gradient_norm = self.optimizer.clip(self.config.max_grad_norm)
         if not torch.isfinite(gradient_norm):
             self.optimizer.zero_grad()
@@ -149,100 +175,91 @@ class Learner:
                 "the weights were left as they were. Lower learn.lr or learn.max_grad_norm in a new run, or look at "
                 "the trajectories of this step with `rlhf-pipeline show`."
             )
-        self._record(step, row_ids, ages, losses["ess"], ledger_fields or {})
+        if self._ledger is not None:
+            store.update(row_ids, use_count=store.read_scalars("use_count", row_ids) + 1)
+            self._record(self._ledger, step, row_ids, ages, losses["ess"], ledger_fields or {})
         self.optimizer.step(self._learning_rate(step))
         if self.reference is not None:
             self.reference.after_step(step)
+        self._notices += self.policy.layout_notices()
         return {
             "policy_version": version,
             "num_trajectories": len(row_ids),
-            "watermark": self.buffer.store.watermark,
+            "watermark": store.watermark,
             **losses,
-            "padding_efficiency": padding_efficiency,
+            **data_metrics(store, row_ids, ages),
+            "padding_efficiency": plan.padding_efficiency,
             "grad_norm": float(gradient_norm),
             "lr": self._learning_rate(step),
-            "staleness": float(ages.mean()) if len(ages) else None,
-            "update_s": time.perf_counter() - started,
+            **meter.metrics(self.cost, plan.lengths[plan.useful], plan.scored[plan.useful], peak_flops=self.peak_flops),
         }
 
-    def _fresh_rows(self, version: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of the trajectories to learn from, in order, and their ages in optimizer steps."""
+    def fresh_rows(self, version: int, *, watermark: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Choose what a step learns from: a pure function of the weights' version and what the store held.
+
+        Args:
+            version: optimizer steps behind the weights.
+            watermark: see the store as it was at this watermark; None is now.
+
+        Returns:
+            The row ids of the trajectories, int64 [n], in order, and their ages in optimizer steps, int64 [n].
+
+        Raises:
+            DataError: no graded trajectory is fresh enough.
+        """
         store = self.buffer.store
-        versions = store.read_scalars("policy_version")
+        seen = store.ids()
+        if watermark is not None:
+            seen = seen[: max(len(seen) - (store.watermark - watermark), 0)]
+        versions = store.read_scalars("policy_version", seen)
         ages = version - versions
         # A NaN reward marks a trajectory whose reward call failed: stored, never learned from.
-        usable = (ages >= 0) & (ages <= self.max_staleness) & np.isfinite(store.read_scalars("task_reward"))
+        usable = (ages >= 0) & (ages <= self.max_staleness) & np.isfinite(store.read_scalars("task_reward", seen))
         if not usable.any() and not self.may_be_empty:
             raise DataError(
                 f"no graded trajectory is younger than {self.max_staleness + 1} optimizer steps at policy version "
                 f"{version}; the store holds {len(versions)}. Collect first, or raise buffer.max_staleness."
             )
-        row_ids = store.ids()[usable]
+        row_ids = seen[usable]
         # In the order of the trajectories' ids, each once: of one that was sampled again, the newest row.
-        _, from_the_end = np.unique(store.read_scalars("trajectory_id")[usable][::-1], return_index=True)
+        _, from_the_end = np.unique(store.read_scalars("trajectory_id", row_ids)[::-1], return_index=True)
         order = len(row_ids) - 1 - from_the_end
         return row_ids[order], ages[usable][order]
 
-    def _accumulate_gradient(self, row_ids: np.ndarray) -> tuple[dict[str, float | None], float | None]:
-        """Run forward and backward over the step's trajectories in micro-batches of similar length.
+    def _accumulate_gradient(self, plan: StepPlan) -> GRPOLossOutput | None:
+        """Run forward and backward over the step's micro-batches; return the loss of the whole step.
 
-        Returns:
-            The losses and diagnostics of the whole step, and the share of real tokens among the processed ones.
+        None where nothing has a gradient: every group was without spread, and the step counts all the same.
         """
-        if len(row_ids) == 0:
-            return _as_metrics(None), None
-        store, loss = self.buffer.store, self.loss
-        total = torch.from_numpy(store.lengths("input_ids", row_ids))
-        completion = torch.from_numpy(self._scored_tokens(row_ids))
-        weights = token_weights(
-            completion,
-            loss.aggregation,
-            counts=step_counts(completion),
-            max_completion_tokens=self.max_completion_tokens,
-        )
-        advantages = torch.from_numpy(store.read_scalars("advantage", row_ids))
-        useful = contributes(
-            advantages, kl_loss=loss.kl_to_ref_coeff is not None, entropy_bonus=loss.entropy_bonus
-        ).nonzero()[:, 0]
-        device = next(self.policy.model.parameters()).device
-        outputs: list[GRPOLossOutput] = []
-        padded_tokens = 0
-        longest = int(total[useful].max()) if len(useful) else 0
-        if longest > self.config.token_budget:
+        if plan.longest > self.config.token_budget:
             self._notices.append(
-                f"a trajectory of {longest} tokens is above learn.token_budget={self.config.token_budget}; it takes a "
-                "forward pass of its own."
+                f"a trajectory of {plan.longest} tokens is above learn.token_budget={self.config.token_budget}; it "
+                "takes a forward pass of its own."
             )
-        for rows in plan_batches(total[useful], max(self.config.token_budget, longest)):
-            chosen = useful[rows]
-            batch = self.buffer.read(row_ids[chosen.numpy()]).to(device)
-            mask = batch[keys.ASSISTANT_MASK]
-            batch[keys.LOSS_WEIGHT] = spread_token_weights(weights[chosen].to(device), mask)
-            output = loss(batch)
+        outputs: list[GRPOLossOutput] = []
+        for chosen in plan.batches:
+            output = self.loss(self._micro_batch(plan, chosen))
             output.total_loss().backward()
             outputs.append(output)
-            padded_tokens += mask.numel()
-        store.update(row_ids, use_count=store.read_scalars("use_count", row_ids) + 1)
-        if not outputs:  # every group without spread: nothing to learn from, and the step counts all the same
-            return _as_metrics(None), None
-        return _as_metrics(GRPOLossOutput.merge(outputs)), float(total[useful].sum()) / padded_tokens
+        return GRPOLossOutput.merge(outputs) if outputs else None
 
-    def _scored_tokens(self, row_ids: np.ndarray) -> np.ndarray:
-        """Return how many tokens of each trajectory the policy produced and has a finite log-prob of, int64 [n].
-
-        Counted from the mask and not from the prompt's length: a trajectory of several turns has tokens of others in
-        between.
-        """
-        masks = self.buffer.store.read_ragged("assistant_mask", row_ids)
-        log_probs = self.buffer.store.read_ragged("log_probs", row_ids)
-        ends = np.cumsum(masks.values.astype(bool) & np.isfinite(log_probs.values))
-        at_row_ends = np.concatenate([[0], ends])[masks.offsets]
-        return np.diff(at_row_ends)
+    def _micro_batch(self, plan: StepPlan, chosen: torch.Tensor) -> TensorDict:
+        """Read a micro-batch, with its loss weights, to where the policy is."""
+        batch: Any = self.buffer.read(plan.row_ids[chosen.numpy()]).to(self.policy.device)
+        weights = plan.weights[chosen].to(self.policy.device)
+        batch[keys.LOSS_WEIGHT] = spread_token_weights(weights, batch[keys.ASSISTANT_MASK])
+        return batch
 
     def _record(
-        self, step: int, row_ids: np.ndarray, ages: np.ndarray, ess: float | None, more: Mapping[str, object]
+        self,
+        ledger: Ledger,
+        step: int,
+        row_ids: np.ndarray,
+        ages: np.ndarray,
+        ess: float | None,
+        more: Mapping[str, object],
     ) -> None:
-        as_before = self.ledger.record(
+        as_before = ledger.record(
             {
                 "step": step,
                 "row_ids": row_ids.tolist(),
@@ -266,12 +283,3 @@ class Learner:
         return (
             self.config.lr * min(1.0, step / self.config.warmup_steps) if self.config.warmup_steps else self.config.lr
         )
-
-
-def _as_metrics(output: GRPOLossOutput | None) -> dict[str, float | None]:
-    """Return what a metrics line holds of the loss; every name is there, None where there is no figure."""
-    fields = {name: name for name in ("loss_objective", "clip_fraction", "clip_fraction_low", "clip_fraction_high")}
-    fields |= {name: name for name in ("kl_approx", "kl_to_ref", "entropy", "ess_sequence")} | {"ess": "ESS"}
-    values = {name: getattr(output, field, None) for name, field in fields.items()}
-    loss = output.total_loss() if output is not None else None
-    return {name: None if value is None else float(value) for name, value in {"loss": loss, **values}.items()}

@@ -37,7 +37,8 @@ def add_adapters(policy: CausalLMPolicy, *, rank: int, alpha: float, targets: st
             "Or set policy.lora_rank=0 to train every weight."
         ) from error
     chosen: Any = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen, lora_dropout=0.0, task_type="CAUSAL_LM")
+    scale: Any = alpha  # annotated int there, and used as a number
+    config = LoraConfig(r=rank, lora_alpha=scale, target_modules=chosen, lora_dropout=0.0, task_type="CAUSAL_LM")
     model: Any = policy.model
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(seed)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
 from rlhf_pipeline import GRPOLoss, Learn, MCAdvantage, TrajectoryReplayBuffer
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.policies.new_model import scratch_policy
@@ -121,3 +123,34 @@ def test_groups_without_spread_take_a_step_without_gradient(make_learner):
     assert metrics["num_trajectories"] == 2
     assert metrics["padding_efficiency"] is None
     assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("layout", ["packed", "prefix_shared"])
+def test_layouts_do_not_change_what_is_learned(make_learner, layout):
+    """Rows end to end, or with a group's prompt computed once: the loss and the gradient of padded rows."""
+    losses, norms = [], []
+    for name in ("padded", layout):
+        learner = make_learner(24)
+        learner.config = dataclasses.replace(learner.config, layout=name)
+        learner.policy.scoring_layout = name
+        learner.buffer.extend(lazy_stack(TURNS))
+        metrics = learner.step(1)
+        losses.append(metrics["loss"])
+        norms.append(metrics["grad_norm"])
+        assert learner.take_notices() == []
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert metrics["padding_efficiency"] >= 1.0
+
+
+def test_a_learner_without_a_ledger_records_nothing(make_learner):
+    """For a replay: the step is computed, and neither ledger nor use counts change."""
+    learner = make_learner(4096)
+    learner.buffer.extend(lazy_stack(TURNS))
+    path = learner.ledger.path
+    learner.ledger = None
+    assert learner.step(1)["num_trajectories"] == 4
+    assert not path.exists()
+    assert learner.buffer.store.read_scalars("use_count").tolist() == [0, 0, 0, 0]
+    with pytest.raises(DefinitionError, match="records nothing"):
+        _ = learner.ledger

@@ -53,7 +53,7 @@ def in_bfloat16(tmp_path) -> Pipeline:
 
 
 def test_a_bfloat16_run_keeps_float32_masters_and_resumes_bit_for_bit(tmp_path, in_bfloat16):
-    """Weights are saved in bfloat16 and masters in float32, each weight is its master rounded, and a resume is exact."""
+    """Weights are saved in bfloat16, masters in float32, each weight is its master rounded, and a resume is exact."""
     events: list[Event] = []
     run(in_bfloat16, run_dir=tmp_path / "straight", on_event=events.append)
     assert [event for event in events if isinstance(event, Notice)] == []

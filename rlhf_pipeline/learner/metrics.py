@@ -1,0 +1,249 @@
+"""What a step's line of metrics says, beside what the loss itself reports."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlhf_pipeline.losses.grpo import GRPOLossOutput
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from trajectory_store import TrajectoryStore
+
+Metrics = dict[str, float | int | None]
+
+PEAK_FLOPS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+"""Dense bfloat16 operations per second by part of the device's name, from the makers' data sheets."""
+
+_LOSS_FIELDS = {
+    "loss_objective": "loss_objective",
+    "loss_entropy": "loss_entropy",
+    "loss_kl_to_ref": "loss_kl_to_ref",
+    "clip_fraction": "clip_fraction",
+    "clip_fraction_low": "clip_fraction_low",
+    "clip_fraction_high": "clip_fraction_high",
+    "kl_approx": "kl_approx",
+    "kl_to_ref": "kl_to_ref",
+    "kl_to_inference": "kl_to_inference",
+    "entropy": "entropy",
+    "ess_sequence": "ess_sequence",
+    "ess": "ESS",
+}
+
+
+def loss_metrics(output: GRPOLossOutput | None) -> Metrics:
+    """Return what a metrics line holds of the loss; every name is there, None where there is no figure."""
+    values = {name: getattr(output, field, None) for name, field in _LOSS_FIELDS.items()}
+    loss = output.total_loss() if output is not None else None
+    found = {name: None if value is None else float(value) for name, value in {"loss": loss, **values}.items()}
+    # A share of at most 1 that is formed from float32 sums may end a rounding above it.
+    return found | {name: min(share, 1.0) for name in ("ess", "ess_sequence") if (share := found[name]) is not None}
+
+
+def data_metrics(store: TrajectoryStore, row_ids: np.ndarray, ages: np.ndarray) -> Metrics:
+    """Return what the step's trajectories are like.
+
+    `advantage_std`: standard deviation over the trajectories. `staleness`, `staleness_max`: ages in optimizer steps.
+    `use_count`, `use_count_max`: steps that have used the trajectories, this one included. `kl_k1`, `kl_k2`, `kl_k3`:
+    the behaviour policy against the reference, mean over the policy's tokens, in nats; None where no reference
+    log-probs are stored.
+    """
+    if len(row_ids) == 0:
+        names = ("advantage_std", "staleness", "staleness_max", "use_count", "use_count_max", "kl_k1", "kl_k2", "kl_k3")
+        return dict.fromkeys(names)
+    uses = store.read_scalars("use_count", row_ids)
+    return {
+        "advantage_std": float(np.std(store.read_scalars("advantage", row_ids), dtype=np.float64)),
+        "staleness": float(ages.mean()),
+        "staleness_max": int(ages.max()),
+        "use_count": float(uses.mean()),
+        "use_count_max": int(uses.max()),
+        **_kl_metrics(store, row_ids),
+    }
+
+
+def _kl_metrics(store: TrajectoryStore, row_ids: np.ndarray) -> Metrics:
+    names = ("kl_k1", "kl_k2", "kl_k3")
+    if not bool(store.present("ref_log_probs", row_ids).any()):
+        return dict.fromkeys(names)
+    log_probs, reference, mask = (
+        store.read_ragged(name, row_ids).values for name in ("log_probs", "ref_log_probs", "assistant_mask")
+    )
+    gap = log_probs.astype(np.float64) - reference
+    gap = gap[mask.astype(bool) & np.isfinite(gap)]
+    if gap.size == 0:
+        return dict.fromkeys(names)
+    return {
+        "kl_k1": float(gap.mean()),
+        "kl_k2": float(np.square(gap).mean() / 2),
+        "kl_k3": float((np.exp(np.clip(-gap, None, 20.0)) - 1 + gap).mean()),
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCost:
+    """What the forward and backward pass of a model cost, in floating-point operations.
+
+    Each matmul weight costs 2 per token forward, 2 for the gradient of its input and 2 for its own gradient, which a
+    frozen weight (LoRA) does not have. Attention costs `4 * width * T^2` per layer forward, half of it under a causal
+    mask, and twice that backward. The head is counted on the scored tokens only, which is where it is computed:
+
+        flops = (6 trained + 4 frozen) * tokens + head_factor * head * scored + 6 * layers * width * sum_i T_i^2
+
+    Recomputation (activation checkpointing, a head that forms its logits twice) is not counted.
+
+    Attributes:
+        trained: matmul weights of the trunk that are trained. Of a mixture of experts, the routed share.
+        frozen: those that are not.
+        head: weights of the head.
+        head_factor: 6, or 4 where it is frozen.
+        layers: attention layers.
+        width: heads times head size.
+    """
+
+    trained: int
+    frozen: int
+    head: int
+    head_factor: int
+    layers: int
+    width: int
+
+    @classmethod
+    def of(cls, policy: CausalLMPolicy) -> ModelCost:
+        """Count the weights of a policy."""
+        model: Any = policy.model
+        core = model.get_base_model() if hasattr(model, "get_base_model") else model
+        config = core.config.get_text_config(decoder=True)
+        heads, head_size = (getattr(config, name, None) for name in ("num_attention_heads", "head_dim"))
+        width = int(config.hidden_size)
+        if isinstance(heads, int) and isinstance(head_size, int):
+            width = heads * head_size
+        routed = getattr(config, "num_experts_per_tok", None)
+        head = policy.head_weight
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        counts = {True: 0, False: 0}
+        for parameter in model.parameters():
+            if parameter is head or id(parameter) in tables or parameter.ndim < 2:
+                continue
+            share = routed / parameter.shape[0] if routed and parameter.ndim == 3 else 1
+            counts[parameter.requires_grad] += int(parameter.numel() * share)
+        return cls(
+            trained=counts[True],
+            frozen=counts[False],
+            head=head.numel(),
+            head_factor=6 if head.requires_grad else 4,
+            layers=int(config.num_hidden_layers),
+            width=width,
+        )
+
+    def flops(self, lengths: Tensor, scored: Tensor) -> float:
+        """Operations of one forward and backward pass over sequences.
+
+        Args:
+            lengths: int64 [n], real tokens.
+            scored: int64 [n], tokens that the head is applied for.
+        """
+        n = lengths.double()
+        trunk = (6.0 * self.trained + 4.0 * self.frozen) * n.sum()
+        head = float(self.head_factor) * self.head * scored.double().sum()
+        return float(trunk + head + 6.0 * self.layers * self.width * n.square().sum())
+
+
+def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the data sheet's operations per second of a known GPU for bfloat16; None elsewhere."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((PEAK_FLOPS[part] for part in sorted(PEAK_FLOPS, key=len, reverse=True) if part in name), None)
+
+
+def measured_peak_flops(device: torch.device, dtype: torch.dtype, *, size: int = 8192, seconds: float = 1.0) -> float:
+    """Return the operations per second of large square matmuls on a device: a peak that a program can reach.
+
+    Args:
+        device: where.
+        dtype: of the operands.
+        size: of the matrices.
+        seconds: how long to try; the best of the repetitions counts.
+    """
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best, ends = 0.0, time.perf_counter() + seconds
+    torch.mm(a, b)
+    while True:
+        _wait(device)
+        started = time.perf_counter()
+        torch.mm(a, b)
+        _wait(device)
+        best = max(best, 2.0 * size**3 / (time.perf_counter() - started))
+        if time.perf_counter() >= ends:
+            return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class StepMeter:
+    """Time, memory and utilisation of one step.
+
+    Args:
+        device: where the model is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self._started = time.perf_counter()
+
+    def metrics(
+        self, cost: ModelCost, lengths: Tensor, scored: Tensor, *, peak_flops: float | None, processes: int = 1
+    ) -> Metrics:
+        """Return the figures since the meter was made.
+
+        `update_s`: wall time. `num_tokens`: real tokens that went through the model. `num_scored_tokens`: those that
+        the loss is about. `update_tokens_per_s`: the first per second. `mfu`: `ModelCost.flops` per second over the
+        peak of all processes, None where no peak is known. `peak_memory_mb`: most device memory that tensors held in
+        this step; on a CPU the most that the process has held since it started.
+
+        Args:
+            cost: of the model.
+            lengths: int64 [n], tokens of the trajectories that went through the model, of all processes.
+            scored: int64 [n], those that the loss is about.
+            peak_flops: of one device, or None.
+            processes: devices that shared the step.
+        """
+        _wait(self.device)
+        seconds = time.perf_counter() - self._started
+        tokens = int(lengths.sum())
+        rate = cost.flops(lengths, scored) / (seconds * peak_flops * processes) if peak_flops and tokens else None
+        return {
+            "num_tokens": tokens,
+            "num_scored_tokens": int(scored.sum()),
+            "update_tokens_per_s": tokens / seconds if tokens else None,
+            "mfu": rate,
+            "peak_memory_mb": _peak_memory(self.device) / 1e6,
+            "update_s": seconds,
+        }
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlhf_pipeline import Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, token_match
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.events import Event
+from rlhf_pipeline.jsonl import read_rows
+from rlhf_pipeline.learner.loggers import with_logger
+from rlhf_pipeline.learner.lora import add_adapters
+from rlhf_pipeline.learner.metrics import ModelCost, data_metrics, known_peak_flops, measured_peak_flops
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.new_model import scratch_policy
+from rlhf_pipeline.runtime import run
+from trajectory_store import TrajectoryStore
+
+
+def qwen(**options) -> CausalLMPolicy:
+    config = Qwen2Config(
+        vocab_size=11,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        **options,
+    )
+    return CausalLMPolicy(Qwen2ForCausalLM(config), eos_token_id=[])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_cost_of_a_model_by_hand(tied):
+    """Two layers of q, o [8,8], k, v [4,8] and three MLP matrices [16,8]; a head [11,8] that counts scored tokens."""
+    cost = ModelCost.of(qwen(tie_word_embeddings=tied))
+    per_layer = 2 * 64 + 2 * 32 + 3 * 128
+    assert cost == ModelCost(trained=2 * per_layer, frozen=0, head=88, head_factor=6, layers=2, width=8)
+    lengths, scored = torch.tensor([5, 3]), torch.tensor([2, 1])
+    by_hand = 6 * 2 * per_layer * 8 + 6 * 88 * 3 + 6 * 2 * 8 * (25 + 9)
+    assert cost.flops(lengths, scored) == by_hand
+
+
+def test_frozen_weights_cost_two_thirds():
+    """With LoRA the base and the head have no gradient of their own; the adapters are counted in full."""
+    pytest.importorskip("peft")
+    policy = scratch_policy("0123456789", hidden_size=16, num_layers=1, num_heads=2, seed=0)
+    whole = ModelCost.of(policy)
+    add_adapters(policy, rank=2, alpha=4.0, targets="q_proj", seed=0)
+    cost = ModelCost.of(policy)
+    assert (cost.frozen, cost.trained, cost.head_factor) == (whole.trained, 2 * 16 + 16 * 2, 4)
+
+
+def test_peaks_are_measured_or_known_for_gpus_only():
+    """No peak is made up for a CPU; a measured one is positive and finite."""
+    cpu = torch.device("cpu")
+    assert known_peak_flops(cpu, torch.bfloat16) is None
+    assert 0 < measured_peak_flops(cpu, torch.float32, size=64, seconds=0.01) < math.inf
+
+
+def pipeline(**learn) -> Pipeline:
+    return Pipeline(
+        name="figures",
+        policy=TinyPolicy(hidden_size=16, num_layers=1, num_heads=2),
+        prompts=CopyDigits(num_digits=2),
+        reward=token_match,
+        collect=Collect(prompts_per_rollout=3, group_size=4, max_new_tokens=3),
+        write=WritePath(estimator="dr_grpo", kl_coef=0.1),
+        buffer=Buffer(max_staleness=1),
+        learn=Learn(steps=4, updates_per_rollout=2, lr=1e-2, checkpoint_every=4, **learn),
+    )
+
+
+def test_every_line_has_the_figures_that_are_documented(tmp_path):
+    """Ages, use counts, KL estimates, spread and rates, on a CPU with a peak given and without."""
+    run(pipeline(peak_flops=1e9), run_dir=tmp_path / "run")
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [row["staleness_max"] for row in rows] == [0, 1, 0, 1]
+    assert [(row["use_count"], row["use_count_max"]) for row in rows] == [(1, 1), (2, 2), (1, 1), (2, 2)]
+    for row in rows:
+        assert row["advantage_std"] > 0
+        assert row["kl_k2"] >= 0
+        assert row["kl_k3"] >= 0
+        assert 0 <= row["clip_fraction_low"] + row["clip_fraction_high"] <= 1
+        assert 0 < row["ess"] <= 1
+        assert 0 < row["padding_efficiency"] <= 1
+        assert row["update_tokens_per_s"] == pytest.approx(row["num_tokens"] / row["update_s"])
+        assert 0 < row["num_scored_tokens"] < row["num_tokens"]
+        assert row["peak_memory_mb"] > 1
+        assert row["mfu"] > 0
+    run(pipeline(), run_dir=tmp_path / "without")
+    assert {row["mfu"] for row in read_rows(tmp_path / "without" / "metrics.jsonl")} == {None}
+
+
+def test_kl_estimates_are_means_over_the_policys_tokens(tmp_path):
+    """k1, k2 and k3 of a step against the stored columns, token by token in Python."""
+    run(pipeline(), run_dir=tmp_path / "run")
+    with TrajectoryStore.open(tmp_path / "run" / "store") as store:
+        ids = store.ids()[-12:]
+        rows = store.read(ids, ["log_probs", "ref_log_probs", "assistant_mask"])
+        found = data_metrics(store, ids, ages=ids * 0)
+    gaps = [
+        float(own) - float(reference)
+        for i in range(len(ids))
+        for own, reference, mine in zip(
+            rows["log_probs"][i], rows["ref_log_probs"][i], rows["assistant_mask"][i], strict=True
+        )
+        if mine
+    ]
+    assert found["kl_k1"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-6)
+    assert found["kl_k2"] == pytest.approx(sum(g * g / 2 for g in gaps) / len(gaps), rel=1e-6)
+    assert found["kl_k3"] == pytest.approx(sum(math.exp(-g) - 1 + g for g in gaps) / len(gaps), rel=1e-6)
+
+
+def test_metrics_go_to_csv_files_once(tmp_path):
+    """Each figure has a file with one line per step, over a resume as well."""
+    run(pipeline(logger="csv"), run_dir=tmp_path / "run")
+    longer = pipeline(logger="csv")
+    run(longer, run_dir=tmp_path / "run", resume=True)
+    (file,) = (tmp_path / "run" / "logs").rglob("grad_norm.csv")
+    steps, values = zip(*(line.split(",") for line in file.read_text().splitlines()), strict=True)
+    assert [int(step) for step in steps] == [1, 2, 3, 4]
+    recorded = [row["grad_norm"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
+    assert [float(value) for value in values] == pytest.approx(recorded)
+
+
+def test_a_missing_logger_is_said_with_the_command(tmp_path, monkeypatch):
+    """Without its library the message has the command that installs it."""
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    events: list[Event] = []
+    with pytest.raises(DefinitionError, match="pip install mlflow"):
+        with_logger("mlflow", tmp_path, events.append)
+    with pytest.raises(DefinitionError, match=r"Learn\.logger is 'cvs'\. Did you mean 'csv'"):
+        Learn(logger="cvs")  # pyright: ignore[reportArgumentType]
