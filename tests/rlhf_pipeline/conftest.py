@@ -1,4 +1,4 @@
-"""Trajectories and folders for the tests of the replay layer."""
+"""Trajectories for the tests of the write path and of the replay layer."""
 
 from __future__ import annotations
 
