@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.replay._claims import claiming
 from rlhf_pipeline.replay._strategy import Ints, StoreView, TrajectorySampler
 
 
@@ -88,8 +89,9 @@ class ConsumingSampler(TrajectorySampler):
     """Every trajectory at most so many times: what is drawn counts as used, in the store.
 
     The count is the column `use_count`, so it outlives the process, and rows stay on disk when they are consumed.
-    `ran_out` tells when nothing is left, which also ends an iteration over the buffer. One process may consume at a
-    time; two that draw at the same moment may both get a row.
+    `ran_out` tells when nothing is left, which also ends an iteration over the buffer. Any number of processes may
+    consume one store in a local folder: each draws under a lock, from what all of them have written and left, and the
+    count is raised before the rows are handed out. A process that dies in between takes its last batch with it.
 
     Args:
         max_sample_count: how often a trajectory may be drawn.
@@ -133,7 +135,9 @@ class ConsumingSampler(TrajectorySampler):
         Raises:
             DataError: if nothing is left.
         """
-        with self._lock:  # prefetching threads draw one after the other
+        # Prefetching threads and other processes draw one after the other.
+        with self._lock, claiming(storage.store):
+            storage.refresh()
             try:
                 index, info = super().sample(storage, batch_size)
             except DataError:

@@ -175,6 +175,56 @@ def test_consumed_is_remembered(make):
     assert other.sampler.ran_out
 
 
+def consume(path, seed, start, answers):
+    """In another process: take everything there is, in batches of three, and say which rows those were."""
+    torch.set_num_threads(1)
+    storage = TrajectoryStorage(path)
+    sampler = ConsumingSampler(2, seed=seed)
+    found = []
+    start.wait(120)
+    while True:
+        try:
+            index, _ = sampler.sample(storage, 3)
+        except DataError:
+            break
+        found += storage.row_ids(index).tolist()
+    answers.put(found)
+    storage.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["memmap", "zarr"])
+def test_two_processes_consume_one_store(tmp_path, make_rows, backend):
+    """Every trajectory exactly as often as allowed, whoever takes it."""
+    storage = TrajectoryStorage(tmp_path / "store", backend=backend)
+    count = 120 if backend == "memmap" else 12
+    storage.set(torch.arange(count), lazy_stack(make_rows([4] * count)))
+    context = mp.get_context("spawn")
+    answers, start = context.Queue(), context.Barrier(2)
+    workers = [context.Process(target=consume, args=(tmp_path / "store", seed, start, answers)) for seed in range(2)]
+    for worker in workers:
+        worker.start()
+    found = [answers.get(timeout=120) for _ in workers]
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    assert sorted(found[0] + found[1]) == sorted([*storage.row_ids().tolist()] * 2)
+    storage.refresh()
+    assert storage[:]["use_count"].tolist() == [2] * count
+    storage.close()
+
+
+def test_consumers_in_turn(make, make_rows):
+    """Two handles on one store: what one has taken, the other does not get, and it sees what the other wrote."""
+    rb = make(sampler=ConsumingSampler(), batch_size=5)
+    again = TrajectoryStorage(rb.store.path)
+    other = make(rows=0, storage=again, sampler=ConsumingSampler(seed=9), batch_size=6)
+    rb.extend(lazy_stack(make_rows([4, 5], first_group=4)))
+    taken = rb.sample()[keys.TRAJECTORY_ID].tolist() + other.sample()[keys.TRAJECTORY_ID].tolist()
+    assert sorted(taken) == list(range(10))
+    assert rb.storage.store.verify().ok
+
+
 def test_torchrl_consuming_is_refused_with_a_way_out(make):
     """TorchRL's own works on lists and tensors only."""
     with pytest.raises(DefinitionError, match=r"ConsumingSampler\(max_sample_count=3\)"):
