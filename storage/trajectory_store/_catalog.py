@@ -6,17 +6,19 @@ import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store._errors import MissingRowError, StoreError
+from trajectory_store._errors import MissingRowError, SegmentGoneError, StoreError
 from trajectory_store._order import ArrivalOrder
 from trajectory_store._overlay import Overlay
 from trajectory_store._ragged import Int64Array
 from trajectory_store._reader import SegmentReader
 from trajectory_store._writer import ORDINAL_SHIFT, ROW_MASK, segment_name
+
+_SHIFT = np.uint64(ORDINAL_SHIFT)
 
 
 class Address(NamedTuple):
@@ -37,9 +39,11 @@ class Catalog:
         problems: segments that could not be opened, in words.
         evicted_rows: rows that eviction removed for good.
         mutable_in_place: mutable columns change in their arrays; otherwise their new values are patches.
+        keeps_arrays: an array of a segment, once it is open, shows everything that is written to it later.
     """
 
     mutable_in_place = True
+    keeps_arrays = False
 
     def __init__(self, root: Path, *, warn: bool = True) -> None:
         self._warn = warn
@@ -58,6 +62,7 @@ class Catalog:
         self._overlay_generation = -1
         self._next = 0
         self._limits: Int64Array = np.zeros(0, np.int64)
+        self._tables: dict[str, dict[int, Any]] = {}
 
     def refresh(self) -> bool:
         """Take in new commits, new segments and removals; returns whether anything changed."""
@@ -83,6 +88,7 @@ class Catalog:
         for source in [o for o, target in self.moved.items() if target == ordinal]:
             del self.moved[source]
             self._limits[source] = 0
+        self.drop_maps()
         self.order.reset()
         self.generation += 1
 
@@ -144,8 +150,18 @@ class Catalog:
 
     def any_segment(self, ordinal: int) -> SegmentReader:
         """The segment of rows or patches with this ordinal."""
-        found = self.segments.get(ordinal)
-        return found if found is not None else self.patches[ordinal]
+        found = self.segments.get(ordinal) or self.patches.get(ordinal)
+        if found is None:
+            raise SegmentGoneError(f"segment {ordinal} left while it was read. Call refresh() and take ids from ids().")
+        return found
+
+    def table(self, name: str) -> dict[int, Any]:
+        """By ordinal what was looked up of the segments' array of this name; kept only where it stays right."""
+        return self._tables.setdefault(name, {}) if self.keeps_arrays else {}
+
+    def drop_maps(self) -> None:
+        """Forget the arrays; they are looked up again when they are read. A read that is under way keeps its own."""
+        self._tables = {}
 
     def locate(self, ids: Int64Array) -> Address:
         """Find rows.
@@ -153,15 +169,13 @@ class Catalog:
         Raises:
             MissingRowError: an id was never given, is not visible yet, or was evicted.
         """
-        ordinals, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
-        if not len(ids):
-            return Address(ordinals, rows)
-        bad = ordinals.view(np.uint64) >= len(self._limits)  # a negative one is a large unsigned one
-        if bad.any():
-            raise self._missing(int(ids[bad][0]))
-        outside = rows >= self._limits[ordinals]
-        if outside.any():
-            ordinals, rows = self._follow_moves(ids, ordinals, rows, outside)
+        ordinals, rows = (ids.view(np.uint64) >> _SHIFT).view(np.int64), ids & ROW_MASK
+        try:  # a negative id has a large ordinal, because it was shifted as an unsigned number
+            inside = rows < self._limits[ordinals]
+        except IndexError:
+            raise self._missing(int(ids[ordinals >= len(self._limits)][0])) from None
+        if np.count_nonzero(inside) < len(ids):
+            ordinals, rows = self._follow_moves(ids, ordinals, rows, ~inside)
         return Address(ordinals, rows)
 
     def _follow_moves(
@@ -232,5 +246,6 @@ class Catalog:
 
     def close(self) -> None:
         """Drop the maps; arrays that callers still hold stay valid."""
+        self.drop_maps()
         self.segments.clear()
         self.patches.clear()

@@ -37,6 +37,8 @@ class LocalCatalog(Catalog):
     def __init__(self, root: Path, salt: int, *, io: Io = "mmap", writable: bool = False, warn: bool = True) -> None:
         super().__init__(root, warn=warn)
         self._io: Io = io
+        self.keeps_arrays = io == "mmap"
+        _fs.HOLDERS.add(self)
         self._writable = writable
         self._salt = salt
         self._removed_seen = 0

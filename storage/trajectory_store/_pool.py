@@ -7,15 +7,16 @@ long as anything points to it.
 
 from __future__ import annotations
 
-import sys
+import math
 import threading
+from sys import getrefcount
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 _IDLE_REFERENCES = 2
-_SMALLEST = 1 << 12
+_SMALLEST = 12
 
 
 class BufferPool:
@@ -31,39 +32,33 @@ class BufferPool:
     """
 
     def __init__(self, max_bytes: int = 1 << 28) -> None:
-        self._buffers: list[npt.NDArray[np.uint8]] = []
+        self._buffers: list[list[npt.NDArray[np.uint8]]] = [[] for _ in range(64)]  # by the power of two of their size
         self._bytes = 0
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         """Return an uninitialised contiguous array that nothing else uses."""
-        nbytes = dtype.itemsize
-        for size in shape:
-            nbytes *= size
+        nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0 or nbytes > self._max_bytes // 4:
             return np.empty(shape, dtype)
+        power = max(_SMALLEST, (nbytes - 1).bit_length())
         with self._lock:
-            buffers = self._buffers
-            for i in range(len(buffers)):
-                if nbytes <= len(buffers[i]) <= 4 * max(nbytes, _SMALLEST) and (
-                    sys.getrefcount(buffers[i]) == _IDLE_REFERENCES
-                ):
-                    return buffers[i][:nbytes].view(dtype).reshape(shape)
-            size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
+            for buffers in self._buffers[power : power + 2]:
+                for i in range(len(buffers)):
+                    if getrefcount(buffers[i]) == _IDLE_REFERENCES:
+                        return np.ndarray(shape, dtype, buffers[i])
+            size = 1 << power
             if self._bytes + size > self._max_bytes:
                 self._drop_idle()
             fresh = np.empty(size, np.uint8)
             if self._bytes + size <= self._max_bytes:
-                buffers.append(fresh)
+                self._buffers[power].append(fresh)
                 self._bytes += size
-            return fresh[:nbytes].view(dtype).reshape(shape)
+            return np.ndarray(shape, dtype, fresh)
 
     def _drop_idle(self) -> None:
-        kept: list[npt.NDArray[np.uint8]] = []
-        while self._buffers:
-            buffer = self._buffers.pop()
-            if sys.getrefcount(buffer) > _IDLE_REFERENCES:
-                kept.append(buffer)
-        self._buffers = kept
-        self._bytes = sum(len(b) for b in kept)
+        for buffers in self._buffers:
+            for i in reversed(range(len(buffers))):
+                if getrefcount(buffers[i]) == _IDLE_REFERENCES:
+                    self._bytes -= len(buffers.pop(i))

@@ -233,7 +233,10 @@ class Schema:
         """Return the named columns, or all of them for None."""
         if names is None:
             return self.columns
-        return tuple(self[name] for name in ([names] if isinstance(names, str) else names))
+        if isinstance(names, str):
+            return (self[names],)
+        known = self._by_name
+        return tuple([known[name] if name in known else self[name] for name in names])
 
     def with_columns(self, columns: Iterable[Column]) -> Schema:
         """Return a schema with more columns; every new one needs a fill for the rows that exist."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from trajectory_store._errors import (
     SegmentGoneError,
     StoreClosedError,
 )
-from trajectory_store._gather import Gather, Side, pad_value_of
+from trajectory_store._gather import Gather, Side
 from trajectory_store._io import Io
 from trajectory_store._layout import MAX_ROWS, TARGET
 from trajectory_store._maintenance import CompactReport, read_batch
@@ -45,8 +46,8 @@ Mode = Literal["r", "a"]
 Backend = Literal["memmap", "zarr"]
 
 
-# A row and column that takes this long came from the disk; the next batches ask for their pages first, which
-# costs a warm batch three times its own time and a cold one a third of it.
+# A row and column that takes this long may have come from the disk; if it did, the next batches ask for their pages
+# first, which costs a warm batch three times its own time and a cold one a third of it.
 COLD_COPY_S = 15e-6
 COLD_BATCHES = 8
 
@@ -113,6 +114,7 @@ class TrajectoryStore:
         self._stream = engine.stream(root.schema, "rows")
         self._patch_streams: dict[tuple[str, ...], Stream] = {}
         self._cold = 0
+        self._faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         self._closed = False
 
     # Opening and closing
@@ -570,26 +572,27 @@ class TrajectoryStore:
         if self._cold:
             self._cold -= 1
             gather.prefetch(selected)
+        pads = cast("Mapping[str, Any]", pad_value) if isinstance(pad_value, Mapping) else None
         result: dict[str, Any] = {}
         lengths: dict[str, Any] = {}
         first_axis: str | None = None
         for column in selected:
-            name = column.name
+            name, axis = column.name, column.axis
+            if axis is None:
+                result[name] = gather.scalars(column)
+                continue
             if column.is_text:
                 result[name] = gather.text(column)
                 continue
-            if column.axis is None:
-                result[name] = gather.scalars(column)
-                continue
-            width = -(-gather.width(column) // pad_to_multiple_of) * pad_to_multiple_of
-            pad = pad_value_of(column, pad_value)
+            spans = gather.spans(column)
+            width = -(-spans.width // pad_to_multiple_of) * pad_to_multiple_of
+            pad = pad_value if pads is None else pads.get(name, 0)
             given = None if out is None else out.get(name)
             result[name] = gather.padded(column, width, pad, side, self._pool, given)
-            first_axis = first_axis or column.axis
-            key = "lengths" if column.axis == first_axis else f"{column.axis}.lengths"
-            lengths[key] = gather.lengths(column)
+            first_axis = first_axis or axis
+            lengths["lengths" if axis == first_axis else f"{axis}.lengths"] = spans.lengths
         if time.perf_counter() - begin > COLD_COPY_S * (len(selected) * len(gather) + 64):
-            self._cold = COLD_BATCHES
+            self._note_slow_batch()
         return result | lengths
 
     @_following
@@ -643,6 +646,13 @@ class TrajectoryStore:
 
     # Helpers
 
+    def _note_slow_batch(self) -> None:
+        """After a slow batch: where it waited for pages from the disk, the next ones ask for theirs first."""
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        if faults > self._faults:
+            self._cold = COLD_BATCHES
+        self._faults = faults
+
     def _gather(self, ids: Ids) -> Gather:
         self._check_open()
         return Gather(self._catalog, as_ids(ids))
@@ -674,6 +684,8 @@ def _reopen(address: Any, mode: Mode, durability: Durability) -> TrajectoryStore
 def as_ids(ids: Ids) -> Int64Array:
     """Turn what a caller gives as ids into `[B]` int64."""
     array: npt.NDArray[Any] = np.asarray(ids)
+    if array.dtype == np.int64 and array.ndim == 1:
+        return array
     if array.size == 0:
         return np.empty(0, np.int64)
     if array.ndim == 0:

@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from trajectory_store import Column, CorruptionError, Schema, TrajectoryStore
+from trajectory_store import Column, CorruptionError, Schema, TrajectoryStore, _fs
 from trajectory_store._io import PreadBytes, choose, file_system
 
 MOUNTS = """\
@@ -111,3 +112,17 @@ def test_pages_of_a_cold_batch_are_asked_for_first(tmp_path):
     with TrajectoryStore.open(tmp_path / "s", io="pread") as store:
         store._cold = 1
         assert (store.read_padded(ids)["x"] == warm["x"]).all()
+
+
+def test_maps_that_were_dropped_are_opened_again(tmp_path):
+    """Where files run out, idle maps are closed; the next read of the same columns opens them again."""
+    schema = Schema([Column("x", "int64", ragged=True), Column("n", "int64")])
+    with TrajectoryStore.create(tmp_path / "s", schema, segment_rows=2) as store:
+        ids = np.concatenate([store.append({"x": [[i], [i] * 3], "n": [i, -i]}) for i in range(4)])[::-1]
+        wanted = store.read_padded(ids)
+        for holder in list(_fs.HOLDERS):
+            holder.drop_maps()
+        again = store.read_padded(ids)
+    assert all((again[name] == wanted[name]).all() for name in ("x", "n", "lengths"))
+    assert wanted["x"].tolist()[:2] == [[3, 3, 3], [3, 0, 0]]
+    assert wanted["n"].tolist() == [-3, 3, -2, 2, -1, 1, 0, 0]
