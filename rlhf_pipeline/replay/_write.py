@@ -32,7 +32,7 @@ from rlhf_pipeline.keys import (
     Key,
 )
 from rlhf_pipeline.replay.schema import REWARD_COLUMN, SLOT
-from rlhf_pipeline.transforms._columns import Columns, Flat, Text, columns_of, ragged_tokens
+from rlhf_pipeline.transforms._columns import Columns, Flat, Text, as_ragged, columns_of, ragged_tokens
 from rlhf_pipeline.transforms._segments import last_position, segment_any, segment_sum
 from trajectory_store import Column, RaggedArray, Schema
 
@@ -224,6 +224,8 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int) -> Any:
         return [item if isinstance(item, str) else str(item) for item in plain]
     if column.is_text:
         raise DataError(f"{key!r} is a tensor, and the column '{column.name}' holds text")
+    if column.ragged and value.values.ndim >= 2:  # rows of one length, in a batch where all have it
+        value = as_ragged(value, n)
     values = value.values
     if values.requires_grad or values.is_cuda:
         values = values.detach().cpu()

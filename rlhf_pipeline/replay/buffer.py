@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from torchrl.envs.transforms import Compose, Transform
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.keys import TOKENS, Key
+from rlhf_pipeline.keys import TOKENS, TRAJECTORY_ID, Key
+from rlhf_pipeline.replay._pending import PendingLog
 from rlhf_pipeline.replay._torchrl_samplers import check_consuming
 from rlhf_pipeline.replay._transfer import DeviceRing
 from rlhf_pipeline.replay._write import ends, merge_steps, trajectories_of
 from rlhf_pipeline.replay.samplers import Ints, StoreView, TrajectorySampler, as_sampler
+from rlhf_pipeline.replay.schema import PENDING
 from rlhf_pipeline.replay.storage import Layout, TrajectoryStorage, collated
 from rlhf_pipeline.transforms._columns import Columns, columns_of, is_stack, is_token_level, ragged_tokens, token_level
 from rlhf_pipeline.transforms._rebuild import td_of
@@ -70,6 +73,9 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         sampler: of `sample()`: a TorchRL sampler, or a strategy of `rlhf_pipeline.replay.samplers` or its name. None
             draws uniformly with replacement, as TorchRL does.
         seed: of all draws.
+        writer: a name for this process among several that collect into one store. Groups whose trajectories come over
+            several calls belong to one writer; after a crash a process of the same name goes on with them. Without a
+            name, the first process that writes takes over what dead processes without a name left behind.
         device: where `sample`, `sample_step` and `read` put batches; a CUDA device is fed through pinned buffers with
             asynchronous copies. None leaves batches on the CPU.
         **kwargs: passed to TorchRL's `TensorDictReplayBuffer` (`prefetch`, `pin_memory`, ...).
@@ -105,6 +111,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         transform: Transform | None = None,
         sampler: Sampler | str | None = None,
         seed: int = 0,
+        writer: str | None = None,
         device: str | torch.device | None = None,
         **kwargs: Any,
     ) -> None:
@@ -113,6 +120,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         if not isinstance(storage, TrajectoryStorage):
             raise DefinitionError(f"the storage is a {type(storage).__name__}; pass a TrajectoryStorage or a path.")
         self.seed = int(seed)
+        self.writer_name = writer
         self._ring = None if device is None else DeviceRing(device)
         if sampler is None:
             sampler = RandomSampler()
@@ -131,6 +139,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
                 **kwargs,
             },
         )
+        if self.initialized:
+            self._keep_groups()
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -178,7 +188,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         del update_priority
         if not isinstance(tensordicts, TensorDictBase):
             raise DataError(f"extend takes a TensorDict of trajectories, not {type(tensordicts).__name__}")
-        return self._write(self._invert(tensordicts, self._transforms()))
+        with self._all_or_nothing():
+            return self._write(self._invert(tensordicts, self._transforms()))
 
     def extend_raw(self, tensordicts: TensorDictBase | None) -> torch.Tensor:
         """Commit trajectories as they are, past the write path."""
@@ -227,8 +238,9 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             The slots written.
         """
         at, advantage = self._group_transform()
-        done = advantage.report_failed(group, count)
-        return self._write(None if done is None else self._invert(done, self._transforms()[:at]))
+        with self._all_or_nothing():
+            done = advantage.report_failed(group, count)
+            return self._write(None if done is None else self._invert(done, self._transforms()[:at]))
 
     def close_groups(self, min_size: int = 1) -> torch.Tensor:
         """Close the waiting groups that have at least `min_size` trajectories, and write them.
@@ -237,8 +249,56 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             The slots written.
         """
         at, advantage = self._group_transform()
-        done = advantage.close(min_size=min_size)
-        return self._write(None if done is None else self._invert(done, self._transforms()[:at]))
+        with self._all_or_nothing():
+            done = advantage.close(min_size=min_size)
+            return self._write(None if done is None else self._invert(done, self._transforms()[:at]))
+
+    def close_overdue(self) -> torch.Tensor:
+        """Close the waiting groups whose time is up and that have enough members, as every `extend` does.
+
+        Returns:
+            The slots written.
+        """
+        at, advantage = self._group_transform()
+        with self._all_or_nothing():
+            done = advantage.close_overdue()
+            return self._write(None if done is None else self._invert(done, self._transforms()[:at]))
+
+    def waiting(self, key: Key = TRAJECTORY_ID) -> list[Any]:
+        """One value of each trajectory that waits for its group; together with the store's, all that was acknowledged.
+
+        Raises:
+            DefinitionError: if the write path has no `MCAdvantage`.
+        """
+        self._keep_groups()
+        return self._group_transform()[1].waiting_values(key)
+
+    def _keep_groups(self) -> MCAdvantage | None:
+        """Let the groups that wait live in the store's folder, where it has one; returns the group transform."""
+        advantage = next((t for t in self._transforms() if isinstance(t, MCAdvantage)), None)
+        if advantage is None:
+            return None
+        log, storage = advantage.log, self._storage
+        if not isinstance(storage, TrajectoryStorage) or (
+            log is not None and getattr(log, "store", None) is storage.store
+        ):
+            return advantage
+        store = storage.store
+        if store.mode == "a" and PENDING.name in store.schema and Path(store.path).is_dir():
+            log = PendingLog(store, self.writer_name, reward_key=advantage.rewards_key)
+            storage.on_close(log.close)
+            advantage.attach(log)
+        return advantage
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Groups that leave the write path in here wait again if their rows do not reach the store."""
+        advantage = self._keep_groups()
+        if advantage is None:
+            yield
+            return
+        with advantage.transaction():
+            yield
 
     def mark_used(self, row_ids: Any, times: int = 1) -> None:
         """Add to the use count of rows, each as often as it is named; visible to all processes at once."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from torch import Tensor
 from torchrl.envs.transforms import Transform
 
-from rlhf_pipeline.transforms._groups import Chunk, GroupQueue
+from rlhf_pipeline.transforms._groups import Chunk
+from rlhf_pipeline.transforms._queue import GroupQueue
 
 _STATS = (
     "completed_trajectories",
@@ -22,6 +25,12 @@ _STATS = (
     "degenerate_groups",
     "selected_trajectories",
     "unselected_trajectories",
+    "full_trajectories",
+    "full_tokens",
+    "early_closed_groups",
+    "early_closed_trajectories",
+    "early_closed_tokens",
+    "late_trajectories",
 )
 
 
@@ -48,9 +57,21 @@ class GroupFigures(Transform):
         self._stats["trajectory_return_max"] = float("-inf")
 
     def get_stats(self) -> dict[str, float]:
-        """The counters and the size of the queue."""
+        """The counters, the size of the queue, and how much closing groups early favours short trajectories.
+
+        `mean_length_full` and `mean_length_early_closed` are completion tokens per written trajectory of complete
+        groups and of groups that closed early; `early_closed_length_bias` is the second over the first. Short
+        trajectories arrive first, so a figure well below 1 says that the timeout teaches the policy to be brief. The
+        three are NaN where there is nothing to divide.
+        """
+        stats = self._stats
+        full = _ratio(stats["full_tokens"], stats["full_trajectories"])
+        early = _ratio(stats["early_closed_tokens"], stats["early_closed_trajectories"])
         return {
-            **self._stats,
+            **stats,
+            "mean_length_full": full,
+            "mean_length_early_closed": early,
+            "early_closed_length_bias": _ratio(early, full),
             "queued_groups": self.queued_groups,
             "queued_trajectories": self.queued_trajectories,
             "max_queued_trajectories_per_group": self.max_queued_trajectories_per_group,
@@ -61,17 +82,36 @@ class GroupFigures(Transform):
             return self.__dict__["_stats"][name]
         return super().__getattr__(name)
 
+    def _waiting(self) -> GroupQueue:
+        """The queue, with what a log brought back."""
+        return self._queue
+
+    def _count_lengths(self, lengths: Tensor, early: Tensor | None) -> None:
+        """Take in the completion lengths of what is written, and which of it belongs to groups that closed early."""
+        stats, total, count = self._stats, float(lengths.sum()), lengths.numel()
+        if early is not None:
+            found = lengths[early]
+            stats["early_closed_tokens"] += float(found.sum())
+            stats["early_closed_trajectories"] += found.numel()
+            total, count = total - float(found.sum()), count - found.numel()
+        stats["full_tokens"] += total
+        stats["full_trajectories"] += count
+
     @property
     def queued_groups(self) -> int:
         """Number of incomplete groups."""
-        return len(self._queue.waiting)
+        return sum(1 for waiting in self._waiting().waiting.values() if waiting.entries)
 
     @property
     def queued_trajectories(self) -> int:
         """Number of waiting trajectories."""
-        return sum(len(entries) for entries in self._queue.waiting.values())
+        return sum(len(waiting.entries) for waiting in self._waiting().waiting.values())
 
     @property
     def max_queued_trajectories_per_group(self) -> int:
         """Size of the largest incomplete group."""
-        return max((len(entries) for entries in self._queue.waiting.values()), default=0)
+        return max((len(waiting.entries) for waiting in self._waiting().waiting.values()), default=0)
+
+
+def _ratio(over: float, under: float) -> float:
+    return over / under if under else math.nan

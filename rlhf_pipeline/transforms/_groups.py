@@ -1,9 +1,9 @@
-"""Batches of whole trajectories, and the queue that holds the groups that are not complete yet."""
+"""Batches of whole trajectories in any form: reading and writing columns, taking some, joining several."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.keys import ATTENTION_MASK, Key
 from rlhf_pipeline.transforms._columns import (
+    Columns,
     Flat,
     Text,
     columns_of,
@@ -140,6 +141,7 @@ class Chunk:
         reward: the reward column of `td`, by step.
         returns: float64 `[k]`.
         lengths: int64 `[k]`, completion tokens (or steps) of each trajectory.
+        stored: whether it came back from disk, where only the columns of the store are.
     """
 
     td: TensorDictBase
@@ -148,6 +150,7 @@ class Chunk:
     reward: Flat
     returns: Tensor
     lengths: Tensor
+    stored: bool = False
 
     def rows(self, trajectories: Sequence[int]) -> Tensor:
         """Step indices of some trajectories, int64."""
@@ -172,70 +175,18 @@ class Chunk:
             self.reward.select(rows),
             self.returns[index],
             self.lengths[index],
+            self.stored,
         )
 
 
-@dataclass(slots=True)
-class Entry:
-    """One waiting trajectory: number `index` of `chunk`."""
-
-    chunk: Chunk
-    index: int
-
-    @property
-    def value(self) -> float:
-        """Its return."""
-        return float(self.chunk.returns[self.index])
-
-    def trajectory(self) -> TensorDictBase:
-        """Its steps as a TensorDict `[steps]`."""
-        return select(self.chunk.td, self.chunk.rows([self.index]))
-
-
-@dataclass(slots=True)
-class GroupQueue:
-    """Incomplete groups, each with its trajectories in the order of arrival."""
-
-    waiting: dict[Hashable, list[Entry]] = field(default_factory=dict)
-    failed: dict[Hashable, int] = field(default_factory=dict)
-
-    def entries(self) -> Iterator[Entry]:
-        """All waiting trajectories, group by group."""
-        for entries in self.waiting.values():
-            yield from entries
-
-    def pop(self, group: Hashable) -> list[Entry]:
-        """Take a group out."""
-        self.failed.pop(group, None)
-        return self.waiting.pop(group, [])
-
-    def chunks(self) -> list[Chunk]:
-        """The chunks that waiting trajectories belong to, each once, in the order of arrival."""
-        seen: dict[int, Chunk] = {}
-        for entry in self.entries():
-            seen.setdefault(id(entry.chunk), entry.chunk)
-        return list(seen.values())
-
-    def shrink(self, fresh: Sequence[Chunk]) -> None:
-        """Let go of the completed trajectories of the chunks that just arrived."""
-        for chunk in fresh:
-            kept = [e for e in self.entries() if e.chunk is chunk]
-            if not kept or len(kept) == len(chunk.groups):
-                continue
-            kept.sort(key=lambda e: e.index)
-            small = chunk.take([e.index for e in kept])
-            for i, entry in enumerate(kept):
-                entry.chunk, entry.index = small, i
-
-
-def gather(entries: Sequence[Entry]) -> Chunk:
-    """One chunk of the given trajectories, in the given order."""
+def gather(trajectories: Iterable[tuple[Chunk, int]]) -> Chunk:
+    """One chunk of the given trajectories (chunk, and number in it), in the given order."""
     runs: list[tuple[Chunk, list[int]]] = []
-    for entry in entries:
-        if runs and runs[-1][0] is entry.chunk:
-            runs[-1][1].append(entry.index)
+    for chunk, index in trajectories:
+        if runs and runs[-1][0] is chunk:
+            runs[-1][1].append(index)
         else:
-            runs.append((entry.chunk, [entry.index]))
+            runs.append((chunk, [index]))
     parts = [chunk.take(index) for chunk, index in runs]
     if len(parts) == 1:
         return parts[0]
@@ -243,13 +194,25 @@ def gather(entries: Sequence[Entry]) -> Chunk:
     for part in parts:
         bounds += [bounds[-1] + b for b in part.bounds[1:]]
     return Chunk(
-        join([part.td for part in parts]),
+        join(_alike(parts)),
         bounds,
         [group for part in parts for group in part.groups],
         concat_flat([part.reward for part in parts], [part.td.shape[0] for part in parts]),
         torch.cat([part.returns for part in parts]),
         torch.cat([part.lengths for part in parts]),
     )
+
+
+def _alike(parts: Sequence[Chunk]) -> list[TensorDictBase]:
+    """Their TensorDicts; beside a trajectory from disk, others leave out what is not on disk either."""
+    kept = next((set(columns_of(part.td)) for part in parts if part.stored), None)
+    if kept is None:
+        return [part.td for part in parts]
+    out = []
+    for part in parts:
+        columns = columns_of(part.td)
+        out.append(td_of(Columns(columns.n, {key: columns[key] for key in columns if key in kept})))
+    return out
 
 
 def group_ids(column: Flat | Text, first: Sequence[int], key: Key) -> list[Hashable]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Hashable, Sequence
-from typing import Any, Literal
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.objectives.llm import MCAdvantageSelector
 
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.advantage import group_advantage
 from rlhf_pipeline.keys import (
     ADVANTAGE,
@@ -19,6 +19,7 @@ from rlhf_pipeline.keys import (
     DEGENERATE,
     DONE,
     GROUP_ID,
+    PENDING_ID,
     PRIORITY,
     PROMPT,
     RETURN,
@@ -27,21 +28,36 @@ from rlhf_pipeline.keys import (
     TASK_REWARD,
     Key,
 )
-from rlhf_pipeline.transforms._columns import Flat, columns_of, is_token_level, token_level
-from rlhf_pipeline.transforms._figures import GroupFigures
-from rlhf_pipeline.transforms._groups import Chunk, Entry, GroupQueue, gather, group_ids, read, write
-from rlhf_pipeline.transforms._rebuild import columns_from_state, columns_state, td_of
+from rlhf_pipeline.transforms._arguments import check_arguments
+from rlhf_pipeline.transforms._columns import Flat, is_token_level, token_level
+from rlhf_pipeline.transforms._groups import Chunk, gather, group_ids, read, write
+from rlhf_pipeline.transforms._ledger import GroupLedger
+from rlhf_pipeline.transforms._queue import Entry, Waiting
 from rlhf_pipeline.transforms._segments import segment_any, segment_sum
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
 
 
-class MCAdvantage(GroupFigures):
+class _Group(NamedTuple):
+    """A group on its way to the store."""
+
+    entries: list[Entry]
+    ticket: int
+    early: bool
+
+
+class MCAdvantage(GroupLedger):
     """Computes the advantage of complete groups of trajectories; incomplete groups wait.
 
     An inverse transform: `ReplayBuffer.extend` runs it before anything is written. A group passes as soon as its
-    `grpo_size` trajectories have arrived, in one call or over several. Trajectories that wait are part of
-    `state_dict()`, so a checkpoint loses none.
+    `grpo_size` trajectories have arrived or failed, in one call or over several. In a `TrajectoryReplayBuffer` over
+    a folder the trajectories that wait, and the failures reported, are on disk when `extend` returns: a process that
+    opens the store after a `kill -9` goes on with every group. Elsewhere they are part of `state_dict()`.
+
+    A group whose members straggle closes early if `group_timeout_s` and `min_group_size` are given: at the first call
+    after its time is up at which that many members have arrived. Its advantages use the number that arrived, and
+    stragglers that come later are counted (`late_trajectories`) and left out. `get_stats()` says how much that favours
+    short trajectories (`early_closed_length_bias`).
 
     The batch may be a lazy stack `[n]`, a TensorDict `[n]` with jagged leaves, a padded one, or TorchRL's `[B, T]`
     and multi-step forms whose trajectories end where `done_key` is set. What comes out has the form that came in
@@ -74,6 +90,9 @@ class MCAdvantage(GroupFigures):
         group_key: identity of the group. None takes `group_id` where present, else `prompt_key`.
         zero_variance: `keep` writes groups without spread (advantage 0, `degenerate` True); `mark` also sets their
             `priority` to 0, so that the samplers pass over them; `drop` leaves them out.
+        min_group_size: members that are enough once the timeout is over; None waits for all.
+        group_timeout_s: seconds from a group's first member until it may close early; None never.
+        clock: tells the time in seconds. Waiting outlives a process, so the default is the time of day.
 
     Raises:
         DefinitionError: if an argument is out of range or two arguments contradict each other.
@@ -108,6 +127,9 @@ class MCAdvantage(GroupFigures):
         estimator: str = "grpo",
         group_key: Key | None = None,
         zero_variance: Literal["keep", "drop", "mark"] = "keep",
+        min_group_size: int | None = None,
+        group_timeout_s: float | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__()
         self.grpo_size = int(grpo_size)
@@ -126,44 +148,14 @@ class MCAdvantage(GroupFigures):
         self.estimator = estimator
         self.group_key = group_key
         self.zero_variance = zero_variance
+        self.min_group_size = self.grpo_size if min_group_size is None else int(min_group_size)
+        self.group_timeout_s = None if group_timeout_s is None else float(group_timeout_s)
+        self.clock = clock
         self.in_keys = [key for key in (group_key, prompt_key, rewards_key, done_key) if key is not None]
         self.out_keys = [advantage_key]
-        self._check()
-        self._queue = GroupQueue()
-        self._lock = threading.RLock()
-        self._stats: dict[str, float] = {}
-        self.reset_stats()
-
-    def _check(self) -> None:
-        size, most, least = self.grpo_size, self.candidate_group_size, self.candidate_selection_min_size
-        bounds = self.keep_return_bounds
-        rules = [
-            (size >= 1, f"grpo_size is {size}; it must be at least 1."),
-            (
-                self.trajectory_return in (None, "sum", "mean", "max"),
-                f"trajectory_return is {self.trajectory_return!r}; it must be 'sum', 'mean', 'max' or None.",
-            ),
-            (
-                self.zero_variance in ("keep", "drop", "mark"),
-                f"zero_variance is {self.zero_variance!r}; it must be 'keep', 'drop' or 'mark'.",
-            ),
-            (most >= size, f"candidate_group_size is {most}; it must be at least grpo_size ({size})."),
-            (
-                size <= least <= most,
-                f"candidate_selection_min_size is {least}; it must lie between {size} and {most}.",
-            ),
-            (
-                self.trajectory_return is not None or (bounds is None and most == size),
-                "keep_return_bounds and candidate_group_size choose by return: set trajectory_return.",
-            ),
-            (
-                bounds is None or (len(bounds) == 2 and bounds[0] < bounds[1]),
-                f"keep_return_bounds is {bounds}; it must be an increasing pair.",
-            ),
-        ]
-        for holds, message in rules:
-            if not holds:
-                raise DefinitionError(message)
+        self._unique = False
+        check_arguments(self, both=(min_group_size is None) == (group_timeout_s is None))
+        self._init_ledger()
 
     # -- the write path ----------------------------------------------------------------------------------------
 
@@ -175,10 +167,15 @@ class MCAdvantage(GroupFigures):
         if tensordict is None:
             return None
         with self._lock:
+            queue, now = self._waiting(), self._now()
             chunks = self._chunks(tensordict)
-            out = self._emit([group for chunk in chunks for group in self._arrive(chunk)])
-            self._queue.shrink(chunks)
+            ready = [group for chunk in chunks for group in self._arrive(chunk, now)]
+            out = self._emit([*ready, *self._overdue(now)])
+            self._keep(queue.shrink(chunks))
         return out
+
+    def _now(self) -> float:
+        return self.clock() if self.group_timeout_s is not None or self.log is not None else 0.0
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Set the advantage from the groups as they are in the batch; a batch that has one passes unchanged.
@@ -197,7 +194,7 @@ class MCAdvantage(GroupFigures):
         chunks = self._chunks(tensordict)
         if not chunks:
             return tensordict
-        chunk = gather([Entry(c, i) for c in chunks for i in range(len(c.groups))])
+        chunk = gather([(c, i) for c in chunks for i in range(len(c.groups))])
         codes = _codes(chunk.groups)
         return self._write(chunk, *self._advantage(chunk, codes), codes)
 
@@ -228,13 +225,24 @@ class MCAdvantage(GroupFigures):
             )
         return bounds
 
-    def _chunk(self, td: TensorDictBase, bounds: list[int]) -> Chunk:
+    def _chunk(
+        self,
+        td: TensorDictBase,
+        bounds: list[int],
+        *,
+        groups: list[Hashable] | None = None,
+        reward: Flat | None = None,
+    ) -> Chunk:
         n, k = td.shape[0], len(bounds) - 1
-        key, identity = self._identity(td)
-        reward = read(td, self.rewards_key)
+        if groups is None:
+            key, identity = self._identity(td)
+            groups = group_ids(identity, bounds[:-1], key)
+            self._unique = key == GROUP_ID  # only then is a straggler known from a new instance of a prompt
+        else:
+            self._unique = self.group_key in (None, GROUP_ID) and read(td, GROUP_ID) is not None
+        found = reward if reward is not None else read(td, self.rewards_key)
+        reward = found if isinstance(found, Flat) else _task_reward(td)
         if reward is None:
-            reward = read(td, TASK_REWARD)
-        if not isinstance(reward, Flat):
             raise DataError(f"the batch has neither {self.rewards_key!r} nor {TASK_REWARD!r}: there is nothing to rank")
         values = reward.values.detach().double()
         per_row = reward.lengths if reward.lengths is not None else torch.ones(n, dtype=torch.int64)
@@ -249,7 +257,6 @@ class MCAdvantage(GroupFigures):
             elif self.trajectory_return == "mean":
                 returns = returns / per_trajectory
         returns = torch.where(per_trajectory == 0, 0.0, returns)
-        groups = group_ids(identity, bounds[:-1], key)
         mask = read(td, ASSISTANT_MASK)
         if isinstance(mask, Flat) and mask.lengths is not None:
             tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
@@ -273,35 +280,68 @@ class MCAdvantage(GroupFigures):
 
     # -- groups ------------------------------------------------------------------------------------------------
 
-    def _arrive(self, chunk: Chunk) -> list[list[Entry]]:
+    def _arrive(self, chunk: Chunk, now: float) -> list[_Group]:
         self._count_arrivals(chunk)
-        waiting, ready = self._queue.waiting, []
-        least, failed = self.candidate_selection_min_size, self._queue.failed
+        queue, change, ready = self._queue, self._change, []
         for i, group in enumerate(chunk.groups):
-            entries = waiting.setdefault(group, [])
-            entries.append(Entry(chunk, i))
-            if len(entries) >= (least - failed.get(group, 0) if failed else least):
+            waiting = queue.waiting.get(group)
+            if change is not None:
+                change.remember(group, waiting)
+            if waiting is None:
+                if queue.late and queue.is_late(group):
+                    self._stats["late_trajectories"] += 1
+                    continue
+                waiting = queue.open(group, now)
+            entry = Entry(chunk, i)
+            waiting.entries.append(entry)
+            if change is not None:
+                change.arrived.append(entry)
+            if self._is_due(waiting):
                 ready.append(self._complete(group))
         return ready
 
-    def _complete(self, group: Hashable, close: bool = False) -> list[Entry]:
+    def _is_due(self, waiting: Waiting) -> bool:
+        arrived = len(waiting.entries)
+        enough = self.min_group_size if waiting.overdue else self.candidate_selection_min_size
+        return arrived > 0 and (arrived >= enough or arrived + waiting.failed >= self.candidate_selection_min_size)
+
+    def _overdue(self, now: float) -> list[_Group]:
+        """Close the groups whose time is up and that have enough members; the others close when they have."""
+        recovered, self._recovered = self._recovered, False
+        found = self._queue.take_overdue(now)
+        if recovered:  # a group may be complete already: the process died before it wrote it, or wants fewer now
+            found = list(self._queue.waiting.items())
+        due = [group for group, waiting in found if self._is_due(waiting)]
+        change = self._change
+        if change is not None:
+            for group in due:
+                change.remember(group, self._queue.waiting[group])
+        return [self._complete(group) for group in due]
+
+    def _complete(self, group: Hashable, close: bool = False) -> _Group:
         """Take the trajectories to write out of a group that may be complete."""
-        entries = self._queue.waiting[group]
-        missing = self._queue.failed.get(group, 0)
+        waiting = self._queue.waiting[group]
+        entries, failed = waiting.entries, waiting.failed
+        close = close or waiting.overdue
+        early = len(entries) + failed < self.candidate_selection_min_size
         size = min(self.grpo_size, len(entries))
         chosen: list[int] | None = list(range(len(entries)))
         if self.candidate_group_size > self.grpo_size or self.keep_return_bounds is not None:
             chosen = self._choose(entries, size)
-        if chosen is None and len(entries) < self.candidate_group_size - missing and not close:
-            return []
-        self._queue.pop(group)
+        if chosen is None and len(entries) < self.candidate_group_size - failed and not close:
+            return _Group([], 0, early=False)
+        self._leave(group)
         self._stats["completed_groups"] += 1
+        if early:
+            self._stats["early_closed_groups"] += 1
+            if self._unique and self.group_timeout_s is not None:
+                self._queue.expect_late(group, self.candidate_group_size - len(entries) - failed)
         if chosen is None:
             self._stats["dropped_groups"] += 1
-            return []
+            return _Group([], 0, early=early)
         self._stats["selected_trajectories"] += len(chosen)
         self._stats["unselected_trajectories"] += len(entries) - len(chosen)
-        return [entries[i] for i in chosen]
+        return _Group([entries[i] for i in chosen], waiting.ticket, early=early)
 
     def _choose(self, entries: Sequence[Entry], size: int) -> list[int] | None:
         # A failed trajectory ranks as one that earned nothing.
@@ -334,12 +374,20 @@ class MCAdvantage(GroupFigures):
             The group, if that completes it (write it with `TrajectoryReplayBuffer.extend_raw`), else None.
         """
         with self._lock:
-            self._queue.failed[group] = self._queue.failed.get(group, 0) + int(count)
-            arrived = len(self._queue.waiting.get(group, ()))
-            if self._queue.failed[group] >= self.candidate_group_size:
-                self._queue.failed.pop(group)
-            if arrived and arrived >= self.candidate_selection_min_size - self._queue.failed.get(group, 0):
+            queue, change = self._waiting(), self._change
+            waiting = queue.waiting.get(group)
+            if waiting is None and queue.late:
+                while count and queue.is_late(group):  # of a group that closed without it
+                    count -= 1
+                if not count:
+                    return None
+            if change is not None:
+                change.remember(group, waiting)
+            waiting = self._put_failure(group, int(count), self._now())
+            if self._is_due(waiting):
                 return self._emit([self._complete(group)])
+            if waiting.failed >= self.candidate_group_size:
+                self._leave(group)
         return None
 
     def close(self, group: Hashable | None = None, min_size: int = 1) -> TensorDictBase | None:
@@ -353,19 +401,35 @@ class MCAdvantage(GroupFigures):
             The trajectories of the closed groups, or None.
         """
         with self._lock:
-            names = list(self._queue.waiting) if group is None else [group]
-            waiting = self._queue.waiting
-            due = [name for name in names if len(waiting.get(name, ())) >= max(min_size, 1)]
+            waiting, change = self._waiting().waiting, self._change
+            names = list(waiting) if group is None else [group] if group in waiting else []
+            due = [name for name in names if len(waiting[name].entries) >= max(min_size, 1)]
+            if change is not None:
+                for name in due:
+                    change.remember(name, waiting[name])
             return self._emit([self._complete(name, close=True) for name in due])
+
+    def close_overdue(self) -> TensorDictBase | None:
+        """Close the groups whose time is up, as every call of the write path does.
+
+        Returns:
+            The trajectories of the closed groups, or None.
+        """
+        with self._lock:
+            self._waiting()
+            return self._emit(self._overdue(self._now()))
 
     # -- advantages --------------------------------------------------------------------------------------------
 
-    def _emit(self, groups: Sequence[list[Entry]]) -> TensorDictBase | None:
-        groups = [group for group in groups if group]
+    def _emit(self, groups: Sequence[_Group]) -> TensorDictBase | None:
+        groups = [group for group in groups if group.entries]
         if not groups:
             return None
-        chunk = gather([entry for group in groups for entry in group])
-        codes = torch.repeat_interleave(torch.tensor([len(group) for group in groups]))
+        chunk = gather([(entry.chunk, entry.index) for group in groups for entry in group.entries])
+        codes = torch.repeat_interleave(torch.tensor([len(group.entries) for group in groups]))
+        early = torch.tensor([g.early for g in groups])[codes] if any(g.early for g in groups) else None
+        self._count_lengths(chunk.lengths, early)
+        waited = torch.tensor([g.ticket or -1 for g in groups])[codes] if any(g.ticket for g in groups) else None
         advantage, degenerate = self._advantage(chunk, codes)
         flat = int(codes[degenerate].unique().numel())
         drop = self.zero_variance == "drop"
@@ -378,7 +442,8 @@ class MCAdvantage(GroupFigures):
                 return None
             chunk = chunk.take(keep.tolist())
             advantage, degenerate, codes = advantage[keep], degenerate[keep], codes[keep]
-        return self._write(chunk, advantage, degenerate, codes)
+            waited = None if waited is None else waited[keep]
+        return self._write(chunk, advantage, degenerate, codes, waited)
 
     def _advantage(self, chunk: Chunk, codes: Tensor) -> tuple[Tensor, Tensor]:
         graded = chunk.returns.isfinite()
@@ -389,7 +454,9 @@ class MCAdvantage(GroupFigures):
         advantage[graded], degenerate[graded] = found.advantages, found.degenerate
         return advantage, degenerate
 
-    def _write(self, chunk: Chunk, advantage: Tensor, degenerate: Tensor, codes: Tensor) -> TensorDictBase:
+    def _write(
+        self, chunk: Chunk, advantage: Tensor, degenerate: Tensor, codes: Tensor, waited: Tensor | None = None
+    ) -> TensorDictBase:
         reward, n = chunk.reward, chunk.td.shape[0]
         trailing = reward.values.shape[1:]
         if len(chunk.bounds) == n + 1:
@@ -414,54 +481,19 @@ class MCAdvantage(GroupFigures):
             RETURN: Flat(chunk.returns[owner].to(torch.float32)),
             DEGENERATE: Flat(degenerate[owner]),
         }
+        if waited is not None:
+            columns[PENDING_ID] = Flat(waited[owner])
         if self.zero_variance == "mark" and bool(degenerate.any()):
             old = read(chunk.td, PRIORITY)
             base = old.values.to(torch.float32) if isinstance(old, Flat) else torch.ones(n)
             columns[PRIORITY] = Flat(torch.where(degenerate[owner], 0.0, base))
         return write(chunk.td, columns)
 
-    # -- state and figures -------------------------------------------------------------------------------------
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """The waiting trajectories in the order of arrival, the failures reported and the counters."""
-        with self._lock:
-            chunks = []
-            for chunk in self._queue.chunks():
-                kept = sorted(e.index for e in self._queue.entries() if e.chunk is chunk)
-                part = chunk if len(kept) == len(chunk.groups) else chunk.take(kept)
-                chunks.append({"bounds": part.bounds, "columns": columns_state(columns_of(part.td))})
-            failed = [[group, count] for group, count in self._queue.failed.items()]
-            return {"chunks": chunks, "failed": failed, "stats": dict(self._stats)}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Replace the waiting trajectories by those of a checkpoint."""
-        with self._lock:
-            self._queue = GroupQueue()
-            for saved in state["chunks"]:
-                chunk = self._chunk(td_of(columns_from_state(saved["columns"])), list(saved["bounds"]))
-                for i, group in enumerate(chunk.groups):
-                    self._queue.waiting.setdefault(group, []).append(Entry(chunk, i))
-            self._queue.failed = {_hashable(group): count for group, count in state["failed"]}
-            self._stats.update(state["stats"])
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state.pop("_lock", None)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._lock = threading.RLock()
-
-    @property
-    def queues(self) -> dict[Hashable, list[TensorDictBase]]:
-        """The waiting trajectories of each incomplete group, for inspection."""
-        return {group: [e.trajectory() for e in entries] for group, entries in self._queue.waiting.items()}
-
-    def clear_queues(self) -> None:
-        """Forget the waiting trajectories."""
-        with self._lock:
-            self._queue = GroupQueue()
+def _task_reward(td: TensorDictBase) -> Flat | None:
+    """The reward per trajectory, where there is none per token or step."""
+    found = read(td, TASK_REWARD)
+    return found if isinstance(found, Flat) else None
 
 
 def _segment_sum(values: Tensor, bounds: Sequence[int]) -> Tensor:
@@ -473,7 +505,3 @@ def _segment_sum(values: Tensor, bounds: Sequence[int]) -> Tensor:
 def _codes(groups: Sequence[Hashable]) -> Tensor:
     seen: dict[Hashable, int] = {}
     return torch.tensor([seen.setdefault(group, len(seen)) for group in groups])
-
-
-def _hashable(group: Any) -> Hashable:
-    return tuple(group) if isinstance(group, list) else group
