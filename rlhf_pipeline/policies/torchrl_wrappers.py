@@ -101,7 +101,7 @@ def _refuse_distortions(wrapper: Any) -> None:
     if found is not None:
         raise DefinitionError(
             f"{type(wrapper).__name__} samples with {found.name}={found.value}, and its log-probs are those of another "
-            f"distribution than the one sampled from. Make it with generate_kwargs={{{found.name!r}: {found.off}}}."
+            f"distribution than the one sampled from. Leave {found.name} out of its generate_kwargs."
         )
 
 
