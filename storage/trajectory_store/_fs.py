@@ -113,11 +113,12 @@ def _uncount() -> None:
 
 def pwrite(fd: int, data: Data, offset: int) -> None:
     """Write all bytes (items of one byte) at an offset."""
+    done = os.pwrite(fd, cast("bytes", data), offset)
+    if done == len(data):
+        return
     view = memoryview(cast("bytes", data))
-    while view:
-        done = os.pwrite(fd, view, offset)
-        view = view[done:]
-        offset += done
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
 
 
 def write_file(path: Path, data: bytes) -> None:

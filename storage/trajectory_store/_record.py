@@ -35,6 +35,7 @@ LOOK_AHEAD = 64
 _BODY = struct.Struct("<4sIQQIIQIIQI")
 _TAIL = struct.Struct("<I")
 _BLANK = bytes(RECORD_SIZE)
+_NOTHING = bytes(RECORD_SIZE * (LOOK_AHEAD + 1))
 _extend = cast("Callable[[int, bytes | npt.NDArray[Any]], int]", _crc.extend)  # pyright: ignore[reportUnknownMemberType]
 RECORD_DTYPE = np.dtype(
     [
@@ -145,7 +146,11 @@ class Log:
             known = beyond + 1
 
     def _valid_prefix(self, known: int) -> int:
-        low, step = known, 1
+        if self.get(known) is None:
+            return known
+        if self.is_blank(known + 1):  # one new record: what an append that is followed closely looks like
+            return known + 1
+        low, step = known + 1, 1
         while self.get(low + step - 1) is not None:
             low += step
             step *= 2
@@ -161,7 +166,7 @@ class Log:
     def _valid_after(self, end: int) -> int | None:
         stop = min(end + 1 + LOOK_AHEAD, self.capacity)
         ahead = bytes(self._data[end * RECORD_SIZE : stop * RECORD_SIZE])
-        if not ahead.strip(b"\0"):
+        if _NOTHING.startswith(ahead):
             return None
         for seq in range(end, stop):
             if self.get(seq) is not None:

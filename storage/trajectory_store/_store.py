@@ -113,8 +113,8 @@ class TrajectoryStore:
         self._catalog = engine.catalog
         self._stream = engine.stream(root.schema, "rows")
         self._patch_streams: dict[tuple[str, ...], Stream] = {}
-        self._cold = 0
-        self._faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        self._cold = COLD_BATCHES
+        self._blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
         self._closed = False
 
     # Opening and closing
@@ -586,13 +586,13 @@ class TrajectoryStore:
                 continue
             spans = gather.spans(column)
             width = -(-spans.width // pad_to_multiple_of) * pad_to_multiple_of
-            pad = pad_value if pads is None else pads.get(name, 0)
+            pad: Any = pad_value if pads is None else pads.get(name, 0)
             given = None if out is None else out.get(name)
             result[name] = gather.padded(column, width, pad, side, self._pool, given)
             first_axis = first_axis or axis
             lengths["lengths" if axis == first_axis else f"{axis}.lengths"] = spans.lengths
-        if time.perf_counter() - begin > COLD_COPY_S * (len(selected) * len(gather) + 64):
-            self._note_slow_batch()
+        if self._cold or time.perf_counter() - begin > COLD_COPY_S * (len(selected) * len(gather) + 64):
+            self._note_reads()
         return result | lengths
 
     @_following
@@ -646,12 +646,15 @@ class TrajectoryStore:
 
     # Helpers
 
-    def _note_slow_batch(self) -> None:
-        """After a slow batch: where it waited for pages from the disk, the next ones ask for theirs first."""
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-        if faults > self._faults:
+    def _note_reads(self) -> None:
+        """Where the disk was read, by a fault or because a batch asked for its pages, the next batches ask first.
+
+        Not doing so costs what the disk reads ahead at every fault, which may be megabytes.
+        """
+        blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
+        if blocks > self._blocks:
             self._cold = COLD_BATCHES
-        self._faults = faults
+        self._blocks = blocks
 
     def _gather(self, ids: Ids) -> Gather:
         self._check_open()
