@@ -75,17 +75,26 @@ def build_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
     Raises:
         MissingPathError: the checkpoint folder is not there.
     """
-    policy = _policy(pipeline, seed, device)
-    config = pipeline.policy
-    if config.lora_rank:
-        add_adapters(policy, rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets, seed=seed)
+    policy = build_policy(pipeline, seed=seed, device=device)
     if pipeline.write.kl_coef == 0 and pipeline.loss.kl_to_ref_coeff == 0:
         return Models(policy=policy, reference=None)
-    if config.lora_rank:
+    if pipeline.policy.lora_rank:
         return Models(policy=policy, reference=AdaptersOff(policy))
     reference = _policy(pipeline, seed, device)
     reference.requires_grad_(False)
     return Models(policy=policy, reference=reference)
+
+
+def build_policy(pipeline: Pipeline, *, seed: int, device: str) -> CausalLMPolicy:
+    """Make or load the policy, with its adapters if the definition asks for them.
+
+    Raises:
+        MissingPathError: the checkpoint folder is not there.
+    """
+    policy, config = _policy(pipeline, seed, device), pipeline.policy
+    if config.lora_rank:
+        add_adapters(policy, rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets, seed=seed)
+    return policy
 
 
 def _policy(pipeline: Pipeline, seed: int, device: str) -> CausalLMPolicy:
@@ -109,6 +118,19 @@ def _policy(pipeline: Pipeline, seed: int, device: str) -> CausalLMPolicy:
     return CausalLMPolicy.from_pretrained(config.path, device=device, dtype=dtype, **sampling)
 
 
+def build_loss(pipeline: Pipeline, policy: CausalLMPolicy) -> GRPOLoss:
+    """Make the loss that a definition says."""
+    config = pipeline.loss
+    return GRPOLoss(
+        policy,
+        clip_epsilon=(config.clip_low, config.clip_high),
+        entropy_bonus=config.entropy_coeff > 0,
+        entropy_coeff=config.entropy_coeff,
+        kl_to_ref_coeff=config.kl_to_ref_coeff or None,
+        aggregation=config.aggregation,
+    )
+
+
 @contextmanager
 def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int) -> Iterator[Parts]:
     """Open or create the store and wire everything to it; close the store at the end."""
@@ -128,14 +150,6 @@ def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int)
     )
     try:
         buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=seed)
-        loss = GRPOLoss(
-            models.policy,
-            clip_epsilon=(pipeline.loss.clip_low, pipeline.loss.clip_high),
-            entropy_bonus=pipeline.loss.entropy_coeff > 0,
-            entropy_coeff=pipeline.loss.entropy_coeff,
-            kl_to_ref_coeff=pipeline.loss.kl_to_ref_coeff or None,
-            aggregation=pipeline.loss.aggregation,
-        )
         yield Parts(
             policy=models.policy,
             buffer=buffer,
@@ -150,7 +164,7 @@ def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int)
             ),
             learner=Learner(
                 policy=models.policy,
-                loss=loss,
+                loss=build_loss(pipeline, models.policy),
                 buffer=buffer,
                 config=pipeline.learn,
                 max_completion_tokens=pipeline.collect.max_new_tokens,

@@ -71,6 +71,17 @@ examples:
   rlhf-pipeline verify runs/copy_digits
   rlhf-pipeline verify runs/copy_digits/store"""
 
+_REPLAY = """\
+Loads the newest checkpoint before the step, takes the steps again on the trajectories that the
+ledger names, and compares each loss with metrics.jsonl: bit for bit on a CPU. Nothing is changed.
+How far back it can go is up to learn.keep_checkpoints.
+
+examples:
+  rlhf-pipeline replay runs/copy_digits --from-step 290
+  rlhf-pipeline replay runs/copy_digits --from-step 290 --steps 1
+
+Exit code 1 if a step does not come out as recorded."""
+
 _NEW_MODEL = """\
 Trains a tokenizer on the text and writes a small untrained causal language model with it, as a
 checkpoint folder that transformers loads. Nothing is downloaded.
@@ -175,6 +186,12 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
 
     verify = command("verify", "verify", "check a run or a store for damage", _VERIFY)
     verify.add_argument("path", metavar="RUN|STORE")
+
+    replay = command("replay", "replay", "take a run's steps again, and compare the losses", _REPLAY)
+    replay.add_argument("path", metavar="RUN")
+    replay.add_argument("--from-step", type=_positive, metavar="K", help="the first step to compare")
+    replay.add_argument("--steps", type=_positive, metavar="N", help="how many (default: all that are recorded)")
+    replay.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's)")
 
     report = command("report", "report", "write report.html and reward.svg of a run again")
     report.add_argument("path", metavar="RUN")

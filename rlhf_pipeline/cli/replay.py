@@ -1,0 +1,102 @@
+"""`rlhf-pipeline replay`: take a run's steps again from what it stored, and compare the losses."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+from pathlib import Path
+
+from rlhf_pipeline import definitions
+from rlhf_pipeline.cli import preflight
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.errors import DefinitionError, MissingPathError
+from rlhf_pipeline.report.run_folder import RunConfig, RunFolder, is_run, not_found
+from rlhf_pipeline.report.words import count
+from rlhf_pipeline.run_record import check_unchanged
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Replay a run; 1 if a step does not come out as recorded."""
+    folder = Path(args.path).expanduser()
+    if not is_run(folder):
+        raise not_found(folder)
+    if args.from_step is None:
+        again = shlex.join(["rlhf-pipeline", "replay", args.path, "--from-step", "1"])
+        raise DefinitionError(f"say from which step on to replay {folder}, for example: {again}")
+    return replay_run(folder, from_step=args.from_step, num_steps=args.steps, device=args.device)
+
+
+def replay_run(folder: Path, *, from_step: int, num_steps: int | None, device: str | None) -> int:
+    """Print each step's recorded and recomputed loss; 1 if one differs."""
+    config = RunFolder(folder).config
+    pipeline = _recorded_pipeline(config, folder)
+    check_unchanged(folder, pipeline, config.seed)
+    device = device or config.device
+    preflight.check_device(device)
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # about how libraries use torch's internals
+    from rlhf_pipeline import rerun
+
+    plan = rerun.plan_rerun(folder, from_step=from_step, num_steps=num_steps)
+    before = plan.first - 1 - plan.start
+    lead = f", after taking {count(before, 'step')} before it again" if before else ""
+    print(f"{folder}: steps {plan.first} to {plan.last}, from checkpoint {plan.checkpoint.name}{lead}, on {device}")
+    print(f"{'step':>6}  {'trajectories':>12}  {'recorded loss':>22}  {'recomputed loss':>22}  result")
+    bad, inexact = 0, 0
+    for found in rerun.retake(pipeline, plan, run_dir=folder, seed=config.seed, device=device):
+        bad, inexact = bad + (not found.ok), inexact + (found.ok and not found.same_bits)
+        losses = f"{_figure(found.recorded):>22}  {_figure(found.computed):>22}"
+        print(f"{found.step:>6}  {found.num_trajectories:>12,}  {losses}  {_result(found)}", flush=True)
+    total = count(plan.last - plan.first + 1, "step")
+    if bad:
+        print(f"{bad} of {total} did not come out as recorded. {_advice(config)}")
+    elif inexact:
+        print(f"{total} came out as recorded, {inexact} of them up to rounding.")
+    else:
+        print(f"{total} came out as recorded, bit for bit.")
+    return 1 if bad else 0
+
+
+def _result(found) -> str:  # noqa: ANN001 - a rerun.Retaken, whose module needs torch
+    if found.batch_problem is not None:
+        return f"DIFFERENT BATCH: {found.batch_problem}"
+    if found.same_bits:
+        return "equal"
+    if found.ok:
+        return "close"
+    if found.recorded == found.computed:
+        norms = f"{_figure(found.recorded_norm)}, now {_figure(found.computed_norm)}"
+        return f"DIFFERENT: the gradient norm was {norms}"
+    return "DIFFERENT"
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else repr(value)
+
+
+def _recorded_pipeline(config: RunConfig, folder: Path) -> Pipeline:
+    try:
+        return definitions.find(config.definition).pipeline(config.overrides)
+    except MissingPathError as error:
+        raise MissingPathError(f"the definition that {folder} was started with is gone: {error}") from error
+
+
+def _advice(config: RunConfig) -> str:
+    """Say what may have moved the bits."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    moved: list[str] = []
+    for name, recorded in config.versions.items():
+        try:
+            now = version(name)
+        except PackageNotFoundError:
+            continue
+        if now != recorded:
+            moved.append(f"{name} was {recorded}, is {now}")
+    if moved:
+        return f"Versions differ, and they may move the last bits: {'; '.join(moved)}."
+    return (
+        "The versions are the recorded ones. Another processor or another number of threads (OMP_NUM_THREADS) moves "
+        "the last bits; larger differences mean that the store, the ledger or a checkpoint has changed: "
+        "`rlhf-pipeline verify` checks them."
+    )

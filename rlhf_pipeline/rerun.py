@@ -1,0 +1,217 @@
+"""Take the optimizer steps of a finished run again, from its store, ledger and checkpoints, and compare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_pipeline.checkpoint import list_checkpoints, read_state
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.errors import DataError, MissingPathError
+from rlhf_pipeline.jsonl import read_rows
+from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.runtime_build import build_loss, build_policy
+from trajectory_store import MissingRowError, TrajectoryStore
+
+_OWN_FIELDS = frozenset({"step", "row_ids", "trajectory_ids", "watermark", "seed", "ages", "ess"})
+"""What the learner itself writes into a row of the ledger; more fields mean that a caller chose the rows."""
+
+_CLOSE = 1e-3
+"""How far a loss may be from the recorded one, relative, where the device does not repeat its bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retaken:
+    """One optimizer step, taken again.
+
+    Attributes:
+        step: its number.
+        num_trajectories: in its batch.
+        batch_problem: how the batch differs from the recorded one, or None.
+        recorded: the loss in `metrics.jsonl`; None where the step had nothing to learn from.
+        computed: the loss now.
+        recorded_norm: the gradient's norm in `metrics.jsonl`.
+        computed_norm: the norm now.
+        exact: whether the bits must agree: on a CPU.
+    """
+
+    step: int
+    num_trajectories: int
+    batch_problem: str | None
+    recorded: float | None
+    computed: float | None
+    recorded_norm: float | None
+    computed_norm: float | None
+    exact: bool
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether loss and gradient norm are the recorded ones, bit for bit."""
+        return self.recorded == self.computed and self.recorded_norm == self.computed_norm
+
+    @property
+    def ok(self) -> bool:
+        """Whether batch, loss and gradient norm agree, as far as the device can repeat them."""
+        if self.batch_problem is not None:
+            return False
+        pairs = ((self.recorded, self.computed), (self.recorded_norm, self.computed_norm))
+        return self.same_bits or (not self.exact and all(_close(a, b) for a, b in pairs))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RerunPlan:
+    """Which steps are taken again, and from where.
+
+    Attributes:
+        checkpoint: the newest one before the first step.
+        start: optimizer steps behind it.
+        first: the first step to compare.
+        last: the last.
+        ledger: the ledger's rows by step.
+        metrics: the lines of `metrics.jsonl` by step.
+    """
+
+    checkpoint: Path
+    start: int
+    first: int
+    last: int
+    ledger: Mapping[int, Mapping[str, Any]]
+    metrics: Mapping[int, Mapping[str, Any]]
+
+
+def plan_rerun(run_dir: Path, *, from_step: int, num_steps: int | None = None) -> RerunPlan:
+    """Find the checkpoint to start from, and check that everything needed is recorded.
+
+    Args:
+        run_dir: the run folder.
+        from_step: the first step to compare, from 1.
+        num_steps: how many; all that are recorded when None.
+
+    Raises:
+        DataError: the run has not taken these steps.
+        MissingPathError: no checkpoint is old enough.
+    """
+    ledger = {row["step"]: row for row in read_rows(run_dir / "ledger.jsonl")}
+    metrics = {row["step"]: row for row in read_rows(run_dir / "metrics.jsonl")}
+    taken = max(ledger.keys() & metrics.keys(), default=0)
+    if not 1 <= from_step <= taken:
+        raise DataError(
+            f"{run_dir} has no step {from_step} to replay: its ledger and metrics have steps 1 to {taken}."
+            if taken
+            else f"{run_dir} has no steps to replay: its ledger or its metrics are empty."
+        )
+    checkpoints = [(read_state(path)["step"], path) for path in list_checkpoints(run_dir / "checkpoints")]
+    before = [(step, path) for step, path in checkpoints if step < from_step]
+    if not before:
+        oldest = min((step for step, _ in checkpoints), default=None)
+        raise MissingPathError(
+            f"{run_dir} has no checkpoint to replay step {from_step} from: "
+            + (
+                f"the oldest is of step {oldest}, so the first step that can be replayed is {oldest + 1}. "
+                if oldest is not None and oldest < taken
+                else "none is left of an earlier step. "
+            )
+            + "To be able to replay any step, start the run with --set learn.keep_checkpoints=1000000."
+        )
+    start, checkpoint = before[-1]
+    last = taken if num_steps is None else min(from_step + num_steps - 1, taken)
+    lacking = [step for step in range(start + 1, last + 1) if step not in ledger or step not in metrics]
+    if lacking:
+        raise DataError(f"{run_dir}: step {lacking[0]} is missing from ledger.jsonl or metrics.jsonl.")
+    return RerunPlan(checkpoint=checkpoint, start=start, first=from_step, last=last, ledger=ledger, metrics=metrics)
+
+
+def retake(pipeline: Pipeline, plan: RerunPlan, *, run_dir: Path, seed: int, device: str) -> Iterator[Retaken]:
+    """Take the steps again and yield those from `plan.first` on; nothing in the run folder changes.
+
+    Args:
+        pipeline: the definition that the run was started with.
+        plan: from `plan_rerun`.
+        run_dir: the run folder.
+        seed: the run's seed.
+        device: where the model is put; the bits are comparable on the kind of device that the run had.
+
+    Raises:
+        DataError: trajectories that the ledger names are no longer in the store.
+    """
+    exact = torch.device(device).type == "cpu"
+    policy = build_policy(pipeline, seed=seed, device=device)
+    storage = TrajectoryStorage(run_dir / "store", mode="r", backend=pipeline.buffer.backend)
+    try:
+        learner = Learner(
+            policy=policy,
+            loss=build_loss(pipeline, policy),
+            buffer=TrajectoryReplayBuffer(storage=storage, seed=seed),
+            config=pipeline.learn,
+            max_staleness=pipeline.buffer.max_staleness,
+            max_completion_tokens=pipeline.collect.max_new_tokens,
+            ledger=None,
+            seed=seed,
+            may_be_empty=True,
+        )
+        learner.load(plan.checkpoint)
+        for step in range(plan.start + 1, plan.last + 1):
+            row, line = plan.ledger[step], plan.metrics[step]
+            rows = np.asarray(row["row_ids"], dtype=np.int64)
+            try:
+                problem = _batch_problem(learner, storage.store, row, rows)
+                found = learner.step(step, row_ids=rows)
+            except MissingRowError as error:
+                raise DataError(
+                    f"step {step} learned from trajectories that are no longer in {storage.store.path} ({error}). They "
+                    "were evicted; only a run without buffer.max_trajectories can be replayed from any step."
+                ) from error
+            if step >= plan.first:
+                yield Retaken(
+                    step=step,
+                    num_trajectories=len(rows),
+                    batch_problem=problem,
+                    recorded=line.get("loss"),
+                    computed=_recorded_form(found["loss"]),
+                    recorded_norm=line.get("grad_norm"),
+                    computed_norm=_recorded_form(found["grad_norm"]),
+                    exact=exact,
+                )
+    finally:
+        storage.close()
+
+
+def _batch_problem(learner: Learner, store: TrajectoryStore, row: Mapping[str, Any], rows: np.ndarray) -> str | None:
+    """Say how the batch differs from what the ledger says about it, or return None.
+
+    The rows must hold the trajectories and ages of the ledger; and where the learner chose them itself, the choice is
+    made again from the store as it was.
+    """
+    version = row["step"] - 1
+    if len(rows):
+        trajectories = store.read_scalars("trajectory_id", rows).tolist()
+        if row.get("trajectory_ids", trajectories) != trajectories:
+            return "its rows hold other trajectories than the ledger says"
+        if (version - store.read_scalars("policy_version", rows)).tolist() != row["ages"]:
+            return "its trajectories are of other policy versions than the ledger says"
+    if row.keys() <= _OWN_FIELDS and len(store) == store.watermark:
+        chosen, _ = learner.fresh_rows(version, watermark=row["watermark"])
+        if chosen.tolist() != rows.tolist():
+            return f"the learner would choose {len(chosen)} trajectories now, not these {len(rows)}"
+    return None
+
+
+def _recorded_form(value: float | int | None) -> float | None:
+    """Return a figure as `metrics.jsonl` has it: null for what is not finite."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _close(a: float | None, b: float | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return math.isclose(a, b, rel_tol=_CLOSE, abs_tol=1e-7)
