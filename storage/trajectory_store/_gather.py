@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from trajectory_store._catalog import Catalog
 from trajectory_store._errors import BatchError
+from trajectory_store._io import PreadBytes
 from trajectory_store._layout import PRESENT, offsets_name
 from trajectory_store._places import Places, Spans
 from trajectory_store._pool import BufferPool
@@ -185,17 +186,28 @@ class Gather:
 
     def prefetch(self, columns: Sequence[Column]) -> None:
         """Ask the kernel for the pages of the rows, all at once, before the first one is touched."""
+        axes: set[tuple[int, str]] = set()
+        for column in columns:
+            axis, item = column.axis, column.np_dtype.itemsize
+            for ordinal, rows in self._places(column).runs:
+                segment = self._catalog.any_segment(ordinal)
+                if axis is None:
+                    if segment.has(column):
+                        _will_need(segment.raw(column.name), rows * item, (rows + 1) * item)
+                elif axis in segment.schema.axes and (ordinal, axis) not in axes:
+                    axes.add((ordinal, axis))
+                    _will_need(segment.raw(offsets_name(axis)), rows * 8, (rows + 2) * 8)
         for column in columns:
             if column.axis is None:
                 continue
-            spans = self.spans(column)
-            item = column.np_dtype.itemsize
-            sources = spans.places.spread(self._items(column, spans.places))
-            for source, part in zip(sources, spans.slices, strict=True):
-                mapped = source.obj if isinstance(source, memoryview) else None
-                if isinstance(mapped, mmap.mmap) and part.start < part.stop:
-                    start = part.start * item & -mmap.PAGESIZE
-                    mapped.madvise(mmap.MADV_WILLNEED, start, part.stop * item - start)
+            spans, item, at = self.spans(column), column.np_dtype.itemsize, 0
+            for ordinal, rows in spans.places.runs:
+                segment = self._catalog.any_segment(ordinal)
+                parts = spans.slices[at : at + len(rows)]
+                at += len(rows)
+                if segment.has(column):
+                    edges = np.array([(part.start, part.stop) for part in parts], np.int64) * item
+                    _will_need(segment.raw(column.name), edges[:, 0], edges[:, 1])
 
     def ragged(self, column: Column) -> RaggedArray:
         """The rows of a ragged column in one new flat array."""
@@ -260,6 +272,17 @@ def _copy(
             view[target] = source[part]
         else:
             flat[target] = column.fill_value
+
+
+def _will_need(raw: memoryview | PreadBytes, starts: Int64Array, ends: Int64Array) -> None:
+    """Ask for the pages of some ranges of bytes of a map."""
+    mapped = raw.obj if isinstance(raw, memoryview) else None
+    if not isinstance(mapped, mmap.mmap):
+        return
+    starts = starts & -mmap.PAGESIZE
+    for start, size in {*zip(starts.tolist(), (ends - starts).tolist(), strict=True)}:
+        if size > 0:
+            mapped.madvise(mmap.MADV_WILLNEED, start, size)
 
 
 def _fit(out: npt.NDArray[Any], column: Column, n: int, width: int) -> npt.NDArray[Any]:
