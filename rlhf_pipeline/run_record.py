@@ -13,6 +13,7 @@ from rlhf_pipeline import __version__
 from rlhf_pipeline.config import Pipeline, to_json
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError
 from rlhf_pipeline.jsonl import write_atomically
+from rlhf_pipeline.run_inputs import check_inputs, describe_inputs
 
 FILE_NAME: Final = "config.json"
 
@@ -26,10 +27,14 @@ MAY_CHANGE_ON_RESUME: Final = frozenset(
         "learn.checkpoint_every",
         "learn.keep_checkpoints",
         "learn.token_budget",
+        "learn.layout",
+        "learn.activation_checkpointing",
+        "learn.peak_flops",
+        "learn.logger",
     }
 )
 """Fields that may differ from the recorded definition: they say when to stop and save, and how much fits in memory,
-not what is learned. (Another token budget moves the last bits of the gradient.)"""
+not what is learned. (Another token budget or layout moves the last bits of the gradient.)"""
 
 
 _BEFORE_THE_RECORD: Final = frozenset({"lock", "log.txt", f".{FILE_NAME}.tmp"})
@@ -55,6 +60,7 @@ def make_record(
         "seed": seed,
         "device": device,
         "pipeline": to_json(pipeline),
+        "inputs": describe_inputs(pipeline),
         "versions": {"rlhf-pipeline": __version__, "python": platform.python_version()}
         | {name: version(name) for name in packages},
     }
@@ -88,11 +94,17 @@ def check_folder(run_dir: Path, *, resume: bool) -> None:
         )
 
 
-def check_unchanged(run_dir: Path, pipeline: Pipeline, seed: int) -> None:
+def check_unchanged(run_dir: Path, pipeline: Pipeline, seed: int, *, inputs: bool = True) -> None:
     """Refuse to resume under a definition or seed that would learn something else.
 
+    Args:
+        run_dir: the run folder; nothing is checked where no run was recorded.
+        pipeline: the definition now.
+        seed: the seed now.
+        inputs: whether the files that the definition names must be as they were, too.
+
     Raises:
-        RunMismatchError: naming every field that differs.
+        RunMismatchError: naming every field that differs, or the prompt file or model folder that has changed.
     """
     path = run_dir / FILE_NAME
     if not path.is_file():
@@ -110,11 +122,14 @@ def check_unchanged(run_dir: Path, pipeline: Pipeline, seed: int) -> None:
             f"{run_dir} was started with another definition: {'; '.join(changed)}. "
             "Resume with the recorded one, or start a new run with --out OTHER_FOLDER."
         )
+    if inputs:
+        check_inputs(run_dir, before.get("inputs", {}), pipeline)
 
 
 def _differences(prefix: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(old, dict) and isinstance(new, dict):
-        for name in sorted(old.keys() | new.keys()):
+        # A field that the record does not have is younger than the run, which ran as its default says.
+        for name in sorted(old.keys()):
             yield from _differences(f"{prefix}.{name}" if prefix else name, old.get(name), new.get(name))
     elif old != new:
         yield prefix, old, new

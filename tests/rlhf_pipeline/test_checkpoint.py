@@ -95,3 +95,20 @@ def test_a_missing_file_and_another_model_are_explained(tmp_path):
         load_checkpoint(path, policy=holder, optimizer=optimizer_of(holder))
     shutil.rmtree(path)
     assert list_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", ["", '{"step": 2', "[]", '{"step": 2}', '{"step": "two", "param_groups": []}'])
+def test_a_damaged_state_names_the_checkpoint_before_it(tmp_path, content):
+    """A truncated or emptied state.json is said as damage, with the folder to delete and the one that is then used."""
+    holder = Holder(0)
+    optimizer = optimizer_of(holder)
+    save_checkpoint(tmp_path, 1, policy=holder, optimizer=optimizer, state={}, keep=2)
+    train(holder, optimizer, 1)
+    path = save_checkpoint(tmp_path, 2, policy=holder, optimizer=optimizer, state={}, keep=2)
+    (path / "state.json").write_text(content)
+    before = holder.model[0].weight.clone()
+    with pytest.raises(DataError, match=r"step-00000002 is damaged: .*the one before it, step-00000001"):
+        load_checkpoint(path, policy=holder, optimizer=optimizer)
+    assert torch.equal(holder.model[0].weight, before)
+    shutil.rmtree(path)
+    load_checkpoint(tmp_path / "step-00000001", policy=holder, optimizer=optimizer)

@@ -1,0 +1,93 @@
+"""What a run reads from outside its folder, as it was: prompt files and model folders. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from rlhf_pipeline.config import Pipeline, PretrainedPolicy
+from rlhf_pipeline.errors import RunMismatchError
+
+_WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
+_TEXT_FILES: Final = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_ENDS: Final = 1 << 20
+"""Bytes read at each end of a weight file: a model of 100 GB is looked at in milliseconds."""
+
+Inputs = dict[str, dict[str, Any]]
+
+
+def describe_inputs(pipeline: Pipeline) -> Inputs:
+    """Return what `config.json` says of the files that a definition names; nothing for those that are not there.
+
+    A prompt file is hashed whole. Of a model folder, the config and the tokenizer are hashed whole, and of each weight
+    file the size, the first and the last MiB: that notices a model trained further, and not a single changed number.
+
+    >>> from rlhf_pipeline import CopyDigits, Pipeline, TinyPolicy, token_match
+    >>> describe_inputs(Pipeline(name="a", policy=TinyPolicy(), prompts=CopyDigits(), reward=token_match))
+    {}
+    """
+    found: Inputs = {}
+    prompts = getattr(pipeline.prompts, "path", None)
+    if isinstance(prompts, str) and Path(prompts).is_file():
+        file = Path(prompts)
+        found["prompts.path"] = {"size": file.stat().st_size, "sha256": _whole(file)}
+    if isinstance(pipeline.policy, PretrainedPolicy):
+        folder = Path(pipeline.policy.path).expanduser()
+        if folder.is_dir():
+            found["policy.path"] = _model_folder(folder)
+    return found
+
+
+def check_inputs(run_dir: Path, recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> None:
+    """Refuse to go on with other prompts or another starting model than the run began with.
+
+    A file that is gone is somebody else's error, and a run without a record of its files is not checked.
+
+    Args:
+        run_dir: for the message.
+        recorded: what `describe_inputs` returned when the run began.
+        pipeline: its definition.
+
+    Raises:
+        RunMismatchError: naming the file, and what is different.
+    """
+    now = describe_inputs(pipeline)
+    paths = {"prompts.path": getattr(pipeline.prompts, "path", ""), "policy.path": getattr(pipeline.policy, "path", "")}
+    for field, before in recorded.items():
+        if field not in now or now[field] == before:
+            continue
+        changed = sorted(name for name in before.keys() | now[field].keys() if before.get(name) != now[field].get(name))
+        what = f"its {', '.join(changed)} differ" if field == "policy.path" else _sizes(before, now[field])
+        raise RunMismatchError(
+            f"{paths[field]} ({field}) has changed since {run_dir} was started: {what}. Put the old one back to go on "
+            "with this run, or start a new run with --out OTHER_FOLDER."
+        )
+
+
+def _sizes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    if before["size"] != now["size"]:
+        return f"it had {before['size']:,} bytes, it has {now['size']:,}"
+    return f"it has {now['size']:,} bytes as before, and other content"
+
+
+def _model_folder(folder: Path) -> dict[str, Any]:
+    found = {name: _whole(folder / name) for name in _TEXT_FILES if (folder / name).is_file()}
+    for pattern in _WEIGHTS:
+        found |= {file.name: f"{file.stat().st_size}:{_ends(file)}" for file in sorted(folder.glob(pattern))}
+    return found
+
+
+def _whole(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _ends(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        digest.update(stream.read(_ENDS))
+        stream.seek(max(file.stat().st_size - _ENDS, 0))
+        digest.update(stream.read(_ENDS))
+    return digest.hexdigest()
