@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
+from rlhf_pipeline.replay._group_samplers import GroupSampler, SuccessSampler, VarianceSampler
 from rlhf_pipeline.replay._strategy import Floats, Ints, StoreView, TrajectorySampler, step_generator
 from rlhf_pipeline.replay._torchrl_samplers import ConsumingSampler, StalenessAwareSampler
 
@@ -27,8 +28,10 @@ __all__ = [
     "RecencySampler",
     "StalenessAwareSampler",
     "StoreView",
+    "SuccessSampler",
     "TrajectorySampler",
     "UniformSampler",
+    "VarianceSampler",
     "as_sampler",
     "step_generator",
 ]
@@ -189,66 +192,14 @@ class RecencySampler(PrioritySampler):
         super().__init__(alpha=0.0, tau=tau, max_staleness=max_staleness, max_uses=max_uses, seed=seed)
 
 
-class GroupSampler(TrajectorySampler):
-    """Whole groups: all trajectories of a `group_id`, or none.
-
-    A group counts only if the limits allow every trajectory of it that is in the view.
-
-    Args:
-        group_size: only groups of exactly this size; None takes any.
-        order: `uniform` draws groups by chance, `fresh` takes them in the order in which they were completed.
-        max_staleness: largest age in versions.
-        max_uses: uses after which a trajectory is spent.
-        seed: of the TorchRL interface.
-
-    Raises:
-        DefinitionError: if the order is not known.
-    """
-
-    def __init__(
-        self,
-        *,
-        group_size: int | None = None,
-        order: str = "uniform",
-        max_staleness: int | None = None,
-        max_uses: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(max_staleness=max_staleness, max_uses=max_uses, seed=seed)
-        if order not in ("uniform", "fresh"):
-            raise DefinitionError(f"order is {order!r}; it must be 'uniform' or 'fresh'.")
-        self.group_size, self.order = group_size, order
-
-    def _choose(self, view: StoreView, allowed: Ints, batch_size: int | None, rng: np.random.Generator) -> Ints:
-        named = view.column("group_id").astype(np.int64)
-        named = np.where(named < 0, -1 - np.arange(len(named)), named)  # no group given: a group of its own
-        groups, code = np.unique(named, return_inverse=True)
-        present = np.bincount(code, minlength=len(groups))
-        whole = np.bincount(code[allowed], minlength=len(groups)) == present
-        if self.group_size is not None:
-            whole &= present == self.group_size
-        order = np.argsort(code, kind="stable")  # rows by group, in the order of arrival
-        starts = np.cumsum(present) - present
-        names = np.flatnonzero(whole)
-        if self.order == "uniform":
-            names = rng.permutation(names)
-        else:
-            completed = order[starts + present - 1]
-            names = names[np.argsort(completed[names], kind="stable")]
-        sizes = np.cumsum(present[names])
-        if batch_size is not None:
-            names = names[: max(int(np.searchsorted(sizes, batch_size, side="right")), min(1, len(names)))]
-        if not len(names):
-            return np.empty(0, np.int64)
-        return np.concatenate([order[starts[g] : starts[g] + present[g]] for g in names])
-
-
 _STRATEGIES: dict[str, type[TrajectorySampler]] = {
     "fresh": FreshSampler,
     "uniform": UniformSampler,
     "recency": RecencySampler,
     "priority": PrioritySampler,
     "group": GroupSampler,
+    "success": SuccessSampler,
+    "variance": VarianceSampler,
     "mix": MixSampler,
     "staleness": StalenessAwareSampler,
     "consuming": ConsumingSampler,
@@ -258,7 +209,8 @@ _STRATEGIES: dict[str, type[TrajectorySampler]] = {
 def as_sampler(strategy: str | TrajectorySampler, **arguments: Any) -> TrajectorySampler:
     """A strategy as it is, or by name.
 
-    The names are `fresh`, `uniform`, `recency`, `priority`, `group`, `mix`, `staleness` and `consuming`.
+    The names are `fresh`, `uniform`, `recency`, `priority`, `group`, `success`, `variance`, `mix`, `staleness` and
+    `consuming`.
 
     Raises:
         DefinitionError: if the name is not known.

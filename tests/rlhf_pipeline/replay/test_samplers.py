@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from tensordict import lazy_stack
 
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.replay._group_samplers import most_varied
 from rlhf_pipeline.replay.samplers import (
     FreshSampler,
     GroupSampler,
@@ -15,7 +17,9 @@ from rlhf_pipeline.replay.samplers import (
     PrioritySampler,
     RecencySampler,
     StoreView,
+    SuccessSampler,
     UniformSampler,
+    VarianceSampler,
     as_sampler,
 )
 from rlhf_pipeline.replay.storage import TrajectoryStorage
@@ -26,6 +30,8 @@ ALL = [
     PrioritySampler(),
     RecencySampler(),
     GroupSampler(),
+    SuccessSampler(extremes=True),
+    VarianceSampler(),
     MixSampler(),
 ]
 
@@ -34,7 +40,7 @@ ALL = [
 def storage(tmp_path, make_rows):
     """Twelve trajectories in groups of 2; versions 0, 0, 1, 1, 2, 2, ..."""
     made = TrajectoryStorage(tmp_path / "store")
-    rows = make_rows([4] * 12)
+    rows = make_rows([4] * 12, rewards=[float(i % 3) for i in range(12)])
     for i, row in enumerate(rows):
         row["policy_version"] = torch.tensor(i // 2)
     made.set(torch.arange(12), lazy_stack(rows))
@@ -143,6 +149,96 @@ def test_groups_are_whole(storage, make_rows):
     assert len(pick(GroupSampler(), storage, 1, step=1)) >= 1
 
 
+@pytest.fixture
+def graded(tmp_path, make_rows):
+    """Groups of four with success rates 0, 1/4, 1/2, 1/2, 3/4 and 1, one version later each."""
+    rewards = [0, 0, 0, 0, *(1, 0, 0, 0), *(1, 1, 0, 0), *(0, 0, 1, 1), *(1, 1, 1, 0), *(1, 1, 1, 1)]
+    made = TrajectoryStorage(tmp_path / "graded")
+    rows = make_rows([4] * 24, group_size=4, rewards=[float(r) for r in rewards])
+    for i, row in enumerate(rows):
+        row["policy_version"] = torch.tensor(i // 4)
+    made.set(torch.arange(24), lazy_stack(rows))
+    yield made
+    made.close()
+
+
+def first_groups(sampler, storage, draws=4000, **kwargs):
+    """How often each of the six groups comes first; every draw is one whole group."""
+    rows = view(storage, **kwargs)
+    counts = np.zeros(6)
+    for step in range(draws):
+        found = sampler.select(rows, 4, seed=1, step=step)
+        assert (found // 4 == found[0] // 4).all()
+        counts[found[0] // 4] += 1
+    return counts
+
+
+def near(counts, weights):
+    """Counts agree with the chances, to five standard deviations."""
+    expected = counts.sum() * np.asarray(weights) / np.sum(weights)
+    return bool((np.abs(counts - expected) <= 5 * np.sqrt(expected) + 1e-9).all())
+
+
+def test_success_buckets(graded):
+    """Chances by bucket and not by the number of groups in it; groups without a contrast never come."""
+    sampler = SuccessSampler(buckets=4, spread=0.25)
+    # Middles of the buckets of 1/4, 1/2 (twice) and 3/4: 0.375, 0.625 and 0.875.
+    near_middle, far = math.exp(-(0.125**2) / (2 * 0.0625)), math.exp(-(0.375**2) / (2 * 0.0625))
+    weights = [0, near_middle, near_middle / 2, near_middle / 2, far, 0]
+    assert near(first_groups(sampler, graded), weights)
+    even = SuccessSampler(buckets=4, spread=math.inf, extremes=True)
+    assert near(first_groups(even, graded), [1, 1, 1 / 2, 1 / 2, 1 / 2, 1 / 2])
+    hard = SuccessSampler(buckets=4, target=0.0, spread=0.05)
+    assert first_groups(hard, graded, 50)[1] == 50
+    assert sorted(pick(sampler, graded, None)) == list(range(4, 20))
+
+
+def test_success_counts_what_was_graded(tmp_path, make_rows):
+    """The threshold decides, and a trajectory without a reward is no failure."""
+    made = TrajectoryStorage(tmp_path / "odd")
+    nan = float("nan")
+    made.set(torch.arange(6), lazy_stack(make_rows([4] * 6, rewards=[0.9, nan, 0.9, 0.2, nan, nan])))
+    assert sorted(pick(SuccessSampler(), made, None)) == [2, 3]
+    assert sorted(pick(SuccessSampler(threshold=0.1, extremes=True), made, None)) == [0, 1, 2, 3]
+    assert pick(SuccessSampler(threshold=0.1), made, None) == []
+    made.close()
+
+
+def test_variance_of_groups(graded):
+    """Chances follow the variance of the rewards: 3/16 and 1/4; and the age, where asked."""
+    assert near(first_groups(VarianceSampler(), graded), [0, 3 / 16, 1 / 4, 1 / 4, 3 / 16, 0])
+    aged = [v * math.exp(-(5 - i) / 2.0) for i, v in enumerate([0, 9 / 256, 1 / 16, 1 / 16, 9 / 256, 0])]
+    assert near(first_groups(VarianceSampler(alpha=2.0, tau=2.0), graded, version=5), aged)
+    assert sorted(pick(VarianceSampler(max_staleness=2), graded, None, version=5)) == list(range(12, 20))
+
+
+def test_most_varied_members(graded):
+    """Of each group only the trajectories that differ most, as a search through all subsets finds them."""
+    found = pick(VarianceSampler(members=2), graded, None)
+    rewards = view(graded).column("task_reward")[found]
+    assert len(found) == 8
+    assert sorted(rewards.tolist()) == [0.0] * 4 + [1.0] * 4
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        values = rng.normal(size=7).round(1)
+        for count in (2, 3, 5):
+            best = max(np.var(values[list(subset)]) for subset in itertools.combinations(range(7), count))
+            assert np.var(values[most_varied(values, count)]) == pytest.approx(best)
+    assert most_varied(np.array([np.nan, 1.0, 0.0]), 2).tolist() == [1, 2]
+
+
+def test_fresh_and_group_replay_in_one_batch(graded):
+    """Half by version, half whole groups of replay, as a pure function."""
+    sampler = MixSampler(GroupSampler(order="fresh", max_staleness=0), VarianceSampler(), fraction=0.5)
+    for step in range(5):
+        found = pick(sampler, graded, 8, step=step, version=5)
+        assert found[:4] == [20, 21, 22, 23]
+        assert len(found) == 8
+        assert len({i // 4 for i in found[4:]}) == 1
+        assert 1 <= found[4] // 4 <= 4
+        assert pick(sampler, graded, 8, step=step, version=5) == found
+
+
 def test_rows_without_a_group_are_their_own(tmp_path, make_rows):
     """Trajectories that nobody grouped are not one large group."""
     made = TrajectoryStorage(tmp_path / "loose")
@@ -220,8 +316,16 @@ def test_arguments():
             UniformSampler(**wrong)
     with pytest.raises(DefinitionError, match="tau"):
         RecencySampler(tau=0.0)
+    for wrong in ({"buckets": 0}, {"spread": 0.0}, {"tau": 0.0}, {"target": 1.5}):
+        with pytest.raises(DefinitionError, match="buckets"):
+            SuccessSampler(**wrong)
+    for wrong in ({"tau": 0.0}, {"members": 1}):
+        with pytest.raises(DefinitionError, match="members"):
+            VarianceSampler(**wrong)
     with pytest.raises(DefinitionError, match="order"):
         GroupSampler(order="random")
     with pytest.raises(DefinitionError, match="Did you mean 'uniform'"):
         as_sampler("unifrom")
     assert type(as_sampler("group", group_size=4)) is GroupSampler
+    assert type(as_sampler("success", buckets=3)) is SuccessSampler
+    assert type(as_sampler("variance", members=4)) is VarianceSampler

@@ -1,0 +1,317 @@
+"""Strategies that draw whole groups: all trajectories of a `group_id`, or none."""
+
+from __future__ import annotations
+
+import abc
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.replay._strategy import Floats, Ints, StoreView, TrajectorySampler
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The groups of a view of which the limits allow every trajectory.
+
+    Attributes:
+        order: int64 `[n]`, positions in the view by group, within a group in the order of arrival.
+        starts: int64 `[g]`, where each group begins in `order`.
+        sizes: int64 `[g]`, trajectories of each group.
+    """
+
+    order: Ints
+    starts: Ints
+    sizes: Ints
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def rows(self, group: int) -> Ints:
+        """Positions in the view of one group."""
+        return self.order[self.starts[group] : self.starts[group] + self.sizes[group]]
+
+    def mean(self, values: Floats) -> Floats:
+        """Mean of each group, float64 `[g]`, over the finite ones of the values `[n]` of the view; NaN without one."""
+        return self._mean(np.asarray(values, np.float64)[self.order])
+
+    def variance(self, values: Floats) -> Floats:
+        """Variance of each group, float64 `[g]`, over the finite ones, divided by their number; NaN without one."""
+        given = np.asarray(values, np.float64)[self.order]
+        return self._mean((given - np.repeat(self._mean(given), self.sizes)) ** 2)
+
+    def _mean(self, given: Floats) -> Floats:
+        if not len(self):
+            return np.empty(0)
+        there = np.isfinite(given)
+        with np.errstate(invalid="ignore"):
+            return np.add.reduceat(np.where(there, given, 0.0), self.starts) / np.add.reduceat(
+                there.astype(np.int64), self.starts
+            )
+
+
+def whole_groups(view: StoreView, allowed: Ints, group_size: int | None = None) -> Groups:
+    """The groups of which every trajectory in the view is allowed; rows without a group are groups of their own.
+
+    Args:
+        view: the rows there are.
+        allowed: positions that the limits allow.
+        group_size: only groups of exactly this size; None takes any.
+    """
+    named = view.column("group_id").astype(np.int64)
+    named = np.where(named < 0, -1 - np.arange(len(named)), named)
+    groups, code = np.unique(named, return_inverse=True)
+    sizes = np.bincount(code, minlength=len(groups))
+    whole = np.bincount(code[allowed], minlength=len(groups)) == sizes
+    if group_size is not None:
+        whole &= sizes == group_size
+    order = np.argsort(code, kind="stable")
+    order, sizes = order[whole[code[order]]], sizes[whole]
+    return Groups(order, np.cumsum(sizes) - sizes, sizes)
+
+
+def gumbel_order(log_weights: Floats, rng: np.random.Generator) -> Ints:
+    """An order by chance in which each next one follows the weights of those left; those of weight 0 are left out."""
+    order = np.argsort(-(log_weights + rng.gumbel(size=len(log_weights))), kind="stable")
+    return order[np.isfinite(log_weights[order])]
+
+
+class GroupStrategy(TrajectorySampler):
+    """Base of the strategies that draw whole groups.
+
+    Args:
+        group_size: only groups of exactly this size; None takes any.
+        max_staleness: largest age in versions; a group with an older trajectory is left out.
+        max_uses: uses after which a trajectory is spent, and its group with it.
+        seed: of the TorchRL interface.
+    """
+
+    def __init__(
+        self,
+        *,
+        group_size: int | None = None,
+        max_staleness: int | None = None,
+        max_uses: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(max_staleness=max_staleness, max_uses=max_uses, seed=seed)
+        self.group_size = group_size
+
+    @abc.abstractmethod
+    def _rank(self, view: StoreView, groups: Groups, rng: np.random.Generator) -> Ints:
+        """The groups in the order in which they are taken; those left out are not drawn."""
+
+    def _members(self, view: StoreView, rows: Ints) -> Ints:
+        """The trajectories of a group that is drawn; all of them."""
+        del view
+        return rows
+
+    def _choose(self, view: StoreView, allowed: Ints, batch_size: int | None, rng: np.random.Generator) -> Ints:
+        groups = whole_groups(view, allowed, self.group_size)
+        parts: list[Ints] = []
+        left = len(view) if batch_size is None else batch_size
+        for group in self._rank(view, groups, rng).tolist():
+            rows = self._members(view, groups.rows(group))
+            if len(rows) > left and parts:
+                break  # at least one group comes, however small the batch
+            parts.append(rows)
+            left -= len(rows)
+            if left <= 0:
+                break
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+class GroupSampler(GroupStrategy):
+    """Whole groups: all trajectories of a `group_id`, or none.
+
+    A group counts only if the limits allow every trajectory of it that is in the view.
+
+    Args:
+        group_size: only groups of exactly this size; None takes any.
+        order: `uniform` draws groups by chance, `fresh` takes them in the order in which they were completed.
+        max_staleness: largest age in versions.
+        max_uses: uses after which a trajectory is spent.
+        seed: of the TorchRL interface.
+
+    Raises:
+        DefinitionError: if the order is not known.
+    """
+
+    def __init__(
+        self,
+        *,
+        group_size: int | None = None,
+        order: str = "uniform",
+        max_staleness: int | None = None,
+        max_uses: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(group_size=group_size, max_staleness=max_staleness, max_uses=max_uses, seed=seed)
+        if order not in ("uniform", "fresh"):
+            raise DefinitionError(f"order is {order!r}; it must be 'uniform' or 'fresh'.")
+        self.order = order
+
+    def _rank(self, view: StoreView, groups: Groups, rng: np.random.Generator) -> Ints:
+        del view
+        if self.order == "uniform":
+            return rng.permutation(len(groups))
+        completed = groups.order[groups.starts + groups.sizes - 1]
+        return np.argsort(completed, kind="stable")
+
+
+class SuccessSampler(GroupStrategy):
+    """Whole groups by their success rate, those of medium difficulty most often.
+
+    Groups are put into buckets of equal width by the share of their trajectories whose task reward reaches
+    `threshold`. A bucket's chance follows a normal curve of its middle around `target`, and within a bucket all groups
+    have the same chance, so that a flood of easy groups does not drown the rest. Groups in which all or none succeeded
+    teach nothing and are left out. Source: ExGRPO, https://arxiv.org/abs/2510.02245.
+
+    Args:
+        buckets: number of buckets, at least 1.
+        target: the success rate that is drawn most often.
+        spread: standard deviation of the normal curve, above 0; infinity draws all buckets equally.
+        threshold: task reward from which on a trajectory counts as a success. One without a finite reward is left
+            out of the rate.
+        extremes: draw groups in which all or none succeeded, too.
+        tau: age in versions at which the chance of a group has fallen to 1/e; infinity ignores the age.
+        group_size: only groups of exactly this size; None takes any.
+        max_staleness: largest age in versions.
+        max_uses: uses after which a trajectory is spent.
+        seed: of the TorchRL interface.
+
+    Raises:
+        DefinitionError: if a number is out of range.
+
+    >>> SuccessSampler(buckets=4).success_buckets(np.array([0.0, 0.25, 0.5, 0.9, 1.0])).tolist()
+    [0, 1, 2, 3, 3]
+    """
+
+    def __init__(
+        self,
+        *,
+        buckets: int = 4,
+        target: float = 0.5,
+        spread: float = 0.25,
+        threshold: float = 0.5,
+        extremes: bool = False,
+        tau: float = math.inf,
+        group_size: int | None = None,
+        max_staleness: int | None = None,
+        max_uses: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(group_size=group_size, max_staleness=max_staleness, max_uses=max_uses, seed=seed)
+        if buckets < 1 or not spread > 0 or not tau > 0 or not 0 <= target <= 1:
+            raise DefinitionError(
+                f"buckets ({buckets}) must be at least 1, spread ({spread}) and tau ({tau}) above 0, and target "
+                f"({target}) between 0 and 1."
+            )
+        self.buckets, self.target, self.spread, self.tau = int(buckets), float(target), float(spread), float(tau)
+        self.threshold, self.extremes = float(threshold), bool(extremes)
+
+    def success_buckets(self, rates: Floats) -> Ints:
+        """The bucket of each success rate, int64 `[g]`; the last one holds 1 too."""
+        return np.minimum((rates * self.buckets).astype(np.int64), self.buckets - 1)
+
+    def log_weights(self, view: StoreView, groups: Groups) -> Floats:
+        """Logarithm of the unnormalised chance of each group, `[g]`; -inf where it is never drawn."""
+        reward = view.column("task_reward").astype(np.float64)
+        rates = groups.mean(np.where(np.isfinite(reward), reward >= self.threshold, np.nan))
+        keep = np.isfinite(rates)
+        if not self.extremes:
+            keep &= (rates > 0) & (rates < 1)
+        out = np.full(len(groups), -np.inf)
+        bucket = self.success_buckets(rates[keep])
+        members = np.bincount(bucket, minlength=self.buckets)
+        middle = (bucket + 0.5) / self.buckets
+        out[keep] = -((middle - self.target) ** 2) / (2 * self.spread**2) - np.log(members[bucket])
+        return _aged(out, view, groups, self.tau)
+
+    def _rank(self, view: StoreView, groups: Groups, rng: np.random.Generator) -> Ints:
+        return gumbel_order(self.log_weights(view, groups), rng)
+
+
+class VarianceSampler(GroupStrategy):
+    """Whole groups with chances of `variance^alpha * exp(-age / tau)` of their task rewards.
+
+    Groups without any spread have no advantage and are never drawn. With `members`, only the trajectories of a group
+    come whose rewards vary most: some of the lowest and some of the highest. Source: the variance-driven replay of
+    RePO, https://arxiv.org/abs/2506.09340.
+
+    Args:
+        alpha: how much the variance counts.
+        tau: age in versions at which the chance has fallen to 1/e; infinity ignores the age.
+        members: trajectories of each group, at least 2; None takes all.
+        group_size: only groups of exactly this size; None takes any.
+        max_staleness: largest age in versions.
+        max_uses: uses after which a trajectory is spent.
+        seed: of the TorchRL interface.
+
+    Raises:
+        DefinitionError: if a number is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 1.0,
+        tau: float = math.inf,
+        members: int | None = None,
+        group_size: int | None = None,
+        max_staleness: int | None = None,
+        max_uses: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(group_size=group_size, max_staleness=max_staleness, max_uses=max_uses, seed=seed)
+        if not tau > 0 or (members is not None and members < 2):
+            raise DefinitionError(f"tau ({tau}) must be above 0, and members ({members}) at least 2 or None.")
+        self.alpha, self.tau, self.members = float(alpha), float(tau), members
+
+    def log_weights(self, view: StoreView, groups: Groups) -> Floats:
+        """Logarithm of the unnormalised chance of each group, `[g]`; -inf where it is never drawn."""
+        spread = groups.variance(view.column("task_reward"))
+        out = np.full(len(groups), -np.inf)
+        keep = np.nan_to_num(spread) > 0
+        out[keep] = self.alpha * np.log(spread[keep])
+        return _aged(out, view, groups, self.tau)
+
+    def _rank(self, view: StoreView, groups: Groups, rng: np.random.Generator) -> Ints:
+        return gumbel_order(self.log_weights(view, groups), rng)
+
+    def _members(self, view: StoreView, rows: Ints) -> Ints:
+        if self.members is None or len(rows) <= self.members:
+            return rows
+        return rows[most_varied(view.column("task_reward")[rows], self.members)]
+
+
+def most_varied(rewards: Floats, count: int) -> Ints:
+    """The subset of `count` values with the largest variance: the lowest and the highest, in some proportion.
+
+    Args:
+        rewards: `[n]`; those that are not finite come last.
+        count: size of the subset, at most n.
+
+    Returns:
+        Positions, int64 `[count]`, ascending.
+
+    >>> most_varied(np.array([0.0, 0.5, 0.4, 1.0, 0.1]), 2).tolist()
+    [0, 3]
+    """
+    values = np.asarray(rewards, np.float64)
+    order = np.argsort(np.where(np.isfinite(values), values, np.inf), kind="stable")
+    finite = order[: int(np.isfinite(values).sum())]
+    if len(finite) <= count:
+        return np.sort(order[:count])
+    splits = [np.concatenate([finite[:low], finite[len(finite) - count + low :]]) for low in range(count + 1)]
+    best = max(splits, key=lambda subset: float(values[subset].var()))
+    return np.sort(best)
+
+
+def _aged(log_weights: Floats, view: StoreView, groups: Groups, tau: float) -> Floats:
+    """The weights times `exp(-age / tau)`, with the mean age of a group's trajectories."""
+    if not math.isfinite(tau):
+        return log_weights
+    return log_weights - groups.mean(view.age.astype(np.float64)) / tau
