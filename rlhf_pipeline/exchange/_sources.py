@@ -1,0 +1,172 @@
+"""Rows of JSONL files, Parquet files and saved Hugging Face datasets, streamed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
+
+Container = Literal["jsonl", "parquet", "hf"]
+SCHEMA_FILE = "trajectory_schema.json"
+"""Beside an exported dataset: the columns of the store, which Arrow alone does not tell."""
+SCHEMA_KEY = b"trajectory_schema"
+"""The same in the metadata of an exported Parquet file."""
+ROWS_PER_READ = 256
+
+_SUFFIXES: dict[str, Container] = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file, or one folder of a saved dataset."""
+
+    path: Path
+    container: Container
+
+    def rows(self) -> Generator[tuple[int, dict[str, Any]], None, None]:
+        """Yield `(number, row)`: the line's number in a JSONL file, from 1; else the row's, from 0.
+
+        Raises:
+            DataError: a line or the file cannot be read.
+        """
+        if self.container == "jsonl":
+            yield from _jsonl_rows(self.path)
+            return
+        number = 0
+        for batch in self.arrow_batches():
+            for row in batch.to_pylist():
+                yield number, row
+                number += 1
+
+    def arrow_batches(self) -> Iterator[Any]:
+        """Yield the Arrow record batches of a Parquet file or dataset, a few hundred rows each.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        pyarrow = need("pyarrow")
+        try:
+            if self.container == "parquet":
+                with need("pyarrow.parquet").ParquetFile(self.path) as file:
+                    yield from file.iter_batches(batch_size=ROWS_PER_READ)
+            else:
+                yield from self._dataset().with_format("arrow").iter(batch_size=ROWS_PER_READ)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{self.path} cannot be read as {self.container}: {str(error).splitlines()[0]}") from error
+
+    def _dataset(self) -> Any:
+        found = need("datasets").load_from_disk(str(self.path))
+        if isinstance(found, dict):
+            raise DefinitionError(f"{self.path} holds several splits. Name one: {self.path / next(iter(found))}")
+        return found
+
+    def schema_json(self) -> str | None:
+        """Return the store's columns that an export wrote down, or None."""
+        if self.container == "parquet":
+            found = need("pyarrow.parquet").read_schema(self.path).metadata or {}
+            return found[SCHEMA_KEY].decode() if SCHEMA_KEY in found else None
+        beside = schema_beside(self.path, self.container)
+        return beside.read_text(encoding="utf-8") if beside.is_file() else None
+
+    def where(self, number: int) -> str:
+        """Return the place of a row as an error message names it."""
+        return f"{self.path}:{number}" if self.container == "jsonl" else f"{self.path}, row {number}"
+
+
+def schema_beside(path: Path, container: Container) -> Path:
+    """Return where the columns of an export are written down."""
+    return path / SCHEMA_FILE if container == "hf" else path.with_name(f"{path.name}.schema.json")
+
+
+def need(module: str) -> Any:
+    """Import pyarrow or datasets, which are optional.
+
+    Raises:
+        DefinitionError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DefinitionError(
+            f"this needs {module.partition('.')[0]}, which is not installed: pip install 'rlhf-pipeline[exchange]'"
+        ) from error
+
+
+def find_sources(paths: Sequence[str | Path], container: Container | None = None) -> list[Source]:
+    """Return what is to be read, in order; a plain folder stands for the JSONL and Parquet files in it.
+
+    Args:
+        paths: files, saved datasets, or folders of files; `10.jsonl` comes after `9.jsonl`.
+        container: what the files are, where their names do not tell.
+
+    Raises:
+        MissingPathError: a path is not there.
+        DefinitionError: a file is of no known kind, or a folder holds none.
+    """
+    found: list[Source] = []
+    for given in paths:
+        path = Path(given).expanduser()
+        if not path.exists():
+            near = sorted(item.name for item in path.parent.iterdir())[:6] if path.parent.is_dir() else []
+            raise MissingPathError(f"there is no file or folder at {path}." + (f" Beside it: {near}." if near else ""))
+        if path.is_dir():
+            found += _in_folder(path)
+        else:
+            found.append(Source(path, container or _container_of(path)))
+    return [Source(source.path.resolve(), source.container) for source in found]
+
+
+def _container_of(path: Path) -> Container:
+    if path.suffix.lower() in _SUFFIXES:
+        return _SUFFIXES[path.suffix.lower()]
+    raise DefinitionError(
+        f"{path}: the ending says neither JSONL nor Parquet. Add --format jsonl or --format parquet, or rename it."
+    )
+
+
+def _in_folder(folder: Path) -> list[Source]:
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
+        raise DefinitionError(f"{folder} holds several splits. Name one: {folder / (splits[0] if splits else 'train')}")
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return [Source(folder, "hf")]
+    files = [path for path in folder.iterdir() if path.suffix.lower() in (".jsonl", ".ndjson", ".parquet")]
+    if not files:
+        raise DefinitionError(
+            f"{folder} is no saved dataset, and holds no .jsonl or .parquet files. Name the files themselves."
+        )
+    return [Source(path, _container_of(path)) for path in sorted(files, key=_natural)]
+
+
+def _natural(path: Path) -> list[tuple[int, int, str]]:
+    parts = re.split(r"(\d+)", path.name)
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                what = line.strip()[:60].decode("utf-8", "replace")
+                if number == 1 and what.startswith("["):
+                    raise DataError(
+                        f"{path} is one JSON array, not one object per line. Turn it: jq -c '.[]' FILE > FILE.jsonl"
+                    ) from error
+                torn = "" if line.endswith(b"\n") else " It is the last line and has no end: its writer may be at work."
+                raise DataError(
+                    f"{path}:{number}: this line is not JSON ({error}): {what!r}.{torn} Mend or delete it and type the "
+                    "command again; what was imported before it stays and is not imported twice."
+                ) from error
+            if not isinstance(row, dict):
+                raise DataError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}.")
+            yield number, row

@@ -1,0 +1,129 @@
+"""The store that an import writes to: which rows of which file are in it already, and the next ids."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
+from rlhf_pipeline.exchange._rollout import Rollout
+from rlhf_pipeline.replay.schema import trajectory_schema
+from trajectory_store import Schema, StoreNotFoundError, TrajectoryStore
+
+Ids = npt.NDArray[np.int64]
+SOURCE_BITS = 40
+"""Trajectory and group ids are the number of the file in the store, shifted by this, plus the place in the file."""
+
+
+@contextmanager
+def open_target(path: Path, schema: Schema | None = None, *, durability: Any = None) -> Iterator[TrajectoryStore]:
+    """Open a store for an import, alone; it is made if it is not there.
+
+    Args:
+        path: folder of the store.
+        schema: columns of a new store, and columns that an existing one must have; the default ones if None.
+        durability: of the store, see `TrajectoryStore.create`.
+
+    Raises:
+        RunExistsError: another import is writing to it.
+        DefinitionError: the store lacks columns that an import writes.
+        StoreError: the folder holds something else.
+    """
+    wanted = trajectory_schema() if schema is None else schema
+    try:
+        store = TrajectoryStore.open(path, mode="a", durability=durability)
+    except StoreNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        store = TrajectoryStore.create(path, wanted, durability=durability or "process")
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunExistsError(f"another import is writing to {path}. Wait for it, or name another store.") from error
+        store.refresh()
+        lacking = [column.name for column in wanted if column.name not in store.schema]
+        if lacking:
+            raise DefinitionError(
+                f"the store at {path} has no column {', '.join(lacking)}, which an import writes. Name a new folder."
+            )
+        yield store
+    finally:
+        os.close(folder)
+        store.close()
+
+
+class Known:
+    """What a store holds of one file.
+
+    Args:
+        store: the target.
+        file: the file's path, resolved.
+
+    Attributes:
+        base: added to places in the file to give trajectory and group ids.
+        num: places 0 to `num - 1` were imported before.
+    """
+
+    def __init__(self, store: TrajectoryStore, file: Path) -> None:
+        self.store = store
+        self.file = str(file)
+        ids = store.ids()
+        named = store.read_scalars("trajectory_id", ids) if len(ids) else np.empty(0, np.int64)
+        ordinals = named >> SOURCE_BITS
+        found = [i for i in np.unique(ordinals[named >= 0]).tolist() if self._is_mine(ids, ordinals, i)]
+        groups = store.read_scalars("group_id", ids) if len(ids) else np.empty(0, np.int64)
+        highest = max((int(values.max()) for values in (named, groups) if len(values)), default=-1)
+        ordinal = found[0] if found else 0 if highest < 0 else (highest >> SOURCE_BITS) + 1
+        self.base = ordinal << SOURCE_BITS
+        mine = ordinals == ordinal if found else np.zeros(len(ids), bool)
+        order = np.argsort(named[mine], kind="stable")
+        self._places, self._rows = (named[mine] - self.base)[order], ids[mine][order]
+        self.num = int(self._places[-1]) + 1 if len(self._places) else 0
+
+    def _is_mine(self, ids: Ids, ordinals: Ids, ordinal: int) -> bool:
+        first = ids[int(np.argmax(ordinals == ordinal))]
+        return source_of(self.store.read([first], ["meta"])["meta"][0]) == self.file
+
+    def check_same(self, places: Sequence[int], rollouts: Sequence[Rollout], wheres: Sequence[str]) -> None:
+        """Check that rows that were imported before still say the same; evicted rows are not looked at.
+
+        Raises:
+            DataError: one does not.
+        """
+        wanted = np.asarray(places, np.int64)
+        at = np.searchsorted(self._places, wanted)
+        there = np.flatnonzero(self._places[np.minimum(at, len(self._places) - 1)] == wanted)
+        stored = self.store.read(
+            self._rows[at[there]], ["input_ids", "num_prompt_tokens", "task_reward", "completion", "meta"]
+        )
+        for i, place in enumerate(there.tolist()):
+            rollout = rollouts[place]
+            ids = stored["input_ids"][i][int(stored["num_prompt_tokens"][i]) :]
+            if rollout.completion_ids is not None:
+                same = np.array_equal(ids, rollout.completion_ids)
+            else:
+                same = stored["completion"][i] == rollout.completion
+            if not same or not np.array_equal(stored["task_reward"][i], np.float32(rollout.reward), equal_nan=True):
+                raise DataError(
+                    f"{wheres[place]}: an earlier import read another {'reward' if same else 'completion'} here: the "
+                    "file has changed, or is read otherwise now. Import it into another store, or from a copy with "
+                    "another name to have both."
+                )
+
+
+def source_of(meta: str) -> str | None:
+    """Return the file that a row was imported from, by its `meta`; None for other rows."""
+    try:
+        source = json.loads(meta).get("source")
+    except (ValueError, AttributeError):
+        return None
+    return source.get("file") if isinstance(source, dict) else None

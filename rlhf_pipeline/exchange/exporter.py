@@ -1,0 +1,220 @@
+"""A store as a Parquet file, a JSONL file or a Hugging Face dataset, streamed and without loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
+
+import numpy as np
+
+from rlhf_pipeline.errors import DefinitionError, RunExistsError
+from rlhf_pipeline.exchange._columns import Values, arrow_type, to_arrow, to_json
+from rlhf_pipeline.exchange._sources import SCHEMA_KEY, Container, need, schema_beside
+from rlhf_pipeline.exchange.filters import Ids, select
+from trajectory_store import Column, Schema, TrajectoryStore
+
+BATCH_ROWS = 512
+_KINDS: dict[str, Container] = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+
+
+@dataclass(kw_only=True)
+class ExportReport:
+    """What an export wrote."""
+
+    path: Path
+    kind: Container
+    num_trajectories: int
+    num_left_out: int
+    """Trajectories that a filter left out."""
+    columns: tuple[str, ...]
+    size_bytes: int
+
+
+def export_store(
+    store: str | Path | TrajectoryStore,
+    to: str | Path,
+    *,
+    filters: Sequence[str] = (),
+    columns: Sequence[str] | None = None,
+    kind: Literal["parquet", "jsonl", "hf"] | None = None,
+    batch_rows: int = BATCH_ROWS,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> ExportReport:
+    """Write the trajectories of a store to one file, or to a folder that `datasets.load_from_disk` reads.
+
+    All columns are written, ragged ones as lists of numbers, later values (`patch`, `update`) folded in. What the store
+    only fills in is null. The columns' definitions go into the Parquet file's metadata, or into a file beside the
+    others, so that `import_files` gives an equal store again. The target appears whole or not at all.
+
+    Args:
+        store: an open store, or its folder.
+        to: `FILE.parquet`, `FILE.jsonl`, or a folder for a Hugging Face dataset; must not exist.
+        filters: conditions that a trajectory must meet, see `rlhf_pipeline.exchange.filters.select`.
+        columns: only these columns; then an import gives them alone.
+        kind: what to write, where the name does not tell.
+        batch_rows: trajectories that are in memory at once.
+        on_batch: called with the number written and the number to write.
+
+    Returns:
+        What was written.
+
+    Raises:
+        RunExistsError: the target is there already.
+        DefinitionError: a filter or a column is not known, or pyarrow or datasets is not installed.
+        StoreError: the store cannot be read.
+
+    >>> import tempfile
+    >>> from trajectory_store import diff
+    >>> from rlhf_pipeline.exchange import import_files
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> schema = Schema([Column("input_ids", "int32", ragged=True), Column("trajectory_id", "int64")])
+    >>> with TrajectoryStore.create(folder / "a", schema) as store:
+    ...     _ = store.append({"input_ids": [[1, 2], [3]], "trajectory_id": [7, 8]})
+    >>> export_store(folder / "a", folder / "a.jsonl").num_trajectories
+    2
+    >>> _ = import_files([folder / "a.jsonl"], folder / "b", format="store")
+    >>> with TrajectoryStore.open(folder / "a") as a, TrajectoryStore.open(folder / "b") as b:
+    ...     print(diff(a, b, key="trajectory_id"))
+    The stores hold the same rows.
+    """
+    if not isinstance(store, TrajectoryStore):
+        with TrajectoryStore.open(Path(store).expanduser(), mode="r") as opened:
+            return export_store(
+                opened, to, filters=filters, columns=columns, kind=kind, batch_rows=batch_rows, on_batch=on_batch
+            )
+    target = Path(to).expanduser()
+    found = kind or _KINDS.get(target.suffix.lower(), cast(Container, "hf"))
+    if target.suffix and kind is None and found == "hf":
+        raise DefinitionError(f"{target}: the ending is none of {', '.join(_KINDS)}. A folder for a dataset has none.")
+    beside = schema_beside(target, found)
+    for path in {target, beside} if found == "jsonl" else {target}:
+        if path.exists():
+            raise RunExistsError(f"{path} exists already. Name another with --to, or remove it.")
+    schema = store.schema if columns is None else Schema([store.schema[name] for name in columns])
+    ids = select(store, filters)
+    writer = _writer(found)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        writer(part, schema, _batches(store, schema, ids, batch_rows, on_batch))
+        if found == "jsonl":
+            beside.write_text(json.dumps(schema.to_json(), indent=1), encoding="utf-8")
+        part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        part.unlink(missing_ok=True)
+    size = sum(path.stat().st_size for path in ([target] if target.is_file() else target.rglob("*")) if path.is_file())
+    return ExportReport(
+        path=target,
+        kind=found,
+        num_trajectories=len(ids),
+        num_left_out=len(store) - len(ids),
+        columns=schema.names,
+        size_bytes=size,
+    )
+
+
+_Batch = tuple[int, Values, dict[str, Any]]
+"""The number of rows, their values, and per optional column which are given."""
+
+
+def _batches(
+    store: TrajectoryStore,
+    schema: Schema,
+    ids: Ids,
+    batch_rows: int,
+    on_batch: Callable[[int, int], None] | None,
+) -> Iterator[_Batch]:
+    for first in range(0, len(ids), batch_rows):
+        some = ids[first : first + batch_rows]
+        values: Values = {}
+        for column in schema:
+            if column.axis is not None and not column.is_text:
+                values[column.name] = store.read_ragged(column.name, some)
+            else:
+                found = store.read_scalars(column.name, some)
+                values[column.name] = found.tolist() if column.is_text else found
+        present = {c.name: np.asarray(store.present(c.name, some)) for c in schema if c.fill is not None}
+        yield len(some), values, present
+        if on_batch is not None:
+            on_batch(first + len(some), len(ids))
+
+
+def _writer(kind: Container) -> Callable[[Path, Schema, Iterator[_Batch]], None]:
+    if kind == "jsonl":
+        return _write_jsonl
+    need("pyarrow")
+    if kind == "parquet":
+        return _write_parquet
+    need("datasets")
+    return _write_dataset
+
+
+def _arrow_schema(pyarrow: Any, schema: Schema) -> Any:
+    fields = [(column.name, arrow_type(pyarrow, column)) for column in schema]
+    return pyarrow.schema(fields, metadata={SCHEMA_KEY: json.dumps(schema.to_json()).encode()})
+
+
+def _record_batch(pyarrow: Any, schema: Schema, arrow: Any, batch: _Batch) -> Any:
+    _, values, present = batch
+    arrays = [to_arrow(pyarrow, column, values[column.name], present.get(column.name)) for column in schema]
+    return pyarrow.record_batch(arrays, schema=arrow)
+
+
+def _write_parquet(part: Path, schema: Schema, batches: Iterator[_Batch]) -> None:
+    pyarrow, parquet = need("pyarrow"), need("pyarrow.parquet")
+    arrow = _arrow_schema(pyarrow, schema)
+    with parquet.ParquetWriter(part, arrow, compression="zstd") as file:
+        for batch in batches:
+            file.write_batch(_record_batch(pyarrow, schema, arrow, batch))
+
+
+def _write_dataset(part: Path, schema: Schema, batches: Iterator[_Batch]) -> None:
+    pyarrow, datasets = need("pyarrow"), need("datasets")
+    arrow = _arrow_schema(pyarrow, schema).remove_metadata()
+    part.mkdir()
+    stream = part / "rows.arrow"
+    with stream.open("wb") as file, pyarrow.ipc.new_stream(file, arrow) as writer:
+        for batch in batches:
+            writer.write_batch(_record_batch(pyarrow, schema, arrow, batch))
+    found = datasets.Dataset.from_file(str(stream))  # mapped, not read into memory
+    shown = datasets.utils.logging.is_progress_bar_enabled()
+    datasets.utils.logging.disable_progress_bar()
+    try:
+        found.save_to_disk(str(part / "dataset"))
+    finally:
+        if shown:
+            datasets.utils.logging.enable_progress_bar()
+    del found
+    stream.unlink()
+    for item in (part / "dataset").iterdir():
+        item.rename(part / item.name)
+    (part / "dataset").rmdir()
+    schema_beside(part, "hf").write_text(json.dumps(schema.to_json(), indent=1), encoding="utf-8")
+
+
+def _write_jsonl(part: Path, schema: Schema, batches: Iterator[_Batch]) -> None:
+    with part.open("wb") as file:
+        for batch in batches:
+            _write_lines(file, schema, batch)
+
+
+def _write_lines(file: BinaryIO, schema: Schema, batch: _Batch) -> None:
+    num, values, present = batch
+    lines = [_line(schema.columns, values, present, i) for i in range(num)]
+    file.write("".join(lines).encode())
+
+
+def _line(columns: Sequence[Column], values: Values, present: dict[str, Any], i: int) -> str:
+    row: dict[str, Any] = {}
+    for column in columns:
+        if column.name in present and not present[column.name][i]:
+            continue  # the import fills it in again
+        value = values[column.name]
+        row[column.name] = to_json(column, value[i])
+    return json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"

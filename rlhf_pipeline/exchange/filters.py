@@ -1,0 +1,105 @@
+"""Which trajectories of a store are meant: conditions such as `task_reward>=0.5`."""
+
+from __future__ import annotations
+
+import datetime
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_pipeline.errors import DefinitionError, did_you_mean
+from trajectory_store import TrajectoryStore
+
+Ids = npt.NDArray[np.int64]
+
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+    "=": operator.eq,
+}
+_CONDITION = re.compile(r"\s*([A-Za-z][\w-]*)\s*(>=|<=|==|!=|>|<|=)\s*(.+?)\s*\Z")
+_SHORT = {"reward": "task_reward", "version": "policy_version", "group": "group_id", "date": "created_at"}
+_DERIVED = ("num_tokens", "num_completion_tokens")
+
+
+def select(store: TrajectoryStore, conditions: Sequence[str] = ()) -> Ids:
+    """Return the ids of the trajectories that meet all conditions, in the order of arrival.
+
+    Args:
+        store: an open store.
+        conditions: each a column, `num_tokens` or `num_completion_tokens`, then `>= <= == != > <`, then a value.
+            `reward`, `version`, `group` and `date` are short for task_reward, policy_version, group_id and
+            created_at. A date is a number of seconds, or `2026-01-31` or `2026-01-31T12:00`, UTC. Text is compared by
+            `==` and `!=`.
+
+    Raises:
+        DefinitionError: a condition cannot be read, or names no column.
+
+    >>> import tempfile
+    >>> from trajectory_store import Column, Schema
+    >>> schema = Schema([Column("input_ids", "int32", ragged=True), Column("task_reward", "float32")])
+    >>> with TrajectoryStore.create(tempfile.mkdtemp() + "/store", schema) as store:
+    ...     _ = store.append({"input_ids": [[1], [2, 3], [4]], "task_reward": [0.0, 1.0, 1.0]})
+    ...     select(store, ["reward>0.5", "num_tokens == 1"]).tolist()
+    [2]
+    """
+    ids = np.asarray(store.ids())
+    keep = np.ones(len(ids), bool)
+    for condition in conditions:
+        keep &= _meets(store, ids, condition)
+    return ids[keep]
+
+
+def _meets(store: TrajectoryStore, ids: Ids, condition: str) -> npt.NDArray[np.bool_]:
+    read = _CONDITION.match(condition)
+    if read is None:
+        raise DefinitionError(
+            f"the filter {condition!r} cannot be read. Write a column, an operator and a value: --filter 'reward>=0.5'"
+        )
+    name, sign, text = read.groups()
+    name = _SHORT.get(name, name)
+    known = [column.name for column in store.schema if column.axis is None or column.is_text]
+    if name in _DERIVED:
+        values = store.lengths("input_ids", ids)
+        if name == "num_completion_tokens":
+            values = values - store.read_scalars("num_prompt_tokens", ids)
+    elif name in known:
+        values = store.read_scalars(name, ids)
+    else:
+        raise DefinitionError(
+            f"the filter {condition!r}: {store.path} has no column '{name}' with one value per trajectory."
+            + did_you_mean(name, [*known, *_SHORT, *_DERIVED])
+        )
+    if name in store.schema and store.schema[name].is_text:
+        if sign not in ("=", "==", "!="):
+            raise DefinitionError(f"the filter {condition!r}: text is compared by == and != only.")
+        return np.asarray(_OPERATORS[sign](values, text.strip("'\"")), bool)
+    return np.asarray(_OPERATORS[sign](values, _value(name, text, condition)), bool)
+
+
+def _value(name: str, text: str, condition: str) -> float | int:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    if name == "created_at":
+        try:
+            moment = datetime.datetime.fromisoformat(text)
+        except ValueError:
+            pass
+        else:
+            return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
+    raise DefinitionError(
+        f"the filter {condition!r}: {text!r} is no number" + (" or date." if name == "created_at" else ".")
+    )
