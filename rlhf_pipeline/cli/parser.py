@@ -82,6 +82,30 @@ examples:
 
 Exit code 1 if a step does not come out as recorded."""
 
+_IMPORT = """\
+Reads (prompt, completion, reward) groups from JSONL, Parquet and Hugging Face datasets (save_to_disk),
+and the dumps of other trainers: trl (completions/*.parquet), verl (rollout_data_dir), open-instruct
+(--save_traces), prime-rl (traces.jsonl, token exports), tinker (capture/sample.jsonl with its
+rollout summaries), gsm8k-solutions; and what `export` wrote. The format is told by the field names.
+
+Token ids and log-probs in the file are kept; text is encoded once, with --tokenizer. An import that
+was stopped is typed again and goes on; nothing is imported twice, and a broken line is named.
+
+examples:
+  rlhf-pipeline import example_model_solutions.jsonl --into runs/gsm8k-store --tokenizer model
+  rlhf-pipeline import outputs/completions --into runs/trl-store --tokenizer model
+  rlhf-pipeline import answers.parquet --into runs/mine --field prompt=question --field reward=score"""
+
+_EXPORT = """\
+Writes every column, ragged ones as lists of numbers; `import` makes an equal store of it again.
+A filter is a column (reward, version, date and group are short names; num_tokens and
+num_completion_tokens exist too), one of >= <= == != > <, and a value.
+
+examples:
+  rlhf-pipeline export runs/copy_digits --to copy_digits.parquet
+  rlhf-pipeline export runs/copy_digits --to dataset --filter 'reward>=0.5' --filter 'version<100'
+  rlhf-pipeline export runs/copy_digits --to best.jsonl --filter 'date>=2026-01-31' --columns prompt completion"""
+
 _NEW_MODEL = """\
 Trains a tokenizer on the text and writes a small untrained causal language model with it, as a
 checkpoint folder that transformers loads. Nothing is downloaded.
@@ -197,6 +221,53 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     report.add_argument("path", metavar="RUN")
     report.add_argument("--out", metavar="FILE.html", help="where to (default: RUN/report.html)")
 
+    imported = command("import", "import_", "bring other tools' rollouts into a store", _IMPORT)
+    imported.add_argument("files", nargs="+", metavar="FILE", help="files, saved datasets, or folders of files")
+    imported.add_argument("--into", required=True, metavar="STORE", help="the store's folder; made if it is not there")
+    imported.add_argument(
+        "--format",
+        default="auto",
+        metavar="NAME",
+        help="auto, jsonl, parquet, hf, trl, verl, open-instruct, prime-rl, tinker, gsm8k-solutions, store "
+        "(default: auto)",
+    )
+    imported.add_argument("--tokenizer", metavar="FOLDER", help="encodes text that has no token ids")
+    imported.add_argument(
+        "--field",
+        dest="fields",
+        type=_field,
+        action="append",
+        default=[],
+        metavar="WHAT=NAME",
+        help="the field that holds the prompt, completion, reward, group, ...; may be given several times",
+    )
+    imported.add_argument(
+        "--group-by",
+        default="auto",
+        choices=("auto", "prompt"),
+        help="auto: the format's groups, else rows in turn with equal prompts; prompt: all rows with one prompt",
+    )
+    imported.add_argument("--no-chat-template", action="store_true", help="encode prompts as plain text")
+    imported.add_argument("--no-eos", action="store_true", help="do not end encoded completions with the EOS token")
+    imported.add_argument(
+        "--durability", choices=("process", "power", "group"), help="of a new store (default: process)"
+    )
+
+    export = command("export", "export", "write a store as Parquet, JSONL or a Hugging Face dataset", _EXPORT)
+    export.add_argument("path", metavar="RUN|STORE")
+    export.add_argument(
+        "--to", required=True, metavar="FILE.parquet|FILE.jsonl|FOLDER", help="must not exist; a folder is a dataset"
+    )
+    export.add_argument(
+        "--filter",
+        dest="filters",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="only trajectories that meet it; may be given several times",
+    )
+    export.add_argument("--columns", nargs="+", metavar="NAME", help="only these columns")
+
     model = command(
         "new-model", "new_model", "make a small untrained model and its tokenizer from a text file", _NEW_MODEL
     )
@@ -240,6 +311,13 @@ def _refuse(typed: str, command: argparse.ArgumentParser) -> NoReturn:
     name = typed.split("=", 1)[0]
     known = [option for action in command._actions for option in action.option_strings if option.startswith("--")]
     command.error(f"there is no option {name}.{did_you_mean(name, known)}")
+
+
+def _field(text: str) -> tuple[str, str]:
+    target, equals, name = text.partition("=")
+    if not equals or not target or not name:
+        raise argparse.ArgumentTypeError(f"'{text}' is not WHAT=NAME. For example: --field prompt=question")
+    return target.strip(), name.strip()
 
 
 def _setting(text: str) -> tuple[str, str]:
