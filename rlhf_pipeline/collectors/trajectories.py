@@ -43,7 +43,7 @@ def trajectories(
         group_size: members of a whole group; makes `trajectory_id` unique.
         policy_version: optimizer steps behind the behaviour policy's weights.
     """
-    num, owner = len(completions), completions.prompt_index
+    owner = completions.prompt_index
     prompt_lengths = np.array([len(ids) for ids in prompt_ids])[owner]
     lengths = prompt_lengths + completions.lengths
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -60,6 +60,58 @@ def trajectories(
     reasons = np.where(completions.stopped, "stop", "length").tolist()
     reasons = [reason if item.error is None else "failed" for reason, item in zip(reasons, grades, strict=True)]
 
+    return trajectory_rows(
+        tokens,
+        assistant,
+        log_probs,
+        offsets,
+        rewards=[item.reward for item in grades],
+        groups=groups,
+        trajectory_ids=groups * group_size + completions.member,
+        policy_version=policy_version,
+        num_prompt_tokens=prompt_lengths,
+        finish_reasons=reasons,
+        prompts=[prompts[index].text for index in owner],
+        completions=list(texts),
+        metas=[_meta(prompts[index], item) for index, item in zip(owner, grades, strict=True)],
+    )
+
+
+def trajectory_rows(
+    tokens: np.ndarray,
+    assistant: np.ndarray,
+    log_probs: np.ndarray,
+    offsets: np.ndarray,
+    *,
+    rewards: Sequence[float],
+    groups: np.ndarray,
+    trajectory_ids: np.ndarray,
+    policy_version: int,
+    num_prompt_tokens: np.ndarray,
+    finish_reasons: list[str],
+    prompts: list[str],
+    completions: list[str],
+    metas: list[str],
+) -> TensorDict:
+    """Return `n` trajectories given as flat columns as one TensorDict with jagged leaves, batch size `[n]`.
+
+    Args:
+        tokens: int64 `[sum T]`; likewise `assistant` bool and `log_probs` float32.
+        assistant: True at the tokens that the policy sampled.
+        log_probs: NaN where the policy sampled nothing.
+        offsets: int64 `[n + 1]`.
+        rewards: one per trajectory, and so are the others.
+        groups: int64.
+        trajectory_ids: int64.
+        policy_version: of all of them.
+        num_prompt_tokens: int64.
+        finish_reasons: why each ended.
+        prompts: text.
+        completions: text.
+        metas: JSON.
+    """
+    num = len(offsets) - 1
+
     def jagged(values: np.ndarray) -> Tensor:
         return torch.nested.nested_tensor_from_jagged(torch.from_numpy(values), torch.from_numpy(offsets))
 
@@ -67,18 +119,18 @@ def trajectories(
     data[keys.TOKENS] = jagged(tokens)
     data[keys.ASSISTANT_MASK] = jagged(assistant)
     data[keys.LOG_PROBS] = jagged(log_probs)
-    data[keys.TASK_REWARD] = torch.tensor([item.reward for item in grades])
+    data[keys.TASK_REWARD] = torch.tensor(rewards)
     data[keys.GROUP_ID] = torch.from_numpy(groups)
-    data[keys.TRAJECTORY_ID] = torch.from_numpy(groups * group_size + completions.member)
+    data[keys.TRAJECTORY_ID] = torch.from_numpy(trajectory_ids)
     data[keys.POLICY_VERSION] = torch.full((num,), policy_version, dtype=torch.int64)
-    data[keys.NUM_PROMPT_TOKENS] = torch.from_numpy(prompt_lengths)
+    data[keys.NUM_PROMPT_TOKENS] = torch.from_numpy(num_prompt_tokens)
     data[keys.DONE] = torch.ones(num, dtype=torch.bool)
     data[keys.CREATED_AT] = torch.full((num,), time.time(), dtype=torch.float64)
     # One list per key: a stack of single strings costs 20 times as much.
-    data.set_non_tensor(keys.FINISH_REASON, reasons)
-    data.set_non_tensor(keys.PROMPT, [prompts[index].text for index in owner])
-    data.set_non_tensor(keys.COMPLETION, list(texts))
-    data.set_non_tensor(keys.META, [_meta(prompts[index], item) for index, item in zip(owner, grades, strict=True)])
+    data.set_non_tensor(keys.FINISH_REASON, finish_reasons)
+    data.set_non_tensor(keys.PROMPT, prompts)
+    data.set_non_tensor(keys.COMPLETION, completions)
+    data.set_non_tensor(keys.META, metas)
     return data
 
 

@@ -10,6 +10,7 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 
 Message = Mapping[str, Any]
 
+_MARK = "assistants-turn-goes-here"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -28,7 +29,13 @@ def _messages(prompt: str | Sequence[Message]) -> list[dict[str, Any]]:
     return [dict(message) for message in prompt]
 
 
-def encode_prompt(tokenizer: Any | None, prompt: str | Sequence[Message], *, as_chat: bool = True) -> list[int]:
+def encode_prompt(
+    tokenizer: Any | None,
+    prompt: str | Sequence[Message],
+    *,
+    as_chat: bool = True,
+    tools: Sequence[Any] | None = None,
+) -> list[int]:
     """Return the token ids that a completion continues.
 
     Args:
@@ -36,6 +43,7 @@ def encode_prompt(tokenizer: Any | None, prompt: str | Sequence[Message], *, as_
         prompt: text, or chat messages with "role" and "content".
         as_chat: put text through the chat template as a user message, where the tokenizer has a template. Messages
             always need one.
+        tools: handed to the chat template.
 
     Returns:
         Token ids; with a template they end with the header of the assistant's turn (the generation prompt).
@@ -52,7 +60,9 @@ def encode_prompt(tokenizer: Any | None, prompt: str | Sequence[Message], *, as_
             "Set tokenizer.chat_template, or pass the prompt as text."
         )
     if template is not None and (as_chat or not isinstance(prompt, str)):
-        ids = codec.apply_chat_template(_messages(prompt), add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = codec.apply_chat_template(
+            _messages(prompt), add_generation_prompt=True, tokenize=True, return_dict=False, tools=tools
+        )
     else:
         ids = _encode_text(codec, str(prompt))
     if not ids:
@@ -60,16 +70,16 @@ def encode_prompt(tokenizer: Any | None, prompt: str | Sequence[Message], *, as_
     return [int(i) for i in ids]
 
 
-def _encode_text(tokenizer: Any, text: str) -> list[int]:
+def _encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
     try:
-        return tokenizer.encode(text)
+        return tokenizer.encode(text, **options)
     except Exception as error:
         # The tokenizers package raises a bare Exception for a character without a token.
         if "Missing [UNK] token" not in str(error):
             raise
         known = "".join(sorted(t for t in tokenizer.get_vocab() if len(t) == 1))
         raise DataError(
-            f"The prompt {text!r} has a character that the tokenizer does not know. It knows {known!r}; "
+            f"The text {text!r} has a character that the tokenizer does not know. It knows {known!r}; "
             "put the missing ones in the alphabet."
         ) from error
 
@@ -84,6 +94,50 @@ def decode_completion(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
     return _need_tokenizer(tokenizer).decode(
         list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
+
+
+def encode_reply(
+    tokenizer: Any | None,
+    messages: Sequence[Message],
+    completion_ids: Sequence[int],
+    replies: Sequence[Message],
+    *,
+    tools: Sequence[Any] | None = None,
+) -> list[int]:
+    """Return the tokens that stand between a sampled turn of the assistant and its next one.
+
+    They are what the chat template puts there: the end of the assistant's turn, unless it was sampled, the replies,
+    and the header of the next turn. The sampled tokens themselves are never encoded again: what a policy goes on from
+    is `ids + completion_ids + encode_reply(...)`, and what it sampled stays as it was.
+
+    Args:
+        tokenizer: a tokenizer of transformers with a chat template.
+        messages: the conversation before the sampled turn.
+        completion_ids: the tokens of that turn.
+        replies: what came back: messages of a tool, or of the user.
+        tools: handed to the template.
+
+    Raises:
+        DefinitionError: there is no tokenizer, or it has no chat template.
+        DataError: the template does not render the assistant's turn where the replies can be cut off after it.
+    """
+    codec = _need_tokenizer(tokenizer)
+    if getattr(codec, "chat_template", None) is None:
+        raise DefinitionError("The tokenizer has no chat template, so replies cannot be encoded. Set one.")
+    turn = {"role": "assistant", "content": _MARK}
+    text = codec.apply_chat_template(
+        [*_messages(messages), turn, *_messages(replies)], add_generation_prompt=True, tokenize=False, tools=tools
+    )
+    if text.count(_MARK) != 1:
+        raise DataError(
+            f"The chat template renders an assistant's turn {text.count(_MARK)} times before a reply; it must be once. "
+            "Use a template that keeps the assistant's content as it is."
+        )
+    ids = [int(i) for i in _encode_text(codec, text.split(_MARK)[1], add_special_tokens=False)]
+    said = int(completion_ids[-1]) if len(completion_ids) else None
+    # A special token that ended the turn was sampled: the template's own stands for the same one.
+    ended = said is not None and ids[:1] == [said] and said in set(codec.all_special_ids)
+    return ids[1:] if ended else ids
 
 
 def has_generation_markers(tokenizer: Any | None) -> bool:

@@ -234,7 +234,7 @@ class EnginePolicy:
         prompts: Sequence[Sequence[int]],
         *,
         group_size: int = 1,
-        max_new_tokens: int | None = None,
+        max_new_tokens: int | Sequence[int] | None = None,
         temperature: float | None = None,
         seed: int = 0,
         stream_ids: Sequence[int] | None = None,
@@ -244,7 +244,7 @@ class EnginePolicy:
         Args:
             prompts: token ids.
             group_size: completions of each.
-            max_new_tokens: the limit; the wrapper's when None.
+            max_new_tokens: the limit, for all, per prompt, or per completion; the wrapper's when None.
             temperature: of sampling; the wrapper's when None.
             seed: no effect, see above.
             stream_ids: no effect.
@@ -256,12 +256,18 @@ class EnginePolicy:
         del seed, stream_ids
         wanted = self.temperature if temperature is None else float(temperature)
         self._check_sampling(wanted)
-        limit = self.max_new_tokens if max_new_tokens is None else int(max_new_tokens)
-        options = {"max_new_tokens": limit, "temperature": wanted, "top_p": 1.0}
+        count = len(prompts) * group_size
+        limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
+        limits = np.atleast_1d(np.array(limit))
+        limits = np.repeat(limits, count // len(limits)) if len(limits) and count else limits
+        if count and len(limits) != count:
+            raise DefinitionError(f"{len(limits)} limits for {count} completions; give one, or one each.")
+        options = {"max_new_tokens": int(limits.max(initial=1)), "temperature": wanted, "top_p": 1.0}
         sampler = self._version(generate=True, return_log_probs=True, generate_kwargs=options)
         index = np.repeat(np.arange(len(prompts)), group_size)
         rows = [torch.tensor(list(prompts[int(i)]), dtype=torch.int64) for i in index]
-        tokens, scores = self._call(sampler, rows) if rows else ([], [])
+        found = self._call(sampler, rows) if rows else ([], [])
+        tokens, scores = ([row[:n] for row, n in zip(part, limits.tolist(), strict=False)] for part in found)
         ends = torch.tensor(self.eos_token_ids, dtype=torch.int64)
         return RaggedCompletions(
             token_ids=torch.cat(tokens).long().numpy() if rows else np.zeros(0, np.int64),

@@ -1,0 +1,245 @@
+"""Conversations of several turns: a policy, and a function that answers it (a tool, a user, an environment)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from tensordict import TensorDict
+
+from rlhf_pipeline.collectors.grading import describe_error
+from rlhf_pipeline.collectors.trajectories import trajectory_rows
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.chat import Message, decode_completion, encode_prompt, encode_reply
+from rlhf_pipeline.policies.torchrl_wrappers import EnginePolicy
+
+__all__ = ["Conversation", "Respond", "conversation_rows", "converse"]
+
+Respond = Callable[[Sequence[Message]], Sequence[Message] | None]
+"""Given a conversation whose last message is the assistant's, the messages that answer it, or None at the end."""
+
+# Streams of one turn and of one member must not meet those of another.
+_TURN, _MEMBER = 1 << 48, 1 << 40
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One trajectory of one or several turns, with the sampler's own tokens.
+
+    Attributes:
+        prompt_index: which prompt of the call it belongs to.
+        member: its index in the prompt's group.
+        messages: the prompt's messages, then turns and replies. The assistant's content is decoded for reading.
+        token_ids: prompt, sampled turns and replies, in one row that ends with a sampled token.
+        assistant_mask: True at the sampled tokens.
+        log_probs: of the sampled tokens, in nats at the sampling temperature; NaN elsewhere.
+        num_prompt_tokens: tokens before the first sampled one.
+        num_turns: turns of the assistant.
+        finish_reason: "stop" (nothing more to answer), "length" (a turn or the row was cut), "turns" (the limit of
+            turns), "failed" (`respond` raised, or its reply cannot be encoded).
+        error: one line about that failure, or None.
+    """
+
+    prompt_index: int
+    member: int
+    messages: list[dict[str, Any]]
+    token_ids: list[int]
+    assistant_mask: list[bool]
+    log_probs: list[float]
+    num_prompt_tokens: int
+    num_turns: int = 0
+    finish_reason: Literal["stop", "length", "turns", "failed"] = "stop"
+    error: str | None = None
+    _pending: list[int] = field(default_factory=list, repr=False)
+
+    def _append(self, ids: list[int], log_probs: list[float] | None) -> None:
+        self.token_ids += ids
+        self.assistant_mask += [log_probs is not None] * len(ids)
+        self.log_probs += [float("nan")] * len(ids) if log_probs is None else log_probs
+
+
+def converse(
+    policy: CausalLMPolicy | EnginePolicy,
+    prompts: Sequence[str | Sequence[Message]],
+    respond: Respond,
+    *,
+    group_size: int = 1,
+    max_turns: int = 8,
+    max_new_tokens: int | None = None,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    seed: int = 0,
+    stream_ids: Sequence[int] | None = None,
+    tools: Sequence[Any] | None = None,
+) -> list[Conversation]:
+    """Let a policy and `respond` talk, all conversations side by side, until each has ended.
+
+    A sampled turn keeps its tokens and log-probs for good; only replies are encoded, with what the chat template puts
+    around them. So the mask of the assistant's tokens is the sampler's own, over all turns, and no row is ever
+    tokenized again. The result is a pure function of the weights, the seed and the stream ids.
+
+    Args:
+        policy: with a tokenizer that has a chat template.
+        prompts: chat messages; a string is one of the user.
+        respond: called with the conversation so far. What it raises ends that conversation only.
+        group_size: conversations per prompt.
+        max_turns: turns of the assistant at most.
+        max_new_tokens: of one turn; the policy's own when None.
+        max_tokens: of a whole row; the model's positions when None.
+        temperature: of sampling; the policy's own when None.
+        seed: of sampling.
+        stream_ids: one per prompt, for example its cursor; the index when None.
+        tools: handed to the chat template.
+
+    Returns:
+        Conversations, prompt-major and member-minor.
+
+    Raises:
+        DefinitionError: a limit is out of range, or there is no chat template.
+
+    >>> from rlhf_pipeline.policies.new_model import scratch_policy
+    >>> policy = scratch_policy("01+=?U:A", hidden_size=16, num_layers=1, num_heads=2)
+    >>> policy.tokenizer.chat_template = (
+    ...     "{% for m in messages %}{{ 'U:' if m.role == 'user' else 'A:' }}{{ m.content }}{% endfor %}"
+    ...     "{% if add_generation_prompt %}A:{% endif %}")
+    >>> def respond(messages):
+    ...     return [{"role": "user", "content": "0?"}]
+    >>> talk = converse(policy, ["1+1=?"], respond, max_turns=2, max_new_tokens=3, seed=1)[0]
+    >>> talk.token_ids[:talk.num_prompt_tokens] == policy.tokenizer.encode("U:1+1=?A:")
+    True
+    >>> len(talk.token_ids) == len(talk.assistant_mask) == len(talk.log_probs), talk.assistant_mask[-1]
+    (True, True)
+    """
+    if max_turns < 1 or group_size < 1:
+        raise DefinitionError(f"max_turns is {max_turns} and group_size {group_size}; both must be at least 1.")
+    limit = min(x for x in (max_tokens, policy.max_positions, 1 << 62) if x is not None)
+    per_turn = policy.max_new_tokens if max_new_tokens is None else max_new_tokens
+    streams = list(range(len(prompts)) if stream_ids is None else stream_ids)
+    if len(streams) != len(prompts):
+        raise DefinitionError(f"{len(streams)} stream ids for {len(prompts)} prompts; give one each.")
+    talks = [
+        talk
+        for index, prompt in enumerate(prompts)
+        for talk in _group(policy.tokenizer, index, prompt, group_size, tools, limit)
+    ]
+    live = talks
+    for turn in range(max_turns):
+        if not live:
+            break
+        done = policy.generate_ragged(
+            [talk.token_ids + talk._pending for talk in live],
+            max_new_tokens=[min(per_turn, limit - len(t.token_ids) - len(t._pending)) for t in live],
+            temperature=temperature,
+            seed=seed + turn * _TURN,
+            stream_ids=[streams[talk.prompt_index] + talk.member * _MEMBER for talk in live],
+        )
+        going = []
+        for talk, sampled, stopped in zip(live, done, done.stopped.tolist(), strict=True):
+            talk._append(talk._pending, None)
+            talk._append(sampled.token_ids, sampled.log_probs.tolist())
+            talk._pending = []
+            talk.num_turns += 1
+            before = list(talk.messages)
+            content = decode_completion(policy.tokenizer, sampled.token_ids)
+            talk.messages.append({"role": "assistant", "content": content})
+            talk.finish_reason = "stop" if stopped else "length"
+            replies = _answer(talk, respond) if stopped else []
+            if not replies:
+                continue
+            try:
+                pending = encode_reply(policy.tokenizer, before, sampled.token_ids, replies, tools=tools)
+            except DataError as error:
+                talk.finish_reason, talk.error = "failed", str(error)
+                continue
+            if turn + 1 == max_turns or len(talk.token_ids) + len(pending) >= limit:
+                talk.finish_reason = "turns" if turn + 1 == max_turns else "length"
+                continue
+            talk.messages += replies
+            talk._pending = pending
+            going.append(talk)
+        live = going
+    return talks
+
+
+def _group(
+    tokenizer: Any, index: int, prompt: str | Sequence[Message], size: int, tools: Any, limit: int
+) -> list[Conversation]:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+    ids = encode_prompt(tokenizer, messages, tools=tools)
+    if len(ids) >= limit:
+        raise DefinitionError(f"Prompt {index} has {len(ids)} tokens; a row has at most {limit}. Leave it out.")
+    return [
+        Conversation(index, m, list(messages), list(ids), [False] * len(ids), [float("nan")] * len(ids), len(ids))
+        for m in range(size)
+    ]
+
+
+def _answer(talk: Conversation, respond: Respond) -> list[dict[str, Any]]:
+    """Return what answers the last turn, empty at the end of the conversation."""
+    try:
+        replies = respond(tuple(talk.messages))
+        return [] if replies is None else [dict(reply) for reply in replies]
+    except Exception as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden
+        talk.finish_reason, talk.error = "failed", describe_error(error)
+        return []
+
+
+def conversation_rows(
+    conversations: Sequence[Conversation],
+    rewards: Sequence[float],
+    *,
+    group_ids: Sequence[int] | None = None,
+    policy_version: int = 0,
+    tokenizer: Any = None,
+) -> TensorDict:
+    """Return conversations as the write path takes them: one row per trajectory, batch size `[n]`.
+
+    Args:
+        conversations: whole groups, as `converse` returns them.
+        rewards: one each, for the whole conversation; NaN for one that failed.
+        group_ids: one per prompt, for example its cursor; the prompt's index when None.
+        policy_version: optimizer steps behind the weights that sampled them.
+        tokenizer: writes `prompt` and `completion` as text, special tokens included; without one they are empty.
+
+    Raises:
+        DefinitionError: there is not one reward each.
+    """
+    n = len(conversations)
+    if len(rewards) != n:
+        raise DefinitionError(f"{len(rewards)} rewards for {n} conversations; give one each.")
+    owner = np.array([talk.prompt_index for talk in conversations], dtype=np.int64)
+    member = np.array([talk.member for talk in conversations], dtype=np.int64)
+    groups = owner if group_ids is None else np.array(list(group_ids), dtype=np.int64)[owner]
+    size = int(member.max()) + 1 if n else 1
+    starts = np.array([talk.num_prompt_tokens for talk in conversations], dtype=np.int64)
+
+    def text(ids: Sequence[int]) -> str:
+        return "" if tokenizer is None else tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def flat(name: str, dtype: Any) -> np.ndarray:
+        parts = [np.array(getattr(talk, name), dtype=dtype) for talk in conversations]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+    metas = []
+    for talk in conversations:
+        meta: dict[str, Any] = {"messages": talk.messages, "turns": talk.num_turns}
+        metas.append(json.dumps(meta | ({"error": talk.error} if talk.error else {}), ensure_ascii=False))
+    return trajectory_rows(
+        flat("token_ids", np.int64),
+        flat("assistant_mask", np.bool_),
+        flat("log_probs", np.float32),
+        np.concatenate([[0], np.cumsum([len(talk.token_ids) for talk in conversations])]).astype(np.int64),
+        rewards=[float(value) for value in rewards],
+        groups=groups,
+        trajectory_ids=groups * size + member,
+        policy_version=policy_version,
+        num_prompt_tokens=starts,
+        finish_reasons=[talk.finish_reason for talk in conversations],
+        prompts=[text(talk.token_ids[: talk.num_prompt_tokens]) for talk in conversations],
+        completions=[text(talk.token_ids[talk.num_prompt_tokens :]) for talk in conversations],
+        metas=metas,
+    )

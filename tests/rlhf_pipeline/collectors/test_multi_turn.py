@@ -1,0 +1,225 @@
+"""Conversations with a tool: the sampler's own tokens through the write path to the loss."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchrl.envs import Compose
+
+from rlhf_pipeline import CausalLMPolicy, GRPOLoss, KLRewardTransform, MCAdvantage, RetrieveLogProb
+from rlhf_pipeline.collectors.multi_turn import Conversation, conversation_rows, converse
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.policies.chat import encode_reply
+from rlhf_pipeline.policies.new_model import scratch_policy
+from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ {'user': 'U', 'assistant': 'A', 'tool': 'T'}[m.role] + ':' + m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}"
+)
+END = 1
+
+
+def talker(seed: int = 0, **options: Any) -> CausalLMPolicy:
+    """A policy over digits and a few other characters; it ends its turns often enough."""
+    policy = scratch_policy("0123456789+UAT:\n", hidden_size=32, num_layers=2, num_heads=2, seed=seed, **options)
+    policy.tokenizer.chat_template = TEMPLATE
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if parameter.dim() > 1 and "embed" not in name and "head" not in name:
+                parameter.mul_(3.0)
+    return policy
+
+
+def calculator(messages: Any) -> Any:
+    """Adds up the digits of the last turn; a turn without any ends the conversation."""
+    digits = re.findall(r"\d", messages[-1]["content"])
+    return [{"role": "tool", "content": str(sum(map(int, digits)))}] if digits else None
+
+
+@torch.no_grad()
+def naive(model: Any, ids: list[int], temperature: float = 1.0) -> Tensor:
+    """Log-probs [T], one forward pass per token; 0 at the first."""
+    out = [torch.zeros((), dtype=torch.float64)]
+    for t in range(1, len(ids)):
+        logits = model(input_ids=torch.tensor([ids[:t]])).logits[0, -1].double() / temperature
+        out.append(torch.log_softmax(logits, -1)[ids[t]])
+    return torch.stack(out)
+
+
+def talks(policy: CausalLMPolicy, **options: Any) -> list[Conversation]:
+    """Conversations of two groups."""
+    options = {"group_size": 16, "max_turns": 3, "max_new_tokens": 8, "seed": 3, **options}
+    return converse(policy, ["1+2", "3+1"], calculator, **options)
+
+
+def test_two_turns_around_a_tool():
+    """Turns are the sampler's tokens, replies are the template's, and the row is what the policy went on from."""
+    policy = talker()
+    tokenizer = policy.tokenizer
+    done = talks(policy)
+    assert {t.num_turns for t in done} >= {1, 2}
+    assert {t.finish_reason for t in done} >= {"stop", "length"}
+    for talk in done:
+        prompt = "U:" + ("1+2", "3+1")[talk.prompt_index] + "\nA:"
+        assert talk.token_ids[: talk.num_prompt_tokens] == tokenizer.encode(prompt)
+        assert talk.assistant_mask[-1]
+        assert [m["role"] for m in talk.messages] == [
+            "user",
+            *["assistant", "tool"] * (talk.num_turns - 1),
+            "assistant",
+        ]
+        said = [i for i, mine in zip(talk.token_ids, talk.assistant_mask, strict=True) if mine]
+        assert said.count(END) == talk.num_turns - (talk.finish_reason == "length")
+        # Between two turns stands what the template puts there, once.
+        rest = [i for i, mine in zip(talk.token_ids, talk.assistant_mask, strict=True) if not mine]
+        tools = [m["content"] for m in talk.messages if m["role"] == "tool"]
+        assert tokenizer.decode(rest) == prompt + "".join(f"\nT:{value}\nA:" for value in tools)
+        if tools:
+            assert tools[0] == calculator(talk.messages[:2])[0]["content"]
+
+
+def test_log_probs_over_several_turns_equal_a_naive_loop():
+    """Those of the sampler, and those of scoring the whole row, to 1e-6 in float32; also at another temperature."""
+    for temperature in (1.0, 0.6):
+        policy = talker(temperature=temperature)
+        several = [t for t in talks(policy) if t.num_turns > 1][:4]
+        assert several
+        for talk in several:
+            want = naive(policy.model, talk.token_ids, temperature)
+            said = torch.tensor(talk.assistant_mask)
+            sampled = torch.tensor(talk.log_probs)
+            assert sampled[~said].isnan().all()
+            torch.testing.assert_close(sampled[said].double(), want[said], rtol=0, atol=2e-6)
+            ids = torch.tensor([talk.token_ids])
+            scored = policy.log_probs(ids, torch.ones_like(ids, dtype=torch.bool), said[None])[0]
+            torch.testing.assert_close(scored[said].double(), want[said], rtol=0, atol=1e-6)
+
+
+def test_the_write_path_and_the_loss(tmp_path):
+    """One row per conversation with its mask over all turns; only sampled tokens have loss and gradient."""
+    policy, reference = talker(), talker(seed=1)
+    done = talks(policy)
+    rewards = [float(t.num_turns) for t in done]
+    buffer = TrajectoryReplayBuffer(
+        storage=str(tmp_path / "store"),
+        transform=Compose(MCAdvantage(16), KLRewardTransform(coef=0.1), RetrieveLogProb(reference)),
+    )
+    buffer.extend(conversation_rows(done, rewards, group_ids=[7, 9], policy_version=4, tokenizer=policy.tokenizer))
+    rows = buffer.store.read(buffer.store.ids())
+    assert len(rows["input_ids"]) == 32
+    assert sorted(set(rows["group_id"])) == [7, 9]
+    for talk, ids, said, ref, meta in zip(
+        done, rows["input_ids"], rows["assistant_mask"], rows["ref_log_probs"], rows["meta"], strict=True
+    ):
+        assert ids.tolist() == talk.token_ids
+        assert said.tolist() == talk.assistant_mask
+        want = naive(reference.model, talk.token_ids)[torch.tensor(said)]
+        torch.testing.assert_close(torch.tensor(ref[said]).double(), want, rtol=0, atol=2e-6)
+        assert json.loads(meta)["messages"] == talk.messages
+    batch = buffer.read(buffer.store.ids())
+    out: Any = GRPOLoss(policy, entropy_bonus=False)(batch)
+    assert float(out.num_tokens) == sum(map(sum, (t.assistant_mask for t in done)))
+    assert abs(float(out.kl_approx)) < 1e-6  # on-policy
+    assert float(out.ESS) == pytest.approx(1.0)
+    # The gradient is that of -sum(A log p) / N over the sampled tokens of all turns, by plain autograd.
+    out.total_loss().backward()
+    got = policy.head_weight.grad.clone()
+    policy.model.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for talk, advantage in zip(done, batch["advantage"], strict=True):
+        ids = torch.tensor([talk.token_ids])
+        scores = torch.log_softmax(policy.model(input_ids=ids).logits[0, :-1].double(), -1)
+        scores = scores.gather(1, ids[0, 1:, None])[:, 0]
+        said = torch.tensor(talk.assistant_mask)[1:]
+        total = total - (scores * advantage[1 : len(talk.token_ids)] * said).sum()
+    (total / float(out.num_tokens)).backward()
+    torch.testing.assert_close(got, policy.head_weight.grad, rtol=1e-4, atol=1e-7)
+    buffer.trajectories.close()
+
+
+def test_a_conversation_does_not_depend_on_its_neighbours():
+    """The same stream and member give the same conversation alone, in a larger group, and in another order."""
+    policy = talker()
+    both = talks(policy, stream_ids=[5, 8])
+    alone = converse(policy, ["3+1"], calculator, group_size=4, max_turns=3, max_new_tokens=8, seed=3, stream_ids=[8])
+    for one, other in zip(alone, both[16:20], strict=True):
+        assert one.token_ids == other.token_ids
+    again = talks(policy, stream_ids=[5, 8], seed=4)
+    assert any(a.token_ids != b.token_ids for a, b in zip(both, again, strict=True))
+    # Members and turns are other streams.
+    assert len({tuple(t.token_ids) for t in both[:16]}) > 8
+
+
+def test_limits_end_a_conversation_with_a_sampled_token():
+    """Turns, tokens of a turn and tokens of a row: whatever the limit, nothing follows the last sampled token."""
+    policy = talker()
+    one = talks(policy, max_turns=1)
+    assert {t.num_turns for t in one} == {1}
+    assert "turns" in {t.finish_reason for t in one}
+    short = talks(policy, max_tokens=12, max_turns=6)
+    assert max(len(t.token_ids) for t in short) <= 12
+    for talk in one + short:
+        assert talk.assistant_mask[-1]
+        assert talk.messages[-1]["role"] == "assistant"
+        assert talk.finish_reason != "stop" or talk.token_ids[-1] == END
+
+
+def test_a_tool_that_raises_fails_its_conversation_only():
+    """The error is a line of its own; the others go on."""
+
+    def moody(messages: Any) -> Any:
+        if messages[0]["content"] == "1+2":
+            raise RuntimeError("no\nluck")
+        return calculator(messages)
+
+    done = converse(talker(), ["1+2", "3+1"], moody, group_size=8, max_turns=2, max_new_tokens=8, seed=3)
+    failed = [t for t in done if t.finish_reason == "failed"]
+    assert failed
+    assert {t.prompt_index for t in failed} == {0}
+    assert failed[0].error is not None
+    assert failed[0].error.startswith("RuntimeError: no luck (")
+    assert any(t.num_turns == 2 for t in done[8:])
+    rows = conversation_rows(done, [0.0] * 16)
+    assert json.loads(rows["meta"][0])["error"] == failed[0].error
+
+
+def test_replies_are_encoded_once_and_sampled_ends_are_kept():
+    """A sampled end is not written twice; a turn that was cut gets the template's."""
+    tokenizer = talker().tokenizer
+    before, reply = [{"role": "user", "content": "1"}], [{"role": "tool", "content": "2"}]
+    turn = tokenizer.encode("0")
+    glue = tokenizer.encode("\nT:2\nA:")
+    assert encode_reply(tokenizer, before, [*turn, END], reply) == glue
+    assert encode_reply(tokenizer, before, turn, reply) == [END, *glue]
+    whole = tokenizer.apply_chat_template(
+        [*before, {"role": "assistant", "content": "0"}, *reply], add_generation_prompt=True, return_dict=False
+    )
+    assert whole == [*tokenizer.encode("U:1\nA:"), *turn, END, *glue]
+
+
+def test_bad_arguments_are_refused():
+    """Limits, streams, prompts that do not fit, templates that cannot be cut, rewards that do not match."""
+    policy = talker()
+    with pytest.raises(DefinitionError, match="max_turns is 0"):
+        converse(policy, ["1"], calculator, max_turns=0)
+    with pytest.raises(DefinitionError, match="2 stream ids for 1 prompts"):
+        converse(policy, ["1"], calculator, stream_ids=[1, 2])
+    with pytest.raises(DefinitionError, match="Prompt 0 has 6 tokens; a row has at most 5"):
+        converse(policy, ["1"], calculator, max_tokens=5)
+    with pytest.raises(DefinitionError, match="2 rewards for 1 conversations"):
+        conversation_rows(converse(policy, ["1"], calculator, max_turns=1), [1.0, 2.0])
+    with pytest.raises(DefinitionError, match="no chat template"):
+        encode_reply(scratch_policy("01").tokenizer, [], [2], [])
+    policy.tokenizer.chat_template = "{% for m in messages %}{% if m.role != 'assistant' %}x{% endif %}{% endfor %}"
+    with pytest.raises(DataError, match="renders an assistant's turn 0 times"):
+        encode_reply(policy.tokenizer, [{"role": "user", "content": "1"}], [2], [{"role": "tool", "content": "1"}])
+    done = converse(talker(), ["1"], lambda _: [{"role": "tool", "content": "?"}], group_size=8, max_new_tokens=8)
+    assert any("does not know" in str(talk.error) for talk in done)  # that conversation only
+    assert conversation_rows([], []).batch_size == (0,)
