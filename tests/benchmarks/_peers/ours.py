@@ -1,0 +1,42 @@
+"""Our own stores."""
+
+from __future__ import annotations
+
+from _peers.base import COLUMNS, Peer
+from trajectory_store import Column, Schema, TrajectoryStore
+
+
+class Ours(Peer):
+    """`append`, and `read_padded`."""
+
+    name = "trajectory_store"
+    needs = "numpy"
+    backend = "memmap"
+
+    def create(self, path, rows):
+        schema = Schema([Column(name, dtype, ragged=True) for name, dtype in COLUMNS.items()])
+        self.store = TrajectoryStore.create(path, schema, backend=self.backend)
+
+    def append(self, commit):
+        self.store.append(commit)
+
+    def close(self):
+        self.store.close()
+
+    def open(self, path, rows):
+        self.store = TrajectoryStore.open(path)
+        self.ids, self.names = self.store.ids(), list(COLUMNS)
+
+    def count(self):
+        return len(self.ids)
+
+    def sample(self, rows):
+        return self.store.read_padded(self.ids[rows], self.names)
+
+
+class OursZarr(Ours):
+    """The same calls on the backend for object stores, here on local files."""
+
+    name = "trajectory_store, zarr backend"
+    needs = "zarr"
+    backend = "zarr"
