@@ -41,8 +41,8 @@ def derive(
         flat: padded columns `[B, T]` and scalars `[B]` by key; changed.
         lengths: tokens of each row.
         pool: where the memory of the new columns comes from.
-        rewarded: derive the reward.
-        penalised: derive the penalty even where no row's reward has one.
+        rewarded: derive the reward, and the penalty if a row's reward has one.
+        penalised: derive the penalty in any case.
     """
     mask: npt.NDArray[np.bool_] = flat[ASSISTANT_MASK]
     starts = np.arange(0, mask.size, mask.shape[1]) if mask.size else np.zeros(len(lengths), np.int64)
@@ -58,7 +58,8 @@ def derive(
             there = line[other]
             line[other] = np.where(np.isnan(there), _FLOAT.type(0.0), there)
     penalty, coef = None, flat.get(KL_COEF)
-    if log_probs is not None and ref is not None and (penalised or coef is None or coef.any()):
+    counts = rewarded and (coef is None or coef.any())
+    if log_probs is not None and ref is not None and (penalised or counts):
         penalty = pool.take(log_probs.shape, _FLOAT)
         np.subtract(log_probs, ref, out=penalty)
         line = penalty.reshape(-1)

@@ -91,14 +91,15 @@ def _derive(flat: dict[Key, Any], lengths: torch.Tensor, keys: Sequence[Key] | N
             values[values.isnan() & ~mask] = 0.0
     penalty, coef, added = None, flat.get(KL_COEF), []
     asked = keys is not None and KL_PENALTY in keys
-    counts = coef is None or bool(coef.any())
+    rewarded = keys is None or REWARD in keys
+    counts = rewarded and (coef is None or bool(coef.any()))
     if log_probs is not None and ref is not None and (asked or counts):
         penalty = torch.where(mask, log_probs - ref, 0.0).nan_to_num(0.0, 0.0, 0.0)
         flat[KL_PENALTY] = Flat(penalty, lengths)
         added.append(KL_PENALTY)
     if REWARD in flat:
         flat[REWARD] = Flat(flat[REWARD].values.nan_to_num(0.0), flat[REWARD].lengths)
-    elif TASK_REWARD in flat and (keys is None or KL_COEF in flat):
+    elif TASK_REWARD in flat and rewarded:
         reward = torch.zeros_like(mask, dtype=torch.float32)
         if penalty is not None and coef is not None and counts:
             reward = -penalty * torch.repeat_interleave(coef, lengths)

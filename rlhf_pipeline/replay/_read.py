@@ -17,6 +17,7 @@ from rlhf_pipeline.keys import (
     KL_COEF,
     KL_PENALTY,
     LOG_PROBS,
+    NUM_PROMPT_TOKENS,
     REF_LOG_PROBS,
     REWARD,
     ROW_ID,
@@ -31,13 +32,16 @@ from rlhf_pipeline.transforms._rebuild import text_stack
 from trajectory_store import BufferPool, TrajectoryStore
 
 _INT64 = np.dtype(np.int64)
+_GAPS: tuple[Key, ...] = (ASSISTANT_MASK, NUM_PROMPT_TOKENS)
+"""What tells where log-probs may be missing; with the prompt's length the mask need not be searched."""
+
 _NEEDS: dict[Key, tuple[Key, ...]] = {
-    REWARD: (ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS, KL_COEF, TASK_REWARD),
-    KL_PENALTY: (ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS),
-    ADVANTAGE: (ADVANTAGE, ASSISTANT_MASK),
+    REWARD: (LOG_PROBS, REF_LOG_PROBS, KL_COEF, TASK_REWARD, *_GAPS),
+    KL_PENALTY: (LOG_PROBS, REF_LOG_PROBS, *_GAPS),
+    ADVANTAGE: (ADVANTAGE, *_GAPS),
     ATTENTION_MASK: (TOKENS,),
-    LOG_PROBS: (LOG_PROBS, ASSISTANT_MASK),
-    REF_LOG_PROBS: (REF_LOG_PROBS, ASSISTANT_MASK),
+    LOG_PROBS: (LOG_PROBS, *_GAPS),
+    REF_LOG_PROBS: (REF_LOG_PROBS, *_GAPS),
 }
 
 
@@ -90,7 +94,7 @@ def padded_batch(
         flat[ATTENTION_MASK] = attention_mask(flat[TOKENS].shape, lengths)
     if lengths is not None and ASSISTANT_MASK in flat and len(ids):
         penalised = keys is not None and KL_PENALTY in keys
-        derive(flat, lengths, pool, rewarded=keys is None or KL_COEF in flat, penalised=penalised)
+        derive(flat, lengths, pool, rewarded=keys is None or REWARD in keys, penalised=penalised)
     for key, value in flat.items():
         if isinstance(value, np.ndarray) and value.dtype == np.int32:
             flat[key] = wide = pool.take(value.shape, _INT64) if value.ndim > 1 else np.empty(value.shape, _INT64)

@@ -169,6 +169,7 @@ def test_slice_reads_scalars_only(storage, make_rows):
     """Samplers may scan a storage without touching the tokens."""
     put(storage, lazy_stack(make_rows([4, 5, 6])))
     head = storage.get(slice(0, 2))
+    assert torch.equal(storage.read(slice(0, 2))[keys.TOKENS], storage.get([0, 1])[keys.TOKENS])  # when asked
     assert head[keys.TRAJECTORY_ID].tolist() == [0, 1]
     assert not {keys.TOKENS, keys.LOG_PROBS, keys.PROMPT} & set(head.keys(True, True))
     assert storage[:][keys.GROUP_ID].tolist() == [0, 0, 1]
@@ -184,6 +185,18 @@ def test_only_some_keys(storage, make_rows):
         assert torch.equal(storage.read([0, 1], keys=[key])[key], full[key])
     with pytest.raises(StoreError, match="group_id"):
         storage.read([0], keys=["grop_id"])
+
+
+def test_some_keys_of_a_store_without_coefficients(tmp_path, make_rows):
+    """The reward that is asked for comes in both layouts, also where no column holds a KL coefficient."""
+    schema = Schema([column for column in trajectory_schema() if column.name != "kl_coef"])
+    storage = TrajectoryStorage(tmp_path / "store", schema=schema)
+    put(storage, lazy_stack(make_rows([4, 5], rewards=[1.0, 2.0])))
+    padded = storage.read([0, 1], keys=[keys.REWARD])
+    assert set(padded.keys(True, True)) == {keys.REWARD, keys.ROW_ID}
+    assert padded[keys.REWARD].tolist() == [[0, 0, 0, 1, 0], [0, 0, 0, 0, 2]]
+    assert storage.read([0, 1], keys=[keys.REWARD], layout="jagged")[keys.REWARD].values().sum() == 3.0
+    storage.close()
 
 
 def test_reopening_shows_all_rows(tmp_path, make_rows):
