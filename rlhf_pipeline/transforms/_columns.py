@@ -55,13 +55,18 @@ class Flat:
     lengths: Tensor | None = None
     shapes: list[torch.Size] | None = None
 
-    def select(self, index: Tensor) -> Flat:
-        """The rows `index` (int64 `[m]`), in that order."""
+    def select(self, index: Tensor, shared: dict[int, tuple[Tensor, Tensor]] | None = None) -> Flat:
+        """The rows `index` (int64 `[m]`), in that order; columns that share lengths may share the work."""
         if self.lengths is None:
             return Flat(self.values[index])
-        lengths = self.lengths[index]
+        found = None if shared is None else shared.get(id(self.lengths))
+        if found is None:
+            lengths = self.lengths[index]
+            found = lengths, _element_index(self.lengths, index, lengths)
+            if shared is not None:
+                shared[id(self.lengths)] = found
         shapes = None if self.shapes is None else [self.shapes[i] for i in index.tolist()]
-        return Flat(self.values[_element_index(self.lengths, index, lengths)], lengths, shapes)
+        return Flat(self.values[found[1]], found[0], shapes)
 
     def rows(self) -> list[Tensor]:
         """One tensor per row."""
@@ -95,7 +100,11 @@ class Columns(dict[Key, Flat | Text]):
 
     def select(self, index: Tensor) -> Columns:
         """The rows `index` of every column."""
-        return Columns(int(index.numel()), {k: c.select(index) for k, c in self.items()})
+        shared: dict[int, tuple[Tensor, Tensor]] = {}
+        return Columns(
+            int(index.numel()),
+            {k: c.select(index) if isinstance(c, Text) else c.select(index, shared) for k, c in self.items()},
+        )
 
 
 def _element_index(lengths: Tensor, rows: Tensor, row_lengths: Tensor) -> Tensor:

@@ -181,38 +181,58 @@ class Chunk:
 
 def gather(trajectories: Iterable[tuple[Chunk, int]]) -> Chunk:
     """One chunk of the given trajectories (chunk, and number in it), in the given order."""
-    runs: list[tuple[Chunk, list[int]]] = []
+    parts: dict[int, tuple[int, Chunk, list[int]]] = {}
+    places: list[tuple[int, int]] = []
     for chunk, index in trajectories:
-        if runs and runs[-1][0] is chunk:
-            runs[-1][1].append(index)
-        else:
-            runs.append((chunk, [index]))
-    parts = [chunk.take(index) for chunk, index in runs]
-    if len(parts) == 1:
-        return parts[0]
-    bounds = [0]
-    for part in parts:
-        bounds += [bounds[-1] + b for b in part.bounds[1:]]
+        part, _, taken = parts.setdefault(id(chunk), (len(parts), chunk, []))
+        places.append((part, len(taken)))
+        taken.append(index)
+    chosen = [(chunk, taken) for _, chunk, taken in parts.values()]
+    if len(chosen) == 1:
+        return chosen[0][0].take(chosen[0][1])
+    first = torch.tensor([0, *(len(taken) for _, taken in chosen)]).cumsum(0).tolist()
+    return _joined(chosen).take([first[part] + place for part, place in places])
+
+
+def _joined(parts: Sequence[tuple[Chunk, list[int]]]) -> Chunk:
+    """Some trajectories of several chunks, one chunk after the other.
+
+    Jagged leaves are taken apart and put together once; a nested tensor per part would cost more than all the rest.
+    """
+    rows = [chunk.rows(taken) for chunk, taken in parts]
+    bounds, groups = [0], []
+    for chunk, taken in parts:
+        for i in taken:
+            bounds.append(bounds[-1] + chunk.bounds[i + 1] - chunk.bounds[i])
+            groups.append(chunk.groups[i])
+    if any(_has_jagged(chunk.td) for chunk, _ in parts) or any(chunk.stored for chunk, _ in parts):
+        columns = _alike([chunk for chunk, _ in parts])
+        td = td_of(concat([found.select(index) for found, index in zip(columns, rows, strict=True)]))
+    else:
+        td = join([select(chunk.td, index) for (chunk, _), index in zip(parts, rows, strict=True)])
+    rewards = [chunk.reward.select(index) for (chunk, _), index in zip(parts, rows, strict=True)]
+    members = [torch.tensor(taken, dtype=torch.int64) for _, taken in parts]
     return Chunk(
-        join(_alike(parts)),
+        td,
         bounds,
-        [group for part in parts for group in part.groups],
-        concat_flat([part.reward for part in parts], [part.td.shape[0] for part in parts]),
-        torch.cat([part.returns for part in parts]),
-        torch.cat([part.lengths for part in parts]),
+        groups,
+        concat_flat(rewards, [index.numel() for index in rows]),
+        torch.cat([chunk.returns[index] for (chunk, _), index in zip(parts, members, strict=True)]),
+        torch.cat([chunk.lengths[index] for (chunk, _), index in zip(parts, members, strict=True)]),
     )
 
 
-def _alike(parts: Sequence[Chunk]) -> list[TensorDictBase]:
-    """Their TensorDicts; beside a trajectory from disk, others leave out what is not on disk either."""
-    kept = next((set(columns_of(part.td)) for part in parts if part.stored), None)
+def _has_jagged(td: TensorDictBase) -> bool:
+    return not is_stack(td) and any(is_jagged(leaf) for leaf in td.values(True, True))
+
+
+def _alike(chunks: Sequence[Chunk]) -> list[Columns]:
+    """Their columns; beside trajectories from disk, others leave out what is not on disk either."""
+    columns = [columns_of(chunk.td) for chunk in chunks]
+    kept = next((set(found) for found, chunk in zip(columns, chunks, strict=True) if chunk.stored), None)
     if kept is None:
-        return [part.td for part in parts]
-    out = []
-    for part in parts:
-        columns = columns_of(part.td)
-        out.append(td_of(Columns(columns.n, {key: columns[key] for key in columns if key in kept})))
-    return out
+        return columns
+    return [Columns(found.n, {key: found[key] for key in found if key in kept}) for found in columns]
 
 
 def group_ids(column: Flat | Text, first: Sequence[int], key: Key) -> list[Hashable]:
