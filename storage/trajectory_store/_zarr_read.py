@@ -90,6 +90,11 @@ def commit_key(ordinal: int, seq: int) -> str:
     return f"{segment_name(ordinal)}/{seq:08d}"
 
 
+def _wider(width: int, found: int) -> int:
+    """How many objects to probe for after a wave of `width` of which `found` were there."""
+    return min(4 * width, WIDEST) if found >= width else 1
+
+
 class Cache:
     """Raw files of fetched columns, within a budget.
 
@@ -394,21 +399,32 @@ class RemoteCatalog(Catalog):
             segment.want(rows)
 
     def _follow(self, width: int = 1) -> None:
-        """Probe for the next objects of everything that can grow; one round trip where there is no news."""
-        while True:
-            open_ends = [s for s in (*self.segments.values(), *self.patches.values()) if not s.finished]
-            removed = [f"{REMOVED}/{self._removals + i:08d}/zarr.json" for i in range(width)]
-            segments = [f"{segment_name(self._next + i)}/zarr.json" for i in range(width)]
-            commits = [f"{commit_key(s.ordinal, s.records + i)}/zarr.json" for s in open_ends for i in range(width)]
-            found = self._remote.get_many([*removed, *segments, *commits])
-            news = self._take_removals(found[:width])
-            news |= self._take_segments(found[width : 2 * width])
-            for n, segment in enumerate(open_ends):
-                at = (n + 2) * width
-                news |= self._take_commits(segment, found[at : at + width])
-            if not news:
-                return
-            width = min(4 * width, WIDEST)
+        """Probe for the next objects of everything that can grow; one round trip where there is no news.
+
+        Where a whole wave was there, the next one is larger; elsewhere one object tells whether more came meanwhile.
+        """
+        removals = segments = width
+        widths: dict[int, int] = {}
+        news = True
+        while news:
+            ends = [s for s in (*self.segments.values(), *self.patches.values()) if not s.finished]
+            keys = [f"{REMOVED}/{self._removals + i:08d}/zarr.json" for i in range(removals)]
+            keys += [f"{segment_name(self._next + i)}/zarr.json" for i in range(segments)]
+            for s in ends:
+                span = range(s.records, s.records + widths.setdefault(s.ordinal, width))
+                keys += [f"{commit_key(s.ordinal, seq)}/zarr.json" for seq in span]
+            found = self._remote.get_many(keys)
+            before = (self._removals, self._next)
+            news = self._take_removals(found[:removals])
+            news |= self._take_segments(found[removals : removals + segments])
+            at = removals + segments
+            for s in ends:
+                size, known = widths[s.ordinal], s.records
+                news |= self._take_commits(s, found[at : at + size])
+                widths[s.ordinal] = _wider(size, s.records - known)
+                at += size
+            removals = _wider(removals, self._removals - before[0])
+            segments = _wider(segments, self._next - before[1])
 
     def _take_removals(self, found: list[bytes | None]) -> bool:
         news = False
