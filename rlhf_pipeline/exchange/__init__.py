@@ -13,5 +13,14 @@ from __future__ import annotations
 from rlhf_pipeline.exchange.exporter import ExportReport, export_store
 from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.exchange.importer import FileReport, ImportReport, import_files
+from rlhf_pipeline.exchange.recorder import TrajectoryRecorder
 
-__all__ = ["ExportReport", "FileReport", "ImportReport", "export_store", "import_files", "select"]
+__all__ = [
+    "ExportReport",
+    "FileReport",
+    "ImportReport",
+    "TrajectoryRecorder",
+    "export_store",
+    "import_files",
+    "select",
+]

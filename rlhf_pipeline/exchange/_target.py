@@ -29,12 +29,12 @@ def open_target(path: Path, schema: Schema | None = None, *, durability: Any = N
 
     Args:
         path: folder of the store.
-        schema: columns of a new store, and columns that an existing one must have; the default ones if None.
+        schema: columns of a new store, the default ones if None; an existing store gets those that it lacks.
         durability: of the store, see `TrajectoryStore.create`.
 
     Raises:
         RunExistsError: another import is writing to it.
-        DefinitionError: the store lacks columns that an import writes.
+        DefinitionError: the store lacks a column that cannot be added.
         StoreError: the folder holds something else.
     """
     wanted = trajectory_schema() if schema is None else schema
@@ -50,11 +50,15 @@ def open_target(path: Path, schema: Schema | None = None, *, durability: Any = N
         except BlockingIOError as error:
             raise RunExistsError(f"another import is writing to {path}. Wait for it, or name another store.") from error
         store.refresh()
-        lacking = [column.name for column in wanted if column.name not in store.schema]
+        lacking = [column for column in wanted if column.name not in store.schema]
         if lacking:
-            raise DefinitionError(
-                f"the store at {path} has no column {', '.join(lacking)}, which an import writes. Name a new folder."
-            )
+            fixed = [column.name for column in lacking if not column.optional]
+            if fixed:
+                raise DefinitionError(
+                    f"the store at {path} has no column {', '.join(fixed)}, which the import writes. Name a new folder."
+                )
+            store.close()
+            store = TrajectoryStore.open(path, mode="a", durability=durability, add_columns=lacking)
         yield store
     finally:
         os.close(folder)

@@ -1,0 +1,144 @@
+"""Listening to TRL's trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rlhf_pipeline.errors import DefinitionError
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.exchange.recorder import TrajectoryRecorder
+
+_SAMPLES, _GRADES, _SCORES = (
+    "_generate_and_score_completions",
+    "_calculate_rewards",
+    "_get_per_token_logps_and_entropies",
+)
+
+
+def listen(recorder: TrajectoryRecorder, trainer: Any, *, compute_log_probs: bool, record_eval: bool) -> None:
+    """Record what a trainer samples: see `TrajectoryRecorder.attach`.
+
+    Source: `GRPOTrainer._generate_and_score_completions` of TRL 1.16. It samples a batch, calls `_calculate_rewards`
+    with prompts, completions and token ids, which gives the rewards of all processes, and returns padded tensors.
+    """
+    missing = [name for name in (_SAMPLES, _GRADES, _SCORES, "state", "accelerator") if not hasattr(trainer, name)]
+    if missing:
+        raise DefinitionError(
+            f"{type(trainer).__name__} has no {', '.join(missing)}, which TRL's GRPOTrainer 1.16 has. "
+            "Record through the reward functions: reward_funcs=recorder.reward_funcs([...])."
+        )
+    from rlhf_pipeline.exchange.recorder import weighted
+
+    recorder.rank = trainer.accelerator.process_index
+    recorder.world_size = trainer.accelerator.num_processes
+    sample, grade = getattr(trainer, _SAMPLES), getattr(trainer, _GRADES)
+    heard: dict[str, Any] = {}
+
+    def graded(inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> Any:
+        rewards = grade(inputs, prompts, completions, completion_ids)
+        heard.update(inputs=inputs, prompts=prompts, completions=completions, completion_ids=completion_ids)
+        heard["rewards"] = rewards
+        return rewards
+
+    def sampled(inputs: Any) -> Any:
+        heard.clear()
+        output = sample(inputs)
+        training = bool(trainer.model.training)
+        if heard and (training or record_eval):
+            if recorder.group_size is None and training:
+                recorder.group_size = trainer.num_generations
+            _record(recorder, trainer, heard, output, weighted, compute_log_probs)
+        return output
+
+    setattr(trainer, _GRADES, graded)
+    setattr(trainer, _SAMPLES, sampled)
+    trainer.add_callback(flush_callback(recorder))
+
+
+def _record(
+    recorder: TrajectoryRecorder, trainer: Any, heard: dict[str, Any], output: Any, weighted: Any, compute: bool
+) -> None:
+    ids: Sequence[Sequence[int]] = heard["completion_ids"]
+    num = len(ids)
+    mine = slice(recorder.rank * num, (recorder.rank + 1) * num)
+    rewards = weighted(_array(heard["rewards"])[mine], _array(trainer.reward_weights))
+    prompts = [row[mask.astype(bool)] for row, mask in _pairs(output["prompt_ids"], output["prompt_mask"])]
+    scores = output.get("sampling_per_token_logps", output.get("old_per_token_logps"))
+    if scores is None and compute:
+        scores = _computed(trainer, prompts, ids)
+    ends = set(getattr(trainer, "eos_token_ids", None) or ())
+    tools = output.get("tool_mask")
+    columns = [{k: v for k, v in row.items() if k not in ("prompt", "image", "images")} for row in heard["inputs"]]
+    recorder.record(
+        prompts=heard["prompts"],
+        prompt_ids=[row.tolist() for row in prompts],
+        completions=heard["completions"],
+        completion_ids=ids,
+        completion_masks=None if tools is None else [row[: len(ids[i])] != 0 for i, row in enumerate(_array(tools))],
+        log_probs=_rows(scores, ids),
+        ref_log_probs=_rows(output.get("ref_per_token_logps"), ids),
+        rewards=rewards.tolist(),
+        advantages=_array(output["advantages"]).tolist(),
+        answers=[row.get("answer", row.get("ground_truth", row.get("solution"))) for row in columns],
+        finish_reasons=["stop" if row and row[-1] in ends else "length" for row in ids] if ends else None,
+        metas=columns,
+        policy_version=int(trainer.state.global_step),
+        source=f"trl {type(trainer).__name__}",
+    )
+
+
+def _computed(trainer: Any, prompts: Sequence[np.ndarray], ids: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return log-probs `[n, longest completion]` of the weights that sampled, at the trainer's temperature."""
+    left, right = max(len(row) for row in prompts), max(max(len(row) for row in ids), 1)
+    device = trainer.accelerator.device
+    tokens = torch.zeros((len(ids), left + right), dtype=torch.int64)
+    mask = torch.zeros((len(ids), left + right), dtype=torch.int64)
+    for i, (prompt, completion) in enumerate(zip(prompts, ids, strict=True)):
+        row = torch.tensor([*prompt.tolist(), *completion])
+        tokens[i, left - len(prompt) : left + len(completion)] = row
+        mask[i, left - len(prompt) : left + len(completion)] = 1
+    size = trainer.args.per_device_train_batch_size
+    # Without dropout: it would draw from the generator that the trainer samples with, and change its numbers.
+    modes = [(module, module.training) for module in trainer.model.modules()]
+    trainer.model.eval()
+    try:
+        with torch.no_grad():
+            found = getattr(trainer, _SCORES)(trainer.model, tokens.to(device), mask.to(device), right, batch_size=size)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    return found[0]
+
+
+def _rows(scores: torch.Tensor | None, ids: Sequence[Sequence[int]]) -> list[list[float]] | None:
+    """Return the real part of padded scores; None where they are not there, or not one per token."""
+    if scores is None or scores.ndim != 2:
+        return None
+    return [row[: len(ids[i])].tolist() for i, row in enumerate(_array(scores))]
+
+
+def _array(values: torch.Tensor) -> np.ndarray:
+    return values.detach().float().cpu().numpy().astype(np.float64)
+
+
+def _pairs(ids: torch.Tensor, mask: torch.Tensor) -> zip[tuple[np.ndarray, np.ndarray]]:
+    return zip(ids.cpu().numpy(), mask.cpu().numpy(), strict=True)
+
+
+def flush_callback(recorder: TrajectoryRecorder) -> Any:
+    """Return a `TrainerCallback` that flushes a recorder when the trainer saves and when it ends."""
+    from transformers import TrainerCallback
+
+    class Flush(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            recorder.flush()
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            recorder.flush()
+
+    return Flush()

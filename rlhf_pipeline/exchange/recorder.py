@@ -1,0 +1,379 @@
+"""Recording what another trainer samples, while it trains: TRL's trainers, or any loop with token ids and rewards."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import inspect
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
+from rlhf_pipeline.exchange._encode import Encoder, columns_of, load_tokenizer
+from rlhf_pipeline.exchange._rollout import Messages, Rollout, as_answer, as_text
+from rlhf_pipeline.exchange._target import SOURCE_BITS
+from rlhf_pipeline.replay.schema import trajectory_schema
+from trajectory_store import StoreError, StoreExistsError, StoreNotFoundError, TrajectoryStore
+
+_log = logging.getLogger("rlhf_pipeline")
+_ANSWERS = ("answer", "ground_truth", "solution", "target")
+RewardFunction = Callable[..., Any]
+
+
+class TrajectoryRecorder:
+    """Writes each completion of another trainer to a store: token ids, rewards, text and, where known, log-probs.
+
+    Three ways to use it, from the most to the least that is recorded:
+
+    - `recorder.attach(trainer)`: TRL's `GRPOTrainer` (1.16): exact prompt ids, all rewards with the trainer's weights,
+      advantages, sampling log-probs of vLLM; without vLLM they are computed by one forward pass at sampling time.
+    - `reward_funcs=recorder.reward_funcs([my_reward])`: any trainer that calls reward functions as TRL does, with
+      `prompts`, `completions`, `completion_ids` and columns. Prompt ids come from the tokenizer, log-probs are NaN.
+    - `recorder.record(...)`: any loop.
+
+    A call is one atomic commit, durable on return. Several processes may record into one store, each with its own
+    recorder made before training starts; a new recorder on an old store gives new ids. Not thread safe.
+
+    Args:
+        store: folder of the store; made if it is not there.
+        tokenizer: of transformers, or the folder or hub name of one; for prompts and completions without ids.
+        group_size: completions per prompt (`num_generations`); None: rows in turn with equal prompts are one group.
+        durability: of a new store; see `TrajectoryStore.create`.
+        on_error: `raise`, or `log` to train on when the store cannot be written (a full disk) or a call does not fit.
+        rank: of this process; from the environment if None.
+        world_size: the number of processes that record.
+
+    Raises:
+        RunExistsError: an import is writing to the store.
+        StoreError: the store cannot be opened.
+
+    >>> import tempfile
+    >>> from trajectory_store import TrajectoryStore
+    >>> recorder = TrajectoryRecorder(tempfile.mkdtemp() + "/store", group_size=2)
+    >>> ids = recorder.record(
+    ...     prompts=["1+1=", "1+1="], prompt_ids=[[5, 6], [5, 6]], completions=["2", "3"], completion_ids=[[7], [8]],
+    ...     rewards=[1.0, 0.0], log_probs=[[-0.5], [-1.5]], policy_version=3)
+    >>> recorder.close()
+    >>> with TrajectoryStore.open(recorder.path) as store:
+    ...     store.read(ids, ["group_id", "task_reward", "log_probs"])["log_probs"][1].tolist()
+    [nan, nan, -1.5]
+    """
+
+    def __init__(
+        self,
+        store: str | Path,
+        *,
+        tokenizer: Any | None = None,
+        group_size: int | None = None,
+        durability: Literal["process", "power", "group"] = "process",
+        on_error: Literal["raise", "log"] = "raise",
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        if group_size is not None and group_size < 1:
+            raise DefinitionError(f"group_size is {group_size}; it must be at least 1, or None.")
+        if on_error not in ("raise", "log"):
+            raise DefinitionError(f"on_error is {on_error!r}; it must be 'raise' or 'log'.")
+        self.path = Path(store).expanduser()
+        self.group_size = group_size
+        self.on_error = on_error
+        self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+        self.store = _open(self.path, durability)
+        self._lock = _share(self.path)
+        self.num_recorded = 0
+        self._base = _base(self.store)
+        self._offset = 0
+        self._name = tokenizer if isinstance(tokenizer, str) else str(getattr(tokenizer, "name_or_path", "given"))
+        self._tokenizer = load_tokenizer(str(tokenizer)) if isinstance(tokenizer, (str, Path)) else tokenizer
+        self._pending: _Pending | None = None
+
+    def record(
+        self,
+        *,
+        completions: Sequence[Any],
+        rewards: Sequence[float | None],
+        prompts: Sequence[str | Messages] | None = None,
+        prompt_ids: Sequence[Sequence[int]] | None = None,
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        completion_masks: Sequence[Sequence[bool]] | None = None,
+        log_probs: Sequence[Sequence[float | None] | None] | None = None,
+        ref_log_probs: Sequence[Sequence[float | None] | None] | None = None,
+        advantages: Sequence[float] | None = None,
+        answers: Sequence[Any] | None = None,
+        finish_reasons: Sequence[str] | None = None,
+        metas: Sequence[Mapping[str, Any]] | None = None,
+        policy_version: int = 0,
+        source: str = "record",
+    ) -> np.ndarray:
+        """Write completions, the members of a group in turn, in one commit.
+
+        Args:
+            completions: text or chat messages, `n` of them.
+            rewards: None or NaN where a completion could not be graded.
+            prompts: text or chat messages; may be left out with `prompt_ids`.
+            prompt_ids: token ids; encoded from `prompts` if None.
+            completion_ids: token ids as they were sampled; encoded from `completions` if None.
+            completion_masks: which completion tokens the policy produced; None for all.
+            log_probs: per completion token, of the policy that sampled, at its temperature; None where unknown.
+            ref_log_probs: the same of a reference policy.
+            advantages: one per completion.
+            answers: reference answers, which `rlhf-pipeline inspect` grades by.
+            finish_reasons: `stop` or `length`.
+            metas: more about each, JSON-ready.
+            policy_version: the number of optimizer steps behind the weights.
+            source: what `meta` says of where the rows come from.
+
+        Returns:
+            `[n]` int64: the ids that the store gave; empty where an error was logged.
+
+        Raises:
+            DataError: the lengths do not fit, or the store is closed.
+            DefinitionError: token ids are missing and there is no tokenizer.
+            StoreError: the store cannot be written.
+        """
+        try:
+            given = {
+                "prompt": prompts,
+                "prompt_ids": prompt_ids,
+                "completion_ids": completion_ids,
+                "completion_mask": completion_masks,
+                "log_probs": log_probs,
+                "ref_log_probs": ref_log_probs,
+                "finish_reason": finish_reasons,
+            }
+            return self._write(completions, rewards, given, advantages, answers, metas, policy_version, source)
+        except (DataError, DefinitionError, StoreError) as error:
+            if self.on_error == "raise":
+                raise
+            _log.error("%s: %d completions were not recorded: %s", self.path, len(completions), error)
+            return np.empty(0, np.int64)
+
+    def _write(
+        self,
+        completions: Sequence[Any],
+        rewards: Sequence[float | None],
+        given: Mapping[str, Sequence[Any] | None],
+        advantages: Sequence[float] | None,
+        answers: Sequence[Any] | None,
+        metas: Sequence[Mapping[str, Any]] | None,
+        policy_version: int,
+        source: str,
+    ) -> np.ndarray:
+        num = len(completions)
+        sized = {"rewards": rewards, "advantages": advantages, "answers": answers, "metas": metas, **given}
+        for name, values in sized.items():
+            if values is not None and len(values) != num:
+                raise DataError(f"{len(values)} {name} for {num} completions.")
+        if given["prompt"] is None and given["prompt_ids"] is None:
+            raise DataError("neither prompts nor prompt_ids are given.")
+        if not num:
+            return np.empty(0, np.int64)
+        encoder = Encoder(self._tokenizer, self._name)
+        more: list[dict[str, Any]] = []
+        rollouts: list[Rollout] = []
+        now = time.time()
+        for i in range(num):
+            fields = {name: values[i] for name, values in given.items() if values is not None}
+            reward = rewards[i]
+            rollout = Rollout(
+                completion=as_text(completions[i], "completion"),
+                reward=math.nan if reward is None else float(reward),
+                advantage=math.nan if advantages is None else float(advantages[i]),
+                answer=None if answers is None else as_answer(answers[i]),
+                policy_version=policy_version,
+                created_at=now,
+                meta={} if metas is None else dict(metas[i]),
+                as_chat=False,  # TRL encodes a text prompt as it is; messages go through the template
+                **fields,
+            )
+            encoded = encoder.encode(rollout)
+            more.append({"source": {"recorder": source}} | ({} if encoded is None else {"encoded": encoded}))
+            rollouts.append(rollout)
+        first = self._offset + self.rank * num
+        places = np.arange(first, first + num, dtype=np.int64)
+        groups = self._groups(rollouts, places)
+        ids = self.store.append(columns_of(rollouts, groups + self._base, places + self._base, more))
+        self._offset += self.world_size * num
+        self.num_recorded += num
+        return ids
+
+    def _groups(self, rollouts: Sequence[Rollout], places: np.ndarray) -> np.ndarray:
+        if self.group_size is not None:
+            return places // self.group_size
+        starts = [
+            i == 0 or (rollout.prompt, rollout.prompt_ids) != (rollouts[i - 1].prompt, rollouts[i - 1].prompt_ids)
+            for i, rollout in enumerate(rollouts)
+        ]
+        return places[np.flatnonzero(starts)][np.cumsum(starts) - 1]  # a group is called after its first row
+
+    # -- reward functions --------------------------------------------------------------------------------------------
+
+    def reward_funcs(
+        self, functions: RewardFunction | Sequence[RewardFunction], weights: Sequence[float] | None = None
+    ) -> list[RewardFunction]:
+        """Return reward functions that do what the given ones do, and record once the last has answered.
+
+        They are called as TRL calls them: `f(prompts=, completions=, completion_ids=, **columns)`, where columns
+        may hold `trainer_state`, whose `global_step` becomes the policy version. A column called answer, ground_truth,
+        solution or target is stored as the reference answer. Evaluation is recorded too, as TRL does not say which is
+        which; give the evaluating trainer the plain functions, or use `attach`.
+
+        Args:
+            functions: plain or async functions; reward models cannot be wrapped, use `attach`.
+            weights: per function, for the sum that is the task reward (the trainer's `reward_weights`); None is 1.
+
+        Raises:
+            DefinitionError: a function cannot be called, or the weights do not fit.
+        """
+        wanted = list(functions) if isinstance(functions, Sequence) else [functions]
+        if weights is not None and len(weights) != len(wanted):
+            raise DefinitionError(f"{len(weights)} weights for {len(wanted)} reward functions.")
+        for function in wanted:
+            if not callable(function) or hasattr(function, "forward"):
+                raise DefinitionError(
+                    f"{type(function).__name__} is no reward function but a model. Use recorder.attach(trainer)."
+                )
+        factors = np.ones(len(wanted)) if weights is None else np.asarray(weights, np.float64)
+        return [self._wrapped(i, function, factors) for i, function in enumerate(wanted)]
+
+    def _wrapped(self, index: int, function: RewardFunction, weights: np.ndarray) -> RewardFunction:
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def graded_later(*, prompts: Any, completions: Any, **columns: Any) -> Any:
+                found = await function(prompts=prompts, completions=completions, **columns)
+                self._collect(index, found, weights, prompts, completions, columns)
+                return found
+
+            return graded_later
+
+        def graded(*, prompts: Any, completions: Any, **columns: Any) -> Any:
+            found = function(prompts=prompts, completions=completions, **columns)
+            self._collect(index, found, weights, prompts, completions, columns)
+            return found
+
+        name = getattr(function, "__name__", type(function).__name__)
+        functools.update_wrapper(graded, function) if hasattr(function, "__name__") else None
+        graded.__name__ = name
+        return graded
+
+    def _collect(
+        self, index: int, found: Any, weights: np.ndarray, prompts: Any, completions: Any, columns: Mapping[str, Any]
+    ) -> None:
+        pending = self._pending
+        if pending is None or pending.completions is not completions:
+            if pending is not None:
+                _log.warning("%s: a batch was not graded to its end and is not recorded", self.path)
+            pending = self._pending = _Pending(completions)
+        pending.rewards[index] = [math.nan if reward is None else float(reward) for reward in found]
+        if len(pending.rewards) < len(weights):
+            return
+        self._pending = None
+        scores = np.array([pending.rewards[i] for i in range(len(weights))]).T
+        answers = next((columns[name] for name in _ANSWERS if isinstance(columns.get(name), list)), None)
+        self.record(
+            prompts=prompts,
+            completions=completions,
+            completion_ids=columns.get("completion_ids"),
+            rewards=weighted(scores, weights).tolist(),
+            answers=answers,
+            policy_version=int(getattr(columns.get("trainer_state"), "global_step", 0)),
+            source="reward function",
+        )
+
+    # -- TRL ---------------------------------------------------------------------------------------------------------
+
+    def attach(self, trainer: Any, *, compute_log_probs: bool = True, record_eval: bool = False) -> None:
+        """Record everything that a TRL trainer samples, from now on; the trainer's numbers are not changed.
+
+        Args:
+            trainer: a `GRPOTrainer` of TRL 1.16, or a trainer with the same methods.
+            compute_log_probs: where the trainer has no sampling log-probs (without vLLM), compute them when the
+                completions are fresh, at the trainer's temperature: one forward pass more per generation.
+            record_eval: also record what evaluation samples.
+
+        Raises:
+            DefinitionError: the trainer has not the methods that are listened to.
+        """
+        from rlhf_pipeline.exchange._trl import listen
+
+        listen(self, trainer, compute_log_probs=compute_log_probs, record_eval=record_eval)
+
+    def callback(self) -> Any:
+        """Return a `TrainerCallback` that waits for the disk whenever the trainer saves and when it ends."""
+        from rlhf_pipeline.exchange._trl import flush_callback
+
+        return flush_callback(self)
+
+    def flush(self) -> None:
+        """Wait until everything recorded is on the disk."""
+        if not self.store.closed:
+            self.store.flush()
+
+    def close(self) -> None:
+        """Close the store; what was recorded stays."""
+        if not self.store.closed:
+            self.store.close()
+            os.close(self._lock)
+
+    def __enter__(self) -> TrajectoryRecorder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _Pending:
+    """A batch whose reward functions have not all answered."""
+
+    def __init__(self, completions: Any) -> None:
+        self.completions = completions
+        self.rewards: dict[int, list[float]] = {}
+
+
+def weighted(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return the weighted sum of `[n, functions]` rewards as TRL forms it: NaN counts as 0, unless all are NaN.
+
+    >>> weighted(np.array([[1.0, np.nan], [np.nan, np.nan]]), np.array([2.0, 1.0])).tolist()
+    [2.0, nan]
+    """
+    total = np.nansum(scores * weights, axis=1)
+    total[np.isnan(scores).all(axis=1)] = np.nan
+    return total
+
+
+def _open(path: Path, durability: Any) -> TrajectoryStore:
+    with contextlib.suppress(StoreNotFoundError):
+        return TrajectoryStore.open(path, mode="a", durability=durability)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return TrajectoryStore.create(path, trajectory_schema(), durability=durability)
+    except StoreExistsError:  # another rank was first
+        return TrajectoryStore.open(path, mode="a", durability=durability)
+
+
+def _share(path: Path) -> int:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(folder)
+        raise RunExistsError(f"an import is writing to {path}. Wait for it, or record into another store.") from error
+    return folder
+
+
+def _base(store: TrajectoryStore) -> int:
+    ids = store.ids()
+    if not len(ids):
+        return 0
+    highest = max(int(store.read_scalars(name, ids).max()) for name in ("trajectory_id", "group_id"))
+    return ((highest >> SOURCE_BITS) + 1) << SOURCE_BITS
