@@ -65,7 +65,7 @@ class StoreReads:
         self._engine = engine
         self._catalog = engine.catalog
         self._pool = BufferPool()
-        self._cold = COLD_BATCHES
+        self._cold = COLD_BATCHES if engine.catalog.keeps_arrays else 0  # what a cache just got is in memory
         self._blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
         self._closed = False
 
