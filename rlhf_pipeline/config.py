@@ -156,6 +156,10 @@ class WritePath(_Checked):
     """Trajectories over which the adaptive controller acts."""
     zero_variance: Literal["keep", "drop", "mark"] = "keep"
     """What to do with a group whose returns are all equal."""
+    min_group_size: int | None = None
+    """Members of a group that are enough once `group_timeout_s` is over; None waits for all."""
+    group_timeout_s: float | None = None
+    """Seconds from a group's first member until it may close early; None never. Goes with `min_group_size`."""
 
     def _rules(self) -> list[tuple[bool, str]]:
         return [
@@ -163,6 +167,18 @@ class WritePath(_Checked):
             (
                 self.kl_target is None or self.kl_coef > 0,
                 "kl_target needs a kl_coef above 0 to start from.",
+            ),
+            (
+                (self.min_group_size is None) == (self.group_timeout_s is None),
+                "min_group_size and group_timeout_s go together: how many are enough, and after how long.",
+            ),
+            (
+                self.min_group_size is None or self.min_group_size >= 1,
+                f"min_group_size is {self.min_group_size}; it must be at least 1.",
+            ),
+            (
+                self.group_timeout_s is None or 0 <= self.group_timeout_s < math.inf,
+                f"group_timeout_s is {self.group_timeout_s}; it must be finite and not negative.",
             ),
         ]
 
@@ -314,6 +330,11 @@ class Pipeline(_Checked):
                 not (self.learn.reference_every and self.policy.lora_rank),
                 "learn.reference_every moves a reference model, and with policy.lora_rank there is none: the reference "
                 "is the model with its adapters off. Set one of the two to 0.",
+            ),
+            (
+                (self.write.min_group_size or 1) <= self.collect.group_size,
+                f"write.min_group_size is {self.write.min_group_size}, and a group has {self.collect.group_size} "
+                "members (collect.group_size). Set it to that at most.",
             ),
             (
                 callable(self.reward),

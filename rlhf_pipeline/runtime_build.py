@@ -136,7 +136,11 @@ def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int)
     """Open or create the store and wire everything to it; close the store at the end."""
     buffer_config = pipeline.buffer
     advantage = MCAdvantage(
-        pipeline.collect.group_size, estimator=pipeline.write.estimator, zero_variance=pipeline.write.zero_variance
+        pipeline.collect.group_size,
+        estimator=pipeline.write.estimator,
+        zero_variance=pipeline.write.zero_variance,
+        min_group_size=pipeline.write.min_group_size,
+        group_timeout_s=pipeline.write.group_timeout_s,
     )
     kl_reward = _kl_reward(pipeline.write)
     retrieve = RetrieveLogProb(models.reference) if models.reference is not None else None
