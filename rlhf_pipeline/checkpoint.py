@@ -6,6 +6,8 @@
         optimizer.safetensors                              by parameter name: moments, float32 master weights; RNG state
         reference.safetensors                              the reference model, where it moves
         state.json                                         step, counters, controllers, write-path state
+        shards/                                            in place of weights and optimizer, where several processes
+                                                           saved them (`checkpoint_sharded`)
 
 A checkpoint is built under a temporary name, synced and renamed in. A kill at any moment leaves the earlier
 checkpoints whole, and a half-written one is swept away by the next save.
@@ -16,7 +18,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -91,12 +94,7 @@ def save_checkpoint(
     Raises:
         OSError: the disk is full; earlier checkpoints are as they were.
     """
-    final = folder / f"step-{step:08d}"
-    temporary = folder / f".{final.name}.tmp"
-    folder.mkdir(parents=True, exist_ok=True)
-    for left_over in folder.glob(".step-*.tmp"):
-        shutil.rmtree(left_over)
-    try:
+    with new_checkpoint(folder, step, keep=keep) as temporary:
         policy.save_pretrained(temporary)
         saved, groups = optimizer_tensors(optimizer, policy.model)
         saved[_RNG] = torch.get_rng_state()
@@ -104,8 +102,33 @@ def save_checkpoint(
         for name, more in (tensors or {}).items():
             copies = {key: value.detach().contiguous().clone() for key, value in more.items()}
             save_file(copies, temporary / f"{name}.safetensors")
-        content = json.dumps({"step": step, "param_groups": groups, **state}, indent=1)
-        (temporary / "state.json").write_text(content, encoding="utf-8")
+        write_state(temporary, step, groups, state)
+    return checkpoint_path(folder, step)
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is."""
+    return folder / f"step-{step:08d}"
+
+
+def temporary_path(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is built."""
+    return folder / f".{checkpoint_path(folder, step).name}.tmp"
+
+
+@contextmanager
+def new_checkpoint(folder: Path, step: int, *, keep: int) -> Iterator[Path]:
+    """Give a temporary folder to build a checkpoint in, and rename it in when it is whole.
+
+    Raises:
+        OSError: the disk is full; earlier checkpoints are as they were.
+    """
+    final, temporary = checkpoint_path(folder, step), temporary_path(folder, step)
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.glob(".step-*.tmp"):
+        shutil.rmtree(left_over)
+    try:
+        yield temporary
         for file in temporary.rglob("*"):
             if file.is_file():
                 sync_file(file)
@@ -122,7 +145,12 @@ def save_checkpoint(
     sync_folder(folder)
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
-    return final
+
+
+def write_state(folder: Path, step: int, groups: list[dict[str, Any]], state: Mapping[str, Any]) -> None:
+    """Write `state.json` of a checkpoint."""
+    content = json.dumps({"step": step, "param_groups": groups, **state}, indent=1)
+    (folder / "state.json").write_text(content, encoding="utf-8")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -140,6 +168,11 @@ def load_checkpoint(path: Path, *, policy: SavesPretrained, optimizer: Optimizer
         DataError: a file is damaged, or the checkpoint belongs to another model.
     """
     state = read_state(path)  # before anything is changed
+    if is_sharded(path):
+        from rlhf_pipeline.checkpoint_sharded import load_shards
+
+        load_shards(path, policy.model, optimizer, state.pop("param_groups"))
+        return state
     if not any((path / name).is_file() for name in _WEIGHT_FILES):
         raise MissingPathError(f"the checkpoint {path} has no model.safetensors. {_instead(path)}")
     if not (path / "optimizer.safetensors").is_file():
@@ -154,6 +187,11 @@ def load_checkpoint(path: Path, *, policy: SavesPretrained, optimizer: Optimizer
     torch.set_rng_state(tensors.pop(_RNG))
     load_optimizer(optimizer, policy.model, tensors, state.pop("param_groups"))
     return state
+
+
+def is_sharded(path: Path) -> bool:
+    """Return True if a checkpoint was saved by several processes, in shards."""
+    return (path / "shards").is_dir()
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -209,6 +247,9 @@ def load_weights(path: Path, model: nn.Module) -> None:
     if hasattr(model, "peft_config"):
         _load_adapters(path, model)
         return
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        _load_into_shards(path, model)
+        return
     try:
         load_model(model, path / "model.safetensors")
     except (RuntimeError, FileNotFoundError):
@@ -224,6 +265,32 @@ def load_weights(path: Path, model: nn.Module) -> None:
         model.load_state_dict(loaded.state_dict())
 
 
+@torch.no_grad()
+def _load_into_shards(path: Path, model: nn.Module) -> None:
+    """Load whole weights into a model that several processes hold in shards."""
+    saved = load_file(path / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        if name not in saved or saved[name].shape != parameter.shape:
+            raise RuntimeError(f"{name} of shape {list(parameter.shape)} is not in it")
+        copy_into(parameter, saved[name])
+
+
+def copy_into(target: Tensor, value: Tensor) -> None:
+    """Copy a whole tensor into a tensor, or into this process's shard of one."""
+    placements: Any = getattr(target, "placements", None)
+    if placements is None:
+        target.copy_(value)
+        return
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    sharded: Any = target
+    # Every process has read the whole value, so nothing is sent.
+    whole = value.to(device=sharded.device, dtype=sharded.dtype)
+    own: Any = distribute_tensor(whole, sharded.device_mesh, placements, src_data_rank=None)
+    if isinstance(target, DTensor):
+        target.to_local().copy_(own.to_local())
+
+
 def _load_adapters(path: Path, model: nn.Module) -> None:
     """Load LoRA adapters in place; the frozen weights are those of the definition."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict  # pyright: ignore[reportMissingImports]
@@ -237,7 +304,7 @@ def _load_adapters(path: Path, model: nn.Module) -> None:
     set_peft_model_state_dict(model, saved)
 
 
-def _parts_of(optimizer: Optimizer, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Tensor]]:
+def parts_of(optimizer: Optimizer, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Tensor]]:
     """Return the torch optimizer and the tensors that it steps, by parameter name."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer, dict(model.named_parameters())
@@ -249,12 +316,12 @@ def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str,
 
     Moments held in a tensor subclass (8 bits) are taken apart: `name/moment/part`. Master weights are `name/master`.
     """
-    inner, named = _parts_of(optimizer, model)
+    inner, named = parts_of(optimizer, model)
     name_of = {id(tensor): name for name, tensor in named.items()}
     tensors: dict[str, Tensor] = {}
     for tensor, values in inner.state.items():
         for key, value in values.items():
-            tensors |= {k: v.clone() for k, v in _plain_tensors(f"{name_of[id(tensor)]}/{key}", value).items()}
+            tensors |= {k: v.clone() for k, v in plain_tensors(f"{name_of[id(tensor)]}/{key}", value).items()}
     if not isinstance(optimizer, torch.optim.Optimizer):
         tensors |= {f"{name}/{_MASTER}": m.detach().cpu().clone() for name, m in optimizer.masters.items()}
     groups = [
@@ -265,16 +332,16 @@ def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str,
     return tensors, groups
 
 
-def _plain_tensors(name: str, value: Any) -> dict[str, Tensor]:
+def plain_tensors(name: str, value: Any) -> dict[str, Tensor]:
     """Return a value of an optimizer's state as plain tensors by name."""
     if not isinstance(value, Tensor):
         return {name: torch.tensor(value)}
     flatten: Any = getattr(value, "__tensor_flatten__", None)
-    if flatten is None:
+    if flatten is None or hasattr(value, "placements"):  # a shard stays one
         return {name: value.detach().contiguous()}
     found: dict[str, Tensor] = {}
     for part in flatten()[0]:
-        found |= _plain_tensors(f"{name}/{part}", getattr(value, part))
+        found |= plain_tensors(f"{name}/{part}", getattr(value, part))
     return found
 
 
@@ -286,12 +353,8 @@ def load_optimizer(
     Raises:
         DataError: the optimizer steps other tensors, or is of another kind.
     """
-    inner, named = _parts_of(optimizer, model)
-    for group, saved in zip(inner.param_groups, groups, strict=True):
-        names = saved.pop("params")
-        if len(names) != len(group["params"]):
-            raise DataError(f"the checkpoint optimizes {len(names)} parameters; this run has {len(group['params'])}.")
-        _update_group(group, saved)
+    inner, named = parts_of(optimizer, model)
+    load_groups(inner, groups)
     if not isinstance(optimizer, torch.optim.Optimizer):
         _load_masters(optimizer, tensors)
         _fill_state(optimizer, tensors)
@@ -302,6 +365,19 @@ def load_optimizer(
         # Adam keeps its step count on the CPU whatever the device of the parameter.
         on_parameter = value.to(parameter.device) if value.ndim else value
         inner.state[parameter][moment] = on_parameter
+
+
+def load_groups(inner: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Load the options of an optimizer's parameter groups.
+
+    Raises:
+        DataError: the groups hold other numbers of parameters.
+    """
+    for group, saved in zip(inner.param_groups, groups, strict=True):
+        names = saved.pop("params")
+        if len(names) != len(group["params"]):
+            raise DataError(f"the checkpoint optimizes {len(names)} parameters; this run has {len(group['params'])}.")
+        _update_group(group, saved)
 
 
 def _update_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -319,7 +395,7 @@ def _load_masters(optimizer: NamedOptimizer, tensors: dict[str, Tensor]) -> None
     for key in [key for key in tensors if key.endswith(f"/{_MASTER}")]:
         value, name = tensors.pop(key), key.removesuffix(f"/{_MASTER}")
         # Where the parameter is float32 itself now, the master has its bits beyond the rounded weight.
-        optimizer.stepped[name].copy_(value)
+        copy_into(optimizer.stepped[name], value)
 
 
 @torch.no_grad()
@@ -338,14 +414,14 @@ def _fill_state(optimizer: NamedOptimizer, tensors: dict[str, Tensor]) -> None:
             continue
         values = inner.state[tensor]
         for moment, value in list(values.items()):
-            for key, part in _plain_tensors(f"{name}/{moment}", value).items():
+            for key, part in plain_tensors(f"{name}/{moment}", value).items():
                 if key not in tensors or tensors[key].shape != part.shape:
                     raise DataError(
                         f"the checkpoint's optimizer has no {key} of shape {list(part.shape)}: it was saved under "
                         "another learn.optimizer. Resume with the recorded one."
                     )
                 if isinstance(value, Tensor):
-                    part.copy_(tensors[key])
+                    copy_into(part, tensors[key])
                 else:
                     values[moment] = type(value)(tensors[key].item())
                 wanted.discard(key)

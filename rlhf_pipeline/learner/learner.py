@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.learner.distributed import Shards
 
 
 class Learner:
@@ -45,6 +48,7 @@ class Learner:
         seed: recorded in the ledger.
         may_be_empty: the write path may drop every group of a rollout; such a step counts and changes nothing.
         reference: moved towards the policy after each step; None where the reference is frozen, or there is none.
+        shards: where the policy is sharded over several processes; see `learner.distributed`.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -80,6 +84,7 @@ class Learner:
         seed: int,
         may_be_empty: bool = False,
         reference: MovingReference | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.policy = policy
         self.loss = loss
@@ -91,6 +96,9 @@ class Learner:
         self.seed = seed
         self.may_be_empty = may_be_empty
         self.reference = reference
+        self.shards = shards
+        if shards is not None:
+            shards.check(config)
         if config.activation_checkpointing:
             policy.checkpoint_activations()
         policy.scoring_layout = config.layout
@@ -116,6 +124,8 @@ class Learner:
 
     def save(self, folder: Path, step: int, *, state: dict[str, Any], keep: int) -> Path:
         """Write a checkpoint of weights, optimizer and moving reference; see `save_checkpoint`."""
+        if self.shards is not None:
+            return self.shards.save(folder, step, policy=self.policy, optimizer=self.optimizer, state=state, keep=keep)
         tensors = {"reference": self.reference.state_tensors()} if self.reference is not None else None
         return save_checkpoint(
             folder, step, policy=self.policy, optimizer=self.optimizer, state=state, keep=keep, tensors=tensors
@@ -175,7 +185,7 @@ class Learner:
                 "the weights were left as they were. Lower learn.lr or learn.max_grad_norm in a new run, or look at "
                 "the trajectories of this step with `rlhf-pipeline show`."
             )
-        if self._ledger is not None:
+        if self._ledger is not None and (self.shards is None or self.shards.is_first):
             store.update(row_ids, use_count=store.read_scalars("use_count", row_ids) + 1)
             self._record(self._ledger, step, row_ids, ages, losses["ess"], ledger_fields or {})
         self.optimizer.step(self._learning_rate(step))
@@ -191,7 +201,13 @@ class Learner:
             "padding_efficiency": plan.padding_efficiency,
             "grad_norm": float(gradient_norm),
             "lr": self._learning_rate(step),
-            **meter.metrics(self.cost, plan.lengths[plan.useful], plan.scored[plan.useful], peak_flops=self.peak_flops),
+            **meter.metrics(
+                self.cost,
+                plan.lengths[plan.useful],
+                plan.scored[plan.useful],
+                peak_flops=self.peak_flops,
+                processes=self.shards.world_size if self.shards else 1,
+            ),
         }
 
     def fresh_rows(self, version: int, *, watermark: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -236,12 +252,34 @@ class Learner:
                 f"a trajectory of {plan.longest} tokens is above learn.token_budget={self.config.token_budget}; it "
                 "takes a forward pass of its own."
             )
+        if not plan.batches:
+            return None
+        if self.shards is not None:
+            return GRPOLossOutput.merge(self._accumulate_share(plan, self.shards))
         outputs: list[GRPOLossOutput] = []
         for chosen in plan.batches:
             output = self.loss(self._micro_batch(plan, chosen))
             output.total_loss().backward()
             outputs.append(output)
-        return GRPOLossOutput.merge(outputs) if outputs else None
+        return GRPOLossOutput.merge(outputs)
+
+    def _accumulate_share(self, plan: StepPlan, shards: Shards) -> list[GRPOLossOutput]:
+        """Run this process's micro-batches, and return the outputs of all processes."""
+        outputs: dict[int, GRPOLossOutput] = {}
+        for number, counts in shards.share(len(plan.batches)):
+            batch = self._micro_batch(plan, plan.batches[number])
+            if not counts:
+                batch[keys.LOSS_WEIGHT] = torch.zeros_like(batch[keys.LOSS_WEIGHT])
+
+            def forward(batch: TensorDict = batch) -> tuple[torch.Tensor, GRPOLossOutput]:
+                output = self.loss(batch)
+                return output.total_loss(), output
+
+            total, output = shards.run(forward)
+            total.backward()
+            if counts:
+                outputs[number] = output
+        return shards.gather(outputs, len(plan.batches))
 
     def _micro_batch(self, plan: StepPlan, chosen: torch.Tensor) -> TensorDict:
         """Read a micro-batch, with its loss weights, to where the policy is."""

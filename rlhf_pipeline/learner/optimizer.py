@@ -76,11 +76,14 @@ class PolicyOptimizer:
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm is at most `max_norm`; return the norm before that, float32 []."""
         found = self.gradients()
-        norm = torch.nn.utils.get_total_norm(found) if found else torch.zeros(())
+        norm: Any = torch.nn.utils.get_total_norm(found) if found else torch.zeros(())
+        if hasattr(norm, "full_tensor"):  # of gradients in shards, over all processes
+            norm = norm.full_tensor()
         # As clip_grad_norm_ does it: scaled by 1 where nothing is to be clipped, and no synchronisation on a GPU.
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in found:
-            gradient.mul_(scale.to(gradient.device))
+            own: Any = gradient
+            (own.to_local() if hasattr(own, "to_local") else own).mul_(scale.to(gradient.device))
         return norm
 
     def step(self, lr: float) -> None:

@@ -16,6 +16,7 @@ from rlhf_pipeline.report.words import count
 from trajectory_store import StoreError
 
 _WHOLE_MODEL = ("model.safetensors", "optimizer.safetensors", "state.json", "config.json")
+_SHARDS = ("shards/.metadata", "state.json")
 _ADAPTERS = ("adapter_model.safetensors", "optimizer.safetensors", "state.json", "adapter_config.json")
 
 
@@ -126,6 +127,11 @@ def _check_ahead(metrics: Sequence[Row], ledger: Sequence[Row]) -> Iterator[Find
 def _check_checkpoints(folder: Path) -> Iterator[Finding]:
     found = sorted(folder.glob("step-*"))
     for checkpoint in found:
+        if (checkpoint / "shards").is_dir():
+            if not all((checkpoint / name).is_file() for name in _SHARDS):
+                yield Finding(part="checkpoints", ok=False, text=f"{checkpoint.name} lacks one of {', '.join(_SHARDS)}")
+                return
+            continue
         expected = _ADAPTERS if (checkpoint / "adapter_config.json").is_file() else _WHOLE_MODEL
         missing = [name for name in expected if not (checkpoint / name).is_file()]
         if missing:

@@ -1,0 +1,197 @@
+"""The learner on several devices: FSDP2 under torchrun, data parallel over micro-batches.
+
+    torchrun --nproc-per-node 2 my_learner.py
+
+Every process makes the same policy, calls `shard_policy`, and gives the result to `Learner(shards=...)`. Each reads
+the same plan of the step from the store, so the loss weights are those of the whole step and need no communication;
+each runs its share of the micro-batches, and gradients are added up, never averaged. The loss curve is that of one
+process, up to the order of that addition. Only the first process writes ledger and use counts. Checkpoints are written
+in shards and load on any number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlhf_pipeline.checkpoint import NamedOptimizer
+from rlhf_pipeline.checkpoint_sharded import save_shards
+from rlhf_pipeline.config import Learn
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.losses.grpo import GRPOLossOutput
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+
+T = TypeVar("T")
+
+_FIELDS = (
+    "loss_objective",
+    "loss_entropy",
+    "loss_kl_to_ref",
+    "loss_kl_to_inference",
+    "clip_fraction",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "kl_approx",
+    "ESS",
+    "ess_sequence",
+    "entropy",
+    "kl_to_ref",
+    "kl_to_inference",
+    "num_tokens",
+    "weight_sum",
+    "weight_square_sum",
+)
+
+
+class _Root(nn.Module):
+    """The module that FSDP wraps: whatever runs inside its forward sees the embedding and the head whole.
+
+    The policy calls the trunk and reads the head's weight by itself, so the model's own forward is never called.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, call: Callable[[], T]) -> T:
+        return call()
+
+
+class Shards:
+    """A policy whose parameters are sharded over the processes of a group; made by `shard_policy`.
+
+    Attributes:
+        rank: of this process.
+        world_size: processes in the group.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes what is written once."""
+        return self.rank == 0
+
+    def check(self, config: Learn) -> None:
+        """Refuse what does not go with shards.
+
+        Raises:
+            DefinitionError: an option of `learn` that needs whole weights in one process.
+        """
+        refused = {
+            f"learn.layout={config.layout}": config.layout != "padded",
+            f"learn.optimizer={config.optimizer}": config.optimizer != "adamw",
+            "learn.offload_optimizer=true": config.offload_optimizer,
+            f"learn.reference_every={config.reference_every}": config.reference_every > 0,
+        }
+        for name, is_set in refused.items():
+            if is_set:
+                raise DefinitionError(
+                    f"{name} does not go with several processes. Leave it at its default under torchrun."
+                )
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Run a call with the embedding and the head gathered; every process must make as many forward passes.
+
+        What comes back and needs a gradient must be a tensor, or a tuple or list with tensors.
+        """
+        return self._root(call)
+
+    def share(self, batches: int) -> list[tuple[int, bool]]:
+        """Return this process's micro-batches, and whether each counts.
+
+        All processes run equally many, since they gather weights together; one with nothing left repeats a micro-batch
+        that does not count.
+
+        >>> shares = [list(range(rank, 3, 2)) for rank in range(2)]  # three micro-batches on two processes
+        >>> shares
+        [[0, 2], [1]]
+        """
+        rounds = -(-batches // self.world_size)
+        wanted = [turn * self.world_size + self.rank for turn in range(rounds)]
+        return [(min(index, batches - 1), index < batches) for index in wanted]
+
+    def gather(self, outputs: dict[int, GRPOLossOutput], batches: int) -> list[GRPOLossOutput]:
+        """Return the outputs of all processes in the order of the micro-batches; without gradient.
+
+        Args:
+            outputs: those of this process, by the number of the micro-batch.
+            batches: micro-batches of the step.
+        """
+        device = torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda")
+        table = torch.zeros(batches, len(_FIELDS), dtype=torch.float64, device=device)
+        known = torch.zeros_like(table)
+        for number, output in outputs.items():
+            for column, name in enumerate(_FIELDS):
+                value = getattr(output, name)
+                if value is not None:
+                    table[number, column], known[number, column] = value.detach().double(), 1.0
+        dist.all_reduce(table)
+        dist.all_reduce(known)
+        rows = []
+        for values, flags in zip(table.cpu(), known.cpu(), strict=True):
+            fields: dict[str, Any] = {n: v.float() for n, v, flag in zip(_FIELDS, values, flags, strict=True) if flag}
+            rows.append(GRPOLossOutput(**fields))
+        return rows
+
+    def save(
+        self, folder: Path, step: int, *, policy: CausalLMPolicy, optimizer: NamedOptimizer, state: Any, keep: int
+    ) -> Path:
+        """Write a sharded checkpoint; every process must call this. See `save_shards`."""
+        return save_shards(folder, step, policy=policy, optimizer=optimizer, state=state, keep=keep)
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        dist.barrier()
+
+
+def shard_policy(policy: CausalLMPolicy) -> Shards:
+    """Shard a policy's parameters over the process group, in place, before its learner is made.
+
+    Every process holds a part of each parameter in float32, which is its master weight, and of the optimizer's
+    moments. Layers are gathered as they are needed, in bfloat16 where the policy was in bfloat16, and gradients are
+    added up in float32.
+
+    Args:
+        policy: the same in every process. On the device of this process.
+
+    Raises:
+        DefinitionError: there is no process group; start the program with torchrun and call
+            `torch.distributed.init_process_group` first.
+    """
+    if not dist.is_initialized():
+        raise DefinitionError(
+            "there is no process group to shard over. Start the program with `torchrun --nproc-per-node N` and call "
+            'torch.distributed.init_process_group("gloo" on CPUs, "nccl" on GPUs) first.'
+        )
+    model: Any = policy.model
+    computed_in = policy.head_weight.dtype
+    kind = policy.device.type
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    model.float()
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if computed_in == torch.float32 else computed_in,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # position tables stay in float32
+    )
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    root: Any = fully_shard(_Root(model), mesh=mesh, mp_policy=precision)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            # The loss weights hold the counts of the whole step: gradients are summed.
+            module.set_gradient_divide_factor(1.0)
+            if kind == "cpu":
+                module.set_force_sum_reduction_for_comms(True)
+    return Shards(root)

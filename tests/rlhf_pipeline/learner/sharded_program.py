@@ -1,0 +1,76 @@
+"""A program for torchrun: a few steps of a sharded learner over a store that is there.
+
+STORE, CHECKPOINTS, first step, last step, dtype, and a checkpoint to start from or "-". The first process prints what
+each step gave, as JSON. Without torchrun it is the same learner in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from rlhf_pipeline import GRPOLoss, Learn, TrajectoryReplayBuffer
+from rlhf_pipeline.learner.distributed import shard_policy
+from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.learner.ledger import Ledger
+from rlhf_pipeline.policies.new_model import scratch_policy
+from rlhf_pipeline.replay.storage import TrajectoryStorage
+
+
+def main() -> None:
+    store, checkpoints, first, last, dtype, start = sys.argv[1:7]
+    several = "RANK" in os.environ
+    if several:
+        dist.init_process_group("gloo")
+    policy = scratch_policy("0123456789", hidden_size=16, num_layers=2, num_heads=2, seed=0)
+    model = policy.model
+    model.lm_head.weight = (
+        model.model.embed_tokens.weight
+    )  # tied, as in most small models: one parameter in two modules
+    model.config.tie_word_embeddings = True
+    policy.to(getattr(torch, dtype))
+    shards = shard_policy(policy) if several else None
+    is_first = shards is None or shards.is_first
+    storage = TrajectoryStorage(store, mode="a" if is_first else "r")
+    learner = Learner(
+        policy=policy,
+        loss=GRPOLoss(policy, entropy_bonus=True),
+        buffer=TrajectoryReplayBuffer(storage=storage),
+        config=Learn(lr=1e-2, token_budget=9),
+        max_staleness=100,
+        max_completion_tokens=8,
+        ledger=Ledger(Path(store).with_name("ledger.jsonl")) if is_first else None,
+        seed=0,
+        shards=shards,
+    )
+    if start != "-":
+        state = learner.load(Path(start))
+        assert state["note"] == "kept"
+    lines = []
+    path = Path(checkpoints)
+    for step in range(int(first), int(last) + 1):
+        lines.append(learner.step(step))
+        path = learner.save(Path(checkpoints), step, state={"note": "kept"}, keep=2)
+    if is_first:
+        kept = ("loss", "grad_norm", "entropy", "ess", "clip_fraction", "num_tokens", "num_trajectories")
+        found = [{name: line[name] for name in kept} for line in lines]
+        whole = (path / "model.safetensors").is_file()
+        weights = (
+            {name: float(w.double().sum()) for name, w in load_file(path / "model.safetensors").items()}
+            if whole
+            else {}
+        )
+        sys.stdout.write(json.dumps({"steps": found, "path": str(path), "weights": weights}) + "\n")
+    storage.close()
+    if several:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

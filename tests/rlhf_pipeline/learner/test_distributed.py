@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from rlhf_pipeline import Learn, MCAdvantage, TrajectoryReplayBuffer
+from rlhf_pipeline.checkpoint import load_checkpoint
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.learner.distributed import Shards, shard_policy
+from rlhf_pipeline.learner.optimizer import PolicyOptimizer
+from rlhf_pipeline.policies.new_model import scratch_policy
+from rlhf_pipeline.report.check import check_store
+
+PROGRAM = Path(__file__).with_name("sharded_program.py")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def trajectory(number: int, length: int) -> TensorDict:
+    generator = torch.Generator().manual_seed(number)
+    assistant = torch.arange(length) >= 2
+    return TensorDict(
+        {
+            ("tokens", "full"): torch.randint(2, 12, (length,), generator=generator),
+            ("masks", "all_assistant_mask"): assistant,
+            ("log_probs", "full"): torch.where(assistant, -2.4, torch.nan),
+            "group_id": torch.tensor(number // 4),
+            "trajectory_id": torch.tensor(number),
+            "policy_version": torch.tensor(0),
+            "num_prompt_tokens": torch.tensor(2),
+            "task_reward": torch.rand((), generator=generator),
+            ("next", "done"): torch.tensor(True),
+        }
+    )
+
+
+@pytest.fixture
+def store(tmp_path) -> Path:
+    """Twelve trajectories of 3 to 9 tokens: with a budget of 9 tokens an odd number of micro-batches."""
+    folder = tmp_path / "store"
+    buffer = TrajectoryReplayBuffer(storage=folder, transform=MCAdvantage(4, estimator="dr_grpo"))
+    buffer.extend(lazy_stack([trajectory(number, 3 + number * 5 % 7) for number in range(12)]))
+    buffer.trajectories.close()
+    return folder
+
+
+def launch(store: Path, checkpoints: Path, first: int, last: int, *, processes: int, dtype: str, start: str = "-"):
+    arguments = [str(PROGRAM), str(store), str(checkpoints), str(first), str(last), dtype, start]
+    command = [sys.executable, *arguments]
+    if processes > 1:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command = [*torchrun, *arguments]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "storage"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (store.with_name("ledger.jsonl")).unlink(missing_ok=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def assert_same_curve(found: list[dict], expected: list[dict], tolerance: float) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        for name, value in other.items():
+            assert one[name] == pytest.approx(value, rel=tolerance, abs=tolerance / 10), name
+
+
+@pytest.mark.slow
+def test_two_processes_learn_like_one(tmp_path, store):
+    """The same losses, gradient norms and figures to 1e-5, and checkpoints that go from two to one and back."""
+    straight = launch(store, tmp_path / "one", 1, 4, processes=1, dtype="float32")
+    two = launch(store, tmp_path / "two", 1, 3, processes=2, dtype="float32")
+    assert_same_curve(two["steps"], straight["steps"][:3], 1e-5)
+    to_one = launch(store, tmp_path / "a", 4, 4, processes=1, dtype="float32", start=two["path"])
+    half = str(tmp_path / "one" / "step-00000003")
+    to_two = launch(store, tmp_path / "b", 4, 4, processes=2, dtype="float32", start=half)
+    for found in (to_one, to_two):
+        assert_same_curve(found["steps"], straight["steps"][3:], 1e-5)
+    for name, total in straight["weights"].items():
+        assert to_one["weights"][name] == pytest.approx(total, rel=1e-4, abs=1e-4)
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == ["step-00000002", "step-00000003"]
+    assert (Path(two["path"]) / "shards" / ".metadata").is_file()
+    assert all(finding.ok for finding in check_store(store))
+    shutil.rmtree(Path(two["path"]) / "shards")
+    (Path(two["path"]) / "shards").mkdir()
+    policy = scratch_policy("0123456789", hidden_size=16, num_layers=2, num_heads=2, seed=0)
+    optimizer = PolicyOptimizer(policy.model, Learn())
+    with pytest.raises(DataError, match=r"is damaged: its shards cannot be read"):
+        load_checkpoint(Path(two["path"]), policy=policy, optimizer=optimizer)
+
+
+@pytest.mark.slow
+def test_two_processes_in_bfloat16_keep_float32_masters(tmp_path, store):
+    """Layers are gathered in bfloat16 and stepped in float32: the curve of one process that keeps masters."""
+    straight = launch(store, tmp_path / "one", 1, 4, processes=1, dtype="bfloat16")
+    two = launch(store, tmp_path / "two", 1, 3, processes=2, dtype="bfloat16")
+    assert_same_curve(two["steps"], straight["steps"][:3], 1e-3)
+    to_one = launch(store, tmp_path / "a", 4, 4, processes=1, dtype="bfloat16", start=two["path"])
+    assert_same_curve(to_one["steps"], straight["steps"][3:], 1e-3)
+
+
+def test_shares_cover_every_micro_batch_once():
+    """Any number of micro-batches on any number of processes: each counts once, and all run equally many."""
+    for processes in (1, 2, 3):
+        for batches in (1, 2, 3, 7):
+            shares = []
+            for rank in range(processes):
+                shards = object.__new__(Shards)
+                shards.rank, shards.world_size = rank, processes
+                shares.append(shards.share(batches))
+            assert len({len(share) for share in shares}) == 1
+            counted = sorted(number for share in shares for number, counts in share if counts)
+            assert counted == list(range(batches))
+
+
+def test_what_does_not_go_with_shards_is_refused():
+    """No process group, and options that need whole weights, each with what to do."""
+    policy = scratch_policy("01", hidden_size=8, num_layers=1, num_heads=2, seed=0)
+    with pytest.raises(DefinitionError, match="torchrun --nproc-per-node N"):
+        shard_policy(policy)
+    shards = object.__new__(Shards)
+    shards.check(Learn())
+    for options in ({"layout": "packed"}, {"offload_optimizer": True}, {"reference_every": 2}):
+        with pytest.raises(DefinitionError, match="does not go with several processes"):
+            shards.check(Learn(**options))
