@@ -1,0 +1,349 @@
+"""Each format is recognised by its field names and read as its tool writes it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.exchange import import_files
+from rlhf_pipeline.exchange.formats import find_format
+from trajectory_store import TrajectoryStore
+
+from .conftest import Write
+
+NAN = math.nan
+
+
+def rows_of(store: Path) -> dict[str, Any]:
+    """Return all columns of a store."""
+    with TrajectoryStore.open(store) as opened:
+        return opened.read(opened.ids())
+
+
+def same(row: np.ndarray, wanted: list[float]) -> bool:
+    """Return True if a row of scores is `wanted`, NaN included."""
+    return np.array_equal(row, np.array(wanted, np.float32), equal_nan=True)
+
+
+def test_prompts_and_completions_of_any_file(tmp_path: Path, jsonl: Write, tokenizer: Any):
+    """Text is encoded once, ends with EOS, and `meta` says so; rows in turn with one prompt are a group."""
+    file = jsonl(
+        [
+            {"question": "1+1=", "response": "2", "score": 1, "ground_truth": "2", "level": "easy"},
+            {"question": "1+1=", "response": "33", "score": 0.25, "ground_truth": "2", "level": "easy"},
+            {"question": "2+2=", "response": "4", "score": True, "ground_truth": "4", "level": "easy"},
+            {"question": "1+1=", "response": "2", "score": None, "ground_truth": "2", "level": "easy"},
+        ]
+    )
+    report = import_files([file], tmp_path / "store", tokenizer=tokenizer)
+    assert (report.num_imported, report.num_groups, report.num_without_log_probs) == (4, 3, 4)
+    assert report.num_without_reward == 1
+    rows = rows_of(tmp_path / "store")
+    assert rows["input_ids"][0].tolist() == [*map(ord, "1+1=2"), 1]
+    assert rows["assistant_mask"][0].tolist() == [False] * 4 + [True] * 2
+    assert np.isnan(rows["log_probs"][0]).all()
+    assert rows["num_prompt_tokens"].tolist() == [4] * 4
+    assert rows["group_id"].tolist() == [0, 0, 1, 2]
+    assert rows["trajectory_id"].tolist() == [0, 1, 2, 3]
+    assert same(rows["task_reward"], [1.0, 0.25, 1.0, NAN])
+    assert rows["completion"][1] == "33"
+    assert rows["finish_reason"] == ["stop"] * 4
+    assert json.loads(rows["meta"][0]) == {
+        "answer": "2",
+        "prompt": {"level": "easy"},
+        "source": {"file": str(file), "row": 1, "format": "groups"},
+        "encoded": {"tokenizer": "given", "prompt": "text", "completion": "text + eos"},
+    }
+
+
+def test_lists_of_completions_are_one_group_each(tmp_path: Path, jsonl: Write, tokenizer: Any):
+    """A row with several completions is one group, also where the next row has the same prompt."""
+    row = {"prompt": "a", "completions": ["x", "yz"], "rewards": [1.0, 0.0], "logprobs": [[-1.0, -2.0], None]}
+    row["finish_reasons"] = ["stop", "length"]
+    import_files([jsonl([row, row])], tmp_path / "store", tokenizer=tokenizer)
+    rows = rows_of(tmp_path / "store")
+    assert rows["group_id"].tolist() == [0, 0, 1, 1]
+    assert same(rows["log_probs"][0], [NAN, -1.0, -2.0])
+    assert rows["input_ids"][1].tolist() == [ord("a"), ord("y"), ord("z")]  # cut off: no EOS
+    assert rows["finish_reason"] == ["stop", "length"] * 2
+
+
+def test_given_token_ids_are_kept(tmp_path: Path, jsonl: Write):
+    """No tokenizer is needed where ids are given, and nothing is said to be encoded."""
+    row = {
+        "prompt": "ab",
+        "completion": "c",
+        "prompt_ids": [7, 8],
+        "completion_ids": [9, 10, 11],
+        "log_probs": [-0.5, None, -0.25],
+        "completion_mask": [1, 0, 1],
+        "reward": 0.5,
+        "policy_version": 3,
+        "group_id": "q1",
+        "advantage": -1.5,
+    }
+    import_files([jsonl([row, row | {"policy_version": 4}])], tmp_path / "store")
+    rows = rows_of(tmp_path / "store")
+    assert rows["input_ids"][0].tolist() == [7, 8, 9, 10, 11]
+    assert rows["assistant_mask"][0].tolist() == [False, False, True, False, True]
+    assert same(rows["log_probs"][0], [NAN, NAN, -0.5, NAN, -0.25])
+    assert rows["policy_version"].tolist() == [3, 4]
+    assert rows["group_id"].tolist() == [0, 1]  # one name under two policies: two instances
+    assert rows["advantage"].tolist() == [-1.5, -1.5]
+    assert "encoded" not in json.loads(rows["meta"][0])
+
+
+def test_chat_template(tmp_path: Path, jsonl: Write, chat_tokenizer: Any):
+    """A text prompt and one user message give the same ids through the template; messages stay in `meta`."""
+    messages = [{"role": "user", "content": "hi"}]
+    answer = [{"role": "assistant", "content": "yo"}]
+    file = jsonl(
+        [
+            {"prompt": "hi", "completion": "yo", "reward": 1},
+            {"prompt": messages, "completion": answer, "reward": 1},
+        ]
+    )
+    import_files([file], tmp_path / "store", tokenizer=chat_tokenizer)
+    import_files([file], tmp_path / "plain", tokenizer=chat_tokenizer, chat_template=False, eos=False)
+    rows, plain = rows_of(tmp_path / "store"), rows_of(tmp_path / "plain")
+    wanted = [*map(ord, "U:hiA:yo"), 1]
+    assert rows["input_ids"][0].tolist() == rows["input_ids"][1].tolist() == wanted
+    assert rows["prompt"] == ["hi", "hi"]
+    assert json.loads(rows["meta"][0])["encoded"]["prompt"] == "chat template"
+    assert json.loads(rows["meta"][1])["messages"] == messages
+    assert plain["input_ids"][0].tolist() == [*map(ord, "hiyo")]
+
+
+def test_trl_table(tmp_path: Path, tokenizer: Any):
+    """TRL's completions table: columns of rewards are summed, NaN does not count, the step is the version."""
+    pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    from pyarrow import parquet
+
+    folder = tmp_path / "completions"
+    folder.mkdir()
+    for step in (2, 10):
+        table = {
+            "step": [step] * 4,
+            "prompt": ["1+1=", "1+1=", "2+2=", "2+2="],
+            "completion": ["2", "3", "4", "5"],
+            "accuracy": [1.0, 0.0, 1.0, None],
+            "format": [0.5, None, 0.0, None],
+            "advantage": [1.0, -1.0, 0.5, -0.5],
+        }
+        parquet.write_table(pyarrow.table(table), folder / f"completions_{step}.parquet")
+    report = import_files([folder], tmp_path / "store", tokenizer=tokenizer)
+    assert [file.path.name for file in report.files] == ["completions_2.parquet", "completions_10.parquet"]
+    assert {file.format for file in report.files} == {"trl"}
+    assert "reward=accuracy+format (summed)" in report.files[0].about
+    rows = rows_of(tmp_path / "store")
+    assert same(rows["task_reward"][:4], [1.5, 0.0, 1.0, NAN])
+    assert rows["policy_version"].tolist() == [2] * 4 + [10] * 4
+    assert rows["advantage"][:4].tolist() == [1.0, -1.0, 0.5, -0.5]
+    second = 1 << 40  # the ids of the second file
+    assert rows["group_id"].tolist() == [0, 0, 1, 1, second, second, second + 1, second + 1]
+    chosen = import_files([folder], tmp_path / "one", tokenizer=tokenizer, fields={"reward": "accuracy"})
+    assert chosen.reward_sum == 4.0
+
+
+def test_verl_dump(tmp_path: Path, jsonl: Write, chat_tokenizer: Any):
+    """verl's rows come in any order, so a group is a step's prompt; the template is in the prompt already."""
+    row = {"input": "user\n1+1\nassistant\n", "output": "2", "gts": "2", "score": 1.0, "step": 5, "acc": True}
+    file = jsonl([row, row | {"input": "other"}, row | {"output": "3", "score": 0.0}], "5.jsonl")
+    report = import_files([file], tmp_path / "store", tokenizer=chat_tokenizer)
+    assert report.files[0].format == "verl"
+    rows = rows_of(tmp_path / "store")
+    assert rows["group_id"].tolist() == [0, 1, 0]
+    assert rows["policy_version"].tolist() == [5, 5, 5]
+    assert rows["input_ids"][0].tolist() == [*map(ord, "user\n1+1\nassistant\n2"), 1]
+    meta = json.loads(rows["meta"][0])
+    assert (meta["answer"], meta["prompt"]) == ("2", {"acc": True})
+
+
+def test_open_instruct_shard(tmp_path: Path, jsonl: Write):
+    """Token ids, log-probs and advantages of open-instruct are kept; a group is a step's prompt index."""
+    record = {
+        "step": 3,
+        "sample_idx": 0,
+        "prompt_idx": 0,
+        "prompt_tokens": [5, 6],
+        "response_tokens": [7, 1],
+        "reward": 10.0,
+        "advantage": 0.7,
+        "finish_reason": "stop",
+        "dataset": "math",
+        "ground_truth": [9, 9],
+        "request_info": None,
+        "logprobs": [-0.1, -0.2],
+    }
+    file = jsonl([record, record | {"sample_idx": 1, "logprobs": None}, record | {"step": 4}])
+    report = import_files([file], tmp_path / "store")
+    assert report.files[0].format == "open-instruct"
+    assert report.num_without_log_probs == 1
+    rows = rows_of(tmp_path / "store")
+    assert rows["group_id"].tolist() == [0, 0, 1]
+    assert same(rows["log_probs"][0], [NAN, NAN, -0.1, -0.2])
+    assert rows["policy_version"].tolist() == [3, 3, 4]
+    assert same(rows["advantage"], [0.7, 0.7, 0.7])
+    assert json.loads(rows["meta"][0])["prompt"]["ground_truth"] == [9, 9]
+
+
+def episode(group: str, score: float, *, ok: bool = True) -> dict[str, Any]:
+    """Return an episode as prime-rl's file monitor writes it: a user turn, an answer, a tool turn, an answer."""
+    said = ["1+1?", "use a tool", "2", "it is 2"]
+    ids = [[1, 2, 3], [4, 5], [6], [7, 8]]
+    masks = [[False] * 3, [False, True], [False], [True, True]]
+    nodes = [
+        {
+            "parent": i - 1 if i else None,
+            "message": {"role": "user", "content": said[i]},
+            "sampled": any(masks[i]),
+            "token_ids": ids[i],
+            "mask": masks[i],
+            "logprobs": [-0.5 * i] * sum(masks[i]),
+        }
+        for i in range(4)
+    ]
+    trace = {
+        "id": "t",
+        "ok": ok,
+        "task": {"data": {"answer": "2"}},
+        "agent": {"name": "solver", "trainable": True},
+        "nodes": nodes,
+        "rewards": {"right": {"score": score, "weight": 2.0}, "brief": {"score": 0.5}, "late": None},
+        "calls": [{"node": 1, "finish_reason": "tool_calls"}, {"node": 3, "finish_reason": "stop"}],
+    }
+    run = {"type": "train", "id": "r", "work": {"type": "train", "step": 9, "policy": {"start": 8, "end": 9}}}
+    return {"id": "e", "task": {}, "env": {"id": "sums"}, "group": {"id": group}, "run": run, "traces": [trace]}
+
+
+def test_prime_rl_episodes(tmp_path: Path, jsonl: Write):
+    """Several turns are one trajectory with a mask; failed traces are left out and counted."""
+    file = jsonl([episode("g1", 1.0), episode("g2", 0.0), episode("g1", 0.0), episode("g1", 0.0, ok=False)])
+    report = import_files([file], tmp_path / "store")
+    assert (report.files[0].format, report.num_imported, report.files[0].num_left_out) == ("prime-rl", 3, 1)
+    rows = rows_of(tmp_path / "store")
+    assert rows["input_ids"][0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert rows["assistant_mask"][0].tolist() == [False] * 4 + [True, False, True, True]
+    assert same(rows["log_probs"][0], [NAN] * 4 + [-0.5, NAN, -1.5, -1.5])
+    assert rows["num_prompt_tokens"].tolist() == [4, 4, 4]
+    assert rows["task_reward"].tolist() == [2.5, 0.5, 0.5]
+    assert rows["group_id"].tolist() == [0, 1, 0]
+    assert rows["policy_version"].tolist() == [8, 8, 8]
+    assert rows["finish_reason"] == ["stop"] * 3
+    assert json.loads(rows["meta"][0])["answer"] == "2"
+
+
+def test_prime_rl_token_export(tmp_path: Path, jsonl: Write):
+    """A token export has log-probs and advantages and no rewards."""
+    record = {
+        "schema_version": 1,
+        "step": 2,
+        "rank": 0,
+        "env_name": "sums",
+        "token_ids": [1, 2, 3],
+        "loss_mask": [False, True, True],
+        "advantages": [0.0, 0.5, 0.5],
+        "inference_logprobs": [0.0, -1.0, -2.0],
+    }
+    report = import_files([jsonl([record, record])], tmp_path / "store")
+    assert report.num_without_reward == 2
+    rows = rows_of(tmp_path / "store")
+    assert same(rows["log_probs"][0], [NAN, -1.0, -2.0])
+    assert rows["advantage"].tolist() == [0.5, 0.5]
+    assert rows["group_id"].tolist() == [0, 1]
+
+
+def test_tinker_samples_and_summaries(tmp_path: Path, jsonl: Write):
+    """Samples take the rewards of the rollout summaries named in the same command, whatever the order."""
+
+    def sample(group: int, traj: int, tokens: list[int]) -> dict[str, Any]:
+        return {
+            "kind": "sample",
+            "scope": {"run_id": "r", "split": "train", "iteration": 4, "group_idx": group, "traj_idx": traj},
+            "created_at": 12.5,
+            "status": "ok",
+            "prompt_tokens": [1, 2],
+            "samples": [{"tokens": tokens, "logprobs": [-0.5] * len(tokens), "stop_reason": "stop"}],
+        }
+
+    def summary(group: int, traj: int, reward: float) -> dict[str, Any]:
+        where = {"split": "train", "iteration": 4, "group_idx": group, "traj_idx": traj}
+        return where | {"schema_version": 1, "total_reward": reward, "steps": []}
+
+    failed = {"kind": "sample", "status": "error", "scope": {}}
+    samples = jsonl([sample(0, 0, [3]), sample(1, 0, [4]), sample(0, 1, [5, 6]), failed], "capture/sample.jsonl")
+    rewards = jsonl([summary(0, 0, 1.0), summary(0, 1, 0.25)], "train_rollout_summaries.jsonl")
+    report = import_files([samples, rewards], tmp_path / "store")
+    assert (report.num_imported, report.num_without_reward, report.files[0].num_left_out) == (3, 1, 1)
+    rows = rows_of(tmp_path / "store")
+    assert same(rows["task_reward"], [1.0, NAN, 0.25])
+    assert rows["group_id"].tolist() == [0, 1, 0]
+    assert same(rows["log_probs"][2], [NAN, NAN, -0.5, -0.5])
+    assert rows["policy_version"].tolist() == [4, 4, 4]
+    assert rows["created_at"].tolist() == [12.5] * 3
+    with pytest.raises(DefinitionError, match=r"rewards and no tokens.*sample\.jsonl"):
+        import_files([rewards], tmp_path / "none")
+
+
+def test_gsm8k_solutions(tmp_path: Path, gsm8k_dir: Path, tokenizer: Any):
+    """The real file: 1,319 questions of four graded solutions, rewards as OpenAI graded them."""
+    file = gsm8k_dir / "example_model_solutions.jsonl"
+    report = import_files([file], tmp_path / "store", tokenizer=tokenizer)
+    assert (report.files[0].format, report.num_imported, report.num_groups) == ("gsm8k-solutions", 5276, 1319)
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    graded = [value for line in lines for value in line.values() if isinstance(value, dict)]
+    with TrajectoryStore.open(tmp_path / "store") as store:
+        ids = store.ids()
+        assert store.read_scalars("task_reward").tolist() == [float(item["is_correct"]) for item in graded]
+        assert np.array_equal(store.read_scalars("group_id"), np.repeat(np.arange(1319), 4))
+        assert store.read(ids, ["completion"])["completion"] == [item["solution"] for item in graded]
+        meta = json.loads(store.read(ids[-1:], ["meta"])["meta"][0])
+    assert meta["answer"] == lines[-1]["ground_truth"]
+    assert meta["prompt"] == {"model": "175b_verification"}
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        ({"prompt": "a", "reward": 1}, r"no field for completion .*The rows have: prompt, reward.*--field completion="),
+        ({"prompt": "a", "completion": "b"}, r"no field for reward"),
+        ({"step": 1, "prompt": "a", "completion": "b", "advantage": 0.5}, r"no column of rewards"),
+    ],
+)
+def test_missing_fields_are_named(tmp_path: Path, jsonl: Write, row: dict[str, Any], wanted: str):
+    """The message says what was looked for, what is there, and the option to type."""
+    with pytest.raises(DefinitionError, match=wanted):
+        import_files([jsonl([row])], tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({"completion": 3}, r"rollouts.jsonl:2: field 'completion' must be text or chat messages, got int 3"),
+        ({"reward": "good"}, r":2: field 'reward' must be a number, got str 'good'"),
+        ({"completion_ids": [1, -2]}, r":2: field 'completion_ids' must be a list of token ids"),
+        ({"log_probs": [-1.0]}, r":2: 1 values of log_probs for 2 completion tokens"),
+        ({"prompt_ids": [2**31]}, r":2: field 'prompt_ids' must be"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_place(tmp_path: Path, jsonl: Write, change: dict[str, Any], wanted: str):
+    """What is wrong with a row is said with file and line, and rows before it are in the store."""
+    row = {"prompt": "a", "completion": "b", "reward": 1, "prompt_ids": [1], "completion_ids": [1, 2], "log_probs": [0, 0]}
+    with pytest.raises(DataError, match=wanted):
+        import_files([jsonl([row, row | change])], tmp_path / "store")
+    assert rows_of(tmp_path / "store")["trajectory_id"].tolist() == [0]
+
+
+def test_a_named_format_must_fit():
+    """A format that does not fit says what the file looks like."""
+    with pytest.raises(DefinitionError, match=r"looks like --format verl"):
+        find_format("trl", {"input": "a", "output": "b", "score": 1, "step": 0})
+    with pytest.raises(DefinitionError, match=r"Did you mean 'tinker'"):
+        find_format("tinkr", {})
