@@ -100,6 +100,13 @@ class PreadBytes:
             start += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def read_once(self, nbytes: int, offset: int) -> bytes:
+        """What one call gives: fewer bytes, or none, where a slice has to find out why."""
+        try:
+            return os.pread(self._fd, nbytes, offset)
+        except OSError:
+            return b""
+
     def write(self, data: bytes, offset: int) -> None:
         """Change a few bytes in place."""
         os.pwrite(self._fd, data, offset)
@@ -124,9 +131,15 @@ class PreadItems:
     def __init__(self, raw: PreadBytes, size: int) -> None:
         self._raw = raw
         self._size = size
+        self._format: Literal["B", "H", "I", "L"] = FORMATS[size]
 
     def __getitem__(self, where: slice) -> memoryview:
-        return memoryview(self._raw[where.start * self._size : where.stop * self._size]).cast(FORMATS[self._size])
+        start = where.start * self._size
+        wanted = where.stop * self._size - start
+        data = self._raw.read_once(wanted, start)
+        if len(data) != wanted:
+            data = self._raw[start : start + wanted]
+        return memoryview(data).cast(self._format)
 
 
 def check_size(path: Path, found: int, size: int) -> None:

@@ -81,9 +81,10 @@ class SegmentWriter:
         """Whether a batch still fits."""
         if self.rows + batch.n_rows > self.meta.rows_cap:
             return False
-        return all(
-            used + int(batch.lengths[axis].sum()) <= self.meta.elems_cap[axis] for axis, used in self.elements.items()
-        )
+        for axis, columns in self.meta.schema.axes.items():  # every column of an axis has its elements
+            if self.elements[axis] + len(batch.values[columns[0].name]) > self.meta.elems_cap[axis]:
+                return False
+        return True
 
     def commit(self, batch: Batch, time_ns: int | None = None, *, durable: bool | None = None) -> int:
         """Write a batch that fits and return its first row; on return readers see it.
@@ -129,9 +130,9 @@ class SegmentWriter:
                 continue
             raw = array.view(np.uint8)
             start = first if column.axis is None else self.elements[column.axis]
-            if not column.mutable:
-                crc = crc32c(raw, crc)
             _fs.pwrite(self._fds[column.name], raw, start * array.itemsize)
+            if not column.mutable:  # after the write: the values are in the processor's cache then
+                crc = crc32c(raw, crc)
             touched.append(column.name)
         ends = dict(self.elements)
         for axis in schema.axes:
