@@ -287,7 +287,7 @@ def main() -> int:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     import_all(args.variants)
-    cases = [Case(32_000, 5, full=args.full), Case(151_936, 2, full=args.full)]
+    cases = [Case(32_000, 6, full=args.full), Case(151_936, 2, full=args.full)]
     if args.vocab:
         cases = [Case(args.vocab, args.rows, args.length, args.prompt, args.full)]
     rounds = args.rounds
