@@ -22,7 +22,7 @@ from rlhf_pipeline.policies._td_output import (
     repeated_rows,
     text_list,
 )
-from rlhf_pipeline.policies.chat import decode_completion, encode_chat, encode_prompt
+from rlhf_pipeline.policies.chat import continued_prompt, decode_completion, encode_chat, encode_prompt
 from rlhf_pipeline.policies.containers import LLMWrapperBase, LogProbs, Masks, Tokens, _sub
 from rlhf_pipeline.policies.distribution import TokenDistribution
 from rlhf_pipeline.policies.slot_engine import RaggedCompletions
@@ -49,6 +49,7 @@ class TensorDictPolicy(LLMWrapperBase):
         pad_output: bool,
         inplace: Any,
         num_samples: int | None,
+        prefer_tokens: bool,
         keys: dict[str, Key],
     ) -> None:
         if input_mode not in ("tokens", "text", "history"):
@@ -76,6 +77,7 @@ class TensorDictPolicy(LLMWrapperBase):
         self.generate_kwargs = options
         self.return_log_probs = True if return_log_probs is None else return_log_probs
         self.pad_output = pad_output
+        self.prefer_tokens = prefer_tokens
         self.inplace = True if inplace is None else inplace
         for name, key in keys.items():
             setattr(self, name, key)
@@ -201,7 +203,13 @@ class TensorDictPolicy(LLMWrapperBase):
         if self.input_mode == "text":
             return [encode_prompt(self.tokenizer, text, as_chat=False) for text in text_list(value)], None
         rows = list(value.unbind(0))
-        return [encode_prompt(self.tokenizer, history_messages(row)) for row in rows], rows
+        chats = [history_messages(row) for row in rows]
+        known = leaf(td, _sub(self.tokens_key, "prompt")) if self.prefer_tokens else None
+        if known is None:
+            return [encode_prompt(self.tokenizer, chat) for chat in chats], rows
+        # A conversation may also come as a batch of one length, without padding.
+        ids = [row.reshape(-1).tolist() for row in known]
+        return [continued_prompt(self.tokenizer, chat, row) for chat, row in zip(chats, ids, strict=True)], rows
 
     def _sample_td(self, td: TensorDictBase) -> TensorDictBase:
         prompts, histories = self._read_prompts(td)

@@ -57,6 +57,8 @@ class CausalLMPolicy(TensorDictPolicy):
         pad_output: whether what is sampled comes padded.
         inplace: True writes into the input, False into a copy, "empty" into a new TensorDict.
         num_samples: completions per prompt; adds a batch dimension.
+        prefer_tokens: with histories, go on from the token ids under `(tokens_key, "prompt")` where there are some
+            (what was sampled in earlier turns stays as it was), and encode only the messages after them.
         tokens_key: likewise `masks_key`, `log_probs_key`, `text_key`, `history_key`: where the containers go.
         scoring_layout: how scored rows go through the model: "padded", "packed" or "prefix_shared" (see
             `policies.packed`). Where the model does not allow the last two, rows are padded and `layout_notices`
@@ -96,6 +98,7 @@ class CausalLMPolicy(TensorDictPolicy):
         pad_output: bool = False,
         inplace: bool | str | None = None,
         num_samples: int | None = None,
+        prefer_tokens: bool = False,
         tokens_key: Key = "tokens",
         masks_key: Key = "masks",
         log_probs_key: Key = "log_probs",
@@ -126,6 +129,7 @@ class CausalLMPolicy(TensorDictPolicy):
             pad_output=pad_output,
             inplace=inplace,
             num_samples=num_samples,
+            prefer_tokens=prefer_tokens,
             keys={
                 "tokens_key": tokens_key,
                 "masks_key": masks_key,
@@ -226,6 +230,7 @@ class CausalLMPolicy(TensorDictPolicy):
             "pad_output": self.pad_output,
             "inplace": self.inplace,
             "num_samples": self.num_samples,
+            "prefer_tokens": self.prefer_tokens,
             "scoring_layout": self.scoring_layout,
             **self._container_key_options(),
         }

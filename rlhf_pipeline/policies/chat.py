@@ -140,6 +140,24 @@ def encode_reply(
     return ids[1:] if ended else ids
 
 
+def continued_prompt(tokenizer: Any | None, messages: Sequence[Message], known_ids: Sequence[int]) -> list[int]:
+    """Return the token ids that the next turn of a conversation continues, from those that are known of it.
+
+    Args:
+        tokenizer: a tokenizer of transformers with a chat template.
+        messages: the conversation; the assistant's turns may be followed by replies.
+        known_ids: the tokens up to the end of the assistant's last turn, as they were sampled (TorchRL's
+            `IncrementalTokenizer` hands these on), or the whole prompt, encoded.
+    """
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        return [int(i) for i in known_ids] or encode_prompt(tokenizer, messages)
+    if list(known_ids) == (whole := encode_prompt(tokenizer, messages)) or not len(known_ids):
+        return whole
+    replies = messages[turns[-1] + 1 :]
+    return [*map(int, known_ids), *encode_reply(tokenizer, messages[: turns[-1]], known_ids, replies)]
+
+
 def has_generation_markers(tokenizer: Any | None) -> bool:
     """Tell whether the chat template marks the assistant's tokens with `{% generation %}`."""
     template = getattr(tokenizer, "chat_template", None)

@@ -124,6 +124,7 @@ def _over_weights(wrapper: Any, model: nn.Module) -> CausalLMPolicy:
         pad_output=bool(wrapper.pad_output),
         inplace=getattr(wrapper, "inplace", None),
         num_samples=getattr(wrapper, "num_samples", None),
+        prefer_tokens=bool(getattr(wrapper, "prefer_tokens", False)),
         tokens_key=wrapper.tokens_key,
         masks_key=wrapper.masks_key,
         log_probs_key=wrapper.log_probs_key,

@@ -209,7 +209,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
 
     def _invert(self, td: TensorDictBase, transforms: Sequence[Transform]) -> TensorDictBase | None:
         td = _as_batch(td)
-        if transforms and (is_stack(td) or _on_device(td)):
+        by_steps = bool(transforms) and getattr(transforms[-1], "takes_steps", False)  # it makes the rows itself
+        if transforms and not by_steps and (is_stack(td) or _on_device(td)):
             # One pass over the leaves here saves one per transform, and one copy from a device saves many.
             columns = ragged_tokens(columns_of(td))
             ended = ends(columns)
