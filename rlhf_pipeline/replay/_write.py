@@ -115,13 +115,12 @@ def _merge(columns: Columns, last: torch.Tensor) -> Columns:
     return out
 
 
-def append_data(columns: Columns, schema: Schema, slots: np.ndarray | None = None) -> dict[str, Any]:
+def append_data(columns: Columns, schema: Schema) -> dict[str, Any]:
     """What `TrajectoryStore.append` takes.
 
     Args:
         columns: one row per trajectory.
         schema: the columns of the store.
-        slots: int64 `[n]`, or None where the rows simply come next.
 
     Raises:
         DataError: if a column has the wrong shape or the token ids are missing.
@@ -134,7 +133,7 @@ def append_data(columns: Columns, schema: Schema, slots: np.ndarray | None = Non
         )
     _derive(columns, tokens, schema)
     out: dict[str, Any] = {}
-    plan = _plan(schema)
+    plan = column_of_key(schema)
     for key, value in columns.items():
         column = plan.get(key)
         if column is not None:
@@ -143,13 +142,11 @@ def append_data(columns: Columns, schema: Schema, slots: np.ndarray | None = Non
             _report_unknown(key, schema)
     if CREATED_AT not in columns and "created_at" in schema:
         out["created_at"] = np.full(columns.n, time.time())
-    if slots is not None:
-        out[SLOT] = slots
     return out
 
 
 @lru_cache(maxsize=16)
-def _plan(schema: Schema) -> dict[Key, Column]:
+def column_of_key(schema: Schema) -> dict[Key, Column]:
     """The column of each key that a batch may hold."""
     return {key_of(column.name): column for column in schema if column.name != SLOT}
 

@@ -23,7 +23,7 @@ from rlhf_pipeline.replay._write import ends, merge_steps, trajectories_of
 from rlhf_pipeline.replay.samplers import Ints, StoreView, TrajectorySampler, as_sampler
 from rlhf_pipeline.replay.schema import PENDING
 from rlhf_pipeline.replay.storage import Layout, TrajectoryStorage, collated
-from rlhf_pipeline.transforms._columns import Columns, columns_of, is_stack, is_token_level, ragged_tokens, token_level
+from rlhf_pipeline.transforms._columns import columns_of, is_stack, is_token_level, ragged_tokens, token_level
 from rlhf_pipeline.transforms._rebuild import td_of
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from trajectory_store import Snapshot, TrajectoryStore
@@ -45,10 +45,9 @@ class TrajectoryWriter(RoundRobinWriter):
         """Write trajectories in one commit; returns their slots."""
         if not isinstance(self._storage, TrajectoryStorage):
             return super().extend(data)
-        columns = data if isinstance(data, Columns) else trajectories_of(data)
-        index = torch.from_numpy(self._storage.extend(columns))
+        index = torch.from_numpy(self._storage.extend(data))
         self._follow()
-        self._write_count += columns.n
+        self._write_count += len(index)
         self._bump_generation(index, data)
         self._mark_update_entities(index)
         return index
@@ -228,8 +227,9 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
     def _write(self, td: TensorDictBase | None) -> torch.Tensor:
         if td is None or 0 in td.batch_size:
             return torch.zeros((0, 1), dtype=torch.int64)
-        columns = trajectories_of(_as_batch(td))
-        data: Any = columns if isinstance(self._writer, TrajectoryWriter) else td_of(columns)
+        data: Any = _as_batch(td)
+        if not isinstance(self._writer, TrajectoryWriter):
+            data = td_of(trajectories_of(data))
         return ReplayBuffer._extend(self, data)
 
     def report_failed(self, group: Hashable, count: int = 1) -> torch.Tensor:

@@ -18,9 +18,10 @@ from rlhf_pipeline.replay._copy import copy_rows, dump_store, find_dump
 from rlhf_pipeline.replay._jagged import jagged_batch
 from rlhf_pipeline.replay._read import padded_batch, scalar_batch, single
 from rlhf_pipeline.replay._slots import UNBOUNDED, SlotMap
+from rlhf_pipeline.replay._stack import stack_data
 from rlhf_pipeline.replay._write import append_data, trajectories_of
 from rlhf_pipeline.replay.schema import PENDING, SLOT, trajectory_schema
-from rlhf_pipeline.transforms._columns import Columns
+from rlhf_pipeline.transforms._columns import Columns, is_stack, rows_of
 from trajectory_store import BufferPool, Schema, StoreNotFoundError, TrajectoryStore
 
 Layout = Literal["padded", "jagged"]
@@ -132,32 +133,45 @@ class TrajectoryStorage(Storage):
         """
         if isinstance(data, (list, tuple)):
             data = lazy_stack(list(data))
-        if not isinstance(data, (TensorDictBase, Columns)):
-            raise DataError(f"a storage of trajectories takes TensorDicts, not {type(data).__name__}")
-        columns = data if isinstance(data, Columns) else trajectories_of(data)
+        n, rows = self._append_data(data)
         slots = self._cursor_slots(cursor)
-        if len(slots) != columns.n:
-            raise DataError(f"{columns.n} trajectories do not fit {len(slots)} slots")
-        if columns.n:
-            self._append(columns, slots, in_turn=np.array_equal(slots, self._slots.expected(columns.n)))
+        if len(slots) != n:
+            raise DataError(f"{n} trajectories do not fit {len(slots)} slots")
+        if n:
+            self._append(rows, slots, in_turn=np.array_equal(slots, self._slots.expected(n)))
             if set_cursor:
                 self._set_last_cursor(int(slots[-1]))
 
-    def extend(self, columns: Columns) -> np.ndarray:
-        """Append trajectories to the next slots, which are returned; see `set`."""
-        slots = self._slots.expected(columns.n)
-        if columns.n:
-            self._append(columns, slots, in_turn=True)
+    def extend(self, data: TensorDictBase | Columns) -> np.ndarray:
+        """Append trajectories to the next slots, which are returned, int64 `[n]`; see `set`."""
+        n, rows = self._append_data(data)
+        slots = self._slots.expected(n)
+        if n:
+            self._append(rows, slots, in_turn=True)
             self._set_last_cursor(int(slots[-1]))
         return slots
 
-    def _append(self, columns: Columns, slots: np.ndarray, *, in_turn: bool) -> None:
-        if not in_turn and SLOT not in self.store.schema:
-            raise DataError(
-                f"the store at {self.store.path} has no column '{SLOT}', so rows can only be appended in turn "
-                f"(next slot {self._slots.next_slot}, got {slots[:4].tolist()})"
-            )
-        ids = self.store.append(append_data(columns, self.store.schema, None if in_turn else slots))
+    def _append_data(self, data: Any) -> tuple[int, dict[str, Any]]:
+        """The number of trajectories, and their columns as the store takes them."""
+        if not isinstance(data, (TensorDictBase, Columns)):
+            raise DataError(f"a storage of trajectories takes TensorDicts, not {type(data).__name__}")
+        if is_stack(data):
+            rows = rows_of(data)
+            straight = stack_data(rows, self.store.schema) if rows else None
+            if straight is not None:
+                return len(rows), straight
+        columns = data if isinstance(data, Columns) else trajectories_of(data)
+        return columns.n, append_data(columns, self.store.schema) if columns.n else {}
+
+    def _append(self, rows: dict[str, Any], slots: np.ndarray, *, in_turn: bool) -> None:
+        if not in_turn:
+            if SLOT not in self.store.schema:
+                raise DataError(
+                    f"the store at {self.store.path} has no column '{SLOT}', so rows can only be appended in turn "
+                    f"(next slot {self._slots.next_slot}, got {slots[:4].tolist()})"
+                )
+            rows[SLOT] = slots
+        ids = self.store.append(rows)
         if not self._slots.push(np.asarray(ids), slots, in_turn, self.store.watermark):
             self._slots.sync(self.store)
         self._bump_mutation_revision()

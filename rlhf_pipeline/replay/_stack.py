@@ -1,0 +1,91 @@
+"""A lazy stack of complete trajectories straight to one append.
+
+Most batches need nothing derived: every leaf is a column of the store, ragged leaves have one dimension, and every row
+ends its trajectory. Such a stack is flattened here in one pass, without the columns in between that transforms work
+on. Everything else goes the general way of `rlhf_pipeline.replay._write`, which gives the same data and says what is
+wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorData
+from torch import Tensor
+
+from rlhf_pipeline.keys import ASSISTANT_MASK, CREATED_AT, DONE, NUM_PROMPT_TOKENS, REWARD, TOKENS, Key
+from rlhf_pipeline.replay._write import column_of_key
+from rlhf_pipeline.transforms._columns import Text
+from trajectory_store import Column, RaggedArray, Schema
+
+_COMPLETE: frozenset[Key] = frozenset({TOKENS, ASSISTANT_MASK, NUM_PROMPT_TOKENS})
+
+
+def stack_data(rows: Sequence[Any], schema: Schema) -> dict[str, Any] | None:
+    """What `TrajectoryStore.append` takes, of one TensorDict per trajectory.
+
+    Args:
+        rows: the TensorDicts of a lazy stack.
+        schema: the columns of the store.
+
+    Returns:
+        The data by column, or None where the stack has to go the general way.
+    """
+    plan = column_of_key(schema)
+    if set(map(type, rows)) != {TensorDict}:
+        return None
+    leaves: dict[Key, list[Any]] = {}
+    try:
+        _collect([row._tensordict for row in rows], (), leaves)
+        # A key that is no column may be one to derive from, or one to report; rewards per token are to be summed.
+        complete = _COMPLETE <= leaves.keys() <= plan.keys() and REWARD not in leaves
+        if not complete or not leaves[TOKENS][0].is_cpu:
+            return None
+        return _joined(leaves, plan, len(rows), schema)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        return None  # rows or leaves that are not alike, shapes or dtypes that need care
+
+
+def _collect(level: list[dict[str, Any]], prefix: tuple[str, ...], out: dict[Key, list[Any]]) -> None:
+    first = level[0]
+    if sum(map(len, level)) != len(first) * len(level):
+        raise KeyError("the trajectories do not hold the same keys")
+    for name, leaf in first.items():
+        if type(leaf) is TensorDict:
+            _collect([entries[name]._tensordict for entries in level], (*prefix, name), out)
+        else:
+            out[(*prefix, name) if prefix else name] = [entries[name] for entries in level]
+
+
+def _joined(leaves: dict[Key, list[Any]], plan: Mapping[Key, Column], n: int, schema: Schema) -> dict[str, Any] | None:
+    out: dict[str, Any] = {}
+    sizes: list[int] = []
+    lengths = np.empty(0, np.int64)
+    for key, column_leaves in leaves.items():
+        column, first = plan[key], column_leaves[0]
+        if column.is_text:
+            if not all(isinstance(leaf, (str, NonTensorData)) for leaf in column_leaves):
+                return None
+            out[column.name] = [x if isinstance(x, str) else str(x) for x in Text(column_leaves).plain()]
+        elif column.ragged:
+            found = list(map(Tensor.numel, column_leaves))
+            if found != sizes:
+                sizes, lengths = found, np.array(found, np.int64)
+            values = torch.cat(column_leaves)
+            if first.ndim != 1 or values.ndim != 1:
+                return None
+            out[column.name] = RaggedArray(values.numpy(), lengths)
+        else:
+            # As Python numbers scalars come faster than `torch.stack` makes a view of each.
+            values = np.array(list(map(Tensor.item, column_leaves)))
+            if key == DONE and not values.all():
+                return None  # steps of longer trajectories
+            out[column.name] = values
+    if CREATED_AT not in leaves and "created_at" in schema:
+        out["created_at"] = np.full(n, time.time())
+    return out
