@@ -65,7 +65,7 @@ class Remote:
             self._folder = Path(target)
             return
         self._store = target
-        kind: type[object] = type(target)
+        kind = cast("object", target).__class__
         if kind.__module__.startswith("zarr.storage") and kind.__name__ == "LocalStore":
             self._folder, self._read_only = Path(target.root), bool(target.read_only)
 

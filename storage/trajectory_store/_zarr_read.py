@@ -38,6 +38,8 @@ ABANDONED_AFTER_S = 3600.0
 WORKERS = min(4, os.cpu_count() or 1)
 WORTH_A_THREAD = 1 << 23
 WIDEST = 64
+_SOME = Path("zarr.json")
+_CANONICAL = json.JSONEncoder(sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,11 @@ class Commit:
     @classmethod
     def from_json(cls, raw: bytes, key: str) -> Commit:
         """Parse the zarr.json of a commit's group."""
-        attributes = read_attributes(raw, Path(key), "commit")
+        try:
+            attributes = read_attributes(raw, _SOME, "commit")
+        except StoreError:
+            read_attributes(raw, Path(key), "commit")  # says the same with its name
+            raise
         try:
             sealed = int(attributes.pop("self_crc"))
             if sealed != attributes_crc(attributes):
@@ -82,7 +88,7 @@ class Commit:
 
 def attributes_crc(attributes: dict[str, Any]) -> int:
     """CRC32C of JSON attributes in their canonical form."""
-    return crc32c(json.dumps(attributes, sort_keys=True).encode())
+    return crc32c(_CANONICAL.encode(attributes).encode())
 
 
 def commit_key(ordinal: int, seq: int) -> str:
