@@ -1,0 +1,82 @@
+"""Batches whose rows are spread over many segments, against plain lists."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trajectory_store import Column, Schema, TrajectoryStore
+
+TOKENS = Column("tokens_of", "int32", ragged=True)
+LATER = Column("score", "float32", ragged=True, fill=-2.0)
+LATER_SCALAR = Column("level", "int16", fill=7)
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory):
+    """A store of eight segments; the first four are older than two of its columns."""
+    rows = [[100 * i + k for k in range(i % 5)] for i in range(32)]
+    path = tmp_path_factory.mktemp("reads") / "s"
+    with TrajectoryStore.create(path, Schema([TOKENS, Column("n", "int64")]), segment_rows=4) as store:
+        for first in range(0, 16, 4):
+            store.append({"tokens_of": rows[first : first + 4], "n": range(first, first + 4)})
+    with TrajectoryStore.open(path, "a", add_columns=[LATER, LATER_SCALAR]) as store:
+        for first in range(16, 32, 4):
+            part = rows[first : first + 4]
+            scores = [[0.5 * x for x in row] for row in part]
+            level = range(first, first + 4)
+            store.append({"tokens_of": part, "score": scores, "n": range(first, first + 4), "level": level})
+    return path, rows
+
+
+def wanted(rows, picked, width, pad, side, value):
+    """The matrix that a list of lists gives."""
+    out = []
+    for i in picked:
+        row = [value(i, x) for x in rows[i]]
+        rest = [pad] * (width - len(row))
+        out.append(row + rest if side == "right" else rest + row)
+    return out
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("picked", [[30, 2, 17, 2, 9, 31, 0, 24], [5, 6, 7], [0, 0], []])
+def test_a_batch_over_many_segments(spread, io, side, picked):
+    """Rows come back in the order asked for; older segments give the fill of younger columns."""
+    path, rows = spread
+    width = -(-max((len(rows[i]) for i in picked), default=0) // 3) * 3
+    with TrajectoryStore.open(path, io=io) as store:
+        ids = store.ids()[picked]
+        for _ in range(2):  # the second time from what was looked up
+            batch = store.read_padded(ids, side=side, pad_value={"score": 9.5}, pad_to_multiple_of=3)
+            assert batch["tokens_of"].tolist() == wanted(rows, picked, width, 0, side, lambda i, x: x)
+            scores = wanted(rows, picked, width, 9.5, side, lambda i, x: 0.5 * x if i >= 16 else -2.0)
+            assert batch["score"].tolist() == scores
+            assert batch["n"].tolist() == picked
+            assert batch["level"].tolist() == [i if i >= 16 else 7 for i in picked]
+            assert batch["lengths"].tolist() == [len(rows[i]) for i in picked]
+        ragged = store.read_ragged("tokens_of", ids)
+        assert [row.tolist() for row in ragged] == [rows[i] for i in picked]
+
+
+def test_neighbours_are_copied_together_and_still_in_order(spread):
+    """The whole store in its order, backwards, and with a repeated row."""
+    path, rows = spread
+    with TrajectoryStore.open(path) as store:
+        ids = store.ids()
+        for order in (range(32), range(31, -1, -1), [3, 4, 4, 5, 19, 20, 3]):
+            got = store.read_ragged("score", ids[list(order)])
+            expected = [[0.5 * x if i >= 16 else -2.0 for x in rows[i]] for i in order]
+            assert [row.tolist() for row in got] == expected
+
+
+@pytest.mark.parametrize("pad", [0, -1, False, 2.5, -0.0, float("nan")])
+def test_every_kind_of_pad_value(spread, pad):
+    """Zero, negative zero, NaN and others are written as they are."""
+    path, _ = spread
+    with TrajectoryStore.open(path) as store:
+        score = store.read_padded(store.ids()[[16, 19]], ["score"], pad_value=pad)["score"]
+    beside = score[0, 1:]
+    expected = np.full_like(beside, pad)
+    assert np.array_equal(beside.view(np.uint32), expected.view(np.uint32))
