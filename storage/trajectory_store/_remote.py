@@ -363,4 +363,15 @@ def decode(raw: bytes | memoryview, scratch: npt.NDArray[np.uint8], crc: int, *,
 
 def chunk_doc(dtype: np.dtype[Any], count: int, dimension: str, fill: Fill, *, compress: bool) -> bytes:
     """The zarr.json of an array of exactly `count` values in one chunk."""
-    return array_json([count], dtype, [dimension], fill, zstd=COMMIT_LEVEL if compress else None)
+    level = COMMIT_LEVEL if compress else None
+    if not count:
+        return array_json([0], dtype, [dimension], fill, zstd=level)
+    key = (dtype.str, dimension, repr(fill), level)
+    found = _DOCS.get(key)
+    if found is None:  # writing JSON takes longer than putting the object
+        found = _DOCS[key] = array_json([_COUNT], dtype, [dimension], fill, zstd=level)
+    return found.replace(str(_COUNT).encode(), str(count).encode())
+
+
+_COUNT = 987_654_321_987_654
+_DOCS: dict[tuple[str, str, str, int | None], bytes] = {}

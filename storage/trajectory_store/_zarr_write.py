@@ -154,11 +154,11 @@ class RemoteStream:
             fill = 0 if column is None or column.is_text else column.fill_value
             dimension = (column.axis if column is not None else None) or "rows"
             dimension = "row_edges" if name.endswith(".offsets") else dimension
-            packed = False
-            if len(values):
-                objects[f"{folder}/{name}/c/0"], packed = encode(values, compress=self._compress)
+            chunk, packed = encode(values, compress=self._compress) if len(values) else (b"", False)
             doc = chunk_doc(values.dtype, len(values), dimension, fill, compress=packed)
             objects[f"{folder}/{name}/zarr.json"] = doc
+            if len(values):
+                objects[f"{folder}/{name}/c/0"] = chunk
         self._remote.put_many(objects)
         self._put(commit)
         return commit
