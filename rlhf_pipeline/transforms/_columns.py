@@ -58,7 +58,7 @@ class Flat:
     def select(self, index: Tensor, shared: dict[int, tuple[Tensor, Tensor]] | None = None) -> Flat:
         """The rows `index` (int64 `[m]`), in that order; columns that share lengths may share the work."""
         if self.lengths is None:
-            return Flat(self.values[index])
+            return Flat(self.values.index_select(0, index))
         found = None if shared is None else shared.get(id(self.lengths))
         if found is None:
             lengths = self.lengths[index]
@@ -66,7 +66,7 @@ class Flat:
             if shared is not None:
                 shared[id(self.lengths)] = found
         shapes = None if self.shapes is None else [self.shapes[i] for i in index.tolist()]
-        return Flat(self.values[found[1]], found[0], shapes)
+        return Flat(self.values.index_select(0, found[1]), found[0], shapes)
 
     def rows(self) -> list[Tensor]:
         """One tensor per row."""

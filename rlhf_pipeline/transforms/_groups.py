@@ -207,10 +207,20 @@ def _joined(parts: Sequence[tuple[Chunk, list[int]]]) -> Chunk:
             groups.append(chunk.groups[i])
     if any(_has_jagged(chunk.td) for chunk, _ in parts) or any(chunk.stored for chunk, _ in parts):
         columns = _alike([chunk for chunk, _ in parts])
-        td = td_of(concat([found.select(index) for found, index in zip(columns, rows, strict=True)]))
+        td = td_of(
+            concat(
+                [
+                    found if _is_whole(chunk, taken) else found.select(index)
+                    for found, index, (chunk, taken) in zip(columns, rows, parts, strict=True)
+                ]
+            )
+        )
     else:
         td = join([select(chunk.td, index) for (chunk, _), index in zip(parts, rows, strict=True)])
-    rewards = [chunk.reward.select(index) for (chunk, _), index in zip(parts, rows, strict=True)]
+    rewards = [
+        chunk.reward if _is_whole(chunk, taken) else chunk.reward.select(index)
+        for (chunk, taken), index in zip(parts, rows, strict=True)
+    ]
     members = [torch.tensor(taken, dtype=torch.int64) for _, taken in parts]
     return Chunk(
         td,
@@ -220,6 +230,10 @@ def _joined(parts: Sequence[tuple[Chunk, list[int]]]) -> Chunk:
         torch.cat([chunk.returns[index] for (chunk, _), index in zip(parts, members, strict=True)]),
         torch.cat([chunk.lengths[index] for (chunk, _), index in zip(parts, members, strict=True)]),
     )
+
+
+def _is_whole(chunk: Chunk, taken: Sequence[int]) -> bool:
+    return len(taken) == len(chunk.groups) and list(taken) == list(range(len(taken)))
 
 
 def _has_jagged(td: TensorDictBase) -> bool:

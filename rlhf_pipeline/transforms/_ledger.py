@@ -20,6 +20,12 @@ from rlhf_pipeline.transforms._queue import Change, Entry, Failure, GroupLog, Gr
 from rlhf_pipeline.transforms._rebuild import columns_from_state, columns_state, td_of
 
 
+class _PerThread(threading.local):
+    """The change that the calls of a thread belong to."""
+
+    change: Change | None = None
+
+
 class GroupLedger(GroupFigures):
     """The groups that wait, and what happens to them when a process dies or a write fails."""
 
@@ -28,7 +34,7 @@ class GroupLedger(GroupFigures):
     def _init_ledger(self) -> None:
         self._queue = GroupQueue(self.group_timeout_s)
         self._lock = threading.RLock()
-        self._local = threading.local()
+        self._local = _PerThread()
         self._log: GroupLog | None = None
         self._owner: int | None = None
         self._recovered = False
@@ -131,7 +137,7 @@ class GroupLedger(GroupFigures):
 
     @property
     def _change(self) -> Change | None:
-        return getattr(self._local, "change", None)
+        return self._local.change
 
     def _note(self, token: Any) -> None:
         change = self._change
@@ -228,7 +234,7 @@ class GroupLedger(GroupFigures):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._lock = threading.RLock()
-        self._local = threading.local()
+        self._local = _PerThread()
 
     @property
     def queues(self) -> dict[Hashable, list[TensorDictBase]]:

@@ -80,12 +80,23 @@ def concat(parts: Sequence[Columns]) -> Columns:
         return parts[0]
     out = Columns(sum(part.n for part in parts))
     keys = {key for part in parts for key in part}
+    shared: dict[tuple[int, ...], Tensor] = {}
     for key in sorted(keys, key=str):
         missing = next((part for part in parts if key not in part), None)
         if missing is not None:
             raise DataError(f"{missing.n} of {out.n} trajectories lack the key {key!r} that others have")
         out[key] = _concat_one([part[key] for part in parts], [part.n for part in parts], key)
+        _share_lengths(out[key], [part[key] for part in parts], shared)
     return out
+
+
+def _share_lengths(whole: Flat | Text, parts: Sequence[Flat | Text], shared: dict[tuple[int, ...], Tensor]) -> None:
+    """Columns whose parts share their lengths share them when put together, too."""
+    if not isinstance(whole, Flat) or whole.lengths is None:
+        return
+    found = [part.lengths for part in parts if isinstance(part, Flat)]
+    if all(lengths is not None for lengths in found):
+        whole.lengths = shared.setdefault(tuple(map(id, found)), whole.lengths)
 
 
 def _concat_one(columns: Sequence[Flat | Text], counts: Sequence[int], key: Key) -> Flat | Text:

@@ -33,7 +33,7 @@ from rlhf_pipeline.transforms._columns import Flat, is_token_level, token_level
 from rlhf_pipeline.transforms._groups import Chunk, gather, group_ids, read, write
 from rlhf_pipeline.transforms._ledger import GroupLedger
 from rlhf_pipeline.transforms._queue import Entry, Waiting
-from rlhf_pipeline.transforms._segments import segment_any, segment_sum
+from rlhf_pipeline.transforms._segments import segment_any, segment_sum, whitened
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
 
@@ -466,8 +466,9 @@ class MCAdvantage(GroupLedger):
         element = owner if reward.lengths is None else torch.repeat_interleave(owner, reward.lengths)
         if self.trajectory_return is None:
             flat = reward.values.detach().double().nan_to_num(0.0, 0.0, 0.0).reshape(-1)
-            code = torch.repeat_interleave(codes[element], flat.numel() // max(element.numel(), 1))
-            values = group_advantage(flat, code).advantages.reshape(reward.values.shape)
+            each = torch.ones(n, dtype=torch.int64) if reward.lengths is None else reward.lengths
+            values = whitened(flat, each * (flat.numel() // max(element.numel(), 1)), codes[owner])
+            values = values.reshape(reward.values.shape)
         else:
             values = advantage[element].reshape(-1, *(1 for _ in trailing)).expand(-1, *trailing)
         values = values.to(torch.float32).contiguous()
