@@ -171,7 +171,7 @@ class ZarrEngine:
         moved = 0
         groups = mergeable(still, patched, schema)
         merged = {s.ordinal for group in groups for s in group}
-        groups += [[s] for s in still if s.ordinal not in merged and s.meta.kind == "rows"]
+        groups += [[s] for s in still if s.rows and s.ordinal not in merged and s.meta.kind == "rows"]
         for group in groups:
             moved += sum(s.rows for s in group)
             self._merge(schema, group)
