@@ -14,6 +14,7 @@ import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
 from torchrl.data import History, LazyMemmapStorage, LazyStackStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import Compose
+from torchrl.envs.llm.transforms import IncrementalTokenizer
 from torchrl.envs.llm.transforms import kl as peer_kl
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies.common import LogProbDistribution as PeerLogProbDistribution
@@ -27,6 +28,7 @@ from rlhf_pipeline import (
     LogProbDistribution,
     MCAdvantage,
     RetrieveLogProb,
+    Tokens,
     TrajectoryReplayBuffer,
 )
 from rlhf_pipeline.errors import DataError
@@ -383,6 +385,24 @@ def test_history_scoring_changes_the_sampled_tokens(tiny):
     prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=False)
     ours: Any = RetrieveLogProb(wrapper)(tiny.rows([[*prompt, *wanted]], [len(prompt)]))
     assert ours[0]["tokens", "full"][len(prompt) :].tolist() == wanted
+
+
+def test_the_next_turn_starts_without_its_header(tiny):
+    """`IncrementalTokenizer` hands the sampled tokens on and leaves replies and header out; here they are added."""
+    tokenizer = tiny.tokenizer()
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, {"role": "tool", "content": "!"}]
+    start = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=False)
+    said = [*tokenizer.encode("ho"), END]
+    turn = TensorDict({"tokens": Tokens(full=torch.tensor([[*start, *said]]), batch_size=[1])}, [1])
+    history = ChatHistory(prompt=History.from_chats([chat]), batch_size=[1])
+    peer: Any = IncrementalTokenizer(tokenizer)
+    following = peer._step(turn, TensorDict({"history": history}, [1]))
+    assert following["tokens", "prompt"][0].tolist() == [*start, *said]
+    options: dict[str, Any] = {"input_mode": "history", "generate": True, "max_new_tokens": 1}
+    policy = CausalLMPolicy(tiny.model(tokenizer), tokenizer, prefer_tokens=True, **options)
+    out: Any = policy(following)
+    want = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert out[0]["tokens"].prompt.tolist() == want
 
 
 def test_known_log_probs_are_given_for_any_token():

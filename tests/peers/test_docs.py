@@ -1,0 +1,34 @@
+"""The page about TorchRL's collectors is run."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.policies.new_model import new_model
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "torchrl_collectors.md"
+
+
+@pytest.mark.peer
+@pytest.mark.filterwarnings("ignore:The env passed to LLMCollector is missing transforms:FutureWarning")
+def test_python_blocks_of_the_page(tmp_path, monkeypatch):
+    """In order, in one namespace, in a folder with a small model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of the import itself
+        import torchrl.collectors.llm  # noqa: F401
+    (tmp_path / "text.txt").write_text("what is 1? it is one.\nwhat is 42? it is six times seven.\n" * 20)
+    sizes = {"vocab_size": 300, "hidden_size": 32, "num_layers": 1, "num_heads": 2}
+    new_model(tmp_path / "model", text_file=tmp_path / "text.txt", **sizes)
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(blocks) == 2
+    space: dict[str, object] = {"__name__": "page"}
+    for block in blocks:
+        exec(compile(block, PAGE.name, "exec"), space)
+    rows, buffer = space["rows"], space["buffer"]
+    assert rows.batch_size == (8,)  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(buffer) >= 12  # pyright: ignore[reportArgumentType]
