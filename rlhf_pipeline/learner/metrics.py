@@ -45,6 +45,9 @@ _LOSS_FIELDS = {
 }
 
 
+_KL = ("kl_k1", "kl_k2", "kl_k3", "kl_per_trajectory")
+
+
 def loss_metrics(output: GRPOLossOutput | None) -> Metrics:
     """Return what a metrics line holds of the loss; every name is there, None where there is no figure."""
     values = {name: getattr(output, field, None) for name, field in _LOSS_FIELDS.items()}
@@ -59,11 +62,12 @@ def data_metrics(store: TrajectoryStore, row_ids: np.ndarray, ages: np.ndarray) 
 
     `advantage_std`: standard deviation over the trajectories. `staleness`, `staleness_max`: ages in optimizer steps.
     `use_count`, `use_count_max`: steps that have used the trajectories, this one included. `kl_k1`, `kl_k2`, `kl_k3`:
-    the behaviour policy against the reference, mean over the policy's tokens, in nats; None where no reference
-    log-probs are stored.
+    the behaviour policy against the reference, mean over the policy's tokens, in nats; `kl_per_trajectory`: k1 summed
+    over a trajectory, mean over them; `kl_coef`: the penalty's weight in their reward. None where the store has no
+    reference log-probs, or no penalty.
     """
     if len(row_ids) == 0:
-        names = ("advantage_std", "staleness", "staleness_max", "use_count", "use_count_max", "kl_k1", "kl_k2", "kl_k3")
+        names = ("advantage_std", "staleness", "staleness_max", "use_count", "use_count_max", "kl_coef", *_KL)
         return dict.fromkeys(names)
     uses = store.read_scalars("use_count", row_ids)
     return {
@@ -72,25 +76,31 @@ def data_metrics(store: TrajectoryStore, row_ids: np.ndarray, ages: np.ndarray) 
         "staleness_max": int(ages.max()),
         "use_count": float(uses.mean()),
         "use_count_max": int(uses.max()),
+        "kl_coef": _mean_kl_coef(store, row_ids),
         **_kl_metrics(store, row_ids),
     }
 
 
+def _mean_kl_coef(store: TrajectoryStore, row_ids: np.ndarray) -> float | None:
+    known = store.present("kl_coef", row_ids)
+    return float(store.read_scalars("kl_coef", row_ids)[known].mean()) if bool(known.any()) else None
+
+
 def _kl_metrics(store: TrajectoryStore, row_ids: np.ndarray) -> Metrics:
-    names = ("kl_k1", "kl_k2", "kl_k3")
     if not bool(store.present("ref_log_probs", row_ids).any()):
-        return dict.fromkeys(names)
+        return dict.fromkeys(_KL)
     log_probs, reference, mask = (
         store.read_ragged(name, row_ids).values for name in ("log_probs", "ref_log_probs", "assistant_mask")
     )
     gap = log_probs.astype(np.float64) - reference
     gap = gap[mask.astype(bool) & np.isfinite(gap)]
     if gap.size == 0:
-        return dict.fromkeys(names)
+        return dict.fromkeys(_KL)
     return {
         "kl_k1": float(gap.mean()),
         "kl_k2": float(np.square(gap).mean() / 2),
         "kl_k3": float((np.exp(np.clip(-gap, None, 20.0)) - 1 + gap).mean()),
+        "kl_per_trajectory": float(gap.sum() / len(row_ids)),
     }
 
 
