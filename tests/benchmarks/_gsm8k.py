@@ -114,4 +114,4 @@ def _bigram(ids: np.ndarray) -> np.ndarray:
     _, at, counts = np.unique(pairs, return_inverse=True, return_counts=True)
     single = np.bincount(ids, minlength=VOCABULARY)
     before = single[np.concatenate([[0], ids[:-1]])]
-    return np.log(0.9 * counts[at] / before + 0.1 * single[ids] / len(ids))
+    return np.log(0.9 * counts[at] / np.maximum(before, 1) + 0.1 * single[ids] / len(ids))
