@@ -77,7 +77,7 @@ def _joined(leaves: dict[Key, list[Any]], plan: Mapping[Key, Column], n: int, sc
             if found != sizes:
                 sizes, lengths = found, np.array(found, np.int64)
             values = torch.cat(column_leaves)
-            if first.ndim != 1 or values.ndim != 1:
+            if first.ndim != 1 or values.ndim != 1 or 0 in sizes:
                 return None
             out[column.name] = RaggedArray(values.numpy(), lengths)
         else:

@@ -123,7 +123,7 @@ def append_data(columns: Columns, schema: Schema) -> dict[str, Any]:
         schema: the columns of the store.
 
     Raises:
-        DataError: if a column has the wrong shape or the token ids are missing.
+        DataError: if a column has the wrong shape, or token ids are missing.
     """
     tokens = columns.get(TOKENS)
     if not isinstance(tokens, Flat) or tokens.lengths is None:
@@ -131,6 +131,8 @@ def append_data(columns: Columns, schema: Schema) -> dict[str, Any]:
             f"the batch has no token ids under {TOKENS!r}. A trajectory is stored as its token ids; keys seen: "
             f"{list(columns)[:12]}"
         )
+    if columns.n and int(tokens.lengths.min()) == 0:
+        raise DataError(f"trajectory {int(tokens.lengths.argmin())} of {columns.n} has no tokens; leave it out.")
     _derive(columns, tokens, schema)
     out: dict[str, Any] = {}
     plan = column_of_key(schema)
