@@ -89,7 +89,7 @@ def _from_arrow(column: Column, array: Any) -> Any:
     if column.is_text:
         return [column.fill_value if text is None else text for text in array.to_pylist()]
     if column.axis is not None:
-        lengths = np.asarray(array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), np.int64)
+        lengths = np.asarray(array.value_lengths().drop_null().to_numpy(zero_copy_only=False), np.int64)
         flat = array.flatten().to_numpy(zero_copy_only=False)
         return RaggedArray(np.asarray(flat).astype(column.np_dtype, copy=False), lengths)
     if array.null_count:
@@ -101,13 +101,17 @@ def _from_arrow(column: Column, array: Any) -> Any:
 
 
 def _fill(schema: Schema, found: Values, gone: Mapping[str, Flags]) -> None:
-    """Give absent rows of ragged columns the length of their axis, filled."""
+    """Give absent rows of ragged columns the length of their axis, filled; 0 where no column of the axis has the row."""
+    axes = {name: schema[name].axis or "" for name in gone}
+    lengths_of: dict[str, npt.NDArray[np.int64]] = {}
+    for axis in set(axes.values()):
+        columns = [column.name for column in schema.axes[axis] if column.name in found]
+        lengths = np.zeros(len(gone[next(name for name in columns if name in gone)]), np.int64)
+        for name in columns:
+            lengths[~gone[name] if name in gone else slice(None)] = found[name].lengths
+        lengths_of[axis] = lengths
     for name, off in gone.items():
-        column = schema[name]
-        others = [c.name for c in schema.axes[column.axis or ""] if c.name in found and c.name not in gone]
-        if not others:
-            continue
-        lengths = found[others[0]].lengths
+        column, lengths = schema[name], lengths_of[axes[name]]
         filled = np.full(int(lengths.sum()), column.fill_value, column.np_dtype)
         filled[np.repeat(~off, lengths)] = found[name].values
         found[name] = RaggedArray(filled, lengths)

@@ -92,7 +92,7 @@ def export_store(
     if target.suffix and kind is None and found == "hf":
         raise DefinitionError(f"{target}: the ending is none of {', '.join(_KINDS)}. A folder for a dataset has none.")
     beside = schema_beside(target, found)
-    for path in {target, beside} if found == "jsonl" else {target}:
+    for path in (target, beside) if found == "jsonl" else (target,):
         if path.exists():
             raise RunExistsError(f"{path} exists already. Name another with --to, or remove it.")
     schema = store.schema if columns is None else Schema([store.schema[name] for name in columns])
@@ -139,10 +139,14 @@ def _batches(
             else:
                 found = store.read_scalars(column.name, some)
                 values[column.name] = found.tolist() if column.is_text else found
-        present = {c.name: np.asarray(store.present(c.name, some)) for c in schema if c.fill is not None}
+        present = {c.name: np.asarray(store.present(c.name, some)) for c in schema if _may_be_absent(c)}
         yield len(some), values, present
         if on_batch is not None:
             on_batch(first + len(some), len(ids))
+
+
+def _may_be_absent(column: Column) -> bool:
+    return column.fill is not None and not column.mutable  # an update in place leaves no trace of presence
 
 
 def _writer(kind: Container) -> Callable[[Path, Schema, Iterator[_Batch]], None]:

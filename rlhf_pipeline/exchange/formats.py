@@ -63,7 +63,7 @@ def _is_solutions(row: Row) -> bool:
 
 def is_store_row(row: Row) -> bool:
     """Return True for a row that `rlhf-pipeline export` wrote."""
-    return _has("input_ids", "assistant_mask", "trajectory_id")(row)
+    return "input_ids" in row and any(name in row for name in ("assistant_mask", "num_prompt_tokens", "trajectory_id"))
 
 
 FORMATS: tuple[Format, ...] = (
@@ -117,8 +117,13 @@ NAMES: tuple[str, ...] = ("auto", *CONTAINERS, *(item.name for item in FORMATS[:
 """What `--format` takes: a container name reads `groups` by field names; `store` is what `export` writes."""
 
 
-def find_format(name: str, row: Row) -> Format | None:
+def find_format(name: str, row: Row, *, is_export: bool = False) -> Format | None:
     """Return the format of a file from its first row; None for rows that `export` wrote.
+
+    Args:
+        name: one of `NAMES`.
+        row: the first row.
+        is_export: the columns of a store are written down with the file.
 
     Raises:
         DefinitionError: there is no format of that name, or the row lacks its fields.
@@ -128,7 +133,7 @@ def find_format(name: str, row: Row) -> Format | None:
     """
     if name not in NAMES:
         raise DefinitionError(f"there is no format '{name}'." + did_you_mean(name, NAMES))
-    if name == "store" or (name in ("auto", *CONTAINERS) and is_store_row(row)):
+    if name == "store" or (name in ("auto", *CONTAINERS) and (is_export or is_store_row(row))):
         return None
     if name == "auto":
         return next(item for item in FORMATS if item.matches(row))

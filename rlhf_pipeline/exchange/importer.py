@@ -134,7 +134,7 @@ def _recognise(sources: Sequence[Source], format: str, fields: Mapping[str, str]
         if row is None:
             continue
         try:
-            found = find_format(format, row)
+            found = find_format(format, row, is_export=source.schema_json() is not None)
             if found is None:
                 if fields:
                     raise DefinitionError("an export of a store says itself what its fields are; leave out --field.")

@@ -335,7 +335,14 @@ def test_missing_fields_are_named(tmp_path: Path, jsonl: Write, row: dict[str, A
 )
 def test_a_wrong_field_is_named_with_its_place(tmp_path: Path, jsonl: Write, change: dict[str, Any], wanted: str):
     """What is wrong with a row is said with file and line, and rows before it are in the store."""
-    row = {"prompt": "a", "completion": "b", "reward": 1, "prompt_ids": [1], "completion_ids": [1, 2], "log_probs": [0, 0]}
+    row = {
+        "prompt": "a",
+        "completion": "b",
+        "reward": 1,
+        "prompt_ids": [1],
+        "completion_ids": [1, 2],
+        "log_probs": [0, 0],
+    }
     with pytest.raises(DataError, match=wanted):
         import_files([jsonl([row, row | change])], tmp_path / "store")
     assert rows_of(tmp_path / "store")["trajectory_id"].tolist() == [0]

@@ -136,7 +136,9 @@ def test_text_needs_a_tokenizer(tmp_path: Path, jsonl: Write):
 def test_paths_that_are_not_what_they_must_be(tmp_path: Path, jsonl: Write):
     """Missing files, folders without files, unknown endings, JSON arrays and empty files are told apart."""
     jsonl([row(0)])
-    with pytest.raises(MissingPathError, match=r"no file or folder at .*rollout.jsonl. Beside it: \['rollouts.jsonl'\]"):
+    with pytest.raises(
+        MissingPathError, match=r"no file or folder at .*rollout.jsonl. Beside it: \['rollouts.jsonl'\]"
+    ):
         import_files([tmp_path / "rollout.jsonl"], tmp_path / "store")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DefinitionError, match=r"holds no \.jsonl or \.parquet"):

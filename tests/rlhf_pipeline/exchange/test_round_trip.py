@@ -1,0 +1,246 @@
+"""An export imported again is an equal store, whatever is in it."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
+from rlhf_pipeline.exchange import export_store, import_files, select
+from rlhf_pipeline.replay.schema import trajectory_schema
+from trajectory_store import Column, RaggedArray, TrajectoryStore, diff
+
+NEEDS = {"parquet": "pyarrow", "hf": "datasets", "jsonl": "json"}
+NAMES = {"parquet": "out.parquet", "hf": "out", "jsonl": "out.jsonl"}
+EXTRA = [
+    Column("top_k", "int16", ragged=True, fill=-1),
+    Column("experts", "uint8", ragged=True, axis="layers"),
+    Column("half", "float16", fill=0.5),
+    Column("wide", "float64", ragged=True, axis="wide", fill=0.0),
+    Column("count", "uint64", fill=0),
+    Column("note", "str"),
+]
+FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+
+
+def ragged(rows: list[list[Any]], dtype: str) -> RaggedArray:
+    """Return rows of any length, none of them included, as the store takes them."""
+    flat = [item for row in rows for item in row]
+    return RaggedArray(np.array(flat, dtype), np.array([len(row) for row in rows], np.int64))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> dict[str, Any]:
+    """Some columns of some trajectories; the others are filled in by the store."""
+    num = draw(st.integers(1, 5))
+    lengths = [draw(st.integers(0, 4)) for _ in range(num)]
+
+    def rows(items: st.SearchStrategy[Any], sizes: list[int]) -> list[list[Any]]:
+        return [draw(st.lists(items, min_size=size, max_size=size)) for size in sizes]
+
+    def scalars(items: st.SearchStrategy[Any]) -> list[Any]:
+        return [draw(items) for _ in range(num)]
+
+    other = [draw(st.integers(0, 3)) for _ in range(num)]
+    data: dict[str, Any] = {
+        "input_ids": ragged(rows(st.integers(0, 2**31 - 1), lengths), "int64"),
+        "experts": ragged(rows(st.integers(0, 255), other), "uint8"),
+        "note": scalars(TEXT),
+    }
+    more: dict[str, Any] = {
+        "assistant_mask": lambda: ragged(rows(st.booleans(), lengths), "bool"),
+        "log_probs": lambda: ragged(rows(FLOATS, lengths), "float32"),
+        "top_k": lambda: ragged(rows(st.integers(-(2**15), 2**15 - 1), lengths), "int16"),
+        "wide": lambda: ragged(rows(st.floats(), other), "float64"),
+        "task_reward": lambda: np.array(scalars(FLOATS), "float32"),
+        "kl_coef": lambda: np.array(scalars(FLOATS), "float32"),
+        "half": lambda: np.array(scalars(st.floats(width=16)), "float16"),
+        "count": lambda: np.array(scalars(st.integers(0, 2**64 - 1)), "uint64"),
+        "done": lambda: np.array(scalars(st.booleans()), "bool"),
+        "prompt": lambda: scalars(TEXT),
+        "priority": lambda: np.array(scalars(FLOATS), "float32"),
+    }
+    data |= {name: make() for name, make in more.items() if draw(st.booleans())}
+    return data
+
+
+def bits(store: TrajectoryStore, column: Column) -> bytes:
+    """Return the bytes of a column of numbers, all NaN alike."""
+    if column.axis is not None:
+        values = np.concatenate([store.read_ragged(column.name).values, np.zeros(0, column.dtype)])
+    else:
+        values = store.read_scalars(column.name).copy()
+    if values.dtype.kind == "f":
+        values = np.where(np.isnan(values), np.nan, values)
+    return np.ascontiguousarray(values).tobytes()
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "hf"])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(drawn=st.lists(batches(), min_size=1, max_size=3))
+def test_any_store_comes_back_equal(kind: str, drawn: list[dict[str, Any]]):
+    """Ragged columns of several axes, NaN, infinities, -0.0, text and left-out columns survive, bit for bit."""
+    pytest.importorskip(NEEDS[kind], reason="an optional format")
+    schema = trajectory_schema(EXTRA)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with TrajectoryStore.create(folder / "a", schema) as store:
+            place = 0
+            for data in drawn:
+                num = len(data["note"])
+                store.append(data | {"trajectory_id": np.arange(place, place + num)})
+                place += num
+        out = folder / NAMES[kind]
+        assert export_store(folder / "a", out, batch_rows=2).num_trajectories == place
+        assert import_files([out], folder / "b", batch_rows=3).num_imported == place
+        assert import_files([out], folder / "b").num_skipped == place
+        with TrajectoryStore.open(folder / "a") as a, TrajectoryStore.open(folder / "b") as b:
+            assert b.schema == a.schema
+            assert diff(a, b, key="trajectory_id").same
+            for column in a.schema:
+                if not column.is_text:
+                    assert bits(a, column) == bits(b, column), column.name
+
+
+def small(folder: Path, num: int = 6, **more: Any) -> Path:
+    """Make a store of `num` trajectories."""
+    with TrajectoryStore.create(folder, trajectory_schema()) as store:
+        rows = [list(range(i + 1)) for i in range(num)]
+        ids = store.append(
+            {"input_ids": rows, "task_reward": np.arange(num) / 4, "policy_version": np.arange(num), **more}
+        )
+        store.update(ids[:1], use_count=3)
+        if num > 1:
+            store.patch(ids[1:2], advantage=[0.5])
+    return folder
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_trajectories_without_ids(tmp_path: Path, name: str):
+    """A store that names no trajectories comes back in its order, and its export is not imported twice."""
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    store = small(tmp_path / "a")
+    export_store(store, tmp_path / name)
+    assert import_files([tmp_path / name], tmp_path / "b").num_imported == 6
+    assert import_files([tmp_path / name], tmp_path / "b").num_skipped == 6
+    with TrajectoryStore.open(store) as a, TrajectoryStore.open(tmp_path / "b") as b:
+        assert diff(a, b).same
+        assert b.read_scalars("use_count").tolist() == [3, 0, 0, 0, 0, 0]
+        assert b.present("ref_log_probs").tolist() == [False] * 6  # given in no row: it is not in the export either
+
+
+def test_an_export_of_another_store_is_refused(tmp_path: Path):
+    """Equal ids with other tokens are of another store; nothing is silently left out."""
+    export_store(small(tmp_path / "a", trajectory_id=np.arange(6)), tmp_path / "a.jsonl")
+    other = {"trajectory_id": np.arange(6), "input_ids": [[9]] * 6}
+    export_store(small(tmp_path / "b", **other), tmp_path / "b.jsonl")
+    import_files([tmp_path / "a.jsonl"], tmp_path / "c")
+    with pytest.raises(DataError, match=r"b\.jsonl:1: trajectory 0 is in .* with other tokens"):
+        import_files([tmp_path / "b.jsonl"], tmp_path / "c")
+
+
+def test_a_broken_line_of_an_export_is_named(tmp_path: Path):
+    """A value that its column cannot hold is named with file and line; the lines before it are imported."""
+    export_store(small(tmp_path / "a", trajectory_id=np.arange(6)), tmp_path / "a.jsonl")
+    lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
+    row = json.loads(lines[4]) | {"policy_version": 1.5}
+    (tmp_path / "a.jsonl").write_text("".join([*lines[:4], json.dumps(row) + "\n", lines[5]]))
+    with pytest.raises(DataError, match=r"a\.jsonl:5: field 'policy_version' does not hold int64: 1\.5"):
+        import_files([tmp_path / "a.jsonl"], tmp_path / "b", batch_rows=2)
+    (tmp_path / "a.jsonl").write_text("".join([*lines[:4], "{", "\n", lines[5]]))
+    with pytest.raises(DataError, match=r"a\.jsonl:5: this line is not JSON"):
+        import_files([tmp_path / "a.jsonl"], tmp_path / "c", batch_rows=3)
+    with TrajectoryStore.open(tmp_path / "b") as b, TrajectoryStore.open(tmp_path / "c") as c:
+        assert (len(b), len(c)) == (4, 4)
+
+
+def test_what_jsonl_says(tmp_path: Path):
+    """A line is plain JSON: null for NaN, lists of numbers, and no field where the store only fills in."""
+    export_store(
+        small(tmp_path / "a", num=1, log_probs=[np.array([np.nan], "float32")], kl_coef=[math.inf]),
+        tmp_path / "a.jsonl",
+    )
+    row = json.loads((tmp_path / "a.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert row["log_probs"] == [None]
+    assert row["kl_coef"] == "Infinity"
+    assert "ref_log_probs" not in row
+
+
+@pytest.mark.parametrize(
+    ("conditions", "wanted"),
+    [
+        ((), [0, 1, 2, 3, 4, 5]),
+        (("reward>=0.5", "version<5"), [2, 3, 4]),
+        (("num_tokens == 2",), [1]),
+        (("use_count!=0",), [0]),
+        (("finish_reason = stop", "date >= 1970-01-01T00:00:03"), [3, 5]),
+    ],
+)
+def test_filters(tmp_path: Path, conditions: tuple[str, ...], wanted: list[int]):
+    """Conditions on columns, lengths, text and dates; all of them must hold."""
+    more = {"finish_reason": ["", "stop"] * 3, "created_at": np.arange(6.0)}
+    with TrajectoryStore.open(small(tmp_path / "a", **more)) as store:
+        assert select(store, conditions).tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("condition", "wanted"),
+    [
+        ("reward", r"cannot be read.*--filter 'reward>=0.5'"),
+        ("rewardd>1", r"has no column 'rewardd'.*Did you mean 'reward'"),
+        ("log_probs>1", r"no column 'log_probs' with one value"),
+        ("reward>high", r"'high' is no number"),
+        ("prompt>a", r"text is compared by == and !="),
+    ],
+)
+def test_filters_that_cannot_be(tmp_path: Path, condition: str, wanted: str):
+    """A slip in a filter is answered with what can be typed."""
+    with TrajectoryStore.open(small(tmp_path / "a")) as store, pytest.raises(DefinitionError, match=wanted):
+        select(store, [condition])
+
+
+def test_an_export_of_some(tmp_path: Path):
+    """Filters and columns choose; what is there is never overwritten, and a failed export leaves nothing."""
+    store = small(tmp_path / "a")
+    report = export_store(store, tmp_path / "some.jsonl", filters=["reward>0.5"], columns=["input_ids", "task_reward"])
+    assert (report.num_trajectories, report.num_left_out, report.columns) == (3, 3, ("input_ids", "task_reward"))
+    with pytest.raises(RunExistsError, match=r"some.jsonl exists already"):
+        export_store(store, tmp_path / "some.jsonl")
+    with pytest.raises(DefinitionError, match=r"the ending is none of"):
+        export_store(store, tmp_path / "some.csv")
+    (tmp_path / "sub").mkdir()
+    with pytest.raises(DefinitionError):
+        export_store(store, tmp_path / "sub" / "x.jsonl", filters=["nothing>1"])
+    assert list((tmp_path / "sub").iterdir()) == []
+
+
+def test_other_tools_read_the_export(tmp_path: Path):
+    """pyarrow and datasets see lists of numbers of the store's own types."""
+    pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    datasets = pytest.importorskip("datasets", reason="Hugging Face datasets are optional")
+    from pyarrow import parquet
+
+    store = small(tmp_path / "a")
+    export_store(store, tmp_path / "a.parquet")
+    export_store(store, tmp_path / "a_dataset")
+    table = parquet.read_table(tmp_path / "a.parquet")
+    assert table.column("input_ids").type == pyarrow.list_(pyarrow.int32())
+    assert table.column("advantage").to_pylist() == [None, 0.5, None, None, None, None]
+    found = datasets.load_from_disk(str(tmp_path / "a_dataset"))
+    assert found[2]["input_ids"] == [0, 1, 2]
+    assert sorted(path.name for path in (tmp_path / "a_dataset").iterdir()) == [
+        "data-00000-of-00001.arrow",
+        "dataset_info.json",
+        "state.json",
+        "trajectory_schema.json",
+    ]
