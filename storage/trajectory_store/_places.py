@@ -86,19 +86,21 @@ class Spans:
 
     Args:
         places: the rows.
-        starts: `[B]` int64, in run order: the first element in the segment.
-        ends: `[B]` int64, in run order: one past the last.
+        firsts: per run, per row the first element in the segment.
+        lasts: the same for one past the last element.
 
     Attributes:
+        firsts: as given.
         lengths: `[B]` int64, in the order of the batch.
         width: the longest row.
     """
 
-    def __init__(self, places: Places, starts: Int64Array, ends: Int64Array) -> None:
+    def __init__(self, places: Places, firsts: list[Int64Array], lasts: list[Int64Array]) -> None:
         self.places = places
-        self._starts = starts
-        self._ends = ends
-        self._counts = ends - starts
+        self.firsts = firsts
+        self._starts = firsts[0] if len(firsts) == 1 else np.concatenate(firsts)
+        self._ends = lasts[0] if len(lasts) == 1 else np.concatenate(lasts)
+        self._counts = self._ends - self._starts
         self.lengths: Int64Array = places.restore(self._counts)
         self._targets: dict[tuple[int, int, bool], list[slice]] = {}
 
