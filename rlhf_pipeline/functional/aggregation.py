@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 AGGREGATIONS: Final = ("token_mean", "sequence_mean", "sequence_sum", "dr_grpo")
-_ALIASES: Final = {"prompt_mean": "sequence_mean"}
+_ALIASES: Final = {"prompt_mean": "sequence_mean", "bnpo": "token_mean"}
 
 
 class StepCounts(NamedTuple):
@@ -40,7 +40,7 @@ class StepCounts(NamedTuple):
 
 
 def canonical_aggregation(mode: str) -> str:
-    """The mode's own name: `prompt_mean` is TorchRL's name of `sequence_mean`.
+    """The mode's own name: `prompt_mean` is TorchRL's name of `sequence_mean`, `bnpo` TRL's of `token_mean`.
 
     Raises:
         DefinitionError: unknown mode.
@@ -82,7 +82,8 @@ def token_weights(
 
     With `L` the assistant tokens of a trajectory and the sums over the whole step:
 
-    * `token_mean`: `1 / sum L`. DAPO, arXiv:2503.14476.
+    * `token_mean` (TRL's `bnpo` by the counts of one batch, its `dapo` by those of the step): `1 / sum L`. DAPO,
+      arXiv:2503.14476.
     * `sequence_mean` (TorchRL's `prompt_mean`): `1 / (trajectories * L)`. GRPO, arXiv:2402.03300.
     * `sequence_sum`: `1 / trajectories`.
     * `dr_grpo`: `1 / (trajectories * max_completion_tokens)`. arXiv:2503.20783.
@@ -92,7 +93,7 @@ def token_weights(
 
     Args:
         lengths: [N], assistant tokens per trajectory, of this batch or of the whole step.
-        mode: one of `AGGREGATIONS` or `prompt_mean`.
+        mode: one of `AGGREGATIONS`, `prompt_mean` or `bnpo`.
         counts: counts of the whole step; those of `lengths` by default.
         max_completion_tokens: the constant of `dr_grpo`, the limit of the sampler.
         dtype: of the result; the division is float64.

@@ -59,7 +59,7 @@ class GRPOLoss(LossModule):
         clip_epsilon: one number or (low, high).
         kl_mask_threshold: leave out tokens with `(log pi - log behaviour)^2 / 2` above this. Without `"loss_weight"`
             the tokens that are left carry the whole count, as in TorchRL; with it, the count stays.
-        aggregation: `token_mean`, `sequence_mean` (or `prompt_mean`), `sequence_sum`, `dr_grpo`, or `none`.
+        aggregation: `token_mean` (or `bnpo`), `sequence_mean` (or `prompt_mean`), `sequence_sum`, `dr_grpo`, or `none`.
         entropy_bonus: add `-entropy_coeff * entropy` to the loss.
         samples_mc_entropy: samples of the entropy of a TorchRL distribution that has no closed form. The entropy of a
             language model's head is exact, and needs none.

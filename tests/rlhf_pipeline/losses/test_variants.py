@@ -1,0 +1,188 @@
+"""The published losses as recipes: by hand on three tokens, and every option against autograd in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_pipeline import GRPOLoss
+
+MASK = ("masks", "all_assistant_mask")
+ATTENTION = ("masks", "all_attention_mask")
+R = [1.5, 0.5, 1.1]
+S = math.sqrt(0.75)  # the geometric mean of the first trajectory's ratios
+
+
+def three_tokens(tiny):
+    """Two trajectories of 2 and 1 tokens, ratios 1.5, 0.5 and 1.1, advantages 1 and -1, log-probs -1, -2, -0.5."""
+    actor = tiny.Scorer([[0.0, -1.0, -2.0], [0.0, -0.5, 0.0]])
+    behaviour = [[0.0, -1.0 - math.log(R[0]), -2.0 - math.log(R[1])], [0.0, -0.5 - math.log(R[2]), 0.0]]
+    td = tiny.scorer_batch(
+        [[False, True, True], [False, True, False]],
+        behaviour,
+        [[0.0, 1.0, 1.0], [0.0, -1.0, 0.0]],
+        attention=[[True, True, True], [True, True, False]],
+    )
+    return actor, td
+
+
+RECIPES = {
+    # -(1.2 + 0.5) / 2 and 1.1, averaged over two trajectories; the first token is clipped.
+    "grpo": ({"aggregation": "sequence_mean"}, (-0.85 + 1.1) / 2, [0.0, -0.5 / 4, 1.1 / 2]),
+    # The same tokens over 2 trajectories of at most 4 tokens.
+    "dr_grpo": (
+        {"aggregation": "dr_grpo", "max_completion_tokens": 4},
+        (-1.7 + 1.1) / 8,
+        [0.0, -0.5 / 8, 1.1 / 8],
+    ),
+    # The upper clip at 1.28, the mean over three tokens.
+    "dapo": (
+        {"aggregation": "token_mean", "clip_epsilon": (0.2, 0.28)},
+        (-1.28 - 0.5 + 1.1) / 3,
+        [0.0, -0.5 / 3, 1.1 / 3],
+    ),
+    # TRL's name of the mean over the tokens of the batch.
+    "bnpo": ({"aggregation": "bnpo"}, (-1.2 - 0.5 + 1.1) / 3, [0.0, -0.5 / 3, 1.1 / 3]),
+    # -clip(w) A lp: 1.2 x 1, 0.8 x 2, -1.1 x 0.5; clipped tokens keep their gradient.
+    "cispo": ({"objective": "cispo"}, (1.2 + 1.6 - 0.55) / 3, [-1.2 / 3, -0.8 / 3, 1.1 / 3]),
+    # s = sqrt(0.75) for both tokens of the first trajectory and 1.1 for the second.
+    "gspo": (
+        {"objective": "gspo", "aggregation": "sequence_mean", "clip_epsilon": 0.3},
+        (-S + 1.1) / 2,
+        [-S / 4, -S / 4, 1.1 / 2],
+    ),
+    # With the paper's narrow clip the first sequence is below 1 - 3e-4 and not clipped (A > 0); the second is above
+    # and not clipped (A < 0).
+    "gspo, narrow": (
+        {"objective": "gspo", "aggregation": "sequence_mean", "clip_epsilon": (3e-4, 4e-4)},
+        (-S + 1.1) / 2,
+        [-S / 4, -S / 4, 1.1 / 2],
+    ),
+    # A < 0 costs at most 1.05.
+    "dual clip": ({"dual_clip": 1.05}, (-1.2 - 0.5 + 1.05) / 3, [0.0, -0.5 / 3, 0.0]),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_by_hand(tiny, name):
+    """Loss and gradient of each published loss, worked out by hand."""
+    options, value, slopes = RECIPES[name]
+    actor, td = three_tokens(tiny)
+    out = GRPOLoss(actor, entropy_bonus=False, **options)(td)
+    out.total_loss().backward()
+    gradient = actor.values.grad
+    assert out.loss_objective.item() == pytest.approx(value, rel=1e-12)
+    assert [gradient[0, 1].item(), gradient[0, 2].item(), gradient[1, 1].item()] == pytest.approx(slopes, rel=1e-12)
+    assert gradient[1, 2] == 0
+
+
+def plain(policy, td, s: dict[str, Any]):
+    """The loss of a dictionary of options from all logits, token by token, with nothing of the library in it."""
+    from_logits = policy(td["tokens", "full"], td[ATTENTION])
+    log_p = torch.log_softmax(from_logits[:, :-1] / policy.temperature, -1)
+    lp_all = log_p.gather(2, td["tokens", "full"][:, 1:, None])[..., 0]
+    h_all = -(log_p.exp() * log_p).sum(-1)
+    low, high = s.get("clip_epsilon", (0.2, 0.2))
+    rows = [i for i in range(len(td)) if bool(td[MASK][i].any())]
+    count = sum(int(td[MASK][i].sum()) for i in rows)
+    total = torch.zeros((), dtype=torch.float64)
+    for i in rows:
+        at = td[MASK][i].nonzero()[:, 0].tolist()
+        lp = {t: lp_all[i, t - 1] for t in at}
+        lb = {t: td["log_probs", "full"][i, t] for t in at}
+        lo = {t: td["prox_log_probs", "full"][i, t] for t in at} if s.get("decoupled") else lb
+        ref = {t: td["next", "ref_log_probs", "full"][i, t] for t in at}
+        gap_sum = sum(float(lo[t] - lb[t]) for t in at)
+        mean = torch.stack([lp[t] - lo[t] for t in at]).mean()
+        for t in at:
+            a = td["advantage"][i, t]
+            w = (mean if s.get("objective") == "gspo" else lp[t] - lo[t]).exp()
+            inside = w.detach().clamp(1 - low, 1 + high)
+            if s.get("objective") == "cispo":
+                loss = -inside * a * lp[t]
+            else:
+                free = w.clamp(max=s["delta"]) if "delta" in s else w
+                best = free * a if free * a <= inside * a else (w.clamp(1 - low, 1 + high) * a)
+                if "dual_clip" in s and a < 0 and best < s["dual_clip"] * a:
+                    best = s["dual_clip"] * a
+                loss = -best
+            rho = math.exp(gap_sum if s.get("tis_level") == "sequence" else float(lo[t] - lb[t]))
+            if "tis_cap" in s:
+                loss = loss * min(rho, s["tis_cap"])
+            if "icepop" in s:
+                level = gap_sum / len(at) if s.get("icepop_level") == "sequence" else float(lo[t] - lb[t])
+                loss = loss * float(s["icepop"][0] <= math.exp(level) <= s["icepop"][1])
+            loss = loss - s.get("entropy_coeff", 0.0) * h_all[i, t - 1]
+            for coefficient, other in (("kl_to_ref_coeff", ref), ("kl_to_inference_coeff", lb)):
+                if coefficient in s:
+                    d = lp[t] - other[t]
+                    kind = s["kl_estimator"]
+                    k3 = (-d).exp() - 1 + d
+                    kl = {"k2": d**2 / 2, "k3": k3, "k3+": d**2 / 2 + (k3 - d**2 / 2).detach()}[kind]
+                    if s.get("kl_importance_weight"):
+                        kl = kl * (lp[t] - lo[t]).exp().clamp(1 - low, 1 + high)
+                    loss = loss + s[coefficient] * kl
+            total = total + loss * (1 / (len(rows) * len(at)) if s.get("aggregation") == "sequence_mean" else 1 / count)
+    return total
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dapo": {"clip_epsilon": (0.2, 0.28)},
+    "cispo": {"objective": "cispo", "clip_epsilon": (0.2, 0.28)},
+    "gspo": {"objective": "gspo", "clip_epsilon": (0.05, 0.05), "aggregation": "sequence_mean"},
+    "dual clip": {"dual_clip": 1.3},
+    "delta": {"delta": 1.3},
+    "decoupled": {"decoupled": True},
+    "tis": {"decoupled": True, "tis_cap": 1.1},
+    "tis of sequences": {"decoupled": True, "tis_cap": 1.5, "tis_level": "sequence"},
+    "icepop": {"decoupled": True, "icepop": (0.9, 1.2)},
+    "sequence mask": {"decoupled": True, "icepop": (0.95, 1.05), "icepop_level": "sequence"},
+    "tis and mask": {"decoupled": True, "tis_cap": 1.02, "icepop": (0.94, 1.1), "icepop_level": "sequence"},
+    "decoupled cispo with tis": {"objective": "cispo", "decoupled": True, "tis_cap": 1.1},
+    "decoupled gspo": {
+        "objective": "gspo",
+        "decoupled": True,
+        "clip_epsilon": (0.1, 0.1),
+        "tis_cap": 1.2,
+        "tis_level": "sequence",
+    },
+    "k2": {"kl_to_ref_coeff": 0.2, "kl_estimator": "k2"},
+    "k3": {"kl_to_ref_coeff": 0.2, "kl_estimator": "k3"},
+    "k3+": {"kl_to_ref_coeff": 0.2, "kl_estimator": "k3+"},
+    "both KL terms": {"kl_to_ref_coeff": 0.2, "kl_to_inference_coeff": 0.3, "kl_estimator": "k3"},
+    "weighted KL": {"kl_to_ref_coeff": 0.2, "kl_estimator": "k2", "kl_importance_weight": True},
+    "entropy": {"entropy_coeff": 0.05},
+    "everything": {
+        "decoupled": True,
+        "tis_cap": 1.2,
+        "icepop": (0.8, 1.3),
+        "dual_clip": 1.5,
+        "entropy_coeff": 0.05,
+        "kl_to_ref_coeff": 0.2,
+        "kl_to_inference_coeff": 0.1,
+        "kl_estimator": "k3+",
+        "aggregation": "sequence_mean",
+    },
+}
+
+
+@pytest.mark.parametrize("head", ["auto", "recompute"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_equals_autograd_in_float64(tiny, name, head):
+    """Loss to 1e-12, gradient to 1e-7 of its norm (Qwen2 computes its norm in float32), and not that of plain GRPO."""
+    policy = tiny.Policy(dtype=torch.float64, temperature=0.8)
+    td = tiny.as_double(tiny.make_batch(policy, spread=0.35, seed=4))
+    noise = 0.15 * torch.randn(td[MASK].shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    td["prox_log_probs", "full"] = (td["log_probs", "full"] + noise) * td[MASK]
+    options = VARIANTS[name]
+    settings = {"entropy_bonus": "entropy_coeff" in options, "head": head, **options}
+    total = GRPOLoss(policy, **settings)(td).total_loss()
+    expected = plain(policy, td, options)
+    assert total.item() == pytest.approx(expected.item(), rel=1e-12, abs=1e-13)
+    found, reference = tiny.gradient(policy, total), tiny.gradient(policy, expected)
+    assert tiny.relative(found, reference) < 1e-7
+    without = tiny.gradient(policy, GRPOLoss(policy, entropy_bonus=False)(td).total_loss())
+    assert tiny.relative(without, reference) > 1e-4
