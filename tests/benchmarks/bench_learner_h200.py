@@ -1,0 +1,501 @@
+"""The learner's step at real sizes: tokens per second, MFU and peak memory, beside full logits and TRL's layout.
+
+    python tests/benchmarks/bench_learner_h200.py                  # one GPU: Qwen2.5-0.5B and 1.5B shapes, bfloat16
+    python tests/benchmarks/bench_learner_h200.py --models 0.5b --json results.json
+    python tests/benchmarks/bench_learner_h200.py --tiny           # a CPU, a tiny model: does all of it run
+
+Weights are random, nothing is downloaded. One step learns from 64 trajectories, 8 prompts of 8, with log-normal
+prompts and completions (sigma 0.8), stored and read like any others. `ours` is `Learner.step` whole: the plan, the
+store's reads, forward, backward, clipping, AdamW with float32 masters, the ledger. The paths beside it get the same
+trajectories, loss weights and optimizer: `full logits` pads to the token budget and forms the logits of every position;
+`TRL layout` pads prompts to the longest on the left and completions to the longest on the right, 8 rows at a time,
+keeps the logits of the completions, and computes log-probs and entropies by TRL's formulas, written down again here.
+
+Every path must give the same loss and gradient norm; the deviation from the first stands in the table. MFU is
+`ModelCost.flops` (real tokens, causal attention, the head on completions only) over the *measured* peak of large
+matmuls in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict as Row
+from tensordict import lazy_stack
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / part) for part in (".", "storage")]
+
+if TYPE_CHECKING:
+    from rlhf_pipeline import CausalLMPolicy, GRPOLoss, Learn, TrajectoryReplayBuffer
+    from rlhf_pipeline.learner.optimizer import PolicyOptimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A Qwen2.5 model, and what it is to reach on one H200."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    goal_mfu: float | None = None
+    goal_tokens: float | None = None
+
+
+SHAPES = {
+    "0.5b": Shape(896, 4864, 24, 14, 2, 151_936, 0.35, 95_000),
+    "1.5b": Shape(1536, 8960, 28, 12, 2, 151_936, 0.45, 38_000),
+    "tiny": Shape(64, 160, 2, 4, 2, 997),
+}
+GOAL_AGAINST_TRL = 4.0
+GOAL_DECODE = 60_000.0
+LAYOUTS = ("padded", "packed", "prefix_shared")
+BETA, LOW, HIGH, TRL_ROWS = 0.04, 0.2, 0.28, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much work one step is."""
+
+    prompts: int = 8
+    group: int = 8
+    prompt_median: int = 200
+    completion_median: int = 500
+    completion_most: int = 2048
+    token_budget: int = 16_384
+    reps: int = 3
+
+
+def make_policy(shape: Shape, device: torch.device) -> CausalLMPolicy:
+    """A model of this shape with random weights, in bfloat16 on a GPU."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from rlhf_pipeline import CausalLMPolicy
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
+    )
+    with device:
+        model: Any = Qwen2ForCausalLM(config)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return CausalLMPolicy(model.to(dtype), eos_token_id=[], pad_token_id=0)
+
+
+def make_rows(sizes: Sizes, vocab: int) -> list[Row]:
+    """Trajectories with log-normal lengths, fixed by the sizes alone."""
+    rng = torch.Generator().manual_seed(1)
+    level = -float(torch.tensor(float(vocab)).log())
+    rows: list[Row] = []
+    for prompt in range(sizes.prompts):
+        length = int(sizes.prompt_median * (0.8 * torch.randn((), generator=rng)).exp().clamp(0.2, 4.0)) + 1
+        ids = torch.randint(5, vocab, (length,), generator=rng)
+        for member in range(sizes.group):
+            own = int(sizes.completion_median * (0.8 * torch.randn((), generator=rng)).exp())
+            own = max(1, min(own, sizes.completion_most))
+            assistant = torch.arange(length + own) >= length
+            scores = level + 0.1 * torch.randn(2, length + own, generator=rng)
+            rows.append(
+                Row(
+                    {
+                        ("tokens", "full"): torch.cat([ids, torch.randint(5, vocab, (own,), generator=rng)]),
+                        ("masks", "all_assistant_mask"): assistant,
+                        ("log_probs", "full"): torch.where(assistant, scores[0], torch.nan),
+                        ("next", "ref_log_probs", "full"): torch.where(assistant, scores[1], torch.nan),
+                        "group_id": torch.tensor(prompt),
+                        "trajectory_id": torch.tensor(prompt * sizes.group + member),
+                        "policy_version": torch.tensor(0),
+                        "num_prompt_tokens": torch.tensor(length),
+                        "task_reward": torch.rand((), generator=rng),
+                        ("next", "done"): torch.tensor(True),
+                    }
+                )
+            )
+    return rows
+
+
+def our_loss(policy: CausalLMPolicy) -> GRPOLoss:
+    """Clip-higher with a KL term of k3 against the reference, token mean."""
+    from rlhf_pipeline import GRPOLoss
+
+    return GRPOLoss(policy, clip_epsilon=(LOW, HIGH), entropy_bonus=False, kl_to_ref_coeff=BETA, kl_estimator="k3")
+
+
+def steps_of_ours(policy: CausalLMPolicy, buffer: TrajectoryReplayBuffer, config: Learn, ledger: Path):
+    """A function that takes one whole step and returns (loss, gradient norm)."""
+    from rlhf_pipeline import Learner
+    from rlhf_pipeline.learner.ledger import Ledger
+
+    learner = Learner(
+        policy=policy,
+        loss=our_loss(policy),
+        buffer=buffer,
+        config=config,
+        max_staleness=1_000_000,
+        max_completion_tokens=4096,
+        ledger=Ledger(ledger),
+        seed=0,
+    )
+    done = [0]
+
+    def step() -> tuple[float, float]:
+        done[0] += 1
+        metrics = learner.step(done[0])
+        for notice in learner.take_notices():
+            print(f"    notice: {notice}")
+        loss, norm = metrics["loss"], metrics["grad_norm"]
+        return float(loss or 0.0), float(norm or 0.0)
+
+    return step
+
+
+def token_losses(
+    log_probs: torch.Tensor, old: torch.Tensor, ref: torch.Tensor, advantage: torch.Tensor
+) -> torch.Tensor:
+    """The same loss on plain log-probs, float32."""
+    ratio = (log_probs - old).clamp(-20, 20).exp()
+    policy = -torch.minimum(ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage)
+    gap = (log_probs - ref).clamp(-20, 20)
+    return policy + BETA * ((-gap).exp() - 1 + gap)
+
+
+def steps_of_full_logits(policy: CausalLMPolicy, rows: list[Row], config: Learn, device: torch.device):
+    """Padded to the token budget, logits of every position in float32."""
+    from rlhf_pipeline.learner.optimizer import PolicyOptimizer
+    from rlhf_pipeline.padding import plan_batches
+
+    optimizer = PolicyOptimizer(policy.model, config)
+    table = _columns(rows, device)
+    lengths = torch.tensor([len(row["tokens", "full"]) for row in rows])
+
+    def step() -> tuple[float, float]:
+        total = 0.0
+        for chosen in plan_batches(lengths, max(config.token_budget, int(lengths.max()))):
+            batch = {name: _pad([values[i] for i in chosen.tolist()]) for name, values in table.items()}
+            mask = batch["mask"][:, 1:]
+            # Padding stands on the right, where a causal model does not look from a real token.
+            logits = policy.model(input_ids=batch["ids"], use_cache=False).logits[:, :-1].float()
+            log_probs = logits.log_softmax(-1).gather(-1, batch["ids"][:, 1:, None])[..., 0]
+            del logits
+            losses = token_losses(log_probs, *(batch[name][:, 1:] for name in ("old", "ref", "advantage")))
+            loss = (losses * mask).sum() / _tokens(table)
+            loss.backward()
+            total += float(loss.detach())
+        return _finish(optimizer, config, total)
+
+    return step
+
+
+def steps_of_trl_layout(policy: CausalLMPolicy, rows: list[Row], config: Learn, device: torch.device):
+    """Prompts padded on the left, completions on the right, to the longest of all; TRL's formulas."""
+    from rlhf_pipeline.learner.optimizer import PolicyOptimizer
+
+    optimizer = PolicyOptimizer(policy.model, config)
+    table = _columns(rows, device)
+    prompts = [int(row["num_prompt_tokens"]) for row in rows]
+    before, after = max(prompts), max(len(row["tokens", "full"]) - n for row, n in zip(rows, prompts, strict=True))
+
+    def laid_out(values: list[torch.Tensor], chosen: range) -> torch.Tensor:
+        out = values[0].new_zeros(len(chosen), before + after)
+        for place, i in enumerate(chosen):
+            out[place, before - prompts[i] : before - prompts[i] + len(values[i])] = values[i]
+        return out
+
+    def step() -> tuple[float, float]:
+        total = 0.0
+        for start in range(0, len(rows), TRL_ROWS):
+            chosen = range(start, min(start + TRL_ROWS, len(rows)))
+            batch = {name: laid_out(values, chosen) for name, values in table.items()}
+            positions = (batch["real"].cumsum(1) - 1).clamp_min(0)
+            logits = policy.model(
+                input_ids=batch["ids"],
+                attention_mask=batch["real"],
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=after + 1,
+            ).logits[:, :-1]
+            ids = batch["ids"][:, -after:]
+            log_probs = _selected(logits, ids)
+            with torch.no_grad():
+                for part in logits.reshape(-1, logits.shape[-1]).split(128):
+                    spread = part.log_softmax(-1)
+                    (spread.exp() * spread).sum(-1)
+            del logits
+            losses = token_losses(log_probs.float(), *(batch[name][:, -after:] for name in ("old", "ref", "advantage")))
+            loss = (losses * batch["mask"][:, -after:]).sum() / _tokens(table)
+            loss.backward()
+            total += float(loss.detach())
+        return _finish(optimizer, config, total)
+
+    return step
+
+
+def _selected(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probs of tokens as TRL takes them: by logsumexp per row in float32, by log_softmax per row in bfloat16."""
+    if logits.dtype == torch.float32:
+        chosen = logits.gather(-1, ids[..., None])[..., 0]
+        return chosen - torch.stack([row.logsumexp(-1) for row in logits])
+    pairs = zip(logits, ids, strict=True)
+    return torch.stack([row.log_softmax(-1).gather(-1, i[:, None])[:, 0] for row, i in pairs])
+
+
+def _columns(rows: list[Row], device: torch.device) -> dict[str, list[torch.Tensor]]:
+    rewards = torch.stack([row["task_reward"] for row in rows])
+    groups = torch.stack([row["group_id"] for row in rows])
+    advantage = torch.zeros_like(rewards)
+    for group in groups.unique():
+        at = groups == group
+        advantage[at] = (rewards[at] - rewards[at].mean()) / rewards[at].std().clamp_min(1e-6)
+    masks = [row["masks", "all_assistant_mask"] for row in rows]
+    table = {
+        "ids": [row["tokens", "full"] for row in rows],
+        "mask": masks,
+        "real": [torch.ones(len(mask), dtype=torch.int64) for mask in masks],
+        "old": [row["log_probs", "full"].nan_to_num() for row in rows],
+        "ref": [row["next", "ref_log_probs", "full"].nan_to_num() for row in rows],
+        "advantage": [mask * a for mask, a in zip(masks, advantage, strict=True)],
+    }
+    return {name: [value.to(device) for value in values] for name, values in table.items()}
+
+
+def _pad(values: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
+
+
+def _tokens(table: dict[str, list[torch.Tensor]]) -> int:
+    return sum(int(mask.sum()) for mask in table["mask"])
+
+
+def _finish(optimizer: PolicyOptimizer, config: Learn, total: float) -> tuple[float, float]:
+    norm = float(optimizer.clip(config.max_grad_norm))
+    optimizer.step(config.lr)
+    return total, norm
+
+
+def measure(step: Callable[[], tuple[float, float]], reps: int, device: torch.device) -> dict[str, float]:
+    """Median seconds, peak memory above nothing (GPU), loss and norm, after one warm-up."""
+    loss, norm = step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    seconds: list[float] = []
+    for _ in range(reps):
+        started = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return {"seconds": statistics.median(seconds), "peak": float(peak), "loss": loss, "norm": norm}
+
+
+def step_section(
+    name: str, sizes: Sizes, device: torch.device, peak_flops: float, variants: list[str]
+) -> dict[str, Any]:
+    """Print the table of one model's step."""
+    shape = SHAPES[name]
+    rows = make_rows(sizes, shape.vocab)
+    lengths = torch.tensor([len(row["tokens", "full"]) for row in rows])
+    scored = torch.tensor([int(row["masks", "all_assistant_mask"].sum()) for row in rows])
+    tokens = int(lengths.sum())
+    print(
+        f"\nstep, {name}: {len(rows)} trajectories, {tokens:,} real tokens, {int(scored.sum()):,} of them completions"
+    )
+    head = f"  {'path':36} {'s/step':>8} {'tokens/s':>10} {'MFU':>6} {'peak GB':>8} {'loss off':>9} {'norm off':>9}"
+    print(head)
+    found: dict[str, dict[str, Any]] = {}
+    first: dict[str, float] | None = None
+    for variant in variants:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                result = _run_variant(variant, name, sizes, rows, device, Path(folder))
+        except (torch.cuda.OutOfMemoryError, RuntimeError, ImportError) as error:
+            found[variant] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"}
+            print(f"  {variant:36} failed: {found[variant]['failed']}")
+            _free(device)
+            continue
+        cost = result.pop("cost")
+        first = first or result
+        result["tokens_per_s"] = tokens / result["seconds"]
+        result["mfu"] = cost.flops(lengths, scored) / (result["seconds"] * peak_flops)
+        off = [abs(result[key] - first[key]) / max(abs(first[key]), 1e-12) for key in ("loss", "norm")]
+        found[variant] = result | {"loss_off": off[0], "norm_off": off[1]}
+        peak = f"{result['peak'] / 1e9:8.2f}" if result["peak"] else f"{'-':>8}"
+        print(
+            f"  {variant:36} {result['seconds']:8.3f} {result['tokens_per_s']:10,.0f} {result['mfu']:6.1%} "
+            f"{peak} {off[0]:9.1e} {off[1]:9.1e}",
+            flush=True,
+        )
+        _free(device)
+    if name != "tiny":
+        _verdict(shape, found)
+    return found
+
+
+def _run_variant(
+    variant: str, name: str, sizes: Sizes, rows: list[Row], device: torch.device, folder: Path
+) -> dict[str, Any]:
+    from rlhf_pipeline import Learn, MCAdvantage, TrajectoryReplayBuffer
+    from rlhf_pipeline.learner.metrics import ModelCost
+
+    policy = make_policy(SHAPES[name], device)
+    kind, _, option = variant.partition(", ")
+    # A learning rate that moves nothing: every path and repetition sees the same weights.
+    config = Learn(lr=1e-12, token_budget=sizes.token_budget, max_grad_norm=1e9)
+    cost = ModelCost.of(policy)
+    if kind != "ours":
+        make = steps_of_trl_layout if kind == "TRL layout" else steps_of_full_logits
+        return measure(make(policy, rows, config, device), sizes.reps, device) | {"cost": cost}
+    layout = option.removesuffix(", recomputed activations")
+    config = dataclasses.replace(
+        config,
+        layout=layout,  # pyright: ignore[reportArgumentType]
+        activation_checkpointing=layout != option,
+    )
+    buffer = TrajectoryReplayBuffer(storage=folder / "store", transform=MCAdvantage(sizes.group))
+    try:
+        buffer.extend(lazy_stack(rows))  # pyright: ignore[reportArgumentType]
+        step = steps_of_ours(policy, buffer, config, folder / "ledger.jsonl")
+        return measure(step, sizes.reps, device) | {"cost": cost}
+    finally:
+        buffer.trajectories.close()
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _verdict(shape: Shape, found: dict[str, dict[str, Any]]) -> None:
+    """Say which goals are met; goals hold for an H200 only, the ratio to TRL's layout wherever it is measured."""
+    ours = {name: row for name, row in found.items() if name.startswith("ours") and "seconds" in row}
+    if not ours:
+        return
+    best = min(ours, key=lambda name: ours[name]["seconds"])
+    row, lines = ours[best], []
+    trl = found.get("TRL layout", {})
+    if "seconds" in trl:
+        lines.append(("x TRL's layout", trl["seconds"] / row["seconds"], GOAL_AGAINST_TRL))
+    if torch.cuda.is_available() and shape.goal_mfu is not None and shape.goal_tokens is not None:
+        lines.append(("MFU of the measured peak", row["mfu"], shape.goal_mfu))
+        lines.append(("real tokens/s", row["tokens_per_s"], shape.goal_tokens))
+    for what, value, goal in lines:
+        print(f"  {best}: {value:,.2f} {what}, goal {goal:,g}: {'met' if value >= goal else 'missed'}")
+
+
+def decode_section(name: str, device: torch.device, slots: list[int], context: int, new: int) -> dict[str, Any]:
+    """Print sampled tokens per second of our engine and of `model.generate`, log-probs included for ours."""
+    shape = SHAPES[name]
+    policy = make_policy(shape, device)
+    print(f"\ndecode, {name}: prompts of {context} tokens, {new} new tokens each")
+    print(f"  {'engine':36} {'slots':>6} {'tokens/s':>10}")
+    found: dict[str, Any] = {}
+    for number in slots:
+        prompts = [torch.randint(5, shape.vocab, (context,)).tolist() for _ in range(number)]
+        policy.num_slots = number
+
+        def ours(prompts: list[list[int]] = prompts) -> int:
+            return len(policy.generate_ragged(prompts, max_new_tokens=new, seed=0).token_ids)
+
+        def theirs(prompts: list[list[int]] = prompts) -> int:
+            ids = torch.tensor(prompts, device=device)
+            model: Any = policy.model
+            options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0, "pad_token_id": 0}
+            return int(model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, context:].numel())
+
+        for engine, call in (("ours: slots", ours), ("transformers generate", theirs)):
+            call()
+            _free(device)
+            started = time.perf_counter()
+            tokens = call()
+            rate = tokens / (time.perf_counter() - started)
+            found[f"{engine}, {number}"] = rate
+            print(f"  {engine:36} {number:6} {rate:10,.0f}", flush=True)
+    best = found.get("ours: slots, 256")
+    if best is not None and name == "0.5b":
+        print(f"  ours at 256 slots: {best:,.0f}, goal {GOAL_DECODE:,g}: {'met' if best >= GOAL_DECODE else 'missed'}")
+    return found
+
+
+def main() -> int:
+    """Run the sections that were asked for."""
+    from rlhf_pipeline.learner.metrics import known_peak_flops, measured_peak_flops
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tiny", "--quick", action="store_true", help="a tiny model, on the device there is")
+    parser.add_argument("--models", default="0.5b,1.5b")
+    parser.add_argument("--sections", default="step,decode")
+    parser.add_argument("--token-budget", type=int, default=16_384)
+    parser.add_argument("--prompt-median", type=int, default=200)
+    parser.add_argument("--completion-median", type=int, default=500)
+    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--slots", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--json", type=Path, help="write hardware, versions and figures here")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not args.tiny:
+        print("There is no CUDA device: the tiny mode runs instead (--tiny).")
+        args.tiny = True
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    size = 8192 if device.type == "cuda" else 512
+    peak = measured_peak_flops(device, dtype, size=size, seconds=2.0 if device.type == "cuda" else 0.2)
+    known = known_peak_flops(device, dtype)
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
+    print(f"{hardware}, torch {torch.__version__}: measured peak {peak / 1e12:.2f} TFLOP/s ({dtype})", end="")
+    print("" if known is None else f", data sheet {known / 1e12:.0f}")
+    sizes = Sizes(
+        prompt_median=args.prompt_median,
+        completion_median=args.completion_median,
+        token_budget=args.token_budget,
+        reps=args.reps,
+    )
+    slots, context, new, models = args.slots, 512, 128, args.models.split(",")
+    if args.tiny:
+        sizes = Sizes(prompts=4, group=4, prompt_median=20, completion_median=24, completion_most=96, token_budget=512)
+        slots, context, new, models = [4], 16, 8, ["tiny"]
+    variants = [f"ours, {layout}" for layout in LAYOUTS]
+    variants += ["ours, packed, recomputed activations", "full logits", "TRL layout"]
+    results: dict[str, Any] = {
+        "hardware": hardware,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "peak_flops": peak,
+        "sizes": dataclasses.asdict(sizes),
+    }
+    for name in models:
+        if "step" in args.sections:
+            results[f"step {name}"] = step_section(name, sizes, device, peak, variants)
+        if "decode" in args.sections:
+            results[f"decode {name}"] = decode_section(name, device, slots, context, new)
+        _free(device)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        print(f"\nwritten: {args.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
