@@ -101,7 +101,7 @@ def _from_arrow(column: Column, array: Any) -> Any:
 
 
 def _fill(schema: Schema, found: Values, gone: Mapping[str, Flags]) -> None:
-    """Give absent rows of ragged columns the length of their axis, filled; 0 where no column of the axis has the row."""
+    """Give absent rows of ragged columns the length of their axis, filled; 0 where none of its columns has the row."""
     axes = {name: schema[name].axis or "" for name in gone}
     lengths_of: dict[str, npt.NDArray[np.int64]] = {}
     for axis in set(axes.values()):

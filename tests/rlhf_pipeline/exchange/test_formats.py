@@ -152,7 +152,7 @@ def test_trl_table(tmp_path: Path, tokenizer: Any):
 
 
 def test_verl_dump(tmp_path: Path, jsonl: Write, chat_tokenizer: Any):
-    """verl's rows come in any order, so a group is a step's prompt; the template is in the prompt already."""
+    """Rows of verl come in any order, so a group is a step's prompt; the template is in the prompt already."""
     row = {"input": "user\n1+1\nassistant\n", "output": "2", "gts": "2", "score": 1.0, "step": 5, "acc": True}
     file = jsonl([row, row | {"input": "other"}, row | {"output": "3", "score": 0.0}], "5.jsonl")
     report = import_files([file], tmp_path / "store", tokenizer=chat_tokenizer)

@@ -225,7 +225,7 @@ def test_an_export_of_some(tmp_path: Path):
 
 
 def test_other_tools_read_the_export(tmp_path: Path):
-    """pyarrow and datasets see lists of numbers of the store's own types."""
+    """Readers such as pyarrow and datasets see lists of numbers of the store's own types."""
     pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
     datasets = pytest.importorskip("datasets", reason="Hugging Face datasets are optional")
     from pyarrow import parquet

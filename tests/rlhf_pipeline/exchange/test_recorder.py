@@ -1,0 +1,178 @@
+"""Recording from loops and from reward functions as TRL calls them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.exchange import TrajectoryRecorder, import_files
+from trajectory_store import TrajectoryStore
+
+from .conftest import Write
+
+
+def rows_of(store: Path) -> dict[str, Any]:
+    """Return all columns of a store."""
+    with TrajectoryStore.open(store) as opened:
+        return opened.read(opened.ids())
+
+
+def call(functions: list[Any], *, step: int = 0, prompts: list[Any] | None = None) -> list[list[float | None]]:
+    """Call reward functions as TRL 1.16 does, for two prompts of two completions."""
+    prompts = prompts or ["1+1=", "1+1=", "2+2=", "2+2="]
+    completions = ["2", "3", "4", "5"]
+    ids = [[ord(text), 1] for text in completions]
+    columns = {"answer": ["2", "2", "4", "4"], "trainer_state": SimpleNamespace(global_step=step)}
+    extra = {"log_extra": lambda *_: None, "log_metric": lambda *_: None}
+    return [
+        function(prompts=prompts, completions=completions, completion_ids=ids, **columns, **extra)
+        for function in functions
+    ]
+
+
+def right(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """A reward function as a user writes it."""
+    return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+
+def some_brief(completions: list[str], **columns: Any) -> list[float | None]:
+    """A reward function that does not apply to the last completion."""
+    return [0.5] * (len(completions) - 1) + [None]
+
+
+def test_reward_functions_record(tmp_path: Path, tokenizer: Any):
+    """The trainer gets the functions' own rewards; the store their weighted sum, the ids and the policy version."""
+    with TrajectoryRecorder(tmp_path / "store", tokenizer=tokenizer, group_size=2) as recorder:
+        functions = recorder.reward_funcs([right, some_brief], weights=[2.0, 1.0])
+        assert [function.__name__ for function in functions] == ["right", "some_brief"]  # the names of TRL's metrics
+        assert call(functions, step=7) == [[1.0, 0.0, 1.0, 0.0], [0.5, 0.5, 0.5, None]]
+        assert recorder.num_recorded == 4
+        call(functions, step=8)
+    rows = rows_of(tmp_path / "store")
+    assert rows["input_ids"][0].tolist() == [*map(ord, "1+1=2"), 1]
+    assert rows["assistant_mask"][0].tolist() == [False] * 4 + [True] * 2
+    assert rows["task_reward"].tolist() == [2.5, 0.5, 2.5, 0.0] * 2
+    assert rows["policy_version"].tolist() == [7] * 4 + [8] * 4
+    assert rows["group_id"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert rows["trajectory_id"].tolist() == list(range(8))
+    assert np.isnan(rows["log_probs"][0]).all()
+    meta = json.loads(rows["meta"][2])
+    assert meta["answer"] == "4"
+    assert meta["source"] == {"recorder": "reward function"}
+    assert meta["encoded"] == {"tokenizer": "", "prompt": "text"}
+
+
+def test_one_function_and_a_completion_that_none_could_grade(tmp_path: Path, tokenizer: Any):
+    """One function may be given as it is; None everywhere is a trajectory without a reward."""
+    with TrajectoryRecorder(tmp_path / "store", tokenizer=tokenizer) as recorder:
+        call(recorder.reward_funcs(some_brief))
+    assert np.isnan(rows_of(tmp_path / "store")["task_reward"][3])
+    assert rows_of(tmp_path / "store")["group_id"].tolist() == [0, 0, 2, 2]  # called after the group's first row
+
+
+def test_async_functions_and_callable_objects(tmp_path: Path, tokenizer: Any):
+    """Async functions stay async; an object with `__call__` keeps its class's name."""
+
+    async def later(completions: list[str], **columns: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [1.0] * len(completions)
+
+    class Grader:
+        def __call__(self, completions: list[str], **columns: Any) -> list[float]:
+            return [2.0] * len(completions)
+
+    with TrajectoryRecorder(tmp_path / "store", tokenizer=tokenizer) as recorder:
+        functions = recorder.reward_funcs([Grader(), later])
+        assert asyncio.iscoroutinefunction(functions[1])
+        assert functions[0].__name__ == "Grader"
+        columns = {"prompts": ["a"], "completions": ["b"], "completion_ids": [[5]]}
+        assert functions[0](**columns) == [2.0]
+        assert asyncio.run(functions[1](**columns)) == [1.0]
+    assert rows_of(tmp_path / "store")["task_reward"].tolist() == [3.0]
+
+
+def test_chat_prompts(tmp_path: Path, chat_tokenizer: Any):
+    """Messages go through the chat template, a text prompt does not: as TRL itself encodes them."""
+    with TrajectoryRecorder(tmp_path / "store", tokenizer=chat_tokenizer) as recorder:
+        for prompt in ([{"role": "user", "content": "hi"}], "hi"):
+            recorder.record(prompts=[prompt], completions=["b"], completion_ids=[[98, 1]], rewards=[0.0])
+    rows = rows_of(tmp_path / "store")
+    assert rows["input_ids"][0].tolist() == [*map(ord, "U:hiA:b"), 1]
+    assert rows["input_ids"][1].tolist() == [*map(ord, "hib"), 1]
+
+
+def test_a_batch_that_is_graded_by_half_is_not_recorded(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+):
+    """Where a reward function fails, its batch is left out with a word in the log, and the next is whole."""
+    with TrajectoryRecorder(tmp_path / "store", tokenizer=tokenizer, group_size=2) as recorder:
+        functions = recorder.reward_funcs([right, some_brief])
+        call(functions[:1], step=1)
+        with caplog.at_level(logging.WARNING, logger="rlhf_pipeline"):
+            call(functions, step=2)
+        assert "not graded to its end" in caplog.text
+    assert rows_of(tmp_path / "store")["policy_version"].tolist() == [2] * 4
+
+
+def test_processes_and_restarts_never_share_ids(tmp_path: Path):
+    """Two ranks split groups between them; a recorder on an old store continues with new ids."""
+    batch = {"prompt_ids": [[1]] * 3, "completions": ["x"] * 3, "completion_ids": [[2]] * 3, "rewards": [0.0] * 3}
+    for _ in range(2):
+        ranks = [TrajectoryRecorder(tmp_path / "store", group_size=2, rank=rank, world_size=2) for rank in range(2)]
+        for _ in range(2):
+            for recorder in ranks:
+                recorder.record(**batch)
+        for recorder in ranks:
+            recorder.close()
+    rows = rows_of(tmp_path / "store")
+    ids, groups = rows["trajectory_id"], rows["group_id"]
+    assert sorted(ids.tolist()) == [*range(12), *((1 << 40) + i for i in range(12))]
+    assert np.array_equal(groups & (2**40 - 1), (ids & (2**40 - 1)) // 2)  # of 12 places, two and two
+
+
+def test_errors_are_raised_or_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """What does not fit is refused; with `on_error="log"` the trainer goes on and the log says what was lost."""
+    wrong = {"prompts": ["a"], "completions": ["b"], "completion_ids": [[1, 2]], "rewards": [0.0]}
+    with TrajectoryRecorder(tmp_path / "store") as recorder:
+        with pytest.raises(DefinitionError, match=r"--tokenizer FOLDER"):
+            recorder.record(**wrong)
+        with pytest.raises(DataError, match=r"2 rewards for 1 completions"):
+            recorder.record(**wrong | {"rewards": [0.0, 1.0]})
+        with pytest.raises(DataError, match=r"1 values of log_probs for 2 completion tokens"):
+            recorder.record(**wrong, prompt_ids=[[3]], log_probs=[[-1.0]])
+        with pytest.raises(DataError, match=r"neither prompts nor prompt_ids"):
+            recorder.record(completions=["b"], completion_ids=[[1]], rewards=[0.0])
+        with pytest.raises(DefinitionError, match=r"2 weights for 1 reward"):
+            recorder.reward_funcs(right, weights=[1.0, 2.0])
+        assert recorder.num_recorded == 0
+        recorder.on_error = "log"
+        assert recorder.record(**wrong).tolist() == []
+        assert "1 completions were not recorded" in caplog.text
+    with pytest.raises(DefinitionError, match=r"group_size is 0"):
+        TrajectoryRecorder(tmp_path / "store", group_size=0)
+
+
+def test_reward_models_need_attach(tmp_path: Path):
+    """A model among the reward functions is refused with the other way named."""
+    torch = pytest.importorskip("torch")
+    with TrajectoryRecorder(tmp_path / "store") as recorder:
+        with pytest.raises(DefinitionError, match=r"Linear is no reward function but a model.*attach"):
+            recorder.reward_funcs([torch.nn.Linear(1, 1)])
+        with pytest.raises(DefinitionError, match=r"object has no _generate_and_score_completions.*reward_funcs="):
+            recorder.attach(object())
+
+
+def test_an_import_beside_a_recorder_is_refused(tmp_path: Path, jsonl: Write):
+    """A store that is being recorded into is not imported into, since both give out ids."""
+    file = jsonl([{"prompt_ids": [1], "completion_ids": [2], "reward": 0}])
+    with TrajectoryRecorder(tmp_path / "store"), pytest.raises(Exception, match=r"another import is writing"):
+        import_files([file], tmp_path / "store")
+    assert import_files([file], tmp_path / "store").num_imported == 1

@@ -1,0 +1,143 @@
+"""Inside TRL's own GRPOTrainer: two steps of a tiny model on a CPU."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_pipeline.exchange import TrajectoryRecorder, import_files
+from trajectory_store import TrajectoryStore
+
+pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore")]  # its warnings are not ours
+
+TEMPERATURE = 0.7
+ALPHABET = "0123456789+="
+
+
+@pytest.fixture(scope="module")
+def trl() -> Any:
+    """TRL, if it is installed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("trl", reason="the peer TRL is not installed: pip install trl==1.16.*")
+
+
+def tiny(tokenizer: Any) -> Any:
+    """Return a small Llama with dropout, made from a seed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        attention_dropout=0.1,
+        eos_token_id=1,
+        pad_token_id=1,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+def right(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """A reward that differs between completions."""
+    return [float(wanted in text) - len(text) / 100 for text, wanted in zip(completions, answer, strict=True)]
+
+
+def train(trl: Any, tokenizer: Any, folder: Path, funcs: list[Any], recorder: TrajectoryRecorder | None) -> Any:
+    """Train two steps and return the trainer."""
+    from datasets import Dataset
+
+    rows = [{"prompt": f"{i}+{i}" + "=" * (1 + i % 2), "answer": str(2 * i)} for i in range(8)]
+    config = trl.GRPOConfig(
+        output_dir=str(folder / "out"),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_generations=4,
+        max_completion_length=6,
+        max_steps=2,
+        learning_rate=1e-2,
+        temperature=TEMPERATURE,
+        log_completions=True,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=3,
+        disable_dropout=False,
+    )
+    trainer = trl.GRPOTrainer(
+        tiny(tokenizer),
+        reward_funcs=funcs,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    if recorder is not None:
+        recorder.attach(trainer)
+    trainer.train()
+    return trainer
+
+
+def test_attached_to_the_trainer(trl: Any, tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]):
+    """Every completion is stored with TRL's own ids, rewards and advantages, and training is not changed by it."""
+    plain = train(trl, tokenizer, tmp_path / "plain", [right], None)
+    with TrajectoryRecorder(tmp_path / "store") as recorder:
+        trainer = train(trl, tokenizer, tmp_path / "recorded", [right], recorder)
+    for a, b in zip(plain.model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+    with TrajectoryStore.open(tmp_path / "store") as store:
+        rows = store.read(store.ids())
+    assert len(rows["group_id"]) == 16
+    assert rows["group_id"].tolist() == np.repeat(np.arange(4), 4).tolist()
+    assert rows["policy_version"].tolist() == [0] * 8 + [1] * 8
+    for i, text in enumerate(rows["prompt"]):
+        start = rows["num_prompt_tokens"][i]
+        assert rows["input_ids"][i][:start].tolist() == [ord(letter) for letter in text]
+        ended = rows["input_ids"][i][-1] == 1
+        assert rows["finish_reason"][i] == ("stop" if ended else "length")
+        answer = json.loads(rows["meta"][i])["answer"]
+        assert rows["task_reward"][i] == np.float32(right([rows["completion"][i]], [answer])[0])
+    for group in range(4):
+        rewards, advantages = (rows[name][4 * group : 4 * group + 4] for name in ("task_reward", "advantage"))
+        wanted = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+        np.testing.assert_allclose(advantages, wanted, atol=1e-4)
+
+    model = copy.deepcopy(tiny(tokenizer)).eval()  # the policy of version 0
+    for i in range(8):
+        ids, mask = torch.tensor(rows["input_ids"][i]).long(), rows["assistant_mask"][i]
+        with torch.no_grad():
+            scores = torch.log_softmax(model(ids[None]).logits[0].double() / TEMPERATURE, dim=-1)
+        wanted = scores[:-1].gather(1, ids[1:, None])[:, 0].numpy()
+        assert np.isnan(rows["log_probs"][i][~mask]).all()
+        np.testing.assert_allclose(rows["log_probs"][i][mask], wanted[mask[1:]], atol=1e-4)
+    assert not np.allclose(rows["log_probs"][8][rows["assistant_mask"][8]], 0)
+
+
+def test_as_reward_functions(trl: Any, tmp_path: Path, tokenizer: Any):
+    """Through the reward functions: the same trajectories with NaN log-probs, and TRL's table imports to the same."""
+    with TrajectoryRecorder(tmp_path / "store", tokenizer=tokenizer, group_size=4) as recorder:
+        train(trl, tokenizer, tmp_path, recorder.reward_funcs([right]), None)
+    tables = tmp_path / "out" / "completions"
+    report = import_files([tables], tmp_path / "tables", tokenizer=tokenizer)
+    assert report.num_imported == 16
+    assert all("reward=right" in file.about for file in report.files)
+    with TrajectoryStore.open(tmp_path / "store") as a, TrajectoryStore.open(tmp_path / "tables") as b:
+        recorded, imported = a.read(a.ids()), b.read(b.ids())
+    assert recorded["completion"] == imported["completion"]
+    assert np.array_equal(recorded["task_reward"], imported["task_reward"])
+    assert recorded["group_id"].tolist() == np.repeat(np.arange(4), 4).tolist()
+    assert all(np.isnan(row).all() for row in recorded["log_probs"])
+    assert recorded["policy_version"].tolist() == [0] * 8 + [1] * 8
