@@ -62,8 +62,8 @@ class KLRewardTransform(Transform):
         assistant_only: penalise the assistant's tokens only. False takes every token that has a log-prob.
         controller: gives the coefficient, and is updated after every batch of the write path with the KL of each
             trajectory. Overrides `coef`.
-        action_key: ignored here; used by the general form.
-        requires_grad: ignored here; used by the general form.
+        action_key: of the general form; here the actions are the token ids, whatever it says.
+        requires_grad: of the general form; here a reference is scored without gradient, so True is refused.
         device: where to run the reference; None leaves it where it is.
         token_budget: padded tokens of one forward pass of the reference.
 
@@ -120,7 +120,13 @@ class KLRewardTransform(Transform):
         device: torch.device | str | None = None,
         token_budget: int = 16_384,
     ) -> None:
-        del action_key, requires_grad
+        del action_key
+        if requires_grad:
+            raise DefinitionError(
+                "requires_grad=True keeps a differentiable copy of an actor, as ActorKLRewardTransform does; the "
+                "reference of a language model is scored without gradient, because the penalty is part of the reward. "
+                "Leave it out, or put a KL term into the loss with GRPOLoss(kl_to_ref_coeff=...)."
+            )
         models = [m for m in (ref_model, actor) if m is not None]
         if len(models) + (ref_model_factory is not None) > 1:
             raise DefinitionError("pass one of ref_model, actor and ref_model_factory, not several.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -36,6 +37,9 @@ from rlhf_pipeline.transforms._queue import Entry, Waiting
 from rlhf_pipeline.transforms._segments import segment_any, segment_sum, whitened
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
+
+
+_log = logging.getLogger("rlhf_pipeline")
 
 
 class _Group(NamedTuple):
@@ -79,7 +83,7 @@ class MCAdvantage(GroupLedger):
         rewards_key: rewards. Where the key is missing, `task_reward` is used.
         advantage_key: where the advantage goes.
         done_key: True at the last step of a trajectory. Where missing, every row is a whole trajectory.
-        verbose: ignored; kept because TorchRL has it. The figures are in `get_stats()`.
+        verbose: log a line for every batch of complete groups.
         trajectory_return: how the rewards of one trajectory become its return. None normalises every reward over
             all rewards of the group instead, as TorchRL does by default.
         keep_return_bounds: groups whose mean return is not strictly inside are left out (dynamic sampling).
@@ -433,6 +437,11 @@ class MCAdvantage(GroupLedger):
         advantage, degenerate = self._advantage(chunk, codes)
         flat = int(codes[degenerate].unique().numel())
         drop = self.zero_variance == "drop"
+        if self.verbose:
+            sizes, returns = [len(group.entries) for group in groups], chunk.returns
+            message = "%d groups of %d to %d trajectories: mean return %.4g, %d of them without spread; %d groups wait"
+            waiting = len(self._queue.waiting)
+            _log.info(message, len(groups), min(sizes), max(sizes), returns.nanmean().item(), flat, waiting)
         self._stats["degenerate_groups"] += flat
         self._stats["written_groups"] += len(groups) - (flat if drop else 0)
         self._stats["dropped_groups"] += flat if drop else 0

@@ -34,7 +34,7 @@ class RetrieveLogProb(Transform):
             `log_probs(input_ids [B, T], attention_mask [B, T], score_mask [B, T]) -> [B, T]`.
         actor: the same, under the older name.
         log_probs_full_key: where the result goes; `("next", "ref_log_probs", "full")` by default.
-        log_prob_key: the same, under the older name.
+        log_prob_key: the same, under the older name, in `next` unless it says so itself.
         history_key: where conversations are that have no token ids; `("history", "full")` by default.
         assistant_only: score the assistant's tokens only. False scores every token but the first.
         tokenizer_kwargs: `chat_template` or `chat_template_name` for those; nothing else of it changes tokens here.
@@ -80,7 +80,12 @@ class RetrieveLogProb(Transform):
             raise DefinitionError("RetrieveLogProb needs a reference model: pass model=, or actor=, not both.")
         if token_budget < 1:
             raise DefinitionError(f"token_budget is {token_budget}; it must be at least 1.")
-        out_key = log_probs_full_key or log_prob_key or REF_LOG_PROBS
+        if log_prob_key is not None and log_prob_key[:1] != ("next",):
+            log_prob_key = ("next", log_prob_key) if isinstance(log_prob_key, str) else ("next", *log_prob_key)
+        if log_prob_key is not None and log_probs_full_key is None:
+            names = (log_prob_key,) if isinstance(log_prob_key, str) else log_prob_key
+            log_probs_full_key = names if names[0] == "next" else ("next", *names)
+        out_key = log_probs_full_key or REF_LOG_PROBS
         super().__init__(in_keys=[TOKENS], out_keys=[out_key])
         # As TorchRL's wrappers: rows that come as text come out padded if the model says so.
         pads = getattr(model if model is not None else actor, "pad_output", False)

@@ -1,0 +1,294 @@
+"""Every argument and example that TorchRL's documents give for these transforms works, or is refused with a reason."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torchrl.data.llm import History
+from torchrl.envs import PendulumEnv, TransformedEnv
+from torchrl.modules import ProbabilisticActor, TanhNormal
+
+from rlhf_pipeline import keys
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.new_model import new_model, scratch_policy
+from rlhf_pipeline.transforms._columns import columns_of
+from rlhf_pipeline.transforms.actor_kl_reward import ActorKLRewardTransform
+from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
+from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
+
+DOCUMENTED = {
+    MCAdvantage: (
+        "grpo_size prompt_key rewards_key advantage_key done_key verbose trajectory_return keep_return_bounds "
+        "candidate_group_size candidate_selection_min_size candidate_selector"
+    ),
+    RetrieveLogProb: (
+        "actor model history_key log_prob_key log_probs_full_key assistant_only tokenizer_kwargs detach device "
+        "tokenizer padding_side"
+    ),
+    KLRewardTransform: (
+        "actor ref_model ref_model_factory coef in_keys out_keys log_prob_key action_key device add_to_reward "
+        "assistant_only requires_grad"
+    ),
+}
+CHATS = [
+    [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": "Hello, how are you?"},
+        {"role": "assistant", "content": "I'm doing well, thank you!"},
+    ],
+    [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": "What's the weather like?"},
+        {"role": "assistant", "content": "I can't check the weather for you, as I have no window."},
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def chat_policy(tmp_path_factory):
+    """A tiny random chat model."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "text.txt").write_text("\n".join(m["content"] for chat in CHATS for m in chat))
+    new_model(folder / "m", text_file=folder / "text.txt", vocab_size=300, hidden_size=32, num_layers=1, num_heads=2)
+    return CausalLMPolicy.from_pretrained(folder / "m")
+
+
+@pytest.fixture(scope="module")
+def policy():
+    """A tiny random model over the token ids of `make_rows`."""
+    alphabet = "".join(chr(33 + i) for i in range(60))
+    return scratch_policy(alphabet, hidden_size=16, num_layers=1, num_heads=2, seed=0)
+
+
+@pytest.mark.parametrize("transform", DOCUMENTED, ids=lambda t: t.__name__)
+def test_every_documented_argument_is_there(transform):
+    """Under its documented name."""
+    have = set(inspect.signature(transform.__init__).parameters)
+    assert set(DOCUMENTED[transform].split()) <= have
+
+
+# -- MCAdvantage ----------------------------------------------------------------------------------------------------
+
+
+def test_group_advantage_by_position_and_with_other_keys():
+    """`MCAdvantage(grpo_size, prompt_key, rewards_key, advantage_key, done_key, verbose)`, each under another name."""
+
+    def trajectory(reward):
+        return TensorDict(
+            {"text": "why?", "gain": torch.tensor([[0.0], [reward]]), "over": torch.tensor([[False], [True]])},
+            batch_size=[2],
+        )
+
+    transform = MCAdvantage(2, "text", "gain", "better", "over", False)
+    assert transform.inv(trajectory(0.0)) is None
+    out = transform.inv(trajectory(1.0))
+    assert out["better"].reshape(-1).tolist() == pytest.approx([-0.7071068] * 2 + [0.7071068] * 2)
+    assert out.get("advantage", None) is None
+
+
+def test_verbose_says_what_was_written(make_rows, caplog):
+    """One line for the groups of a call; none by default."""
+    with caplog.at_level(logging.INFO, logger="rlhf_pipeline"):
+        MCAdvantage(2).inv(lazy_stack(make_rows([4, 5])))
+        assert caplog.messages == []
+        MCAdvantage(2, verbose=True).inv(lazy_stack(make_rows([4, 5, 6], rewards=[0.0, 3.0, 1.0])))
+    assert caplog.messages == [
+        "1 groups of 2 to 2 trajectories: mean return 1.5, 0 of them without spread; 1 groups wait"
+    ]
+
+
+# -- KLRewardTransform, for language models ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("out_keys", "expected"),
+    [
+        (None, ["reward", "kl_penalty"]),
+        ("shaped", ["shaped", "kl_penalty"]),
+        (["shaped"], ["shaped", "kl_penalty"]),
+        (["shaped", "kl"], ["shaped", "kl"]),
+        (["shaped", "kl", "reference"], ["shaped", "kl", "reference"]),
+    ],
+)
+def test_out_keys(policy, make_rows, out_keys, expected):
+    """One, two or three names, a plain one too; the document's defaults where they are left out."""
+    transform = KLRewardTransform(policy, 0.5, "reward", out_keys)
+    out = transform.inv(lazy_stack(make_rows([4, 6], ref=False)))
+    for name in expected:
+        assert ("next", name) in columns_of(out)
+
+
+def test_the_penalty_is_the_documented_one(policy, make_rows):
+    """`reward - coef * (log_prob - ref_log_prob)`; `coef` may be a tensor; `add_to_reward=False` only measures."""
+    rows = make_rows([4, 6], ref=False, rewards=[1.0, 0.0])
+    out = columns_of(KLRewardTransform(actor=policy, coef=torch.tensor(0.25)).inv(lazy_stack(rows)))
+    mask = torch.cat([row["masks", "all_assistant_mask"] for row in rows])
+    kl = torch.cat([row["log_probs", "full"] for row in rows]) - out[keys.REF_LOG_PROBS].values
+    expected = torch.where(mask, -0.25 * kl, 0.0)
+    expected[3] += 1.0
+    torch.testing.assert_close(out[keys.REWARD].values, expected, atol=1e-6, rtol=0)
+    measured = columns_of(KLRewardTransform(policy, add_to_reward=False).inv(lazy_stack(rows)))
+    assert keys.REWARD not in measured
+    torch.testing.assert_close(measured[keys.KL_PENALTY].values[mask], kl[mask], atol=1e-6, rtol=0)
+
+
+def test_arguments_that_have_no_use_here(policy, make_rows):
+    """`action_key` changes nothing, as the tokens are the actions; a gradient through the reference is refused."""
+    rows = lazy_stack(make_rows([4, 6], ref=False))
+    left = KLRewardTransform(policy, action_key="response").inv(rows)
+    right = KLRewardTransform(policy).inv(rows)
+    assert torch.equal(columns_of(left)[keys.REWARD].values, columns_of(right)[keys.REWARD].values)
+    with pytest.raises(DefinitionError, match="kl_to_ref_coeff"):
+        KLRewardTransform(policy, requires_grad=True)
+
+
+def test_a_factory_and_a_device(policy, make_rows):
+    """`ref_model_factory` makes the model, `device` places it."""
+    transform = KLRewardTransform(ref_model_factory=lambda: policy, device="cpu")
+    assert transform.device == torch.device("cpu")
+    assert keys.REF_LOG_PROBS in columns_of(transform.inv(lazy_stack(make_rows([4], ref=False))))
+
+
+# -- KLRewardTransform, for any actor ----------------------------------------------------------------------------
+
+
+def pendulum_actor():
+    """The actor of the older document's example."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack = torch.nn.Sequential(torch.nn.Linear(2, 2), NormalParamExtractor())
+
+        def forward(self, th, thdot):
+            loc, scale = self.stack(torch.stack([th, thdot], -1))
+            return loc.squeeze(-1), scale.squeeze(-1)
+
+    module = TensorDictModule(Net(), in_keys=["th", "thdot"], out_keys=["loc", "scale"])
+    return ProbabilisticActor(
+        module, in_keys=["loc", "scale"], distribution_class=torch.distributions.Normal, return_log_prob=True
+    )
+
+
+def test_the_documented_environment_example():
+    """The reward of every step of a rollout differs once the actor has moved away from the frozen copy."""
+    torch.manual_seed(0)
+    base = PendulumEnv()
+    actor = pendulum_actor()
+    transform = KLRewardTransform(actor, out_keys="reward_kl")
+    assert isinstance(transform, ActorKLRewardTransform)
+    env = TransformedEnv(base, transform)
+    with torch.no_grad():
+        TensorDict(dict(actor.named_parameters()), []).apply_(lambda x: x.data.copy_(x.data + 1))
+        td = env.rollout(3, actor)
+    assert bool((td["next", "reward"] != td["next", "reward_kl"]).all())
+    assert "reward_kl" in list(env.observation_spec)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_the_frozen_copy_follows_casts(requires_grad):
+    """Its parameters are its own, and go along with `.double()`; they ask for gradients if they should."""
+    actor = pendulum_actor()
+    transform = KLRewardTransform(actor, requires_grad=requires_grad)
+    transform.double()
+    frozen, live = list(transform.parameters()), list(actor.parameters())
+    assert {p.dtype for p in frozen} == {torch.float64}
+    assert {p.dtype for p in live} == {torch.float32}
+    assert {p.requires_grad for p in frozen} == {requires_grad}
+
+
+def test_tanh_normal_is_an_actor_too():
+    """The document's distribution, on plain data."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), NormalParamExtractor())
+    actor: Any = ProbabilisticActor(
+        TensorDictModule(net, in_keys=["observation"], out_keys=["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+        return_log_prob=True,
+    )
+    td = actor(TensorDict(observation=torch.randn(5, 3), batch_size=[5]))
+    td["next", "reward"] = torch.ones(5, 1)
+    out = KLRewardTransform(actor, coef=0.1)(td)
+    torch.testing.assert_close(out["next", "reward"], torch.ones(5, 1), atol=1e-6, rtol=0)
+
+
+# -- RetrieveLogProb ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["TensorDict", "lazy stack"])
+def test_the_documented_chat_example(chat_policy, stacked):
+    """Chat histories with TorchRL's template: ragged scores of the assistant's tokens, padded on request."""
+    history = History.from_chats(CHATS)
+    td: Any = TensorDict(
+        history=history,
+        next=TensorDict(reward=torch.randn(2, 1), done=torch.zeros(2, dtype=torch.bool), history=history),
+        batch_size=(2,),
+    )
+    data = lazy_stack(list(td.unbind(0))) if stacked else td
+    transform = RetrieveLogProb(
+        actor=chat_policy,
+        assistant_only=True,
+        tokenizer_kwargs={"chat_template_name": "qwen"},
+        tokenizer=chat_policy.tokenizer,
+        log_prob_key="ref_log_prob",
+    )
+    out = transform(data)
+    scores = out.get(("next", "ref_log_prob"), as_padded_tensor=True)
+    masks = out.get(("masks", "all_assistant_mask"), as_padded_tensor=True)
+    tokens = out.get(("tokens", "full"), as_padded_tensor=True)
+    assert scores.shape == masks.shape == tokens.shape
+    for row, mask, ids in zip(scores, masks.bool(), tokens, strict=True):
+        with torch.no_grad():
+            logits = chat_policy.model(ids[None]).logits[0].double()
+        naive = torch.log_softmax(logits, -1)[:-1].gather(1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(row[1:][mask[1:]].double(), naive[mask[1:]], atol=2e-6, rtol=0)
+        assert bool((row[~mask] == 0).all())
+        assert int(mask.sum()) > 3
+    assert not scores.requires_grad
+
+
+def test_text_and_token_inputs_agree(chat_policy):
+    """The same strings as text and as token ids, all tokens but the first scored."""
+    texts = ["Hello, how are you?", "weather"]
+    ids = [torch.tensor(chat_policy.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    as_text = lazy_stack([TensorDict({"text": {"full": text}}) for text in texts])
+    as_tokens = lazy_stack([TensorDict({"tokens": {"full": row}}) for row in ids])
+    transform = RetrieveLogProb(chat_policy, assistant_only=False)
+    left, right = (columns_of(transform.inv(td))[keys.REF_LOG_PROBS] for td in (as_text, as_tokens))
+    assert left.lengths.tolist() == right.lengths.tolist() == [len(row) for row in ids]
+    assert torch.equal(left.values.isfinite(), right.values.isfinite())
+    torch.testing.assert_close(left.values, right.values, equal_nan=True)
+
+
+def test_what_would_change_the_tokens_is_refused(chat_policy):
+    """An option of the tokenizer that has no meaning here says so."""
+    with pytest.raises(DefinitionError, match="add_generation_prompt"):
+        RetrieveLogProb(chat_policy, tokenizer_kwargs={"add_generation_prompt": True})
+    with pytest.raises(DefinitionError, match="chat_template_name"):
+        RetrieveLogProb(chat_policy, tokenizer_kwargs={"chat_template_name": "no such template"})
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_model_on_another_device(make_rows, to_form, form, device):
+    """The result is where the data is, and what the model gives on the data's own device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    alphabet = "".join(chr(33 + i) for i in range(60))
+    rows = make_rows([5, 19, 3, 40], ref=False)
+    made = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "seed": 0}
+    here, there = scratch_policy(alphabet, **made), scratch_policy(alphabet, **made)
+    expected = columns_of(RetrieveLogProb(here).inv(to_form(rows, form)))[keys.REF_LOG_PROBS].values
+    for transform in (RetrieveLogProb(there, device=device), KLRewardTransform(there, device=device)):
+        found = columns_of(transform.inv(to_form(rows, form)))[keys.REF_LOG_PROBS].values
+        assert found.device.type == "cpu"
+        torch.testing.assert_close(found, expected, atol=1e-5 if device == "cuda" else 0, rtol=0, equal_nan=True)
+    assert next(there.parameters()).device.type == device
