@@ -50,12 +50,18 @@ class TensorDictPolicy(LLMWrapperBase):
         inplace: Any,
         num_samples: int | None,
         prefer_tokens: bool,
+        layout: torch.layout | None,
         keys: dict[str, Key],
     ) -> None:
         if input_mode not in ("tokens", "text", "history"):
             raise DefinitionError(f"input_mode is {input_mode!r}; it must be 'tokens', 'text' or 'history'.")
         if inplace not in (True, False, None, "empty"):
             raise DefinitionError(f"inplace is {inplace!r}; it must be True, False or 'empty'.")
+        if layout not in (None, torch.strided):
+            raise DefinitionError(
+                f"layout is {layout}; what is sampled comes as a lazy stack of rows. Read a leaf of it with "
+                "td.get(key, as_nested_tensor=True, layout=torch.jagged), or pass pad_output=True."
+            )
         options = {_ALIASES.get(k, k): v for k, v in (generate_kwargs or {}).items()}
         for name in options:
             if name not in _GENERATE_KWARGS:
@@ -190,7 +196,7 @@ class TensorDictPolicy(LLMWrapperBase):
         """Return (prompt token ids, prompt histories or None)."""
         key = self._input_key()
         if self.input_mode == "tokens":
-            batch = read_ids(td, key, self._attention_key, "left")
+            batch = read_ids(td, key, self._mask_key(td), "left")
             if batch is None:
                 raise DataError(
                     f"The TensorDict has no prompts under {key!r}. Write token ids there: ragged rows, or [B, T] with "
@@ -284,7 +290,7 @@ class TensorDictPolicy(LLMWrapperBase):
         """Return (tokens, assistant mask or None) for the input mode."""
         if self.input_mode == "tokens":
             key = self._input_key()
-            batch = read_ids(td, key, self._attention_key, "left")
+            batch = read_ids(td, key, self._mask_key(td), "left")
             if batch is None:
                 return self.read_batch(td), None
             mask = leaf(td, self._assistant_key)

@@ -26,6 +26,7 @@ from rlhf_pipeline.policies._packed_attention import same_attention_when_recompu
 from rlhf_pipeline.policies._scoring import ScoringRows, token_states
 from rlhf_pipeline.policies._td_policy import TensorDictPolicy
 from rlhf_pipeline.policies.distribution import TokenDistribution
+from rlhf_pipeline.policies.encoding import tokenizer_with_template
 from rlhf_pipeline.policies.packed import LayoutScorer
 from rlhf_pipeline.policies.slot_engine import Completion, RaggedCompletions, SlotEngine
 
@@ -51,14 +52,20 @@ class CausalLMPolicy(TensorDictPolicy):
         num_slots: how many completions are generated side by side.
         input_mode: what `forward` reads: "tokens", "text" or "history"; TorchRL's names from here on.
         input_key: where it reads; `(tokens_key, "prompt")` or `(tokens_key, "full")` by default, and likewise.
+        attention_mask_key: where the attention mask of tokens is, if there is none among the masks.
         generate: whether `forward` samples; it scores when False.
         generate_kwargs: `max_new_tokens`, `temperature`, `num_return_sequences`, `do_sample`, `seed` of that sampling.
+        tokenizer_kwargs: `chat_template` or `chat_template_name`; what would change the tokens otherwise is refused.
+        chat_template_name: one of TorchRL's chat templates, in place of the tokenizer's.
+        chat_template: a chat template, in place of the tokenizer's.
         return_log_probs: whether sampling returns log-probs; True when None.
         pad_output: whether what is sampled comes padded.
         inplace: True writes into the input, False into a copy, "empty" into a new TensorDict.
         num_samples: completions per prompt; adds a batch dimension.
         prefer_tokens: with histories, go on from the token ids under `(tokens_key, "prompt")` where there are some
             (what was sampled in earlier turns stays as it was), and encode only the messages after them.
+        layout: None or `torch.strided`; rows come as a lazy stack.
+        device: where to put the model; left where it is when None.
         tokens_key: likewise `masks_key`, `log_probs_key`, `text_key`, `history_key`: where the containers go.
         scoring_layout: how scored rows go through the model: "padded", "packed" or "prefix_shared" (see
             `policies.packed`). Where the model does not allow the last two, rows are padded and `layout_notices`
@@ -92,13 +99,19 @@ class CausalLMPolicy(TensorDictPolicy):
         num_slots: int = 64,
         input_mode: str = "tokens",
         input_key: Key | None = None,
+        attention_mask_key: Key = "attention_mask",
         generate: bool = False,
         generate_kwargs: dict[str, Any] | None = None,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
         return_log_probs: bool | None = None,
         pad_output: bool = False,
         inplace: bool | str | None = None,
         num_samples: int | None = None,
         prefer_tokens: bool = False,
+        layout: torch.layout | None = None,
+        device: torch.device | str | None = None,
         tokens_key: Key = "tokens",
         masks_key: Key = "masks",
         log_probs_key: Key = "log_probs",
@@ -113,8 +126,14 @@ class CausalLMPolicy(TensorDictPolicy):
             raise DefinitionError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
         if num_slots < 1:
             raise DefinitionError(f"num_slots is {num_slots}; it must be at least 1.")
-        self.model = model.eval()
-        self.tokenizer: Any = tokenizer
+        for name, value in (("model", model), ("tokenizer", tokenizer)):
+            if isinstance(value, str):
+                raise DefinitionError(
+                    f"{name} is the name {value!r}. Load it: CausalLMPolicy.from_pretrained({value!r}, ...)."
+                )
+        self.model = (model if device is None else model.to(device)).eval()
+        templates = {"chat_template": chat_template, "chat_template_name": chat_template_name}
+        self.tokenizer: Any = tokenizer_with_template(tokenizer, {**(tokenizer_kwargs or {}), **templates})
         self.temperature = float(temperature)
         self.max_new_tokens = max_new_tokens
         self.num_slots = num_slots
@@ -130,12 +149,14 @@ class CausalLMPolicy(TensorDictPolicy):
             inplace=inplace,
             num_samples=num_samples,
             prefer_tokens=prefer_tokens,
+            layout=layout,
             keys={
                 "tokens_key": tokens_key,
                 "masks_key": masks_key,
                 "log_probs_key": log_probs_key,
                 "text_key": text_key,
                 "history_key": history_key,
+                "attention_mask_key": attention_mask_key,
             },
         )
         self._checkpointing = False
@@ -231,13 +252,20 @@ class CausalLMPolicy(TensorDictPolicy):
             "inplace": self.inplace,
             "num_samples": self.num_samples,
             "prefer_tokens": self.prefer_tokens,
+            "attention_mask_key": self.attention_mask_key,
             "scoring_layout": self.scoring_layout,
             **self._container_key_options(),
         }
         if "generate" not in kwargs and "input_mode" not in kwargs:
             options["input_key"] = self.input_key
+        if kwargs.get("device") not in (None, self.device):
+            raise DefinitionError(
+                f"A new version shares its weights with this one, which are on {self.device}. Move the policy, or make "
+                "a CausalLMPolicy over a copy of the model."
+            )
+        known = ("model", "input_key", "device", "layout", "tokenizer_kwargs", "chat_template_name", "chat_template")
         for name in kwargs:
-            if name not in options and name not in ("model", "input_key"):
+            if name not in options and name not in known:
                 raise DefinitionError(f"CausalLMPolicy has no argument {name!r}." + did_you_mean(name, options))
         other = type(self)(**{"model": self.model, **options, **kwargs})
         if self._checkpointing and other.model is self.model:

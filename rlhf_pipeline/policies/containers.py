@@ -50,6 +50,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         input_mode: "tokens", "text" or "history".
         pad_output: whether what is sampled comes padded.
         tokens_key: where `Tokens` are; likewise `masks_key`, `log_probs_key`, `text_key`, `history_key`.
+        attention_mask_key: where the attention mask of token input is that has none among the masks.
     """
 
     generate: bool = False
@@ -61,6 +62,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
     text_key: Key = "text"
     history_key: Key = "history"
     inplace: Any = True
+    attention_mask_key: Key = "attention_mask"
     layout: torch.layout | None = None
     num_samples: int | None = None
     _min_batch_size: int | None = None
@@ -82,7 +84,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         Raises:
             DataError: there are none.
         """
-        batch = read_ids(tensordict, _sub(self.tokens_key, "full"), self._attention_key, padding_side)
+        batch = read_ids(tensordict, _sub(self.tokens_key, "full"), self._mask_key(tensordict), padding_side)
         if batch is None:
             names = sorted(str(k) for k in tensordict.keys(include_nested=True, leaves_only=True))
             raise DataError(
@@ -94,6 +96,9 @@ class LLMWrapperBase(_TorchRLWrapperBase):
     @property
     def _attention_key(self) -> Key:
         return _sub(self.masks_key, "all_attention_mask")
+
+    def _mask_key(self, tensordict: TensorDictBase) -> Key:
+        return self._attention_key if leaf(tensordict, self._attention_key) is not None else self.attention_mask_key
 
     @property
     def _assistant_key(self) -> Key:
@@ -114,6 +119,10 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         mask_key: Key | None = None,
         *,
         padding_side: Side = "left",
+        as_padded_tensor: bool | None = None,
+        as_nested_tensor: bool | None = None,
+        padding_value: float | None = None,
+        layout: torch.layout | None = None,
         **_: Any,
     ) -> D.Distribution:
         """Return the distribution of every token, or of those of the mask under `mask_key`.
@@ -124,13 +133,23 @@ class LLMWrapperBase(_TorchRLWrapperBase):
             logits_key: see there.
             mask_key: a bool leaf aligned with the tokens; the attention mask when None.
             padding_side: where ragged rows are padded.
-            **_: TorchRL's padding arguments, which have no effect: the layout follows the input.
+            as_padded_tensor: no effect: a distribution is over a padded batch.
+            as_nested_tensor: refused where True.
+            padding_value: no effect: masks tell padding from tokens, values do not.
+            layout: refused where jagged.
+            **_: TorchRL's other arguments, which have no effect.
 
         Raises:
             DataError: tokens or mask are missing or do not fit.
-            DefinitionError: the policy is set to generate.
+            DefinitionError: the policy is set to generate, or a nested distribution is asked for.
         """
         self._must_score("get_dist")
+        del as_padded_tensor, padding_value
+        if as_nested_tensor or layout == torch.jagged:
+            raise DefinitionError(
+                "A distribution over nested tensors has no log_prob that works. Leave as_nested_tensor and layout out: "
+                "ragged rows are padded on padding_side, and masked."
+            )
         batch = self.read_batch(tensordict, padding_side)
         mask = batch.attention_mask
         if mask_key is not None:
@@ -140,33 +159,64 @@ class LLMWrapperBase(_TorchRLWrapperBase):
             tensordict_out.set(logits_key, getattr(dist, "logits"))  # noqa: B009
         return dist
 
-    def get_generic_dist(self, tensordict: TensorDictBase, *, padding_side: Side = "left", **_: Any) -> D.Distribution:
-        """Return the distribution of all tokens: the attention mask."""
+    def get_generic_dist(
+        self,
+        tensordict: TensorDictBase,
+        *,
+        attention_mask_key: Key | None = None,
+        padding_side: Side = "left",
+        **options: Any,
+    ) -> D.Distribution:
+        """Return the distribution of all tokens: the attention mask, or that under `attention_mask_key`."""
         self._must_score("get_generic_dist")
-        return self.get_dist(tensordict, padding_side=padding_side)
+        return self.get_dist(tensordict, mask_key=attention_mask_key, padding_side=padding_side, **options)
 
-    def get_rlhf_dist(self, tensordict: TensorDictBase, *, padding_side: Side = "left", **_: Any) -> D.Distribution:
+    def get_rlhf_dist(
+        self,
+        tensordict: TensorDictBase,
+        *,
+        assistant_mask_key: Key | None = None,
+        padding_side: Side = "left",
+        **options: Any,
+    ) -> D.Distribution:
         """Return the distribution of the assistant's tokens: those that a policy produced, over all turns."""
         self._must_score("get_rlhf_dist")
-        return self.get_dist(tensordict, mask_key=self._assistant_key, padding_side=padding_side)
+        key = self._assistant_key if assistant_mask_key is None else assistant_mask_key
+        return self.get_dist(tensordict, mask_key=key, padding_side=padding_side, **options)
 
-    def get_sft_dist(self, tensordict: TensorDictBase, *, padding_side: Side = "left", **_: Any) -> D.Distribution:
+    def get_sft_dist(
+        self,
+        tensordict: TensorDictBase,
+        tokens_key: Key | None = None,
+        *,
+        assistant_mask_key: Key | None = None,
+        padding_side: Side = "left",
+        **_: Any,
+    ) -> D.Distribution:
         """Return the distribution of everything after the prompt.
 
         The prompt's length comes from "num_prompt_tokens", a ragged prompt, the assistant's first token, or a padded
         prompt that is the first columns of the tokens, in this order.
+
+        Args:
+            tensordict: tokens `[B, T]` with masks, or ragged.
+            tokens_key: of the prompts.
+            assistant_mask_key: of the assistant's mask.
+            padding_side: where ragged rows are padded.
+            **_: TorchRL's other arguments, which have no effect.
 
         Raises:
             DataError: nothing tells where the prompts end.
         """
         self._must_score("get_sft_dist")
         batch = self.read_batch(tensordict, padding_side)
-        prompt_key = _sub(self.tokens_key, "prompt")
-        lengths = prompt_lengths(tensordict, batch, prompt_key, self._assistant_key)
+        prompt_key = _sub(self.tokens_key, "prompt") if tokens_key is None else tokens_key
+        assistant_key = self._assistant_key if assistant_mask_key is None else assistant_mask_key
+        lengths = prompt_lengths(tensordict, batch, prompt_key, assistant_key)
         if lengths is None:
             raise DataError(
                 "Nothing tells where the prompts end. Write num_prompt_tokens [B], ragged prompts under "
-                f"{prompt_key!r}, or {self._assistant_key!r}."
+                f"{prompt_key!r}, or {assistant_key!r}."
             )
         index = batch.attention_mask.cumsum(1) - 1
         mask = batch.attention_mask & (index >= lengths[:, None])

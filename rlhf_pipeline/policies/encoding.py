@@ -28,6 +28,8 @@ _AS_DONE: dict[str, Any] = {
     "return_dict": True,
     "return_tensors": "pt",
     "add_generation_prompt": False,
+    "return_attention_mask": True,
+    "padding_side": "left",
 }
 
 

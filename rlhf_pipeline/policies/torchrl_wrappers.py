@@ -119,6 +119,7 @@ def _over_weights(wrapper: Any, model: nn.Module) -> CausalLMPolicy:
         **({} if ends is None else {"eos_token_id": ends}),
         input_mode=wrapper.input_mode,
         input_key=getattr(wrapper, "input_key", None),
+        attention_mask_key=getattr(wrapper, "attention_mask_key", "attention_mask"),
         generate=bool(wrapper.generate),
         return_log_probs=getattr(wrapper, "return_log_probs", None),
         pad_output=bool(wrapper.pad_output),
