@@ -272,6 +272,10 @@ def plan_batches(
         )
     overhead = token_budget / 16 if batch_overhead is None else batch_overhead
     limit = max_rows or count
+    if 0 < count <= limit:
+        whole = count * int(width[0])
+        if whole <= token_budget and whole - int(width.sum()) < overhead:
+            return [torch.from_numpy(order)]  # one more batch costs more than all the padding there is
     cost = np.zeros(count + 1)
     cut = np.zeros(count, dtype=np.int64)
     for i in range(count - 1, -1, -1):
