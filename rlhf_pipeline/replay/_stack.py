@@ -69,9 +69,10 @@ def _joined(leaves: dict[Key, list[Any]], plan: Mapping[Key, Column], n: int, sc
     for key, column_leaves in leaves.items():
         column, first = plan[key], column_leaves[0]
         if column.is_text:
-            if not all(isinstance(leaf, (str, NonTensorData)) for leaf in column_leaves):
+            if not set(map(type, column_leaves)) <= {str, NonTensorData}:
                 return None
-            out[column.name] = [x if isinstance(x, str) else str(x) for x in Text(column_leaves).plain()]
+            texts = Text(column_leaves).plain()
+            out[column.name] = texts if set(map(type, texts)) == {str} else list(map(str, texts))
         elif column.ragged:
             found = list(map(Tensor.numel, column_leaves))
             if found != sizes:

