@@ -15,7 +15,7 @@ from .rlhf_pipeline.report.conftest import write_run
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 0.5
-HEAVY = ("torch", "torchrl", "tensordict", "transformers", "zarr", "rich")
+HEAVY = ("torch", "torchrl", "tensordict", "transformers", "zarr", "rich", "pyarrow", "datasets")
 CODE = f"""
 import sys
 from rlhf_pipeline.cli import main
@@ -76,7 +76,7 @@ def processor_time() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["list"], ["run", "--help"]])
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["list"], ["run", "--help"], ["import", "--help"]])
 def test_commands_without_a_run(env: dict[str, str], args: list[str]):
     """Help and list import nothing heavy and answer in under half a second."""
     assert best_time(env, *args) < LIMIT_S
@@ -106,7 +106,9 @@ def test_mistakes_of_run(env: dict[str, str], small_run: Path):
     assert "holds a run already" in shown.stderr
 
 
-@pytest.mark.parametrize("module", ["rlhf_pipeline", "rlhf_pipeline.definitions", "rlhf_pipeline.report.html"])
+@pytest.mark.parametrize(
+    "module", ["rlhf_pipeline", "rlhf_pipeline.definitions", "rlhf_pipeline.report.html", "rlhf_pipeline.exchange"]
+)
 def test_modules_import_no_torch(env: dict[str, str], module: str):
     """Definitions and reports import nothing heavy."""
     code = f"import sys, {module}; sys.exit(str([m for m in {HEAVY!r} if m in sys.modules] or ''))"

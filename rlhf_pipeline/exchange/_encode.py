@@ -172,12 +172,14 @@ def _flat(rows: Sequence[npt.NDArray[Any]], lengths: Ids, dtype: Any) -> RaggedA
 
 
 def check_lengths(rollout: Rollout) -> None:
-    """Check that per-token values have one item per completion token.
+    """Check that there are tokens, and that per-token values have one item per completion token.
 
     Raises:
         DataError: they have not.
     """
     length = len(rollout.completion_ids or ())
+    if not length and not rollout.prompt_ids:
+        raise DataError("neither the prompt nor the completion has a token.")
     for name in ("completion_mask", "log_probs", "ref_log_probs"):
         given = getattr(rollout, name)
         if given is not None and len(given) != length:

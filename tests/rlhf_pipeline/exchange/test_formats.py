@@ -291,6 +291,18 @@ def test_tinker_samples_and_summaries(tmp_path: Path, jsonl: Write):
         import_files([rewards], tmp_path / "none")
 
 
+def test_graded_solutions(tmp_path: Path, jsonl: Write, tokenizer: Any):
+    """A line is a group: one completion per model, its grade the reward."""
+    line = {"question": "1+1=", "ground_truth": "A: 2", "a": {"is_correct": False, "solution": "3"}}
+    line["b"] = {"is_correct": True, "solution": "2"}
+    import_files([jsonl([line, line])], tmp_path / "store", tokenizer=tokenizer)
+    rows = rows_of(tmp_path / "store")
+    assert rows["task_reward"].tolist() == [0.0, 1.0] * 2
+    assert rows["group_id"].tolist() == [0, 0, 1, 1]
+    assert [json.loads(meta)["prompt"]["model"] for meta in rows["meta"]] == ["a", "b"] * 2
+
+
+@pytest.mark.slow
 def test_gsm8k_solutions(tmp_path: Path, gsm8k_dir: Path, tokenizer: Any):
     """The real file: 1,319 questions of four graded solutions, rewards as OpenAI graded them."""
     file = gsm8k_dir / "example_model_solutions.jsonl"
@@ -331,6 +343,7 @@ def test_missing_fields_are_named(tmp_path: Path, jsonl: Write, row: dict[str, A
         ({"completion_ids": [1, -2]}, r":2: field 'completion_ids' must be a list of token ids"),
         ({"log_probs": [-1.0]}, r":2: 1 values of log_probs for 2 completion tokens"),
         ({"prompt_ids": [2**31]}, r":2: field 'prompt_ids' must be"),
+        ({"prompt_ids": [], "completion_ids": [], "log_probs": None}, r":2: neither the prompt nor the completion"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_place(tmp_path: Path, jsonl: Write, change: dict[str, Any], wanted: str):

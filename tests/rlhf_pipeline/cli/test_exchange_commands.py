@@ -1,0 +1,82 @@
+"""`rlhf-pipeline import` and `export`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trajectory_store import TrajectoryStore, diff
+
+from .conftest import Cli
+
+
+@pytest.fixture
+def rollouts(tmp_path: Path) -> Path:
+    """A JSONL file of two groups of two, with token ids."""
+    file = tmp_path / "rollouts.jsonl"
+    rows = [{"prompt_ids": [i], "completion_ids": [[1], [2, 3]], "rewards": [1, 0]} for i in range(2)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_import(cli: Cli, rollouts: Path, tmp_path: Path):
+    """The format and its fields are said, what was made, what is missing, and what to type next."""
+    shown = cli("import", rollouts, "--into", tmp_path / "a store")
+    assert shown.code == 0
+    assert f"{rollouts}: groups; reward=rewards, prompt_ids=prompt_ids, completion_ids=completion_ids" in shown.out
+    assert "4 trajectories in 2 groups, 10 tokens, mean reward 0.500" in shown.out
+    assert "4 trajectories without behaviour log-probs" in shown.out
+    assert f"rlhf-pipeline inspect '{tmp_path / 'a store'}'" in shown.out
+    assert "rlhf-pipeline replay" in shown.out
+    again = cli("import", rollouts, "--into", tmp_path / "a store")
+    assert (again.code, again.out.splitlines()[1][:12]) == (0, "nothing new:")
+    assert cli("inspect", tmp_path / "a store").code == 0
+
+
+def test_export_and_back(cli: Cli, rollouts: Path, tmp_path: Path):
+    """What was written is said, with how to read it; importing it gives an equal store."""
+    cli("import", rollouts, "--into", tmp_path / "a")
+    shown = cli("export", tmp_path / "a", "--to", tmp_path / "a.jsonl")
+    assert shown.code == 0
+    assert f"{tmp_path / 'a.jsonl'}: 4 trajectories, " in shown.out
+    assert f"rlhf-pipeline import {tmp_path / 'a.jsonl'} --into" in shown.out
+    assert cli("import", tmp_path / "a.jsonl", "--into", tmp_path / "b").code == 0
+    with TrajectoryStore.open(tmp_path / "a") as a, TrajectoryStore.open(tmp_path / "b") as b:
+        assert diff(a, b, key="trajectory_id").same
+
+
+def test_export_of_a_run(cli: Cli, run_dir: Path, tmp_path: Path):
+    """A run is named by its folder; filters say how many they left out."""
+    shown = cli(
+        "export", run_dir, "--to", tmp_path / "x.jsonl", "--filter", "reward>=0.5", "--columns", "prompt", "meta"
+    )
+    assert shown.code == 0
+    assert "left out by the filter, 2 columns" in shown.out
+    first = json.loads((tmp_path / "x.jsonl").read_text().splitlines()[0])
+    assert list(first) == ["prompt", "meta"]
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        (["import", "{file}", "--into", "{dir}/s", "--format", "verll"], "Did you mean 'verl'?"),
+        (["import", "{file}", "--into", "{dir}/s", "--format", "trl"], "looks like --format jsonl"),
+        (["import", "{file}", "--into", "{dir}/s", "--field", "reward"], "For example: --field prompt=question"),
+        (["import", "{file}", "--into", "{dir}/s", "--field", "reward=rewrds"], "Did you mean 'rewards'?"),
+        (["import", "{dir}/none.jsonl", "--into", "{dir}/s"], "there is no file or folder at"),
+        (["import", "{file}", "--into", "{dir}/s", "--tokenzier", "x"], "Did you mean '--tokenizer'?"),
+        (["import", "{file}", "--into", "{run}"], "is a run, whose store is its own. Name a new folder"),
+        (["export", "{dir}", "--to", "{dir}/x.jsonl"], "run or store"),
+        (["export", "{run}", "--to", "{dir}/x.jsonl", "--filter", "rewrad>1"], "Did you mean 'reward'?"),
+        (["export", "{run}", "--to", "{file}"], "exists already"),
+    ],
+)
+def test_slips(cli: Cli, rollouts: Path, run_dir: Path, tmp_path: Path, args: list[str], wanted: str):
+    """A slip is answered with what to type, exit code 2, and no store is made."""
+    typed = [arg.format(file=rollouts, dir=tmp_path, run=run_dir) for arg in args]
+    shown = cli(*typed)
+    assert shown.code == 2
+    assert wanted in shown.err
+    assert not (tmp_path / "s").exists()
