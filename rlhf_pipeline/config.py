@@ -208,19 +208,55 @@ class Buffer(_Checked):
 class GRPO(_Checked):
     """The loss."""
 
+    objective: Literal["grpo", "cispo", "gspo"] = "grpo"
+    """PPO's clip on token ratios, CISPO's clipped weight, or PPO's clip on sequence ratios (clip at about 3e-4)."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     aggregation: Aggregation = "token_mean"
     entropy_coeff: float = 0.0
     kl_to_ref_coeff: float = 0.0
-    """Weight of a KL term in the loss (estimator k2), beside the one in the reward."""
+    """Weight of a KL term in the loss, beside the one in the reward."""
+    kl_estimator: Literal["k3+", "k3", "k2"] = "k3+"
+    """Of that term: `k3+` has the value of k3 and the gradient of k2, the right one on-policy."""
+    kl_importance_weight: bool = False
+    """Weight that term by the clipped ratio, for stale trajectories."""
+    dual_clip: float | None = None
+    """Above 1: where the advantage A is negative the loss is at most `-dual_clip * A`. 3 in the paper."""
+    delta: float | None = None
+    """Upper bound of the ratio where it is not clipped."""
+    tis_cap: float | None = None
+    """Truncated importance sampling: weight the policy loss by `min(exp(trainer - sampler log-prob), tis_cap)`. The
+    trainer's log-probs are taken at the start of each step, which costs one more forward pass."""
+    tis_level: Literal["token", "sequence"] = "token"
+    icepop: Literal["token", "sequence"] | None = None
+    """Leave tokens, or whole completions, out of the policy loss whose `exp(trainer - sampler log-prob)`, of a
+    completion its geometric mean, lies outside `icepop_low` and `icepop_high`."""
+    icepop_low: float = 0.5
+    icepop_high: float = 5.0
+
+    @property
+    def corrects_the_sampler(self) -> bool:
+        """Whether the trainer's own log-probs are needed beside the sampler's."""
+        return self.tis_cap is not None or self.icepop is not None
 
     def _rules(self) -> list[tuple[bool, str]]:
+        bounded = self.dual_clip is not None or self.delta is not None
         return [
             (0 < self.clip_low < 1, f"clip_low is {self.clip_low}; it must lie between 0 and 1."),
             (self.clip_high > 0, f"clip_high is {self.clip_high}; it must be above 0."),
             (self.entropy_coeff >= 0, f"entropy_coeff is {self.entropy_coeff}; it must not be negative."),
             (self.kl_to_ref_coeff >= 0, f"kl_to_ref_coeff is {self.kl_to_ref_coeff}; it must not be negative."),
+            (self.dual_clip is None or self.dual_clip > 1, f"dual_clip is {self.dual_clip}; it must be above 1."),
+            (
+                self.delta is None or self.delta > 1 + self.clip_high,
+                f"delta is {self.delta}; it must be above 1 + clip_high, {1 + self.clip_high}.",
+            ),
+            (not (bounded and self.objective == "cispo"), "cispo has no min that dual_clip or delta could bound."),
+            (self.tis_cap is None or self.tis_cap > 0, f"tis_cap is {self.tis_cap}; it must be above 0."),
+            (
+                0 <= self.icepop_low < self.icepop_high,
+                f"icepop_low is {self.icepop_low}; it must lie between 0 and icepop_high, {self.icepop_high}.",
+            ),
         ]
 
 

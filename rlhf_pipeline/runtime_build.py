@@ -128,6 +128,16 @@ def build_loss(pipeline: Pipeline, policy: CausalLMPolicy) -> GRPOLoss:
         entropy_coeff=config.entropy_coeff,
         kl_to_ref_coeff=config.kl_to_ref_coeff or None,
         aggregation=config.aggregation,
+        objective=config.objective,
+        kl_estimator=config.kl_estimator,
+        kl_importance_weight=config.kl_importance_weight,
+        dual_clip=config.dual_clip,
+        delta=config.delta,
+        decoupled=config.corrects_the_sampler,
+        tis_cap=config.tis_cap,
+        tis_level=config.tis_level,
+        icepop=None if config.icepop is None else (config.icepop_low, config.icepop_high),
+        icepop_level=config.icepop or "token",
     )
 
 
@@ -177,6 +187,7 @@ def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int)
                 seed=seed,
                 may_be_empty=pipeline.write.zero_variance == "drop",
                 reference=_moving_reference(pipeline, models),
+                check_sampler=True,
             ),
             kl_reward=kl_reward,
         )

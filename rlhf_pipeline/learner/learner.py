@@ -49,6 +49,8 @@ class Learner:
         may_be_empty: the write path may drop every group of a rollout; such a step counts and changes nothing.
         reference: moved towards the policy after each step; None where the reference is frozen, or there is none.
         shards: where the policy is sharded over several processes; see `learner.distributed`.
+        check_sampler: say once if the log-probs that came with trajectories of these very weights are not what the
+            policy scores.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -85,6 +87,7 @@ class Learner:
         may_be_empty: bool = False,
         reference: MovingReference | None = None,
         shards: Shards | None = None,
+        check_sampler: bool = False,
     ) -> None:
         self.policy = policy
         self.loss = loss
@@ -105,6 +108,7 @@ class Learner:
         self.optimizer = PolicyOptimizer(policy.model, config)
         self.cost = ModelCost.of(policy)
         self.peak_flops = config.peak_flops or known_peak_flops(policy.device, policy.head_weight.dtype)
+        self._check_sampler = check_sampler
         self._notices: list[str] = []
 
     @property
@@ -177,6 +181,8 @@ class Learner:
             max_completion_tokens=self.max_completion_tokens,
         )
         losses = loss_metrics(self._accumulate_gradient(plan))
+        if self._check_sampler and len(ages) and not ages.any():
+            self._compare_with_the_sampler(step, losses)
         gradient_norm = self.optimizer.clip(self.config.max_grad_norm)
         if not torch.isfinite(gradient_norm):
             self.optimizer.zero_grad()
@@ -258,10 +264,19 @@ class Learner:
             return GRPOLossOutput.merge(self._accumulate_share(plan, self.shards))
         outputs: list[GRPOLossOutput] = []
         for chosen in plan.batches:
-            output = self.loss(self._micro_batch(plan, chosen))
+            output = self._forward(self._micro_batch(plan, chosen))
             output.total_loss().backward()
             outputs.append(output)
         return GRPOLossOutput.merge(outputs)
+
+    def _forward(self, batch: TensorDict) -> GRPOLossOutput:
+        """Run the loss; where it corrects the sampler, on the trainer's own log-probs at the weights of this step."""
+        if self.loss.decoupled:
+            mask = batch[keys.ASSISTANT_MASK]
+            with torch.no_grad():
+                own = self.policy.log_probs(batch[keys.TOKENS], batch[keys.ATTENTION_MASK], mask)
+            batch[self.loss.tensor_keys.prox_log_probs] = own
+        return self.loss(batch)
 
     def _accumulate_share(self, plan: StepPlan, shards: Shards) -> list[GRPOLossOutput]:
         """Run this process's micro-batches, and return the outputs of all processes."""
@@ -272,7 +287,7 @@ class Learner:
                 batch[keys.LOSS_WEIGHT] = torch.zeros_like(batch[keys.LOSS_WEIGHT])
 
             def forward(batch: TensorDict = batch) -> tuple[torch.Tensor, GRPOLossOutput]:
-                output = self.loss(batch)
+                output = self._forward(batch)
                 return output.total_loss(), output
 
             total, output = shards.run(forward)
@@ -287,6 +302,22 @@ class Learner:
         weights = plan.weights[chosen].to(self.policy.device)
         batch[keys.LOSS_WEIGHT] = spread_token_weights(weights, batch[keys.ASSISTANT_MASK])
         return batch
+
+    def _compare_with_the_sampler(self, step: int, losses: Mapping[str, float | int | None]) -> None:
+        """Say so, once, where the stored log-probs are not those of the weights that sampled."""
+        bias, spread = losses["kl_approx"], losses["kl_to_inference"]
+        if bias is None or spread is None:
+            return
+        coarse = self.policy.head_weight.dtype not in (torch.float32, torch.float64)
+        most_bias, most_spread = (5e-3, 1e-3) if coarse else (1e-4, 1e-5)
+        if abs(bias) > most_bias or spread > most_spread:
+            self._check_sampler = False
+            self._notices.append(
+                f"step {step} learns from its own weights, and yet the sampled log-probs differ from the scored ones: "
+                f"by {bias:.1e} on average (rounding: {most_bias:.0e}), KL {spread:.1e} (rounding: {most_spread:.0e}). "
+                "Does the sampler use another temperature, another precision, or top-k or top-p? "
+                "--set loss.tis_cap=2 corrects for a difference that cannot be helped."
+            )
 
     def _record(
         self,

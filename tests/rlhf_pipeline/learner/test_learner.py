@@ -154,3 +154,34 @@ def test_a_learner_without_a_ledger_records_nothing(make_learner):
     assert learner.buffer.store.read_scalars("use_count").tolist() == [0, 0, 0, 0]
     with pytest.raises(DefinitionError, match="records nothing"):
         _ = learner.ledger
+
+
+def test_the_trainers_own_log_probs_correct_the_sampler(make_learner):
+    """With a cap of 1 on a sampler that was too sure, each token is weighted by exp(trainer - sampler), by hand."""
+    plain, capped = make_learner(4096), make_learner(4096, decoupled=True, tis_cap=1.0)
+    for learner in (plain, capped):
+        learner.loss.entropy_bonus = False
+        learner.buffer.extend(lazy_stack(TURNS))  # sampled at -2.0, and scored at about -2.5
+    batch = capped.buffer.read(capped.buffer.store.ids())
+    mask = batch["masks", "all_assistant_mask"]
+    with torch.no_grad():
+        own = capped.policy.log_probs(batch["tokens", "full"], batch["masks", "all_attention_mask"], mask)
+    weight = (own - batch["log_probs", "full"]).exp().clamp(max=1.0)
+    by_hand = -(weight * batch["advantage"])[mask].mean()  # the ratio to the proximal policy is 1
+    metrics = capped.step(1)
+    assert metrics["loss"] == pytest.approx(by_hand.item(), rel=1e-5)
+    assert metrics["loss"] != pytest.approx(plain.step(1)["loss"], rel=1e-2)
+    assert metrics["kl_approx"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_sampler_that_disagrees_with_the_policy_is_reported_once(make_learner):
+    """Fresh trajectories whose log-probs are not the policy's give one notice with both figures."""
+    learner = make_learner(4096)
+    learner._check_sampler = True
+    learner.buffer.extend(lazy_stack(TURNS))
+    learner.step(1)
+    (notice,) = learner.take_notices()
+    assert "the sampled log-probs differ from the scored ones" in notice
+    assert "loss.tis_cap" in notice
+    learner.step(1)
+    assert learner.take_notices() == []

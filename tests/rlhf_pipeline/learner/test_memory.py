@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_pipeline import (
+    GRPO,
     Buffer,
     Collect,
     CopyDigits,
@@ -19,6 +20,7 @@ from rlhf_pipeline import (
     override,
     token_match,
 )
+from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.events import Event, Notice
 from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.policies.new_model import scratch_policy
@@ -97,3 +99,39 @@ def test_a_moving_reference_is_in_the_checkpoint(tmp_path):
         name: [row["kl_k1"] for row in read_rows(tmp_path / name / "metrics.jsonl")] for name in ("frozen", "straight")
     }
     assert abs(kl["straight"][-1]) < abs(kl["frozen"][-1])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss__objective": "cispo"},
+        {"loss__objective": "gspo", "loss__clip_low": "3e-4", "loss__clip_high": "4e-4"},
+        {
+            "loss__dual_clip": "3",
+            "loss__delta": "5",
+            "loss__kl_to_ref_coeff": "0.01",
+            "loss__kl_importance_weight": "true",
+        },
+        {"loss__tis_cap": "2", "loss__icepop": "sequence", "learn__layout": "prefix_shared"},
+    ],
+)
+def test_every_loss_runs_from_a_definition(tmp_path, changes):
+    """Objectives, bounds and corrections are fields of the definition; the sampler agrees with the policy."""
+    events: list[Event] = []
+    made = pipeline(**changes, loss__entropy_coeff="0.01", learn__steps="2")
+    run(made, run_dir=tmp_path / "run", on_event=events.append)
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert [event.message for event in events if isinstance(event, Notice)] == []
+
+
+def test_losses_that_cannot_be_are_refused():
+    """Bounds without their pair, or of an objective that has none."""
+    for changes, message in (
+        ({"loss__icepop_low": "6"}, "between 0 and icepop_high"),
+        ({"loss__delta": "1.1"}, "above 1 \\+ clip_high"),
+    ):
+        with pytest.raises(DefinitionError, match=message):
+            pipeline(**changes)
+    with pytest.raises(DefinitionError, match="cispo has no min"):
+        GRPO(objective="cispo", dual_clip=3.0)
