@@ -7,11 +7,12 @@ import threading
 from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
 
+from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.keys import TRAJECTORY_ID, Key
 from rlhf_pipeline.transforms._columns import Flat, columns_of
 from rlhf_pipeline.transforms._figures import GroupFigures
@@ -253,6 +254,23 @@ class GroupLedger(GroupFigures):
                     found = column.select(last)
                     out += found.values.tolist() if isinstance(found, Flat) else found.plain()
         return out
+
+    @property
+    def is_shared(self) -> bool:
+        """False: the waiting groups belong to this process and to its store."""
+        return False
+
+    def share_memory_(self) -> Self:
+        """Refused: TorchRL's shared queues live in a manager process and die with it.
+
+        Raises:
+            DefinitionError: always, with what to do instead.
+        """
+        raise DefinitionError(
+            "MCAdvantage completes groups in one process, where they wait beside the store and outlive a kill. Let one "
+            "process call extend and send it the trajectories of the others, or let each process sample whole groups "
+            "into a buffer of its own on the same store."
+        )
 
     def clear_queues(self) -> None:
         """Forget the waiting trajectories, on disk too."""

@@ -82,10 +82,7 @@ class RetrieveLogProb(Transform):
             raise DefinitionError(f"token_budget is {token_budget}; it must be at least 1.")
         if log_prob_key is not None and log_prob_key[:1] != ("next",):
             log_prob_key = ("next", log_prob_key) if isinstance(log_prob_key, str) else ("next", *log_prob_key)
-        if log_prob_key is not None and log_probs_full_key is None:
-            names = (log_prob_key,) if isinstance(log_prob_key, str) else log_prob_key
-            log_probs_full_key = names if names[0] == "next" else ("next", *names)
-        out_key = log_probs_full_key or REF_LOG_PROBS
+        out_key = log_probs_full_key or log_prob_key or REF_LOG_PROBS
         super().__init__(in_keys=[TOKENS], out_keys=[out_key])
         # As TorchRL's wrappers: rows that come as text come out padded if the model says so.
         pads = getattr(model if model is not None else actor, "pad_output", False)

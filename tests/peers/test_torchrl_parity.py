@@ -17,7 +17,7 @@ from torchrl.objectives import llm as peer_llm
 from torchrl.objectives.llm import MCAdvantageSelector
 
 from rlhf_pipeline import ChatHistory, GRPOLoss, KLRewardTransform, MCAdvantage, RetrieveLogProb, Text
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.errors import DataError, DefinitionError
 
 pytestmark = [
     pytest.mark.peer,
@@ -189,6 +189,16 @@ def test_inside_torchrls_buffer():
         assert "advantage" in buffer.sample(4).keys()  # noqa: SIM118
         lengths.append(seen)
     assert lengths[0] == lengths[1] == [0, 4, 4, 4]
+
+
+def test_groups_are_not_shared_between_processes():
+    """TorchRL's `share_memory_` and a shared buffer are refused, with what to do instead."""
+    transform = MCAdvantage(2)
+    assert not transform.is_shared
+    with pytest.raises(DefinitionError, match="one process call extend"):
+        transform.share_memory_()
+    with pytest.raises(DefinitionError, match="completes groups in one process"):
+        ReplayBuffer(storage=LazyStackStorage(4), transform=transform, shared=True)
 
 
 @pytest.mark.parametrize(
