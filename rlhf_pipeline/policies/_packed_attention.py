@@ -108,17 +108,22 @@ def _refuse_extras(
 
 
 def _by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
-    """One SDPA call per segment; per block of queries where a prefix needs a mask."""
+    """One SDPA call per segment; per block of queries where a prefix needs a mask.
+
+    The axis is split once, because the gradient of a split is one concatenation and that of a slice is as large as
+    the whole axis.
+    """
     grouped = query.shape[1] != key.shape[1]
+    queries, keys, values = (x.split(segments.lengths, 2) for x in (query, key, value))
+    at = {start: i for i, start in enumerate(segments.starts)}
     out: list[Tensor] = []
-    parts = zip(segments.starts, segments.lengths, segments.prefix_starts, segments.prefix_lengths, strict=True)
-    for start, length, prefix_start, prefix in parts:
-        q, k, v = (x[:, :, start : start + length] for x in (query, key, value))
+    for i, (length, prefix) in enumerate(zip(segments.lengths, segments.prefix_lengths, strict=True)):
+        q, k, v = queries[i], keys[i], values[i]
         if not prefix:
             out.append(scaled_dot_product_attention(q, k, v, is_causal=length > 1, scale=scaling, enable_gqa=grouped))
             continue
-        before = slice(prefix_start, prefix_start + prefix)
-        k, v = torch.cat([key[:, :, before], k], 2), torch.cat([value[:, :, before], v], 2)
+        shared = at[segments.prefix_starts[i]]
+        k, v = torch.cat([keys[shared], k], 2), torch.cat([values[shared], v], 2)
         for first in range(0, length, QUERY_BLOCK):
             rows = min(QUERY_BLOCK, length - first)
             seen = prefix + first + rows

@@ -21,10 +21,12 @@ MIN_SHARED_TOKENS = 8
 class Segments:
     """Stretches of the packed axis that attend causally to themselves, each after a prefix laid out elsewhere.
 
+    Segments stand in order and fill the axis; a prefix is a segment of its own.
+
     Attributes:
         starts: where each segment begins.
         lengths: its tokens, 1 or more.
-        prefix_starts: where its prefix begins.
+        prefix_starts: where its prefix begins; a segment without one has 0.
         prefix_lengths: the tokens of its prefix; 0 for none.
         calls: how many attention layers have used these segments.
     """
