@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,9 +104,3 @@ def lists_become_stacks() -> Iterator[None]:
     """TorchRL's LLM classes need this switch; it is put back."""
     with tensordict.set_list_to_stack(True):
         yield
-
-
-@pytest.fixture
-def peer_rows() -> Callable[[Any], Any]:
-    """The same rows, to be given to the peer: TorchRL's classes write into what they get."""
-    return lambda td: td.clone()

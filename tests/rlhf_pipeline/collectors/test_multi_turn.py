@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import Tensor
+from torchrl.data.llm import History
 from torchrl.envs import Compose
 
-from rlhf_pipeline import CausalLMPolicy, GRPOLoss, KLRewardTransform, MCAdvantage, RetrieveLogProb
+from rlhf_pipeline import CausalLMPolicy, ChatHistory, GRPOLoss, KLRewardTransform, MCAdvantage, RetrieveLogProb
 from rlhf_pipeline.collectors.multi_turn import Conversation, conversation_rows, converse
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies.chat import encode_reply
@@ -223,3 +225,27 @@ def test_bad_arguments_are_refused():
     done = converse(talker(), ["1"], lambda _: [{"role": "tool", "content": "?"}], group_size=8, max_new_tokens=8)
     assert any("does not know" in str(talk.error) for talk in done)  # that conversation only
     assert conversation_rows([], []).batch_size == (0,)
+
+
+def test_conversations_that_exist_as_text_only():
+    """Where nothing was sampled here, the template's generation markers tell the assistant's tokens of every turn."""
+    policy = talker()
+    policy.tokenizer.chat_template = TEMPLATE.replace(
+        "{{ {'user': 'U', 'assistant': 'A', 'tool': 'T'}[m.role] + ':' + m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}",
+        "{{ {'user': 'U', 'assistant': 'A', 'tool': 'T'}[m.role] + ':' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}",
+    )
+    roles = ("user", "assistant", "tool", "assistant")
+    chats = [list(zip(roles, words, strict=True)) for words in (("1+2", "12", "3", "3"), ("7", "07+", "7", "777"))]
+    history = History.from_chats([[{"role": r, "content": c} for r, c in chat] for chat in chats])
+    td = TensorDict(history=ChatHistory(full=history), batch_size=[2])
+    out: Any = RetrieveLogProb(policy.get_new_version(input_mode="history")).inv(td)
+    for row, chat in zip(out.unbind(0), chats, strict=True):
+        ids, said = row["tokens", "full"].tolist(), row["masks", "all_assistant_mask"]
+        assert len(ids) == sum(len(content) + 3 + (role == "assistant") for role, content in chat)
+        want = [i for role, content in chat if role == "assistant" for i in [*policy.tokenizer.encode(content), END]]
+        assert [i for i, mine in zip(ids, said.tolist(), strict=True) if mine] == want
+        found = row["next", "ref_log_probs", "full"]
+        assert found[~said].isnan().all()
+        torch.testing.assert_close(found[said].double(), naive(policy.model, ids)[said], rtol=0, atol=2e-6)
