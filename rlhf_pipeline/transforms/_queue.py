@@ -59,6 +59,20 @@ class Waiting:
         return self.ticket
 
 
+class ClosedGroup(NamedTuple):
+    """A group on its way to the store.
+
+    Attributes:
+        entries: the trajectories to write.
+        ticket: the number under which a log knows the group, or 0.
+        early: whether members were still missing.
+    """
+
+    entries: list[Entry]
+    ticket: int
+    early: bool
+
+
 class Saved(NamedTuple):
     """Waiting trajectories as a log gives them back, or is given them.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,6 +33,21 @@ def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
         starts = np.cumsum(counts) - counts
         out[filled] = np.add.reduceat(flat, starts[filled])
     return torch.from_numpy(out)
+
+
+def step_sum(values: Tensor, bounds: Sequence[int]) -> Tensor:
+    """Sum of the steps of each trajectory, in the dtype of the values.
+
+    Args:
+        values: `[n]`, one per step.
+        bounds: `k + 1` step offsets of the trajectories.
+
+    >>> step_sum(torch.tensor([1, 2, 4]), [0, 2, 3]).tolist()
+    [3, 4]
+    """
+    total = torch.zeros(values.numel() + 1, dtype=values.dtype)
+    torch.cumsum(values, 0, out=total[1:])
+    return total[torch.tensor(bounds)].diff()
 
 
 def segment_any(flags: Tensor, lengths: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -33,21 +33,13 @@ from rlhf_pipeline.transforms._arguments import check_arguments
 from rlhf_pipeline.transforms._columns import Flat, is_token_level, token_level
 from rlhf_pipeline.transforms._groups import Chunk, gather, group_ids, read, write
 from rlhf_pipeline.transforms._ledger import GroupLedger
-from rlhf_pipeline.transforms._queue import Entry, Waiting
-from rlhf_pipeline.transforms._segments import segment_any, segment_sum, whitened
+from rlhf_pipeline.transforms._queue import ClosedGroup, Entry, Waiting
+from rlhf_pipeline.transforms._segments import segment_any, segment_sum, step_sum, whitened
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
 
 
 _log = logging.getLogger("rlhf_pipeline")
-
-
-class _Group(NamedTuple):
-    """A group on its way to the store."""
-
-    entries: list[Entry]
-    ticket: int
-    early: bool
 
 
 class MCAdvantage(GroupLedger):
@@ -251,7 +243,7 @@ class MCAdvantage(GroupLedger):
         values = reward.values.detach().double()
         per_row = reward.lengths if reward.lengths is not None else torch.ones(n, dtype=torch.int64)
         per_row = per_row * (values[0].numel() if values.shape[0] else 1)
-        per_trajectory = per_row if k == n else _segment_sum(per_row, bounds)
+        per_trajectory = per_row if k == n else step_sum(per_row, bounds)
         if k == values.numel() and reward.lengths is None:
             returns = values.reshape(-1)
         else:
@@ -264,7 +256,7 @@ class MCAdvantage(GroupLedger):
         mask = read(td, ASSISTANT_MASK)
         if isinstance(mask, Flat) and mask.lengths is not None:
             tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
-            lengths = tokens if k == n else _segment_sum(tokens, bounds)
+            lengths = tokens if k == n else step_sum(tokens, bounds)
         else:
             lengths = per_trajectory
         return Chunk(td, bounds, groups, reward, returns, lengths)
@@ -284,7 +276,7 @@ class MCAdvantage(GroupLedger):
 
     # -- groups ------------------------------------------------------------------------------------------------
 
-    def _arrive(self, chunk: Chunk, now: float) -> list[_Group]:
+    def _arrive(self, chunk: Chunk, now: float) -> list[ClosedGroup]:
         self._count_arrivals(chunk)
         queue, change, ready = self._queue, self._change, []
         for i, group in enumerate(chunk.groups):
@@ -309,7 +301,7 @@ class MCAdvantage(GroupLedger):
         enough = self.min_group_size if waiting.overdue else self.candidate_selection_min_size
         return arrived > 0 and (arrived >= enough or arrived + waiting.failed >= self.candidate_selection_min_size)
 
-    def _overdue(self, now: float) -> list[_Group]:
+    def _overdue(self, now: float) -> list[ClosedGroup]:
         """Close the groups whose time is up and that have enough members; the others close when they have."""
         recovered, self._recovered = self._recovered, False
         found = self._queue.take_overdue(now)
@@ -322,7 +314,7 @@ class MCAdvantage(GroupLedger):
                 change.remember(group, self._queue.waiting[group])
         return [self._complete(group) for group in due]
 
-    def _complete(self, group: Hashable, close: bool = False) -> _Group:
+    def _complete(self, group: Hashable, close: bool = False) -> ClosedGroup:
         """Take the trajectories to write out of a group that may be complete."""
         waiting = self._queue.waiting[group]
         entries, failed = waiting.entries, waiting.failed
@@ -333,7 +325,7 @@ class MCAdvantage(GroupLedger):
         if self.candidate_group_size > self.grpo_size or self.keep_return_bounds is not None:
             chosen = self._choose(entries, size)
         if chosen is None and len(entries) < self.candidate_group_size - failed and not close:
-            return _Group([], 0, early=False)
+            return ClosedGroup([], 0, early=False)
         self._leave(group)
         self._stats["completed_groups"] += 1
         if early:
@@ -342,10 +334,10 @@ class MCAdvantage(GroupLedger):
                 self._queue.expect_late(group, self.candidate_group_size - len(entries) - failed)
         if chosen is None:
             self._stats["dropped_groups"] += 1
-            return _Group([], 0, early=early)
+            return ClosedGroup([], 0, early=early)
         self._stats["selected_trajectories"] += len(chosen)
         self._stats["unselected_trajectories"] += len(entries) - len(chosen)
-        return _Group([entries[i] for i in chosen], waiting.ticket, early=early)
+        return ClosedGroup([entries[i] for i in chosen], waiting.ticket, early=early)
 
     def _choose(self, entries: Sequence[Entry], size: int) -> list[int] | None:
         # A failed trajectory ranks as one that earned nothing.
@@ -425,7 +417,7 @@ class MCAdvantage(GroupLedger):
 
     # -- advantages --------------------------------------------------------------------------------------------
 
-    def _emit(self, groups: Sequence[_Group]) -> TensorDictBase | None:
+    def _emit(self, groups: Sequence[ClosedGroup]) -> TensorDictBase | None:
         groups = [group for group in groups if group.entries]
         if not groups:
             return None
@@ -504,12 +496,6 @@ def _task_reward(td: TensorDictBase) -> Flat | None:
     """The reward per trajectory, where there is none per token or step."""
     found = read(td, TASK_REWARD)
     return found if isinstance(found, Flat) else None
-
-
-def _segment_sum(values: Tensor, bounds: Sequence[int]) -> Tensor:
-    total = torch.zeros(values.numel() + 1, dtype=values.dtype)
-    torch.cumsum(values, 0, out=total[1:])
-    return total[torch.tensor(bounds)].diff()
 
 
 def _codes(groups: Sequence[Hashable]) -> Tensor:
