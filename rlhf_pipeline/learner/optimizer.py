@@ -81,9 +81,10 @@ class PolicyOptimizer:
             norm = norm.full_tensor()
         # As clip_grad_norm_ does it: scaled by 1 where nothing is to be clipped, and no synchronisation on a GPU.
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in found:
-            own: Any = gradient
-            (own.to_local() if hasattr(own, "to_local") else own).mul_(scale.to(gradient.device))
+        # One kernel for many tensors; a shard's own part is scaled.
+        own: list[Any] = [getattr(gradient, "_local_tensor", gradient) for gradient in found]
+        if own:
+            torch._foreach_mul_(own, scale.to(own[0].device))
         return norm
 
     def step(self, lr: float) -> None:
@@ -106,8 +107,8 @@ class PolicyOptimizer:
     @torch.no_grad()
     def copy_to_parameters(self) -> None:
         """Round the masters to the parameters."""
-        for name, master in self.masters.items():
-            self.named[name].copy_(master)
+        if self.masters:
+            torch._foreach_copy_([self.named[name] for name in self.masters], list(self.masters.values()))
 
     @torch.no_grad()
     def copy_from_parameters(self) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tensordict import TensorDict, lazy_stack
 from rlhf_pipeline import Learn, MCAdvantage, TrajectoryReplayBuffer
 from rlhf_pipeline.checkpoint import load_checkpoint
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.learner.distributed import Shards, shard_policy
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.policies.new_model import scratch_policy
@@ -104,6 +106,24 @@ def test_two_processes_in_bfloat16_keep_float32_masters(tmp_path, store):
     assert_same_curve(two["steps"], straight["steps"][:3], 1e-3)
     to_one = launch(store, tmp_path / "a", 4, 4, processes=1, dtype="bfloat16", start=two["path"])
     assert_same_curve(to_one["steps"], straight["steps"][3:], 1e-3)
+
+
+@pytest.mark.slow
+def test_the_program_of_the_page_runs_on_two_processes(tmp_path, store):
+    """The Python block of docs/learner.md, as it stands, with a model and a store where it says they are."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "learner.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "program.py").write_text(block)
+    scratch_policy("0123456789", hidden_size=16, num_layers=2, num_heads=2, seed=0).save_pretrained(tmp_path / "model")
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "storage")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["step 1", "step 2"]
+    assert (tmp_path / "checkpoints" / "step-00000002" / "shards" / ".metadata").is_file()
+    assert [row["step"] for row in read_rows(tmp_path / "ledger.jsonl")] == [1, 2]
 
 
 def test_shares_cover_every_micro_batch_once():
