@@ -10,7 +10,8 @@ corrects what TorchRL 0.14.1 gets wrong:
 - it tells padding from tokens by their id, so a sampled end token is lost where `pad_token == eos_token`;
 - a checkpoint's `top_k` (50 where nobody says otherwise) cuts what is sampled, and not what is reported.
 
-A wrapper around an engine elsewhere (`vLLMWrapper`) is called as it is, and its faults that cannot be put right from
+A wrapper around an engine elsewhere (`vLLMWrapper`), or around a model that cannot be scored from its hidden states,
+is called as it is, and its faults that cannot be put right from
 outside are refused, see `EnginePolicy`.
 """
 
@@ -29,6 +30,7 @@ from torchrl.modules.llm.policies.transformers_wrapper import TransformersWrappe
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies._distortions import find_distortion
 from rlhf_pipeline.policies._loading import end_token_ids
+from rlhf_pipeline.policies._model_parts import find_parts
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.containers import LLMWrapperBase, Masks, Tokens
 from rlhf_pipeline.policies.encoding import tokenizer_with_template
@@ -64,11 +66,10 @@ def as_policy(model: Any, owner: str = "This") -> CausalLMPolicy | EnginePolicy:
         if not isinstance(inner, nn.Module):
             return EnginePolicy(model)
         try:
-            return _over_weights(model, inner)
-        except DefinitionError as error:
-            if not isinstance(model, TransformersWrapper) or "CausalLMPolicy cannot use" not in str(error):
-                raise
-            return EnginePolicy(model)
+            find_parts(inner)
+        except DefinitionError:
+            return EnginePolicy(model)  # Its logits are not a plain head on hidden states: scored through the wrapper.
+        return _over_weights(model, inner)
     if isinstance(model, nn.Module) and hasattr(model, "config"):
         return CausalLMPolicy(model)
     raise DefinitionError(
@@ -141,7 +142,7 @@ def _tokenizer(wrapper: Any) -> Any:
 
 
 class EnginePolicy:
-    """A wrapper around an engine that is not a module of this process (`vLLMWrapper`), as a policy.
+    """A wrapper that is called as it is, as a policy: one around an engine elsewhere (`vLLMWrapper`), for example.
 
     It scores and samples by calling the wrapper on token ids, ragged, and takes the wrapper's log-probs. So:
 

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torch import nn
 from torchrl.modules.llm import TransformersWrapper
+from transformers import AutoModelForCausalLM, Gemma2Config
 
 from rlhf_pipeline import (
     CausalLMPolicy,
@@ -248,6 +249,34 @@ def test_an_engine_samples_for_the_collector(tiny, tmp_path):
         torch.testing.assert_close(torch.tensor(lp[said]).double(), want[torch.tensor(said)], rtol=0, atol=5e-6)
     buffer.trajectories.close()
     assert len(as_policy(wrapper).generate_ragged([], seed=0)) == 0
+
+
+def test_a_model_whose_logits_are_capped_is_scored_by_its_wrapper(tiny):
+    """`CausalLMPolicy` refuses it, so the wrapper's own scores are taken, and its samples are not."""
+    tokenizer = tiny.tokenizer()
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
+    config = Gemma2Config(vocab_size=len(tokenizer), num_key_value_heads=1, final_logit_softcapping=2.0, **sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    wrapper = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True)
+    policy: Any = as_policy(wrapper)
+    assert isinstance(policy, EnginePolicy)
+    out: Any = RetrieveLogProb(wrapper).inv(tiny.rows(ROWS, PROMPTS))
+    for row, ids, prompt in zip(out.unbind(0), ROWS, PROMPTS, strict=True):
+        torch.testing.assert_close(row[REF][prompt:].double(), tiny.naive(model, ids)[prompt:], rtol=0, atol=3e-6)
+    with pytest.raises(DefinitionError, match="first sampled token to 0"):
+        policy.generate_ragged([[5]], seed=0)
+    td = tiny.rows(ROWS, PROMPTS, advantage=[torch.ones(len(row)) for row in ROWS])
+    for row, ids in zip(td.unbind(0), ROWS, strict=True):
+        row["log_probs"] = TensorDict({"full": tiny.naive(model, ids).nan_to_num(0).float()})
+    loss: Any = GRPOLoss(wrapper.get_new_version(pad_output=False), padding_side="left")(td)
+    assert abs(loss.kl_approx.item()) < 1e-5
 
 
 def test_what_an_engine_cannot_do_is_refused(tiny):
