@@ -19,6 +19,8 @@ from rlhf_pipeline.exchange.filters import Ids, select
 from trajectory_store import Column, Schema, TrajectoryStore
 
 BATCH_ROWS = 512
+ROW_GROUP_BYTES = 16 << 20
+"""A Parquet file is written in groups of about this size, which are in memory whole while they are written."""
 _KINDS: dict[str, Container] = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 
 
@@ -174,8 +176,14 @@ def _write_parquet(part: Path, schema: Schema, batches: Iterator[_Batch]) -> Non
     pyarrow, parquet = need("pyarrow"), need("pyarrow.parquet")
     arrow = _arrow_schema(pyarrow, schema)
     with parquet.ParquetWriter(part, arrow, compression="zstd") as file:
+        waiting: list[Any] = []
         for batch in batches:
-            file.write_batch(_record_batch(pyarrow, schema, arrow, batch))
+            waiting.append(_record_batch(pyarrow, schema, arrow, batch))
+            if sum(ready.nbytes for ready in waiting) >= ROW_GROUP_BYTES:
+                file.write_table(pyarrow.Table.from_batches(waiting))  # one row group; write_batch would keep more
+                waiting = []
+        if waiting:
+            file.write_table(pyarrow.Table.from_batches(waiting))
 
 
 def _write_dataset(part: Path, schema: Schema, batches: Iterator[_Batch]) -> None:
