@@ -1,8 +1,9 @@
 """Padded rows laid end to end: which tokens are computed, and which of them stand before which.
 
 Only tokens that a scored token looks back on are laid out: what follows the last scored token of a row, and rows with
-nothing scored, never reach the model. With `share_prefix` the tokens that neighbouring rows have in common at their
-start, a group's prompt first of all, are laid out once.
+nothing scored, never reach the model. With `share_prefix` the tokens that rows have in common at their start, a group's
+prompt first of all, are laid out once. Rows are put in the order of their tokens for that, so it does not matter where
+in the batch the members of a group stand.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def pack(input_ids: Tensor, positions: Tensor, scored: Tensor, *, share_prefix: 
         input_ids: int64 `[B, T]`.
         positions: int64 `[B, T]`, each token's place in its row; padding repeats the place before it.
         scored: bool `[B, T]`, True at real tokens that are scored; never the first of a row.
-        share_prefix: lay out a common start of neighbouring rows once.
+        share_prefix: lay out a common start of rows once.
     """
     device = input_ids.device
     rows, columns = scored.nonzero(as_tuple=True)
@@ -108,6 +109,9 @@ def pack(input_ids: Tensor, positions: Tensor, scored: Tensor, *, share_prefix: 
     shared = np.zeros(len(used), dtype=np.int64)
     leader = np.arange(len(used))
     if share_prefix and len(active) > 1:
+        # Big-endian bytes compare as the numbers do, so rows with a common start come side by side.
+        words = ids.astype(">u4")
+        active = np.array(sorted(active.tolist(), key=lambda row: words[row, : used[row]].tobytes()))
         for first, last, length in _runs(_common_starts(ids[active], used[active])):
             members = active[first:last]
             shared[members], leader[members] = length, members[0]

@@ -2,8 +2,8 @@
 
 * `padded`: right-padded rows, sorted by length. Works for every model, and what the others fall back to.
 * `packed`: rows laid end to end without padding, attention cut into segments.
-* `prefix_shared`: packed, and the tokens that neighbouring rows have in common at their start, a group's prompt,
-  computed once; their gradient flows through the shared tokens.
+* `prefix_shared`: packed, and the tokens that rows have in common at their start, a group's prompt, computed once;
+  their gradient flows through the shared tokens.
 
 A layout changes cost, never the result: log-probs and gradients agree to rounding.
 """

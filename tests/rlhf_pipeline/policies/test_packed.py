@@ -119,6 +119,17 @@ def test_a_groups_prompt_is_computed_once(make_model):
     assert shared == expected - 2 * 10 - 1 * 11
 
 
+def test_members_of_a_group_are_found_anywhere_in_the_batch(make_model):
+    """Shuffled rows share the same prompts, and keep their places in the result."""
+    batch = groups(sizes=(3, 2), prompt=10)
+    order = torch.tensor([3, 0, 4, 2, 1])
+    shuffled = tuple(x[order] for x in batch)
+    policy = CausalLMPolicy(make_model(), scoring_layout="prefix_shared")
+    assert computed_tokens(policy, shuffled) == computed_tokens(policy, batch)
+    with torch.no_grad():
+        torch.testing.assert_close(policy.log_probs(*shuffled), policy.log_probs(*batch)[order], rtol=1e-6, atol=1e-6)
+
+
 def test_groups_that_share_a_long_start_are_cut_where_it_saves_most(make_model):
     """A common system prompt of 9 tokens does not keep two groups from sharing their own longer prompts."""
     g = torch.Generator().manual_seed(0)
