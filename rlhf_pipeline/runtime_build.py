@@ -13,6 +13,7 @@ from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
+from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.learner.lora import AdaptersOff, add_adapters
@@ -196,10 +197,19 @@ def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int)
 
 
 def _moving_reference(pipeline: Pipeline, models: Models) -> MovingReference | None:
-    """Return what moves the reference towards the policy, or None where it is frozen or there is none."""
+    """Return what moves the reference towards the policy, or None where it is frozen or there is none.
+
+    Raises:
+        DefinitionError: the reference is in other processes, which this one does not reach.
+    """
     learn = pipeline.learn
-    if not learn.reference_every or not isinstance(models.reference, CausalLMPolicy):
+    if not learn.reference_every or (pipeline.write.kl_coef == 0 and pipeline.loss.kl_to_ref_coeff == 0):
         return None
+    if not isinstance(models.reference, CausalLMPolicy):
+        raise DefinitionError(
+            "learn.reference_every moves the reference of a run in one process; collectors beside a learner keep the "
+            "frozen one. Use `rlhf-pipeline run`, or set learn.reference_every=0."
+        )
     reference, policy = models.reference.model, models.policy.model
     return MovingReference(reference, policy, every=learn.reference_every, rate=learn.reference_rate)
 
