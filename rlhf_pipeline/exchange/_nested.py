@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange._rollout import (
     ONE_ROW,
     Rollout,
@@ -32,6 +32,7 @@ class SolutionsReader:
     """
 
     def __init__(self, row: Row, given: Mapping[str, str]) -> None:
+        _only(given, "prompt", "answer")
         self.question = given.get("prompt", "question")
         self.answer = given.get("answer", "ground_truth")
 
@@ -84,6 +85,7 @@ class PrimeRLReader:
     """
 
     def __init__(self, row: Row, given: Mapping[str, str]) -> None:
+        _only(given)
         self.is_export = "token_ids" in row
         self.left_out = 0
 
@@ -194,6 +196,7 @@ class TinkerReader:
     """
 
     def __init__(self, row: Row, given: Mapping[str, str]) -> None:
+        _only(given)
         self.rewards: dict[tuple[Any, ...], float] = {}
         self.left_out = 0
         self.without_reward = 0
@@ -243,6 +246,16 @@ class TinkerReader:
                 )
             )
         return made
+
+
+def _only(given: Mapping[str, str], *allowed: str) -> None:
+    """Refuse `--field` options that a format has no use for."""
+    for target in given:
+        if target not in allowed:
+            known = f"only for {' and '.join(allowed)}" if allowed else "not"
+            raise DefinitionError(
+                f"--field {target}={given[target]}: this format knows its fields; --field is {known}."
+            )
 
 
 def field_of(row: Any, name: str) -> Any:

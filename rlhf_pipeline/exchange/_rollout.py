@@ -84,8 +84,10 @@ def as_text(value: Any, name: str) -> str:
         DataError: it is something else.
     """
     if isinstance(value, str):
-        if any("\ud800" <= letter <= "\udfff" for letter in value):
-            raise DataError(f"field '{name}' holds half of a surrogate pair, which is no text.")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise DataError(f"field '{name}' holds half of a surrogate pair, which is no text.") from None
         return value
     if is_messages(value):
         return text_of(value)

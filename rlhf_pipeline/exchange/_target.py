@@ -65,37 +65,58 @@ def open_target(path: Path, schema: Schema | None = None, *, durability: Any = N
         store.close()
 
 
+class Files:
+    """The files that a store was imported from, each with the number that its ids are made of.
+
+    Args:
+        store: the target, as it is before the import.
+    """
+
+    def __init__(self, store: TrajectoryStore) -> None:
+        self.store = store
+        self._ids = np.asarray(store.ids())
+        empty = np.empty(0, np.int64)
+        self._named = store.read_scalars("trajectory_id", self._ids) if len(self._ids) else empty
+        groups = store.read_scalars("group_id", self._ids) if len(self._ids) else empty
+        numbers, firsts = np.unique(self._named >> SOURCE_BITS, return_index=True)
+        metas = store.read(self._ids[firsts], ["meta"])["meta"] if len(firsts) else []
+        files = [(source_of(meta), number) for meta, number in zip(metas, numbers.tolist(), strict=True)]
+        self._numbers = {file: number for file, number in files if file is not None and number >= 0}
+        highest = max((int(values.max()) for values in (self._named, groups) if len(values)), default=-1)
+        self._next = 0 if highest < 0 else (highest >> SOURCE_BITS) + 1
+
+    def known(self, path: Path) -> Known:
+        """Return what the store holds of a file; a new file gets the next number."""
+        number = self._numbers.get(str(path))
+        if number is None:
+            number, self._next = self._next, self._next + 1
+            self._numbers[str(path)] = number
+            rows = np.empty(0, np.int64)
+            return Known(self.store, number << SOURCE_BITS, rows, rows)
+        mine = self._named >> SOURCE_BITS == number
+        base = number << SOURCE_BITS
+        return Known(self.store, base, self._named[mine] - base, self._ids[mine])
+
+
 class Known:
     """What a store holds of one file.
 
     Args:
         store: the target.
-        file: the file's path, resolved.
+        base: added to places in the file to give trajectory and group ids.
+        places: `[n]` int64, the places in the file of the rows that are there.
+        rows: `[n]` int64, their ids in the store.
 
     Attributes:
-        base: added to places in the file to give trajectory and group ids.
         num: places 0 to `num - 1` were imported before.
     """
 
-    def __init__(self, store: TrajectoryStore, file: Path) -> None:
+    def __init__(self, store: TrajectoryStore, base: int, places: Ids, rows: Ids) -> None:
         self.store = store
-        self.file = str(file)
-        ids = store.ids()
-        named = store.read_scalars("trajectory_id", ids) if len(ids) else np.empty(0, np.int64)
-        ordinals = named >> SOURCE_BITS
-        found = [i for i in np.unique(ordinals[named >= 0]).tolist() if self._is_mine(ids, ordinals, i)]
-        groups = store.read_scalars("group_id", ids) if len(ids) else np.empty(0, np.int64)
-        highest = max((int(values.max()) for values in (named, groups) if len(values)), default=-1)
-        ordinal = found[0] if found else 0 if highest < 0 else (highest >> SOURCE_BITS) + 1
-        self.base = ordinal << SOURCE_BITS
-        mine = ordinals == ordinal if found else np.zeros(len(ids), bool)
-        order = np.argsort(named[mine], kind="stable")
-        self._places, self._rows = (named[mine] - self.base)[order], ids[mine][order]
-        self.num = int(self._places[-1]) + 1 if len(self._places) else 0
-
-    def _is_mine(self, ids: Ids, ordinals: Ids, ordinal: int) -> bool:
-        first = ids[int(np.argmax(ordinals == ordinal))]
-        return source_of(self.store.read([first], ["meta"])["meta"][0]) == self.file
+        self.base = base
+        order = np.argsort(places, kind="stable")
+        self._places, self._rows = places[order], rows[order]
+        self.num = int(self._places[-1]) + 1 if len(places) else 0
 
     def check_same(self, places: Sequence[int], rollouts: Sequence[Rollout], wheres: Sequence[str]) -> None:
         """Check that rows that were imported before still say the same; evicted rows are not looked at.

@@ -18,9 +18,8 @@ from rlhf_pipeline.exchange._report import FileReport, ImportReport
 from rlhf_pipeline.exchange._rollout import ONE_ROW, Rollout
 from rlhf_pipeline.exchange._sources import Container, Source, find_sources
 from rlhf_pipeline.exchange._stored import import_stored
-from rlhf_pipeline.exchange._target import Known, open_target
+from rlhf_pipeline.exchange._target import Files, open_target
 from rlhf_pipeline.exchange.formats import CONTAINERS, NAMES, Reader, find_format, is_tinker_summary
-from trajectory_store import TrajectoryStore
 
 BATCH_ROWS = 512
 BATCH_TOKENS = 1 << 20
@@ -108,11 +107,12 @@ def import_files(
             import_stored(item.source, report.store, report, item.report, durability, batch_rows, on_file, on_commit)
         return report
     with open_target(report.store, durability=durability) as store:
+        there = Files(store)
         for item in plan:
             report.files.append(item.report)
             if on_file is not None:
                 on_file(item.report)
-            _Import(store, item, report, encoder, group_by, batch_rows, on_commit).run()
+            _Import(there, item, report, encoder, group_by, batch_rows, on_commit).run()
     return report
 
 
@@ -180,7 +180,7 @@ class _Import:
 
     def __init__(
         self,
-        store: TrajectoryStore,
+        there: Files,
         item: _Item,
         report: ImportReport,
         encoder: Encoder,
@@ -188,10 +188,10 @@ class _Import:
         batch_rows: int,
         on_commit: Callable[[ImportReport], None] | None,
     ) -> None:
-        self.store, self.source, self.file, self.report = store, item.source, item.report, report
+        self.store, self.source, self.file, self.report = there.store, item.source, item.report, report
         self.reader = cast(Reader, item.reader)
         self.encoder, self.group_by, self.batch_rows, self.on_commit = encoder, group_by, batch_rows, on_commit
-        self.known = Known(store, item.source.path)
+        self.known = there.known(item.source.path)
         self.num = 0
         self.num_groups = 0
         self._groups: dict[bytes, int] = {}

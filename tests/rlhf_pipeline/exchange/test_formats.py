@@ -367,3 +367,16 @@ def test_a_named_format_must_fit():
         find_format("trl", {"input": "a", "output": "b", "score": 1, "step": 0})
     with pytest.raises(DefinitionError, match=r"Did you mean 'tinker'"):
         find_format("tinkr", {})
+
+
+def test_fields_that_a_format_knows_itself(tmp_path: Path, jsonl: Write):
+    """A `--field` that would have no effect is refused."""
+    with pytest.raises(DefinitionError, match=r"--field reward=x: this format knows its fields; --field is not\."):
+        import_files([jsonl([episode("g", 1.0)])], tmp_path / "store", fields={"reward": "x"})
+
+
+def test_half_of_a_surrogate_pair(tmp_path: Path, jsonl: Write, tokenizer: Any):
+    """What JSON can spell and UTF-8 cannot is named and not stored."""
+    file = jsonl([{"prompt": "a", "completion": "\ud800", "reward": 1}])
+    with pytest.raises(DataError, match=r":1: field 'completion' holds half of a surrogate pair"):
+        import_files([file], tmp_path / "store", tokenizer=tokenizer)
