@@ -83,6 +83,8 @@ def build_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
         return Models(policy=policy, reference=AdaptersOff(policy))
     reference = _policy(pipeline, seed, device)
     reference.requires_grad_(False)
+    # Scored by the code path of the update, so that nothing but the weights tells the two apart.
+    reference.scoring_layout = pipeline.learn.layout
     return Models(policy=policy, reference=reference)
 
 
