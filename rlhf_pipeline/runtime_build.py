@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchrl.envs.transforms import Compose
@@ -28,6 +28,9 @@ from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
 
+if TYPE_CHECKING:
+    from rlhf_pipeline.learner.distributed import Shards
+
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
@@ -35,6 +38,9 @@ class Models:
 
     policy: CausalLMPolicy
     reference: CausalLMPolicy | AdaptersOff | None
+    trained: CausalLMPolicy | None = None
+    """Under torchrun: what learns, in shards, while `policy` is a whole copy that samples."""
+    shards: Shards | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +83,55 @@ def build_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
         MissingPathError: the checkpoint folder is not there.
     """
     policy = build_policy(pipeline, seed=seed, device=device)
+    trained, shards = _sharded(pipeline, seed=seed, device=device, mirror=policy)
     if pipeline.write.kl_coef == 0 and pipeline.loss.kl_to_ref_coeff == 0:
-        return Models(policy=policy, reference=None)
+        return Models(policy=policy, reference=None, trained=trained, shards=shards)
     if pipeline.policy.lora_rank:
-        return Models(policy=policy, reference=AdaptersOff(policy))
+        return Models(policy=policy, reference=AdaptersOff(policy), trained=trained, shards=shards)
     reference = _policy(pipeline, seed, device)
     reference.requires_grad_(False)
     # Scored by the code path of the update, so that nothing but the weights tells the two apart.
     reference.scoring_layout = pipeline.learn.layout
-    return Models(policy=policy, reference=reference)
+    return Models(policy=policy, reference=reference, trained=trained, shards=shards)
+
+
+def _sharded(
+    pipeline: Pipeline, *, seed: int, device: str, mirror: CausalLMPolicy | None
+) -> tuple[CausalLMPolicy | None, Shards | None]:
+    """Return what learns in shards, where this process is one of several; (None, None) in one process."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return None, None
+    from rlhf_pipeline.learner.distributed import shard_policy
+
+    trained = build_policy(pipeline, seed=seed, device=device)
+    shards = shard_policy(trained)
+    shards.check(pipeline.learn)
+    shards.lead(None if mirror is None else mirror.model)
+    return trained, shards
+
+
+def follow(pipeline: Pipeline, *, run_dir: Path, seed: int, device: str) -> None:
+    """Learn along with the first process of a group, which runs the pipeline, until it is done."""
+    trained, shards = _sharded(pipeline, seed=seed, device=device, mirror=None)
+    if trained is None or shards is None:
+        raise DefinitionError("there is no first process to follow: start all of them with torchrun.")
+    shards.barrier()  # the first process has made the store
+    storage = TrajectoryStorage(run_dir / "store", mode="r")
+    try:
+        Learner(
+            policy=trained,
+            loss=build_loss(pipeline, trained),
+            buffer=TrajectoryReplayBuffer(storage=storage, seed=seed),
+            config=pipeline.learn,
+            max_completion_tokens=pipeline.collect.max_new_tokens,
+            max_staleness=pipeline.buffer.max_staleness,
+            ledger=None,
+            seed=seed,
+            may_be_empty=pipeline.write.zero_variance == "drop",
+            shards=shards,
+        ).follow()
+    finally:
+        storage.close()
 
 
 def build_policy(pipeline: Pipeline, *, seed: int, device: str) -> CausalLMPolicy:
@@ -166,6 +212,8 @@ def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int)
         durability=buffer_config.durability,
     )
     try:
+        if models.shards is not None:
+            models.shards.barrier()  # those that follow open the store now
         buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=seed)
         yield Parts(
             policy=models.policy,
@@ -180,8 +228,9 @@ def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int)
                 kl_reward=kl_reward,
             ),
             learner=Learner(
-                policy=models.policy,
-                loss=build_loss(pipeline, models.policy),
+                policy=models.trained or models.policy,
+                loss=build_loss(pipeline, models.trained or models.policy),
+                shards=models.shards,
                 buffer=buffer,
                 config=pipeline.learn,
                 max_completion_tokens=pipeline.collect.max_new_tokens,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_pipeline import definitions
-from rlhf_pipeline.cli import preflight
+from rlhf_pipeline.cli import preflight, sharded
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunMismatchError
@@ -44,7 +44,9 @@ class Plan:
 
 def execute(args: argparse.Namespace) -> int:
     """Run a pipeline; 130 or 143 if a signal stopped it."""
-    plan = make_plan(args)
+    if sharded.is_follower():
+        return sharded.follow(args)
+    plan = sharded.joined(make_plan(args))
     view = RunView(sys.stdout, live=sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
     view.say(f"{plan.pipeline.name}: starting, seed {plan.seed}, on {plan.device}; importing torch ...")
     started = time.perf_counter()
@@ -59,6 +61,7 @@ def execute(args: argparse.Namespace) -> int:
         return 128 + (seen[-1] if seen else signal.SIGINT)
     finally:
         view.close()
+        sharded.leave()
     finish(finished, plan, view)
     if finished.reason == "interrupted":
         return 128 + (seen[-1] if seen else signal.SIGINT)

@@ -11,7 +11,10 @@ in shards and load on any number of processes.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,11 +80,41 @@ class Shards:
         self._root = root
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        self._leads = False
+        self._mirror: nn.Module | None = None
+        self._mirrors = False
 
     @property
     def is_first(self) -> bool:
         """Whether this process writes what is written once."""
         return self.rank == 0
+
+    def lead(self, mirror: nn.Module | None) -> None:
+        """Let the first process decide what happens: the others `follow` it.
+
+        Each step, checkpoint and load of its learner is then told to the others, and the whole weights are copied to
+        `mirror` after each, for sampling. Every process calls this.
+
+        Args:
+            mirror: in the first process the model that samples, with parameters of the same names; None in others.
+        """
+        self._leads, self._mirror, self._mirrors = self.is_first, mirror, True
+
+    def tell(self, what: str, **more: Any) -> None:
+        """Tell the processes that follow what comes next; does nothing in a process that does not lead."""
+        if self._leads:
+            send({"what": what, **more})
+
+    @torch.no_grad()
+    def refresh_mirror(self) -> None:
+        """Copy the whole weights to the model that samples; every process must call this."""
+        if not self._mirrors:
+            return
+        copies = dict(self._mirror.named_parameters()) if self._mirror is not None else {}
+        for name, parameter in self._root.model.named_parameters():  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+            whole = parameter.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+            if name in copies:
+                copies[name].copy_(whole)
 
     def check(self, config: Learn) -> None:
         """Refuse what does not go with shards.
@@ -129,7 +162,7 @@ class Shards:
             outputs: those of this process, by the number of the micro-batch.
             batches: micro-batches of the step.
         """
-        device = torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda")
+        device = _device()
         table = torch.zeros(batches, len(_FIELDS), dtype=torch.float64, device=device)
         known = torch.zeros_like(table)
         for number, output in outputs.items():
@@ -154,6 +187,39 @@ class Shards:
     def barrier(self) -> None:
         """Wait for all processes."""
         dist.barrier()
+
+
+def send(message: dict[str, Any]) -> None:
+    """Send a JSON-ready message from the first process to all others, which `receive` it."""
+    content = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(_device())
+    dist.broadcast(torch.tensor([content.numel()], device=_device()), src=0)
+    dist.broadcast(content, src=0)
+
+
+def receive() -> dict[str, Any]:
+    """Wait for the first process to `send` a message."""
+    size = torch.zeros(1, dtype=torch.int64, device=_device())
+    dist.broadcast(size, src=0)
+    content = torch.zeros(int(size), dtype=torch.uint8, device=_device())
+    dist.broadcast(content, src=0)
+    return json.loads(bytes(content.cpu().tolist()))
+
+
+def _device() -> torch.device:
+    return torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
+
+
+def join_group(device: str) -> str:
+    """Join the process group that torchrun describes; return the device of this process.
+
+    Waits up to a day for the others: the first process may collect for long while they wait.
+    """
+    if torch.device(device).type == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
+    backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(days=1))
+    return device
 
 
 def shard_policy(policy: CausalLMPolicy) -> Shards:

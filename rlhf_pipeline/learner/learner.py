@@ -129,6 +129,7 @@ class Learner:
     def save(self, folder: Path, step: int, *, state: dict[str, Any], keep: int) -> Path:
         """Write a checkpoint of weights, optimizer and moving reference; see `save_checkpoint`."""
         if self.shards is not None:
+            self.shards.tell("save", folder=str(folder), step=step, keep=keep)
             return self.shards.save(folder, step, policy=self.policy, optimizer=self.optimizer, state=state, keep=keep)
         tensors = {"reference": self.reference.state_tensors()} if self.reference is not None else None
         return save_checkpoint(
@@ -142,10 +143,30 @@ class Learner:
             DataError: the checkpoint is damaged, or of another model.
         """
         moved = load_tensors(path, "reference")
+        if self.shards is not None:
+            self.shards.tell("load", path=str(path))
         state = load_checkpoint(path, policy=self.policy, optimizer=self.optimizer)
+        if self.shards is not None:
+            self.shards.refresh_mirror()
         if self.reference is not None and moved is not None:
             self.reference.load_state_tensors(moved)
         return state
+
+    def follow(self) -> None:
+        """Do what the first process does, until it tells to stop: the same steps, checkpoints and loads.
+
+        For the other processes of a group whose first one leads; see `Shards.lead`.
+        """
+        from rlhf_pipeline.learner.distributed import receive  # its imports are of no use to one process
+
+        while (message := receive())["what"] != "stop":
+            if message["what"] == "step":
+                self.buffer.refresh()
+                self.step(message["step"], row_ids=np.asarray(message["row_ids"], dtype=np.int64))
+            elif message["what"] == "save":
+                self.save(Path(message["folder"]), message["step"], state={}, keep=message["keep"])
+            else:
+                self.load(Path(message["path"]))
 
     def take_notices(self) -> list[str]:
         """Return what a person should know about the steps since the last call, and forget it."""
@@ -173,6 +194,8 @@ class Learner:
             ages = version - store.read_scalars("policy_version", row_ids)
         if len(row_ids) == 0:
             self._notices.append(f"step {step} has nothing to learn from: every group was without spread and dropped.")
+        if self.shards is not None:
+            self.shards.tell("step", step=step, row_ids=row_ids.tolist())
         plan = plan_step(
             store,
             row_ids,
@@ -197,6 +220,8 @@ class Learner:
         self.optimizer.step(self._learning_rate(step))
         if self.reference is not None:
             self.reference.after_step(step)
+        if self.shards is not None:
+            self.shards.refresh_mirror()
         self._notices += self.policy.layout_notices()
         return {
             "policy_version": version,

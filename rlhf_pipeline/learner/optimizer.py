@@ -84,7 +84,7 @@ class PolicyOptimizer:
         # One kernel for many tensors; a shard's own part is scaled.
         own: list[Any] = [getattr(gradient, "_local_tensor", gradient) for gradient in found]
         if own:
-            torch._foreach_mul_(own, scale.to(own[0].device))
+            torch._foreach_mul_(own, scale.to(own[0].device))  # pyright: ignore[reportPrivateImportUsage]
         return norm
 
     def step(self, lr: float) -> None:
@@ -108,7 +108,8 @@ class PolicyOptimizer:
     def copy_to_parameters(self) -> None:
         """Round the masters to the parameters."""
         if self.masters:
-            torch._foreach_copy_([self.named[name] for name in self.masters], list(self.masters.values()))
+            parameters: list[Tensor] = [self.named[name] for name in self.masters]
+            torch._foreach_copy_(parameters, list(self.masters.values()))  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def copy_from_parameters(self) -> None:

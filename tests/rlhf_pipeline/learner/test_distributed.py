@@ -19,7 +19,8 @@ from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.learner.distributed import Shards, shard_policy
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.policies.new_model import scratch_policy
-from rlhf_pipeline.report.check import check_store
+from rlhf_pipeline.report.check import check_run, check_store
+from rlhf_pipeline.report.run_folder import RunFolder
 
 PROGRAM = Path(__file__).with_name("sharded_program.py")
 ROOT = Path(__file__).resolve().parents[3]
@@ -124,6 +125,39 @@ def test_the_program_of_the_page_runs_on_two_processes(tmp_path, store):
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["step 1", "step 2"]
     assert (tmp_path / "checkpoints" / "step-00000002" / "shards" / ".metadata").is_file()
     assert [row["step"] for row in read_rows(tmp_path / "ledger.jsonl")] == [1, 2]
+
+
+@pytest.mark.slow
+def test_the_command_runs_on_two_processes_and_resumes(tmp_path):
+    """`torchrun ... -m rlhf_pipeline run`: the curve of one process, stopped and resumed with sharded checkpoints."""
+    sizes = (
+        "collect.group_size=4",
+        "collect.prompts_per_rollout=4",
+        "learn.token_budget=64",
+        "learn.checkpoint_every=2",
+    )
+    options = ["copy_digits", *(word for size in sizes for word in ("--set", size))]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "rlhf_pipeline", "run"]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "storage")])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    for arguments in (
+        [*command, *options, "--steps", "4", "--out", "one"],
+        [*torchrun, *command, *options, "--steps", "3", "--out", "two"],
+        [*torchrun, *command, "--resume", "--steps", "4", "--out", "two"],
+    ):
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert done.stdout.count("written:") == 1  # one process speaks
+    one, two = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    names = ("loss", "grad_norm", "task_reward", "num_trajectories", "num_tokens")
+    assert_same_curve(
+        [{name: row[name] for name in names} for row in two], [{n: row[n] for n in names} for row in one], 1e-5
+    )
+    assert [row["step"] for row in read_rows(tmp_path / "two" / "ledger.jsonl")] == [1, 2, 3, 4]
+    assert [finding.text for finding in check_run(RunFolder(tmp_path / "two")) if not finding.ok] == []
 
 
 def test_shares_cover_every_micro_batch_once():

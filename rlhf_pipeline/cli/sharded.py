@@ -1,0 +1,77 @@
+"""`rlhf-pipeline run` under torchrun: the first process runs the pipeline, the others learn along with it.
+
+Nothing here imports torch in a process that torchrun has not started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_pipeline import definitions
+from rlhf_pipeline.report.run_folder import RunFolder, is_run
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.cli.run import Plan
+
+
+def _is_one_of_several() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def is_follower() -> bool:
+    """Return True in a process of torchrun that is not the first."""
+    return _is_one_of_several() and os.environ["RANK"] != "0"
+
+
+def joined(plan: Plan) -> Plan:
+    """Join the group in its first process and tell the others what is run; the plan itself in a process alone."""
+    if not _is_one_of_several():
+        return plan
+    from rlhf_pipeline.learner.distributed import join_group, send
+
+    device = join_group(plan.device)
+    overrides = [list(pair) for pair in plan.overrides]
+    more = {"definition": plan.definition, "overrides": overrides, "out": str(plan.out.resolve())}
+    send({"what": "begin", **more, "seed": plan.seed, "device": plan.device})
+    return dataclasses.replace(plan, device=device)
+
+
+def follow(args: argparse.Namespace) -> int:
+    """Do what the first process says, until it stops."""
+    # The first process answers a signal: it finishes the step, saves, and says stop.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # about how libraries use torch's internals
+    from rlhf_pipeline import runtime_build
+    from rlhf_pipeline.learner.distributed import join_group, receive
+
+    recorded = args.resume and args.out and is_run(Path(args.out).expanduser())
+    default = RunFolder(Path(args.out).expanduser()).config.device if recorded else "cpu"
+    device = join_group(args.device or default)
+    plan = receive()
+    overrides = tuple((str(path), str(text)) for path, text in plan["overrides"])
+    pipeline = definitions.find(plan["definition"]).pipeline(overrides)
+    runtime_build.follow(pipeline, run_dir=Path(plan["out"]), seed=plan["seed"], device=device)
+    return 0
+
+
+def leave() -> None:
+    """Tell the others to stop, where there are any."""
+    if not _is_one_of_several():
+        return
+    import torch.distributed as dist
+
+    from rlhf_pipeline.learner.distributed import send
+
+    if dist.is_initialized():
+        try:
+            send({"what": "stop"})
+        except RuntimeError:
+            logging.getLogger(__name__).warning("a process of the group has left before the end")
+        dist.destroy_process_group()
