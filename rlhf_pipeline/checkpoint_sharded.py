@@ -6,6 +6,7 @@ checkpoint, by the first process, when all have written.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,10 @@ def load_shards(path: Path, model: nn.Module, optimizer: Optimizer, groups: list
             f"the checkpoint {path} belongs to another model: {len(missing)} tensors, {missing[0]!r} first."
         )
     try:
-        load(targets, checkpoint_id=path / "shards", no_dist=alone)
+        with warnings.catch_warnings():
+            # One process is what was asked for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            load(targets, checkpoint_id=path / "shards", no_dist=alone)
     except (CheckpointException, ValueError, RuntimeError) as error:
         raise DataError(f"the checkpoint {path} is damaged or of another model: {error}") from error
     torch.set_rng_state(targets[_RNG])

@@ -226,10 +226,11 @@ class StepMeter:
     ) -> Metrics:
         """Return the figures since the meter was made.
 
-        `update_s`: wall time. `num_tokens`: real tokens that went through the model. `num_scored_tokens`: those that
-        the loss is about. `update_tokens_per_s`: the first per second. `mfu`: `ModelCost.flops` per second over the
-        peak of all processes, None where no peak is known. `peak_memory_mb`: most device memory that tensors held in
-        this step; on a CPU the most that the process has held since it started.
+        `update_s`: wall time. `processes`: devices that shared the step. `num_tokens`: real tokens that went through
+        the model. `num_scored_tokens`: those that the loss is about. `update_tokens_per_s`: the first per second.
+        `mfu`: `ModelCost.flops` per second over the peak of all processes, None where no peak is known.
+        `peak_memory_mb`: most device memory that tensors held in this step; on a CPU the most that the process has
+        held since it started.
 
         Args:
             cost: of the model.
@@ -243,6 +244,7 @@ class StepMeter:
         tokens = int(lengths.sum())
         rate = cost.flops(lengths, scored) / (seconds * peak_flops * processes) if peak_flops and tokens else None
         return {
+            "processes": processes,
             "num_tokens": tokens,
             "num_scored_tokens": int(scored.sum()),
             "update_tokens_per_s": tokens / seconds if tokens else None,

@@ -14,6 +14,7 @@ from tensordict import TensorDict, lazy_stack
 
 from rlhf_pipeline import Learn, MCAdvantage, TrajectoryReplayBuffer
 from rlhf_pipeline.checkpoint import load_checkpoint
+from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.learner.distributed import Shards, shard_policy
@@ -158,6 +159,8 @@ def test_the_command_runs_on_two_processes_and_resumes(tmp_path):
     )
     assert [row["step"] for row in read_rows(tmp_path / "two" / "ledger.jsonl")] == [1, 2, 3, 4]
     assert [finding.text for finding in check_run(RunFolder(tmp_path / "two")) if not finding.ok] == []
+    assert [(row["processes"], other["processes"]) for row, other in zip(one, two, strict=True)] == [(1, 2)] * 4
+    assert main(["replay", str(tmp_path / "two"), "--from-step", "4"]) == 0  # in one process, up to rounding
 
 
 def test_shares_cover_every_micro_batch_once():
