@@ -29,6 +29,30 @@ class StepDone:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutDone:
+    """A collector process has stored one rollout."""
+
+    collector: str
+    rollout: int
+    policy_version: int
+    num_trajectories: int
+    task_reward: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectorFinished:
+    """A collector process ends; everything that it acknowledged is in the store."""
+
+    run_dir: Path
+    collector: str
+    reason: Literal["finished", "interrupted"]
+    """`finished`: the learner said that the run has ended."""
+    num_rollouts: int
+    num_trajectories: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
     """Something a person should know, in one sentence (a failed reward call, a stale batch, a saved checkpoint)."""
 
@@ -49,7 +73,7 @@ class RunFinished:
     num_trajectories: int
 
 
-Event = RunStarted | StepDone | Notice | RunFinished
+Event = RunStarted | StepDone | RolloutDone | CollectorFinished | Notice | RunFinished
 EventHandler = Callable[[Event], None]
 
 

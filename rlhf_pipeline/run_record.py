@@ -37,7 +37,7 @@ MAY_CHANGE_ON_RESUME: Final = frozenset(
 not what is learned. (Another token budget or layout moves the last bits of the gradient.)"""
 
 
-_BEFORE_THE_RECORD: Final = frozenset({"lock", "log.txt", f".{FILE_NAME}.tmp"})
+_BEFORE_THE_RECORD: Final = frozenset({"lock", "setup.lock", "processes", "log.txt", f".{FILE_NAME}.tmp"})
 """What a run makes before its `config.json`: a start that was killed there left no run to resume."""
 
 
@@ -71,6 +71,11 @@ def write_record(run_dir: Path, record: dict[str, Any]) -> None:
     write_atomically(run_dir / FILE_NAME, json.dumps(record, indent=1).encode())
 
 
+def is_recorded(run_dir: Path) -> bool:
+    """Return True if a run was started here."""
+    return (run_dir / FILE_NAME).is_file()
+
+
 def is_free(run_dir: Path) -> bool:
     """Return True if a new run may be made here: nothing is there, or only what a start that was killed left."""
     if not run_dir.exists():
@@ -86,7 +91,7 @@ def check_folder(run_dir: Path, *, resume: bool) -> None:
         MissingPathError: there is no run to resume.
     """
     if resume:
-        if not (run_dir / FILE_NAME).is_file():
+        if not is_recorded(run_dir):
             raise MissingPathError(f"there is no run to resume at {run_dir}. Start one: leave --resume out.")
     elif not is_free(run_dir):
         raise RunExistsError(

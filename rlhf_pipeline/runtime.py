@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.checkpoint import list_checkpoints
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Learn, Pipeline
-from rlhf_pipeline.errors import RunStorageError
 from rlhf_pipeline.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
-from rlhf_pipeline.jsonl import sync_file
 from rlhf_pipeline.learner.loggers import with_logger
 from rlhf_pipeline.run_lock import run_lock
 from rlhf_pipeline.run_progress import MetricsFile, Progress, replaced
 from rlhf_pipeline.run_record import check_folder, check_unchanged, make_record, write_record
 from rlhf_pipeline.runtime_build import Parts, build_models, build_parts
+from rlhf_pipeline.runtime_state import log_file, named_disk_errors, restore, save_run
 from rlhf_pipeline.signals import StopRequest, stop_on_signals
 
 logger = logging.getLogger(__name__)
@@ -67,11 +64,11 @@ def run(
     models = build_models(pipeline, seed=seed, device=device)
     pipeline.prompts.prompt(0, seed)  # reads and checks the whole prompt file before anything is made
     record = make_record(pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
-    with _named_disk_errors(run_dir), run_lock(run_dir), _log_file(run_dir / "log.txt"):
+    with named_disk_errors(run_dir), run_lock(run_dir), log_file(run_dir / "log.txt"):
         check_folder(run_dir, resume=resume)  # again under the lock: another process may have been quicker
         write_record(run_dir, record)
         with build_parts(pipeline, models, run_dir=run_dir, seed=seed) as parts, stop_on_signals() as stop:
-            progress = _restore(run_dir, parts)
+            progress = restore(run_dir, parts)
             on_event = with_logger(pipeline.learn.logger, run_dir, on_event)
             on_event(
                 RunStarted(
@@ -103,16 +100,7 @@ def _loop(
 
     def save() -> None:
         nonlocal saved
-        # What the checkpoint counts on reaches the disk before it.
-        parts.buffer.store.flush()
-        for name in ("metrics.jsonl", "ledger.jsonl"):
-            sync_file(run_dir / name)
-        parts.learner.save(
-            run_dir / "checkpoints",
-            progress.step,
-            state={"progress": vars(progress), "write_path": parts.write_path_state()},
-            keep=learn.keep_checkpoints,
-        )
+        save_run(run_dir, parts, progress, keep=learn.keep_checkpoints)
         saved = progress.step
 
     if not list_checkpoints(run_dir / "checkpoints"):
@@ -175,45 +163,3 @@ def _one_step(
 def _tell(on_event: EventHandler, message: str) -> None:
     logger.warning(message)
     on_event(Notice(message=message, level="warning"))
-
-
-def _restore(run_dir: Path, parts: Parts) -> Progress:
-    """Load the newest checkpoint."""
-    progress = Progress()
-    checkpoints = list_checkpoints(run_dir / "checkpoints")
-    if checkpoints:
-        state = parts.learner.load(checkpoints[-1])
-        progress = Progress(**state["progress"])
-        parts.load_write_path_state(state["write_path"])
-    return progress
-
-
-@contextmanager
-def _log_file(path: Path) -> Iterator[None]:
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    package = logging.getLogger("rlhf_pipeline")
-    package.addHandler(handler)
-    try:
-        yield
-    finally:
-        package.removeHandler(handler)
-        handler.close()
-
-
-@contextmanager
-def _named_disk_errors(run_dir: Path) -> Iterator[None]:
-    """Turn a bare OSError of the run folder's own files into one that says what is safe and what to do."""
-    try:
-        yield
-    except OSError as error:
-        if type(error).__module__ != "builtins":
-            raise  # an error of ours or of the store says it already
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-            advice = "Choose a folder that can be written: --out OTHER_FOLDER."
-        else:
-            advice = (
-                "Every stored trajectory and every finished checkpoint is whole. "
-                "Free some space, then type the same command with --resume."
-            )
-        raise RunStorageError(f"the run folder {run_dir} cannot be written: {error}. {advice}") from error

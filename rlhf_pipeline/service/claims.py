@@ -1,0 +1,152 @@
+"""Who collects which rollout: every rollout once, whoever is killed when.
+
+Three facts, each kept where it cannot be wrong:
+
+- *done*: a row in the `rollouts` store, written after the trajectories are committed. A crash between the two leaves
+  trajectories without their row; whoever claims that rollout next finds them in the main store and adds the row.
+- *in flight*: an exclusive lock on byte `r` of the file `claims/rollouts`. The kernel drops it with its process.
+- *order*: claims are made under one lock and always take the lowest rollout that is neither done nor in flight, so
+  what a dead collector left is the next thing that anyone takes up.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_pipeline.service.admission import may_start
+from rlhf_pipeline.service.weights import Published
+from trajectory_store import Column, Schema, TrajectoryStore
+
+ROLLOUTS_SCHEMA: Final = Schema(
+    [
+        Column("rollout", "int64"),
+        Column("policy_version", "int64"),
+        Column("num_trajectories", "int64"),
+        Column("num_failed", "int64"),
+        Column("task_reward", "float64"),
+        Column("created_at", "float64"),
+    ]
+)
+"""One row per rollout whose trajectories are in the main store."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flow:
+    """The limits that decide whether another rollout may start."""
+
+    updates_per_rollout: int
+    max_staleness: int
+
+
+class Claims:
+    """One collector's view of the rollouts. One object per process: the byte locks belong to the process.
+
+    Args:
+        run_dir: the run folder.
+        name: the collector's name.
+        rollouts: the `rollouts` store, open for appending.
+        flow: the limits.
+    """
+
+    def __init__(self, run_dir: Path, name: str, rollouts: TrajectoryStore, flow: Flow) -> None:
+        self.rollouts = rollouts
+        self.flow = flow
+        self._name = name
+        self._folder = run_dir / "claims"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Closing any descriptor of this file would drop every lock that this process holds on it: one for life.
+        self._bytes = os.open(self._folder / "rollouts", os.O_RDWR | os.O_CREAT, 0o644)
+        self._held: int | None = None
+        self._done: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._done_at = -1
+
+    def close(self) -> None:
+        """Let go of everything."""
+        os.close(self._bytes)
+
+    def claim(self, published: Published) -> int | None:
+        """Take the lowest free rollout, or None if it may not start yet."""
+        with self._alone():
+            done = self._read_done()
+            in_flight = self._in_flight(done)
+            rollout = _lowest_free(done, in_flight)
+            if not may_start(
+                version=published.version,
+                next_version=published.next_version,
+                num_waiting=len(done) - published.rollouts_done + len(in_flight),
+                oldest_in_flight=min(in_flight.values(), default=None),
+                updates_per_rollout=self.flow.updates_per_rollout,
+                max_staleness=self.flow.max_staleness,
+            ):
+                return None
+            fcntl.lockf(self._bytes, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rollout)
+            self._held = rollout
+            # Only read together with the lock: what a dead collector wrote here says nothing.
+            note = self._folder / f".{self._name}.tmp"
+            note.write_text(json.dumps({"rollout": rollout, "version": published.version}), encoding="utf-8")
+            note.replace(self._folder / f"{self._name}.json")
+            return rollout
+
+    def release(self) -> None:
+        """Let go of the rollout: it is done, or someone else shall try."""
+        if self._held is not None:
+            fcntl.lockf(self._bytes, fcntl.LOCK_UN, 1, self._held)
+            self._held = None
+
+    def _read_done(self) -> npt.NDArray[np.int64]:
+        """Return the rollouts that are done, sorted; read again only when there are more."""
+        watermark = self.rollouts.refresh()
+        if watermark != self._done_at:
+            self._done, self._done_at = np.unique(self.rollouts.read_scalars("rollout")), watermark
+        return self._done
+
+    def _in_flight(self, done: npt.NDArray[np.int64]) -> dict[int, int]:
+        """Return the rollouts that live collectors work on, each with the version of its weights."""
+        flying: dict[int, int] = {}
+        for file in self._folder.glob("*.json"):
+            note = json.loads(file.read_text(encoding="utf-8"))
+            rollout = note["rollout"]
+            # A rollout whose row is there is no longer in flight, although its collector may not have let go yet.
+            if not _contains(done, rollout) and self._is_locked(rollout):
+                flying[rollout] = note["version"]
+        return flying
+
+    def _is_locked(self, rollout: int) -> bool:
+        if rollout == self._held:
+            return True
+        try:
+            fcntl.lockf(self._bytes, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rollout)
+        except (BlockingIOError, PermissionError):
+            return True
+        fcntl.lockf(self._bytes, fcntl.LOCK_UN, 1, rollout)
+        return False
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with (self._folder / "lock").open("a", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _lowest_free(done: npt.NDArray[np.int64], in_flight: dict[int, int]) -> int:
+    """Return the smallest rollout that is in neither; `done` is sorted and without repetition."""
+    gaps = np.flatnonzero(done != np.arange(len(done)))
+    lowest = int(gaps[0]) if len(gaps) else len(done)
+    while lowest in in_flight or _contains(done, lowest):
+        lowest += 1
+    return lowest
+
+
+def _contains(done: npt.NDArray[np.int64], rollout: int) -> bool:
+    at = int(np.searchsorted(done, rollout))
+    return at < len(done) and int(done[at]) == rollout

@@ -1,0 +1,206 @@
+"""A collector as a process of its own: claim a rollout, sample it with the newest weights, store it, go on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError
+
+from rlhf_pipeline.checkpoint import load_weights
+from rlhf_pipeline.collectors.collector import Rollout
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.errors import RewardError
+from rlhf_pipeline.events import CollectorFinished, EventHandler, Notice, RolloutDone, ignore_events
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.runtime_build import Parts, build_models, build_parts
+from rlhf_pipeline.service.claims import Claims, Flow
+from rlhf_pipeline.service.heartbeat import Heartbeat, Pause, is_alive, process_lock
+from rlhf_pipeline.service.run_files import shared_run
+from rlhf_pipeline.service.weights import Published, read_published, version_folder
+from rlhf_pipeline.signals import StopRequest, stop_on_signals
+from trajectory_store import TrajectoryStore
+
+logger = logging.getLogger(__name__)
+
+
+def collect(
+    pipeline: Pipeline,
+    *,
+    run_dir: Path,
+    seed: int = 0,
+    device: str = "cpu",
+    name: str | None = None,
+    parent: int | None = None,
+    definition: str = "",
+    overrides: Sequence[tuple[str, str]] = (),
+    on_event: EventHandler = ignore_events,
+) -> CollectorFinished:
+    """Collect rollouts into a run until its learner says that it has ended, or a signal asks to stop.
+
+    Any number of these may run beside each other and beside `learn`; each may be killed at any time. No prompt is lost
+    or repeated: what a killed collector had claimed is the next thing that another one takes up.
+
+    Args:
+        pipeline: the definition, overrides applied.
+        run_dir: the run folder; made if it is not there.
+        seed: the run's seed.
+        device: where the models live.
+        name: of this process, unique in the run; None takes the first free of `collector-0`, `collector-1`, ...
+        parent: stop when this process is gone; for a supervisor's children.
+        definition: where the definition came from, for `config.json`.
+        overrides: the `--set` pairs already applied, for `config.json`.
+        on_event: is told of every rollout, notices and the end.
+
+    Raises:
+        RunExistsError: the name is taken, or the folder is something else.
+        RunMismatchError: the run was started with another definition or seed.
+        RewardError: every reward call of a rollout failed; the rollout is free for the next try.
+        StoreError: the store could not take a rollout; nothing of it was acknowledged.
+    """
+    with (
+        stop_on_signals(parent) as stop,
+        shared_run(run_dir, pipeline, seed=seed, device=device, definition=definition, overrides=overrides),
+        _named(run_dir / "processes", name) as own_name,
+    ):
+        heartbeat = Heartbeat(run_dir / "processes", own_name)
+        heartbeat.beat("starting")
+        models = build_models(pipeline, seed=seed, device=device)
+        with (
+            build_parts(pipeline, models, run_dir=run_dir, seed=seed) as parts,
+            TrajectoryStore.open(run_dir / "rollouts", "a") as rollouts,
+        ):
+            flow = Flow(
+                updates_per_rollout=pipeline.learn.updates_per_rollout, max_staleness=pipeline.buffer.max_staleness
+            )
+            claims = Claims(run_dir, own_name, rollouts, flow)
+            try:
+                worker = _Worker(run_dir, parts, claims, heartbeat, on_event)
+                reason = worker.work(stop)
+            finally:
+                claims.release()
+                claims.close()
+        heartbeat.beat("ended", reason=reason, rollouts=worker.num_rollouts)
+    finished = CollectorFinished(
+        run_dir=run_dir,
+        collector=own_name,
+        reason=reason,
+        num_rollouts=worker.num_rollouts,
+        num_trajectories=worker.num_trajectories,
+    )
+    on_event(finished)
+    return finished
+
+
+@contextmanager
+def _named(folder: Path, name: str | None) -> Iterator[str]:
+    names = [name] if name is not None else [f"collector-{i}" for i in range(10_000)]
+    chosen = next((one for one in names if not is_alive(folder, one)), names[0])
+    with process_lock(folder, chosen, wait_s=10.0):
+        yield chosen
+
+
+@dataclass
+class _Worker:
+    run_dir: Path
+    parts: Parts
+    claims: Claims
+    heartbeat: Heartbeat
+    on_event: EventHandler
+    version: int = -1
+    num_rollouts: int = 0
+    num_trajectories: int = 0
+
+    def work(self, stop: StopRequest) -> Literal["finished", "interrupted"]:
+        pause = Pause()
+        while not stop:
+            published = read_published(self.run_dir / "weights")
+            if published is None:
+                self.heartbeat.beat("waiting for the first weights", rollouts=self.num_rollouts)
+                pause.sleep()
+                continue
+            if published.finished is not None:
+                return "finished"
+            rollout = self.claims.claim(published)
+            if rollout is None:
+                self.heartbeat.beat("waiting for the learner", version=self.version, rollouts=self.num_rollouts)
+                pause.sleep()
+                continue
+            try:
+                self._one(rollout, published)
+            finally:
+                self.claims.release()
+            pause = Pause()
+        return "interrupted"
+
+    def _one(self, rollout: int, published: Published) -> None:
+        self._take_weights(published)
+        self.heartbeat.beat("collecting", rollout=rollout, version=self.version, rollouts=self.num_rollouts)
+        self.parts.load_write_path_state(published.write_path)
+        self.parts.buffer.refresh()
+        done = self._collect(rollout)
+        # After the trajectories: a row here says that all of the rollout is there.
+        self.claims.rollouts.append(
+            {
+                "rollout": [rollout],
+                "policy_version": [self.version],
+                "num_trajectories": [done.num_trajectories],
+                "num_failed": [done.num_failed],
+                "task_reward": [done.task_reward],
+                "created_at": [time.time()],
+            }
+        )
+        self.num_rollouts += 1
+        self.num_trajectories += done.num_trajectories
+        self.on_event(
+            RolloutDone(
+                collector=self.heartbeat.name,
+                rollout=rollout,
+                policy_version=self.version,
+                num_trajectories=done.num_trajectories,
+                task_reward=done.task_reward,
+                seconds=done.seconds,
+            )
+        )
+
+    def _collect(self, rollout: int) -> Rollout:
+        try:
+            done = self.parts.collector.collect(rollout, policy_version=self.version)
+        except RewardError:
+            self.heartbeat.beat("failed: every reward call", rollout=rollout)
+            raise
+        if done.num_failed:
+            message = f"rollout {rollout}: {done.num_failed} of {done.num_trajectories} reward calls failed"
+            logger.warning(message)
+            self.on_event(Notice(message=message, level="warning"))
+        return done
+
+    def _take_weights(self, published: Published) -> None:
+        """Load the published weights; if they have been replaced in the meantime, the newest ones."""
+        while published.version != self.version:
+            try:
+                load_policy(self.parts.policy, version_folder(self.run_dir / "weights", published.version))
+                self.version = published.version
+            except (OSError, SafetensorError):
+                newest = read_published(self.run_dir / "weights")
+                if newest is None or newest.version == published.version:
+                    raise
+                published = newest
+
+
+def load_policy(policy: CausalLMPolicy, folder: Path) -> None:
+    """Load published weights in place.
+
+    Raises:
+        FileNotFoundError: the folder has been replaced by a newer version's.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(folder)
+    with torch.no_grad():
+        load_weights(folder, policy.model)

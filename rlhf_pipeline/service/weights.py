@@ -1,0 +1,71 @@
+"""Published weights: a folder per version and a pointer that is replaced in one rename."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+_VERSION = re.compile(r"version-(\d{8})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """What `latest.json` says: the newest weights, and how far the learner is."""
+
+    version: int
+    """Optimizer steps behind the weights."""
+    next_version: int
+    """The version at which the learner begins with the next rollout; above `version` while it updates on one."""
+    rollouts_done: int
+    """Rollouts that the learner has begun to learn from, or passed over as too old."""
+    finished: str | None = None
+    """Why the run has ended, or None while it goes on. Collectors leave when they see it."""
+    write_path: dict[str, Any] = field(default_factory=dict[str, Any])
+    """State of the write path that the learner keeps for all collectors, for example the KL coefficient."""
+
+
+def publish(folder: Path, published: Published, *, save: Callable[[Path], None] | None, keep: int = 3) -> None:
+    """Make weights of a version the newest ones.
+
+    Not synced to the disk: after a power loss the learner publishes again from its checkpoint.
+
+    Args:
+        folder: the run's `weights` folder; made if absent.
+        published: the version and the learner's progress.
+        save: writes the weights into an empty folder; None if this version's folder is there and only the progress
+            has changed.
+        keep: how many versions to keep.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    target = version_folder(folder, published.version)
+    if save is not None:
+        temporary = folder / f".{target.name}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        save(temporary)
+        if target.exists():  # published before a crash; on some devices the new one differs in its last bits
+            shutil.rmtree(target)
+        temporary.rename(target)
+    pointer = folder / ".latest.json.tmp"
+    pointer.write_text(json.dumps(asdict(published)), encoding="utf-8")
+    pointer.replace(folder / "latest.json")
+    for old in sorted(path for path in folder.iterdir() if _VERSION.fullmatch(path.name))[:-keep]:
+        if old != target:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def read_published(folder: Path) -> Published | None:
+    """Return what was published last, or None if nothing was."""
+    try:
+        return Published(**json.loads((folder / "latest.json").read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def version_folder(folder: Path, version: int) -> Path:
+    """Return where the weights of a version are, or were."""
+    return folder / f"version-{version:08d}"
