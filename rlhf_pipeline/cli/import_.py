@@ -86,5 +86,5 @@ def _lines(report: ImportReport, seconds: float) -> list[str]:
     if report.num_without_reward:
         made.append(f"  {count(report.num_without_reward, 'trajectory')} without a reward")
     made.append(f"look at them:    rlhf-pipeline inspect {store}")
-    made.append(f"train from them in Python: TrajectoryReplayBuffer(storage='{store}'), see docs/exchange.md")
+    made.append(f"the newest one:  rlhf-pipeline show {store}")
     return made

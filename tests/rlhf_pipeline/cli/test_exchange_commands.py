@@ -29,7 +29,7 @@ def test_import(cli: Cli, rollouts: Path, tmp_path: Path):
     assert "4 trajectories in 2 groups, 10 tokens, mean reward 0.500" in shown.out
     assert "4 trajectories without behaviour log-probs" in shown.out
     assert f"rlhf-pipeline inspect '{tmp_path / 'a store'}'" in shown.out
-    assert "rlhf-pipeline replay" in shown.out
+    assert "rlhf-pipeline show" in shown.out
     again = cli("import", rollouts, "--into", tmp_path / "a store")
     assert (again.code, again.out.splitlines()[1][:12]) == (0, "nothing new:")
     assert cli("inspect", tmp_path / "a store").code == 0
