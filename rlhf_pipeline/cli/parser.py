@@ -11,108 +11,8 @@ import shutil
 from collections.abc import Sequence
 from typing import NoReturn
 
+from rlhf_pipeline.cli import help_texts
 from rlhf_pipeline.errors import did_you_mean
-
-_DESCRIPTION = """\
-The data path of RL post-training: collect rollouts, keep every one of them, learn, look.
-
-Start here (CPU, nothing to download, about a minute):
-  rlhf-pipeline run copy_digits"""
-
-_EXAMPLES = """\
-examples:
-  rlhf-pipeline list                              what can be run, and what each needs
-  rlhf-pipeline run copy_digits                   learn to copy digits, into runs/copy_digits
-  rlhf-pipeline run my_task.py:my_pipeline        your own: a function that returns a Pipeline
-  rlhf-pipeline run copy_digits --resume          go on where a run stopped
-  rlhf-pipeline inspect runs/copy_digits          counts, lengths, rewards graded again
-  rlhf-pipeline show runs/copy_digits --id 17     one trajectory, token by token
-
-`rlhf-pipeline COMMAND --help` says more about each."""
-
-_RUN = """\
-examples:
-  rlhf-pipeline run copy_digits
-  rlhf-pipeline run copy_digits --seed 1 --out runs/seed-1
-  rlhf-pipeline run copy_digits --set learn.lr=3e-4 --set collect.group_size=8
-  rlhf-pipeline run gsm8k --set policy.path=model --set prompts.path=train.jsonl --device cuda
-  rlhf-pipeline run ./my_task.py:my_pipeline
-  rlhf-pipeline run copy_digits --resume --steps 800
-
-Ctrl-C finishes the step, saves, and says how to go on. After a crash, --resume goes on from the
-last checkpoint; trajectories that were stored since are used again, not sampled anew."""
-
-_INSPECT = """\
-Counts trajectories, groups and tokens, and calls the definition's reward function again on every
-stored prompt and completion: do the stored rewards, and the curve in metrics.jsonl, hold?
-
-examples:
-  rlhf-pipeline inspect runs/copy_digits
-  rlhf-pipeline inspect runs/copy_digits --json | jq .reward_check
-  rlhf-pipeline inspect runs/mine --definition ./my_task.py      where the file has moved
-
-Exit code 1 if a reward does not agree."""
-
-_SHOW = """\
-examples:
-  rlhf-pipeline show runs/copy_digits              the newest trajectory, token by token
-  rlhf-pipeline show runs/copy_digits --id 17
-  rlhf-pipeline show runs/copy_digits --group 3    all completions of one prompt
-  rlhf-pipeline show runs/copy_digits --last 20
-  rlhf-pipeline show runs/copy_digits --step 12    what optimizer step 12 learned from
-
-One trajectory is shown token by token, several as one line each; --full shows all of each."""
-
-_VERIFY = """\
-Checks every checksum of the store. For a run also: each trajectory that the ledger names is in the
-store, and the steps in metrics.jsonl and ledger.jsonl have no gap. Exit code 1 if something is damaged.
-
-examples:
-  rlhf-pipeline verify runs/copy_digits
-  rlhf-pipeline verify runs/copy_digits/store"""
-
-_REPLAY = """\
-Loads the newest checkpoint before the step, takes the steps again on the trajectories that the
-ledger names, and compares each loss with metrics.jsonl: bit for bit on a CPU. Nothing is changed.
-How far back it can go is up to learn.keep_checkpoints.
-
-examples:
-  rlhf-pipeline replay runs/copy_digits --from-step 290
-  rlhf-pipeline replay runs/copy_digits --from-step 290 --steps 1
-
-Exit code 1 if a step does not come out as recorded."""
-
-_IMPORT = """\
-Reads (prompt, completion, reward) groups from JSONL, Parquet and Hugging Face datasets (save_to_disk),
-and the dumps of other trainers: trl (completions/*.parquet), verl (rollout_data_dir), open-instruct
-(--save_traces), prime-rl (traces.jsonl, token exports), tinker (capture/sample.jsonl with its
-rollout summaries), gsm8k-solutions; and what `export` wrote. The format is told by the field names.
-
-Token ids and log-probs in the file are kept; text is encoded once, with --tokenizer. An import that
-was stopped is typed again and goes on; nothing is imported twice, and a broken line is named.
-
-examples:
-  rlhf-pipeline import example_model_solutions.jsonl --into runs/gsm8k-store --tokenizer model
-  rlhf-pipeline import outputs/completions --into runs/trl-store --tokenizer model
-  rlhf-pipeline import answers.parquet --into runs/mine --field prompt=question --field reward=score"""
-
-_EXPORT = """\
-Writes every column, ragged ones as lists of numbers; `import` makes an equal store of it again.
-A filter is a column (reward, version, date and group are short names; num_tokens and
-num_completion_tokens exist too), one of >= <= == != > <, and a value.
-
-examples:
-  rlhf-pipeline export runs/copy_digits --to copy_digits.parquet
-  rlhf-pipeline export runs/copy_digits --to dataset --filter 'reward>=0.5' --filter 'version<100'
-  rlhf-pipeline export runs/copy_digits --to best.jsonl --filter 'date>=2026-01-31' --columns prompt completion"""
-
-_NEW_MODEL = """\
-Trains a tokenizer on the text and writes a small untrained causal language model with it, as a
-checkpoint folder that transformers loads. Nothing is downloaded.
-
-example:
-  rlhf-pipeline new-model model --text train.jsonl --hidden-size 256 --num-layers 4
-  rlhf-pipeline run gsm8k --set policy.path=model --set prompts.path=train.jsonl"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -144,7 +44,11 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Return the parser, and the parser of each command by name."""
     main = _Parser(
-        prog="rlhf-pipeline", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=_Help, allow_abbrev=False
+        prog="rlhf-pipeline",
+        description=help_texts.DESCRIPTION,
+        epilog=help_texts.EXAMPLES,
+        formatter_class=_Help,
+        allow_abbrev=False,
     )
     main.add_argument("--version", action="store_true", help="show the version")
     main.set_defaults(debug=False)
@@ -165,7 +69,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         commands[name] = added
         return added
 
-    run = command("run", "run", "run a pipeline", _RUN)
+    run = command("run", "run", "run a pipeline", help_texts.RUN)
     run.add_argument(
         "definition",
         nargs="?",
@@ -192,12 +96,12 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     listing = command("list", "listing", "list the pipelines that can be run")
     listing.add_argument("files", nargs="*", metavar="FILE.py", help="list the definitions in these files instead")
 
-    inspect = command("inspect", "inspect", "count what a run has stored, and grade it again", _INSPECT)
+    inspect = command("inspect", "inspect", "count what a run has stored, and grade it again", help_texts.INSPECT)
     inspect.add_argument("path", metavar="RUN|STORE")
     inspect.add_argument("--definition", metavar="NAME|FILE.py[:function]", help="take the reward function from here")
     inspect.add_argument("--json", action="store_true", help="print JSON")
 
-    show = command("show", "show", "show stored trajectories, token by token", _SHOW)
+    show = command("show", "show", "show stored trajectories, token by token", help_texts.SHOW)
     show.add_argument("path", metavar="RUN|STORE")
     which = show.add_mutually_exclusive_group()
     which.add_argument("--id", type=_natural, metavar="N", help="the trajectory with this id")
@@ -208,10 +112,10 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     )
     show.add_argument("--full", action="store_true", help="show every token of every trajectory")
 
-    verify = command("verify", "verify", "check a run or a store for damage", _VERIFY)
+    verify = command("verify", "verify", "check a run or a store for damage", help_texts.VERIFY)
     verify.add_argument("path", metavar="RUN|STORE")
 
-    replay = command("replay", "replay", "take a run's steps again, and compare the losses", _REPLAY)
+    replay = command("replay", "replay", "take a run's steps again, and compare the losses", help_texts.REPLAY)
     replay.add_argument("path", metavar="RUN")
     replay.add_argument("--from-step", type=_positive, metavar="K", help="the first step to compare")
     replay.add_argument("--steps", type=_positive, metavar="N", help="how many (default: all that are recorded)")
@@ -221,7 +125,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     report.add_argument("path", metavar="RUN")
     report.add_argument("--out", metavar="FILE.html", help="where to (default: RUN/report.html)")
 
-    imported = command("import", "import_", "bring other tools' rollouts into a store", _IMPORT)
+    imported = command("import", "import_", "bring other tools' rollouts into a store", help_texts.IMPORT)
     imported.add_argument("files", nargs="+", metavar="FILE", help="files, saved datasets, or folders of files")
     imported.add_argument("--into", required=True, metavar="STORE", help="the store's folder; made if it is not there")
     imported.add_argument(
@@ -253,7 +157,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         "--durability", choices=("process", "power", "group"), help="of a new store (default: process)"
     )
 
-    export = command("export", "export", "write a store as Parquet, JSONL or a Hugging Face dataset", _EXPORT)
+    export = command("export", "export", "write a store as Parquet, JSONL or a Hugging Face dataset", help_texts.EXPORT)
     export.add_argument("path", metavar="RUN|STORE")
     export.add_argument(
         "--to", required=True, metavar="FILE.parquet|FILE.jsonl|FOLDER", help="must not exist; a folder is a dataset"
@@ -269,7 +173,10 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     export.add_argument("--columns", nargs="+", metavar="NAME", help="only these columns")
 
     model = command(
-        "new-model", "new_model", "make a small untrained model and its tokenizer from a text file", _NEW_MODEL
+        "new-model",
+        "new_model",
+        "make a small untrained model and its tokenizer from a text file",
+        help_texts.NEW_MODEL,
     )
     model.add_argument("folder", metavar="FOLDER", help="where to; must not exist")
     model.add_argument("--text", required=True, metavar="FILE", help="the text that the tokenizer is made from")

@@ -1,0 +1,104 @@
+"""What `rlhf-pipeline COMMAND --help` says beside the options: what the command is for, and examples."""
+
+from __future__ import annotations
+
+DESCRIPTION = """\
+The data path of RL post-training: collect rollouts, keep every one of them, learn, look.
+
+Start here (CPU, nothing to download, about a minute):
+  rlhf-pipeline run copy_digits"""
+
+EXAMPLES = """\
+examples:
+  rlhf-pipeline list                              what can be run, and what each needs
+  rlhf-pipeline run copy_digits                   learn to copy digits, into runs/copy_digits
+  rlhf-pipeline run my_task.py:my_pipeline        your own: a function that returns a Pipeline
+  rlhf-pipeline run copy_digits --resume          go on where a run stopped
+  rlhf-pipeline inspect runs/copy_digits          counts, lengths, rewards graded again
+  rlhf-pipeline show runs/copy_digits --id 17     one trajectory, token by token
+
+`rlhf-pipeline COMMAND --help` says more about each."""
+
+RUN = """\
+examples:
+  rlhf-pipeline run copy_digits
+  rlhf-pipeline run copy_digits --seed 1 --out runs/seed-1
+  rlhf-pipeline run copy_digits --set learn.lr=3e-4 --set collect.group_size=8
+  rlhf-pipeline run gsm8k --set policy.path=model --set prompts.path=train.jsonl --device cuda
+  rlhf-pipeline run ./my_task.py:my_pipeline
+  rlhf-pipeline run copy_digits --resume --steps 800
+
+Ctrl-C finishes the step, saves, and says how to go on. After a crash, --resume goes on from the
+last checkpoint; trajectories that were stored since are used again, not sampled anew."""
+
+INSPECT = """\
+Counts trajectories, groups and tokens, and calls the definition's reward function again on every
+stored prompt and completion: do the stored rewards, and the curve in metrics.jsonl, hold?
+
+examples:
+  rlhf-pipeline inspect runs/copy_digits
+  rlhf-pipeline inspect runs/copy_digits --json | jq .reward_check
+  rlhf-pipeline inspect runs/mine --definition ./my_task.py      where the file has moved
+
+Exit code 1 if a reward does not agree."""
+
+SHOW = """\
+examples:
+  rlhf-pipeline show runs/copy_digits              the newest trajectory, token by token
+  rlhf-pipeline show runs/copy_digits --id 17
+  rlhf-pipeline show runs/copy_digits --group 3    all completions of one prompt
+  rlhf-pipeline show runs/copy_digits --last 20
+  rlhf-pipeline show runs/copy_digits --step 12    what optimizer step 12 learned from
+
+One trajectory is shown token by token, several as one line each; --full shows all of each."""
+
+VERIFY = """\
+Checks every checksum of the store. For a run also: each trajectory that the ledger names is in the
+store, and the steps in metrics.jsonl and ledger.jsonl have no gap. Exit code 1 if something is damaged.
+
+examples:
+  rlhf-pipeline verify runs/copy_digits
+  rlhf-pipeline verify runs/copy_digits/store"""
+
+REPLAY = """\
+Loads the newest checkpoint before the step, takes the steps again on the trajectories that the
+ledger names, and compares each loss with metrics.jsonl: bit for bit on a CPU. Nothing is changed.
+How far back it can go is up to learn.keep_checkpoints.
+
+examples:
+  rlhf-pipeline replay runs/copy_digits --from-step 290
+  rlhf-pipeline replay runs/copy_digits --from-step 290 --steps 1
+
+Exit code 1 if a step does not come out as recorded."""
+
+IMPORT = """\
+Reads (prompt, completion, reward) groups from JSONL, Parquet and Hugging Face datasets (save_to_disk),
+and the dumps of other trainers: trl (completions/*.parquet), verl (rollout_data_dir), open-instruct
+(--save_traces), prime-rl (traces.jsonl, token exports), tinker (capture/sample.jsonl with its
+rollout summaries), gsm8k-solutions; and what `export` wrote. The format is told by the field names.
+
+Token ids and log-probs in the file are kept; text is encoded once, with --tokenizer. An import that
+was stopped is typed again and goes on; nothing is imported twice, and a broken line is named.
+
+examples:
+  rlhf-pipeline import example_model_solutions.jsonl --into runs/gsm8k-store --tokenizer model
+  rlhf-pipeline import outputs/completions --into runs/trl-store --tokenizer model
+  rlhf-pipeline import answers.parquet --into runs/mine --field prompt=question --field reward=score"""
+
+EXPORT = """\
+Writes every column, ragged ones as lists of numbers; `import` makes an equal store of it again.
+A filter is a column (reward, version, date and group are short names; num_tokens and
+num_completion_tokens exist too), one of >= <= == != > <, and a value.
+
+examples:
+  rlhf-pipeline export runs/copy_digits --to copy_digits.parquet
+  rlhf-pipeline export runs/copy_digits --to dataset --filter 'reward>=0.5' --filter 'version<100'
+  rlhf-pipeline export runs/copy_digits --to best.jsonl --filter 'date>=2026-01-31' --columns prompt completion"""
+
+NEW_MODEL = """\
+Trains a tokenizer on the text and writes a small untrained causal language model with it, as a
+checkpoint folder that transformers loads. Nothing is downloaded.
+
+example:
+  rlhf-pipeline new-model model --text train.jsonl --hidden-size 256 --num-layers 4
+  rlhf-pipeline run gsm8k --set policy.path=model --set prompts.path=train.jsonl"""
