@@ -16,10 +16,12 @@ from rlhf_pipeline.config import (
     Learn,
     Pipeline,
     PretrainedPolicy,
+    Replay,
+    Sample,
     TinyPolicy,
     WritePath,
-    override,
 )
+from rlhf_pipeline.config_text import override
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.prompts import CopyDigits, JsonlPrompts, Prompt
 from rlhf_pipeline.rewards import final_number, final_number_match, token_match
@@ -96,8 +98,10 @@ __all__ = [
     "PipelineError",
     "PretrainedPolicy",
     "Prompt",
+    "Replay",
     "RetrieveLogProb",
     "RolloutFromModel",
+    "Sample",
     "Text",
     "TinyPolicy",
     "Tokens",

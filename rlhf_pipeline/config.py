@@ -14,22 +14,18 @@ resume, written to the run folder and rebuilt in another process, all without im
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import math
 import types
 import typing
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
-from rlhf_pipeline.prompts import PromptSource
-from rlhf_pipeline.rewards import RewardFunction
+from rlhf_pipeline.prompts import NoPrompts, PromptSource
+from rlhf_pipeline.rewards import RewardFunction, no_reward
 
 Estimator = Literal["grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "dr_grpo"]
-T = TypeVar("T")
 
 
 def _literal_of(hint: Any) -> Any:
@@ -205,6 +201,89 @@ class Buffer(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sample(_Checked):
+    """Which of the stored trajectories an optimizer step learns from, of those that `Buffer.max_staleness` allows.
+
+    The choice is a function of what the store held, the seed and the step, and the ledger records it.
+    """
+
+    strategy: Literal["fresh", "uniform", "recency", "priority", "group", "success", "variance", "mix"] = "fresh"
+    """`fresh`: all trajectories that are young enough, in a run the newest rollout. The others draw `batch_size`:
+    `uniform` all alike; `recency` by age; `priority` by the size of the advantage and age; `group` whole groups;
+    `success` whole groups of medium success rate; `variance` whole groups whose rewards vary; `mix` a part from the
+    newest rollout and the rest by age. See `rlhf_pipeline.replay.samplers`."""
+    batch_size: int | None = None
+    """Trajectories per step; None takes as many as a rollout has."""
+    tau: float | None = None
+    """Age in optimizer steps at which the chance of a trajectory has fallen to 1/e; None ignores the age."""
+    alpha: float = 1.0
+    """How much the advantage (`priority`) or the variance (`variance`) counts."""
+    fresh_fraction: float = 0.5
+    """Of `mix`: the part of a batch that comes from the newest rollout."""
+    max_uses: int | None = None
+    """Steps after which a trajectory is used up; None sets no limit."""
+    min_ess: float | None = None
+    """Trajectories of one age count less where their effective sample size, as a share of their tokens, is below this;
+    see `rlhf_pipeline.replay.ess_guard`. Costs one more forward pass where a batch is stale. None counts all alike."""
+    skip_below_ess: float = 0.1
+    """Trajectories of one age are left out below this share; goes with `min_ess`."""
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        return [
+            (self.batch_size is None or self.batch_size >= 1, f"batch_size is {self.batch_size}; at least 1, or None."),
+            (self.strategy != "fresh" or self.batch_size is None, "strategy=fresh takes all there is: no batch_size."),
+            (self.tau is None or self.tau > 0, f"tau is {self.tau}; it must be above 0, or None."),
+            (self.strategy != "recency" or self.tau is not None, "strategy=recency needs tau, for example tau=8."),
+            (self.alpha >= 0, f"alpha is {self.alpha}; it must not be negative."),
+            (0 <= self.fresh_fraction <= 1, f"fresh_fraction is {self.fresh_fraction}; it must lie between 0 and 1."),
+            (self.max_uses is None or self.max_uses >= 1, f"max_uses is {self.max_uses}; at least 1, or None."),
+            (
+                self.min_ess is None or 0 <= self.skip_below_ess <= self.min_ess <= 1,
+                f"min_ess ({self.min_ess}) must lie between skip_below_ess ({self.skip_below_ess}) and 1.",
+            ),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay(_Checked):
+    """Learn from stores alone: nothing is sampled from the policy.
+
+    The chosen trajectories are copied into the run's own store first, through the write path where reference or
+    behaviour log-probs or advantages are missing, so the stores themselves are never changed.
+    """
+
+    stores: tuple[str, ...] = ()
+    """Stores, or run folders, whose trajectories are learned from; `rlhf-pipeline replay STORE...` fills this in."""
+    weights: tuple[float, ...] = ()
+    """Of each batch, how much comes from each store; none given draws from all as from one."""
+    filters: tuple[str, ...] = ()
+    """Conditions that all trajectories meet: `reward>=0.5`, `version<100`, `num_tokens<=512`, `date>=2026-01-31`."""
+    epochs: float | None = None
+    """Stop when the steps have used as many trajectories as `epochs` times those there are; None is up to
+    `learn.steps`."""
+    recorded_order: bool = False
+    """Step k learns from what the run that filled the store learned from at step k, by policy version. Needs one
+    store."""
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        return [
+            (
+                not self.weights or len(self.weights) == len(self.stores),
+                f"{len(self.weights)} weights for {len(self.stores)} stores. Give each store one, or give none.",
+            ),
+            (
+                all(0 < weight < math.inf for weight in self.weights),
+                f"weights are {self.weights}; all must be above 0 and finite.",
+            ),
+            (self.epochs is None or 0 < self.epochs < math.inf, f"epochs is {self.epochs}; it must be above 0."),
+            (
+                not self.recorded_order or (len(self.stores) <= 1 and self.epochs is None),
+                "recorded_order goes with one store and without epochs.",
+            ),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GRPO(_Checked):
     """The loss."""
 
@@ -341,9 +420,11 @@ class Pipeline(_Checked):
 
     name: str
     policy: TinyPolicy | PretrainedPolicy
-    prompts: PromptSource
-    reward: RewardFunction
-    """`(prompt, completion, answer, meta) -> float`. A call that raises fails its trajectory, not the run."""
+    prompts: PromptSource = field(default_factory=NoPrompts)
+    """Where prompts come from; not needed with `replay`."""
+    reward: RewardFunction = no_reward
+    """`(prompt, completion, answer, meta) -> float`. A call that raises fails its trajectory, not the run. Not needed
+    with `replay`."""
     description: str = ""
     """One line for `rlhf-pipeline list`."""
     needs: str = "nothing"
@@ -351,13 +432,24 @@ class Pipeline(_Checked):
     collect: Collect = field(default_factory=Collect)
     write: WritePath = field(default_factory=WritePath)
     buffer: Buffer = field(default_factory=Buffer)
+    sample: Sample = field(default_factory=Sample)
     loss: GRPO = field(default_factory=GRPO)
     learn: Learn = field(default_factory=Learn)
+    replay: Replay | None = None
+    """Learn from stores and sample nothing; None collects."""
 
     def _rules(self) -> list[tuple[bool, str]]:
         last_update = self.learn.updates_per_rollout - 1
         rollout, room = self.collect.prompts_per_rollout * self.collect.group_size, self.buffer.max_trajectories
         return [
+            (
+                self.replay is not None or not isinstance(self.prompts, NoPrompts),
+                "it needs prompts, for example prompts=CopyDigits(), or replay=Replay() to learn from stores.",
+            ),
+            (
+                self.replay is not None or self.reward is not no_reward,
+                "it needs a reward function: (prompt, completion, answer, meta) -> float.",
+            ),
             (
                 room is None or room >= rollout,
                 f"buffer.max_trajectories is {room}, and one rollout has {rollout} trajectories. Keep that many.",
@@ -377,83 +469,9 @@ class Pipeline(_Checked):
                 f"reward is {self.reward!r}; it must be a function (prompt, completion, answer, meta) -> float.",
             ),
             (
-                self.buffer.max_staleness >= last_update,
+                self.replay is not None or self.buffer.max_staleness >= last_update,
                 f"learn.updates_per_rollout is {self.learn.updates_per_rollout}, so the last update sees trajectories "
                 f"of age {last_update}, but buffer.max_staleness is {self.buffer.max_staleness}. "
                 f"Set buffer.max_staleness to at least {last_update}.",
             ),
         ]
-
-
-def to_json(config: object) -> Any:
-    """Return a definition as JSON-ready data: dataclasses become objects with a `type`, functions their names."""
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        values = {item.name: to_json(getattr(config, item.name)) for item in dataclasses.fields(config)}
-        return {"type": type(config).__name__, **values}
-    if isinstance(config, functools.partial):
-        given = cast("functools.partial[object]", config)
-        return {"type": "partial", "function": to_json(given.func), "args": to_json(given.args)} | {
-            "keywords": to_json(given.keywords)
-        }
-    if callable(config):
-        # An object with `__call__` has no name of its own, and its repr holds an address that changes by process.
-        named = config if hasattr(config, "__qualname__") else type(config)
-        return f"{named.__module__}:{named.__qualname__}"
-    if isinstance(config, Path):
-        return str(config)
-    if isinstance(config, dict):
-        return {str(key): to_json(value) for key, value in cast("dict[object, object]", config).items()}
-    if isinstance(config, (list, tuple)):
-        return [to_json(value) for value in cast("list[object]", config)]
-    return config
-
-
-def override(config: T, path: str, text: str) -> T:
-    """Return a copy of a definition with one field replaced, as `--set path=text` does.
-
-    Args:
-        config: a definition, for example a `Pipeline`.
-        path: the field's dotted path, for example `learn.lr`.
-        text: the new value as typed on a command line; read by the field's type.
-
-    Raises:
-        DefinitionError: no such field, or the text does not fit its type. Names the nearest field.
-    """
-    head, _, rest = path.partition(".")
-    names = [item.name for item in dataclasses.fields(cast(Any, config))]
-    if head not in names:
-        raise DefinitionError(f"{type(config).__name__} has no field '{head}'.{did_you_mean(head, names)}")
-    value = getattr(config, head)
-    if rest:
-        if not dataclasses.is_dataclass(value):
-            raise DefinitionError(f"'{head}' has no fields of its own, so '{path}' names nothing.")
-        new = override(value, rest, text)
-    elif dataclasses.is_dataclass(value):
-        inner = [item.name for item in dataclasses.fields(value)]
-        raise DefinitionError(
-            f"'{head}' is a group of fields. Set one of them: {', '.join(f'{head}.{n}' for n in inner)}."
-        )
-    else:
-        new = _parse(text, typing.get_type_hints(type(config))[head], path)
-    return dataclasses.replace(cast(Any, config), **{head: new})
-
-
-def _parse(text: str, hint: Any, path: str) -> Any:
-    """Read `text` as `hint`: bool, int, float, str, a Literal, or one of those or None."""
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        options = typing.get_args(hint)
-        if type(None) in options and text.lower() in ("none", "null"):
-            return None
-        return _parse(text, next(option for option in options if option is not type(None)), path)
-    if origin is Literal or hint is str:
-        return text
-    if hint is bool and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if hint in (int, float):
-        try:
-            return hint(text.replace("_", ""))
-        except ValueError:
-            pass
-    kind = getattr(hint, "__name__", str(hint))
-    raise DefinitionError(f"--set {path}={text}: {json.dumps(text)} is not a valid {kind}.")

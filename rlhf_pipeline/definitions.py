@@ -25,7 +25,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from rlhf_pipeline.config import Pipeline, override
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.config_text import override
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, did_you_mean
 
 Overrides = Sequence[tuple[str, str]]

@@ -44,6 +44,22 @@ class PromptSource(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NoPrompts:
+    """No prompts: for definitions that learn from stores alone."""
+
+    as_chat: bool = False
+    """Has no meaning here."""
+
+    def prompt(self, cursor: int, seed: int) -> Prompt:
+        """Refuse.
+
+        Raises:
+            DefinitionError: always.
+        """
+        raise DefinitionError(f"there is no prompt {cursor} (seed {seed}): the definition learns from stores alone.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CopyDigits:
     """Random digits followed by `=`; the answer is the same digits.
 

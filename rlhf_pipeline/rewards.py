@@ -9,9 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
+from rlhf_pipeline.errors import DefinitionError
+
 RewardFunction = Callable[[str, str, str | None, Mapping[str, object]], float]
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def no_reward(prompt: str, completion: str, answer: str | None, meta: Mapping[str, object]) -> float:
+    """Refuse: for definitions that learn from stores, where the rewards are stored.
+
+    Raises:
+        DefinitionError: always.
+    """
+    raise DefinitionError("the definition has no reward function; it learns from stores, whose rewards are stored.")
 
 
 def token_match(prompt: str, completion: str, answer: str | None, meta: Mapping[str, object]) -> float:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlhf_pipeline import __version__
-from rlhf_pipeline.config import Pipeline, to_json
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.config_text import to_json
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError
 from rlhf_pipeline.jsonl import write_atomically
 from rlhf_pipeline.run_inputs import check_inputs, describe_inputs

@@ -18,7 +18,7 @@ from rlhf_pipeline import (
     override,
     token_match,
 )
-from rlhf_pipeline.config import to_json
+from rlhf_pipeline.config_text import to_json
 from rlhf_pipeline.errors import DefinitionError
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_pipeline import definitions
-from rlhf_pipeline.config import to_json
+from rlhf_pipeline.config_text import to_json
 from rlhf_pipeline.jsonl import append_row
 from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore
 

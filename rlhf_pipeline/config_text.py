@@ -1,0 +1,92 @@
+"""A definition as text: what `config.json` holds, and `--set path=value`. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+from rlhf_pipeline.errors import DefinitionError, did_you_mean
+
+T = TypeVar("T")
+
+
+def to_json(config: object) -> Any:
+    """Return a definition as JSON-ready data: dataclasses become objects with a `type`, functions their names."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        values = {item.name: to_json(getattr(config, item.name)) for item in dataclasses.fields(config)}
+        return {"type": type(config).__name__, **values}
+    if isinstance(config, functools.partial):
+        given = cast("functools.partial[object]", config)
+        return {"type": "partial", "function": to_json(given.func), "args": to_json(given.args)} | {
+            "keywords": to_json(given.keywords)
+        }
+    if callable(config):
+        # An object with `__call__` has no name of its own, and its repr holds an address that changes by process.
+        named = config if hasattr(config, "__qualname__") else type(config)
+        return f"{named.__module__}:{named.__qualname__}"
+    if isinstance(config, Path):
+        return str(config)
+    if isinstance(config, dict):
+        return {str(key): to_json(value) for key, value in cast("dict[object, object]", config).items()}
+    if isinstance(config, (list, tuple)):
+        return [to_json(value) for value in cast("list[object]", config)]
+    return config
+
+
+def override(config: T, path: str, text: str) -> T:
+    """Return a copy of a definition with one field replaced, as `--set path=text` does.
+
+    Args:
+        config: a definition, for example a `Pipeline`.
+        path: the field's dotted path, for example `learn.lr`.
+        text: the new value as typed on a command line; read by the field's type.
+
+    Raises:
+        DefinitionError: no such field, or the text does not fit its type. Names the nearest field.
+    """
+    head, _, rest = path.partition(".")
+    names = [item.name for item in dataclasses.fields(cast(Any, config))]
+    if head not in names:
+        raise DefinitionError(f"{type(config).__name__} has no field '{head}'.{did_you_mean(head, names)}")
+    value = getattr(config, head)
+    if rest:
+        if not dataclasses.is_dataclass(value):
+            raise DefinitionError(f"'{head}' has no fields of its own, so '{path}' names nothing.")
+        new = override(value, rest, text)
+    elif dataclasses.is_dataclass(value):
+        inner = [item.name for item in dataclasses.fields(value)]
+        raise DefinitionError(
+            f"'{head}' is a group of fields. Set one of them: {', '.join(f'{head}.{n}' for n in inner)}."
+        )
+    else:
+        new = _parse(text, typing.get_type_hints(type(config))[head], path)
+    return dataclasses.replace(cast(Any, config), **{head: new})
+
+
+def _parse(text: str, hint: Any, path: str) -> Any:
+    """Read `text` as `hint`: bool, int, float, str, a Literal, one of those or None, or several with commas between."""
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        kind = typing.get_args(hint)[0]
+        return tuple(_parse(part.strip(), kind, path) for part in text.split(",") if part.strip())
+    if origin in (typing.Union, types.UnionType):
+        options = typing.get_args(hint)
+        if type(None) in options and text.lower() in ("none", "null"):
+            return None
+        return _parse(text, next(option for option in options if option is not type(None)), path)
+    if origin is Literal or hint is str:
+        return text
+    if hint is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if hint in (int, float):
+        try:
+            return hint(text.replace("_", ""))
+        except ValueError:
+            pass
+    kind = getattr(hint, "__name__", str(hint))
+    raise DefinitionError(f"--set {path}={text}: {json.dumps(text)} is not a valid {kind}.")
