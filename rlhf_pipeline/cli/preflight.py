@@ -27,19 +27,20 @@ _DEVICES = ("cpu", "cuda", "mps")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
-def check_new_folder(out: Path, command: str) -> None:
+def check_new_folder(out: Path, command: str, *, option: str = "--out") -> None:
     """Refuse a run folder that holds something; an empty one, or one of a start that was killed, is fine.
 
     Args:
         out: where the run is to go.
         command: what was typed up to the definition, for the hint.
+        option: the one that names the folder.
 
     Raises:
         RunExistsError: there is a run or something else; says how to go on with it, and names a free folder.
     """
     if is_free(out):
         return
-    free = f"--out {shlex.quote(str(_free_folder(out)))}"
+    free = f"{option} {shlex.quote(str(_free_folder(out)))}"
     if out.is_dir() and is_run(out):
         run = RunFolder(out)
         rewards = run.reward_points()

@@ -13,33 +13,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 from rlhf_pipeline import definitions
-from rlhf_pipeline.cli import preflight, sharded
+from rlhf_pipeline.cli import sharded
+from rlhf_pipeline.cli.plan import Plan, make_plan
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunMismatchError
+from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.events import RunFinished
 from rlhf_pipeline.report.run_folder import RunFolder, is_run
 from rlhf_pipeline.report.words import count, duration, number
-from rlhf_pipeline.run_record import check_unchanged
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """What is to be run, all checked."""
-
-    pipeline: Pipeline
-    definition: str
-    overrides: tuple[tuple[str, str], ...]
-    out: Path
-    seed: int
-    device: str
-    resume: bool
-    command: str
-    """What to type to start this run, without `--resume`."""
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -84,92 +66,6 @@ def _run(plan: Plan, view: RunView, started: float, seen: list[int]) -> RunFinis
             overrides=plan.overrides,
             on_event=view,
         )
-
-
-def make_plan(args: argparse.Namespace) -> Plan:
-    """Find out what to run and check all of it that needs no torch.
-
-    Raises:
-        PipelineError: anything wrong with the definition, the run folder, the model folder or the prompts.
-    """
-    overrides = tuple(args.overrides)
-    if args.steps is not None:
-        overrides = (*overrides, ("learn.steps", str(args.steps)))
-    plan = _resumed(args, overrides) if args.resume else _new(args, overrides)
-    preflight.check_device(plan.device)
-    preflight.check_pipeline(plan.pipeline, plan.seed)
-    return plan
-
-
-def _new(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -> Plan:
-    if args.definition is None:
-        raise DefinitionError("name what to run, for example: rlhf-pipeline run copy_digits (`rlhf-pipeline list`)")
-    if is_run(Path(args.definition).expanduser()):
-        again = shlex.join(["rlhf-pipeline", "run", args.definition, "--resume"])
-        raise DefinitionError(f"{args.definition} is a run, not a definition. Go on with it: {again}")
-    definition = definitions.find(args.definition)
-    out = Path(args.out).expanduser() if args.out else Path("runs") / definition.function
-    command = _command(args.definition, args.out)
-    preflight.check_new_folder(out, command)
-    return Plan(
-        pipeline=definition.pipeline(overrides),
-        definition=definition.name,
-        overrides=overrides,
-        out=out,
-        seed=args.seed or 0,
-        device=args.device or "cpu",
-        resume=False,
-        command=command,
-    )
-
-
-def _resumed(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -> Plan:
-    """Take definition, overrides, seed and device from the run; what was typed comes on top."""
-    named = args.definition
-    if named is not None and not args.out and is_run(Path(named).expanduser()):
-        out, named = Path(named).expanduser(), None  # `run runs/copy_digits --resume`
-    elif args.out:
-        out = Path(args.out).expanduser()
-    elif named is not None:
-        out = Path("runs") / definitions.find(named).function
-    else:
-        raise DefinitionError("say which run to go on with: rlhf-pipeline run --resume --out runs/NAME")
-    preflight.check_resumable(out)
-    config = RunFolder(out).config
-    if args.seed is not None and args.seed != config.seed:
-        raise RunMismatchError(
-            f"{out} was started with seed {config.seed}, not {args.seed}. Leave --seed out to go on with it, "
-            "or leave --resume out and choose another --out."
-        )
-    definition = definitions.find(named) if named else _recorded_definition(config.definition, out)
-    merged = tuple({**dict(config.overrides), **dict(overrides)}.items())
-    pipeline = definition.pipeline(merged)
-    check_unchanged(out, pipeline, config.seed)
-    return Plan(
-        pipeline=pipeline,
-        definition=definition.name,
-        overrides=merged,
-        out=out,
-        seed=config.seed,
-        device=args.device or config.device,
-        resume=True,
-        command=_command(named, str(out)) if args.out or named is None else _command(named, None),
-    )
-
-
-def _recorded_definition(name: str, out: Path) -> definitions.Definition:
-    try:
-        return definitions.find(name)
-    except MissingPathError as error:
-        raise MissingPathError(
-            f"the definition that {out} was started with is gone: {error} If the file has moved, name its new place: "
-            f"rlhf-pipeline run FILE.py:function --resume --out {shlex.quote(str(out))}"
-        ) from error
-
-
-def _command(definition: str | None, out: str | None) -> str:
-    parts = ["rlhf-pipeline", "run", *([definition] if definition else []), *(["--out", out] if out else [])]
-    return shlex.join(parts)
 
 
 def _import_runtime(device: str):  # noqa: ANN202 - a module

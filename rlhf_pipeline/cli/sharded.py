@@ -17,7 +17,7 @@ from rlhf_pipeline import definitions
 from rlhf_pipeline.report.run_folder import RunFolder, is_run
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.cli.run import Plan
+    from rlhf_pipeline.cli.plan import Plan
 
 
 def _is_one_of_several() -> bool:
