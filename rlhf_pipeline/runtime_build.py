@@ -191,8 +191,18 @@ def build_loss(pipeline: Pipeline, policy: CausalLMPolicy) -> GRPOLoss:
 
 
 @contextmanager
-def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int) -> Iterator[Parts]:
-    """Open or create the store and wire everything to it; close the store at the end."""
+def build_parts(
+    pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int, writer: str | None = None
+) -> Iterator[Parts]:
+    """Open or create the store and wire everything to it; close the store at the end.
+
+    Args:
+        pipeline: the definition.
+        models: what `build_models` returned.
+        run_dir: the run folder.
+        seed: the run's seed.
+        writer: the name of this process among several that collect; groups that wait for members belong to it.
+    """
     buffer_config = pipeline.buffer
     advantage = MCAdvantage(
         pipeline.collect.group_size,
@@ -214,7 +224,7 @@ def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int)
     try:
         if models.shards is not None:
             models.shards.barrier()  # those that follow open the store now
-        buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=seed)
+        buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=seed, writer=writer)
         yield Parts(
             policy=models.policy,
             buffer=buffer,
