@@ -130,6 +130,11 @@ class Collect(_Checked):
     num_slots: int = 64
     """Completions that are generated side by side."""
 
+    @property
+    def rollout_size(self) -> int:
+        """Trajectories in one rollout."""
+        return self.prompts_per_rollout * self.group_size
+
     def _rules(self) -> list[tuple[bool, str]]:
         counts = ("prompts_per_rollout", "group_size", "max_new_tokens", "num_slots")
         return [
@@ -440,7 +445,7 @@ class Pipeline(_Checked):
 
     def _rules(self) -> list[tuple[bool, str]]:
         last_update = self.learn.updates_per_rollout - 1
-        rollout, room = self.collect.prompts_per_rollout * self.collect.group_size, self.buffer.max_trajectories
+        rollout, room = self.collect.rollout_size, self.buffer.max_trajectories
         return [
             (
                 self.replay is not None or not isinstance(self.prompts, NoPrompts),

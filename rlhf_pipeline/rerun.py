@@ -156,6 +156,8 @@ def retake(pipeline: Pipeline, plan: RerunPlan, *, run_dir: Path, seed: int, dev
             ledger=None,
             seed=seed,
             may_be_empty=True,
+            sample=pipeline.sample,
+            batch_size=pipeline.collect.rollout_size,
         )
         learner.load(plan.checkpoint)
         for step in range(plan.start + 1, plan.last + 1):
@@ -198,8 +200,9 @@ def _batch_problem(learner: Learner, store: TrajectoryStore, row: Mapping[str, A
             return "its rows hold other trajectories than the ledger says"
         if (version - store.read_scalars("policy_version", rows)).tolist() != row["ages"]:
             return "its trajectories are of other policy versions than the ledger says"
-    if row.keys() <= _OWN_FIELDS and len(store) == store.watermark:
-        chosen, _ = learner.fresh_rows(version, watermark=row["watermark"])
+    # How often rows had been used is not known here, so a choice with a use limit is not made again.
+    if row.keys() <= _OWN_FIELDS and len(store) == store.watermark and learner.sample.max_uses is None:
+        chosen, _ = learner.chosen_rows(row["step"], watermark=row["watermark"])
         if chosen.tolist() != rows.tolist():
             return f"the learner would choose {len(chosen)} trajectories now, not these {len(rows)}"
     return None

@@ -61,4 +61,4 @@ class MetricsFile:
 
 def replaced(ledger: Ledger, step: int, before: dict[str, Any] | None) -> bool:
     """Return True if the ledger's row of `step` is no longer `before`, the one that was planned."""
-    return before is not None and ledger.planned(step) is not before
+    return before is not None and ledger.planned(step) != before

@@ -250,6 +250,8 @@ def build_parts(
                 may_be_empty=pipeline.write.zero_variance == "drop",
                 reference=_moving_reference(pipeline, models),
                 check_sampler=True,
+                sample=pipeline.sample,
+                batch_size=pipeline.collect.rollout_size,
             ),
             kl_reward=kl_reward,
         )

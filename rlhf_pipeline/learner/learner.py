@@ -12,17 +12,20 @@ from tensordict import TensorDict
 
 from rlhf_pipeline import keys
 from rlhf_pipeline.checkpoint import load_checkpoint, load_tensors, save_checkpoint
-from rlhf_pipeline.config import Learn
+from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.functional.aggregation import spread_token_weights
+from rlhf_pipeline.learner._guard import guard
 from rlhf_pipeline.learner._plan import StepPlan, plan_step
 from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.learner.metrics import ModelCost, StepMeter, data_metrics, known_peak_flops, loss_metrics
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.reference import MovingReference
+from rlhf_pipeline.learner.selection import UseCounts, sampler_of
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.replay.samplers import StoreView
 
 if TYPE_CHECKING:
     from rlhf_pipeline.learner.distributed import Shards
@@ -32,7 +35,8 @@ class Learner:
     """Takes optimizer steps on what the buffer holds.
 
     A step is a pure function of the weights, the store and the step number: it sees the graded trajectories whose
-    policy version is at most `max_staleness` behind, in the order of their ids. Loss weights are fixed from the counts
+    policy version is at most `max_staleness` behind, and takes all of them, in the order of their ids, or as many as
+    `sample` says. Loss weights are fixed from the counts
     of the whole step before it is split, so the token budget changes memory and not the gradient. The step's ledger row
     is on disk before the optimizer moves. The ledger is exact; the column `use_count` is a hint, which counts a step
     that a crash cut short as well.
@@ -43,6 +47,8 @@ class Learner:
         buffer: where trajectories are read.
         config: optimizer and token budget.
         max_staleness: largest age, in optimizer steps, of a trajectory that is learned from.
+        sample: which of those a step takes; all by default.
+        batch_size: how many, where `sample` does not say it.
         max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
         ledger: which trajectories entered which step; None records nothing and leaves the store as it is (a replay).
         seed: recorded in the ledger.
@@ -88,6 +94,8 @@ class Learner:
         reference: MovingReference | None = None,
         shards: Shards | None = None,
         check_sampler: bool = False,
+        sample: Sample | None = None,
+        batch_size: int | None = None,
     ) -> None:
         self.policy = policy
         self.loss = loss
@@ -97,11 +105,19 @@ class Learner:
         self.max_completion_tokens = max_completion_tokens
         self._ledger = ledger
         self.seed = seed
+        self.sample = Sample() if sample is None else sample
+        self.batch_size = self.sample.batch_size or batch_size
+        self._sampler = sampler_of(
+            self.sample, max_staleness=max_staleness, updates_per_rollout=config.updates_per_rollout
+        )
+        self._uses = UseCounts(ledger) if ledger is not None and self.sample.max_uses is not None else None
         self.may_be_empty = may_be_empty
         self.reference = reference
         self.shards = shards
         if shards is not None:
             shards.check(config)
+            if self.sample.min_ess is not None:
+                raise DefinitionError("sample.min_ess does not go with several processes. Set it to none.")
         if config.activation_checkpointing:
             policy.checkpoint_activations()
         policy.scoring_layout = config.layout
@@ -125,6 +141,7 @@ class Learner:
     @ledger.setter
     def ledger(self, ledger: Ledger | None) -> None:
         self._ledger = ledger
+        self._uses = UseCounts(ledger) if ledger is not None and self.sample.max_uses is not None else None
 
     def save(self, folder: Path, step: int, *, state: dict[str, Any], keep: int) -> Path:
         """Write a checkpoint of weights, optimizer and moving reference; see `save_checkpoint`."""
@@ -174,13 +191,20 @@ class Learner:
         return notices
 
     def step(
-        self, step: int, *, row_ids: np.ndarray | None = None, ledger_fields: Mapping[str, object] | None = None
+        self,
+        step: int,
+        *,
+        row_ids: np.ndarray | None = None,
+        ages: np.ndarray | None = None,
+        ledger_fields: Mapping[str, object] | None = None,
     ) -> dict[str, float | int | None]:
         """Take optimizer step number `step` (1-based) and return its metrics.
 
         Args:
             step: its number; the weights' version before it is `step - 1`.
-            row_ids: int64 [n], what to learn from, chosen by the caller; None takes every fresh trajectory.
+            row_ids: int64 [n], what to learn from, chosen by the caller; None takes what `chosen_rows` says.
+            ages: int64 [n], of those, where the policy version in the store does not tell it; None takes
+                `step - 1` minus that.
             ledger_fields: what else the step's ledger row should say, JSON-ready.
 
         Raises:
@@ -189,8 +213,8 @@ class Learner:
         meter = StepMeter(self.policy.device)
         store, version = self.buffer.store, step - 1
         if row_ids is None:
-            row_ids, ages = self.fresh_rows(version)
-        else:
+            row_ids, ages = self.chosen_rows(step)
+        elif ages is None:
             ages = version - store.read_scalars("policy_version", row_ids)
         if len(row_ids) == 0:
             self._notices.append(f"step {step} has nothing to learn from: every group was without spread and dropped.")
@@ -203,6 +227,11 @@ class Learner:
             config=self.config,
             max_completion_tokens=self.max_completion_tokens,
         )
+        guarded: dict[str, float | None] = {}
+        if self.sample.min_ess is not None:
+            plan, guarded["ess_weight"], said = guard(plan, ages, self.sample, self.policy, self._micro_batch)
+            if said:
+                self._notices.append(f"step {step}: {said}")
         losses = loss_metrics(self._accumulate_gradient(plan))
         if self._check_sampler and len(ages) and not ages.any():
             self._compare_with_the_sampler(step, losses)
@@ -228,6 +257,7 @@ class Learner:
             "num_trajectories": len(row_ids),
             "watermark": store.watermark,
             **losses,
+            **guarded,
             **data_metrics(store, row_ids, ages),
             "padding_efficiency": plan.padding_efficiency,
             "grad_norm": float(gradient_norm),
@@ -272,6 +302,38 @@ class Learner:
         _, from_the_end = np.unique(store.read_scalars("trajectory_id", row_ids)[::-1], return_index=True)
         order = len(row_ids) - 1 - from_the_end
         return row_ids[order], ages[usable][order]
+
+    def chosen_rows(
+        self, step: int, *, among: np.ndarray | None = None, watermark: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Choose what a step learns from: a pure function of the store, the ledger, the seed and the step.
+
+        Args:
+            step: its number, from 1.
+            among: int64, only these row ids; None allows all.
+            watermark: see the store as it was at this watermark; None is now.
+
+        Returns:
+            The row ids, int64 [n], in the order of their trajectories' ids, and their ages in optimizer steps.
+
+        Raises:
+            DataError: nothing may be learned from.
+        """
+        row_ids, ages = self.fresh_rows(step - 1, watermark=watermark)
+        if among is not None:
+            allowed = np.isin(row_ids, among)
+            row_ids, ages = row_ids[allowed], ages[allowed]
+        if self.sample.strategy == "fresh" and self._uses is None:
+            return row_ids, ages
+        uses = np.zeros(len(row_ids), np.int64) if self._uses is None else self._uses.before(step, row_ids)
+        view = StoreView(self.buffer.store, row_ids, version=step - 1, uses=uses)
+        chosen = np.sort(self._sampler.select(view, self.batch_size, seed=self.seed, step=step))
+        if len(chosen) == 0 and not self.may_be_empty:
+            raise DataError(
+                f"step {step}: none of {len(row_ids)} trajectories that are young enough may be learned from with "
+                f"sample.strategy={self.sample.strategy}, sample.max_uses={self.sample.max_uses}. Widen the limits."
+            )
+        return row_ids[chosen], ages[chosen]
 
     def _accumulate_gradient(self, plan: StepPlan) -> GRPOLossOutput | None:
         """Run forward and backward over the step's micro-batches; return the loss of the whole step.

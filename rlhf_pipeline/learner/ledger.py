@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
+import json
+import re
+from array import array
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.jsonl import append_row, keep_rows, mend_tail, read_rows
 
 
@@ -30,11 +35,16 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self.path = path
         mend_tail(path)
-        self._rows = {row["step"]: row for row in read_rows(path)}
+        self._index()
 
     def planned(self, step: int) -> dict[str, Any] | None:
         """Return the row of a step that was begun before, or None."""
-        return self._rows.get(step)
+        place = bisect.bisect_left(self._steps, step)
+        if place == len(self._steps) or self._steps[place] != step:
+            return None
+        with self.path.open("rb") as file:
+            file.seek(self._starts[place])
+            return json.loads(file.readline())
 
     def record(self, row: dict[str, Any]) -> bool:
         """Write a step's row; return False if an earlier try at this step used other trajectories.
@@ -42,15 +52,17 @@ class Ledger:
         Rows of one step are the same if they name the same `trajectory_ids`; where a row has none, the same `row_ids`
         (a trajectory that was lost with its ring and sampled again is the same trajectory in another row).
         """
-        step, before = row["step"], self._rows.get(row["step"])
+        step, before = row["step"], self.planned(row["step"])
         if before is not None and before["row_ids"] == row["row_ids"]:
             return True
         if before is not None:
             # What was planned after this step was planned from it.
             keep_rows(self.path, lambda kept: kept["step"] < step)
-            self._rows = {number: kept for number, kept in self._rows.items() if number < step}
+            self._index()
+        start = self.path.stat().st_size if self.path.exists() else 0
         append_row(self.path, row)
-        self._rows[step] = row
+        self._steps.append(step)
+        self._starts.append(start)
         if before is None:
             return True
         named = before.get("trajectory_ids")
@@ -59,3 +71,35 @@ class Ledger:
     def rows(self) -> list[dict[str, Any]]:
         """Return all rows, oldest first."""
         return read_rows(self.path)
+
+    def _index(self) -> None:
+        """Note where each row begins. The rows stay on disk: a run of days has millions of trajectory ids."""
+        self._steps, self._starts = array("q"), array("q")
+        if not self.path.is_file():
+            return
+        start = 0
+        with self.path.open("rb") as file:
+            for line in file:
+                head = _STEP.match(line)
+                step = int(head[1]) if head else _step_of(line, self.path)
+                self._steps.append(step)
+                self._starts.append(start)
+                start += len(line)
+
+
+_STEP = re.compile(rb'\{"step":(\d+)[,}]')
+
+
+def _step_of(line: bytes, path: Path) -> int:
+    """Return the step of a row that does not begin with it.
+
+    Raises:
+        DataError: the line is no row of a ledger.
+    """
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path}: the line {line[:60]!r} is no row of a ledger. The file was edited or damaged; delete the line "
+            "to go on without it."
+        ) from error

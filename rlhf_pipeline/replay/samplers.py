@@ -67,7 +67,7 @@ class UniformSampler(TrajectorySampler):
 
 
 class PrioritySampler(TrajectorySampler):
-    """Chances of `(priority + eps)^alpha * exp(-age / tau)`, none twice in a batch.
+    """Chances of `(|priority| + eps)^alpha * exp(-age / tau)`, none twice in a batch.
 
     Drawn by Gumbel top-k, which is sampling without replacement one by one. Source for the age factor, without which
     priority degrades: https://arxiv.org/abs/2604.16918.
@@ -76,6 +76,8 @@ class PrioritySampler(TrajectorySampler):
         alpha: how much the priority counts.
         tau: age in versions at which the chance has fallen to 1/e; infinity ignores the age.
         eps: added to the priority.
+        column: the scalar that is the priority: `priority`, which may be changed, or for example `advantage`, which
+            may not, so that a step drawn again later is the same.
         beta: how far importance weights undo the chances, `(N p)^-beta` over the largest of the batch; TorchRL's
             `sample` puts them under `_weight`. None gives no weights.
         max_staleness: largest age in versions.
@@ -92,6 +94,7 @@ class PrioritySampler(TrajectorySampler):
         alpha: float = 1.0,
         tau: float = math.inf,
         eps: float = 1e-6,
+        column: str = "priority",
         beta: float | None = None,
         max_staleness: int | None = None,
         max_uses: int | None = None,
@@ -101,13 +104,15 @@ class PrioritySampler(TrajectorySampler):
         if not tau > 0 or not eps > 0:
             raise DefinitionError(f"tau ({tau}) and eps ({eps}) must be above 0.")
         self.alpha, self.tau, self.eps = float(alpha), float(tau), float(eps)
+        self.column = column
         self.beta = None if beta is None else float(beta)
 
     def log_weights(self, view: StoreView, allowed: Ints) -> Floats:
         """Logarithm of the unnormalised chances."""
         out = np.zeros(len(allowed))
-        if self.alpha and "priority" in view.store.schema:
-            out += self.alpha * np.log(view.column("priority")[allowed].astype(np.float64) + self.eps)
+        if self.alpha and self.column in view.store.schema:
+            priority = np.abs(view.column(self.column)[allowed].astype(np.float64))
+            out += self.alpha * np.log(np.nan_to_num(priority) + self.eps)
         if math.isfinite(self.tau):
             out -= view.age[allowed] / self.tau
         return out

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from rlhf_pipeline import (
+    Buffer,
+    Collect,
+    CopyDigits,
+    GRPOLoss,
+    Learn,
+    MCAdvantage,
+    Pipeline,
+    Sample,
+    TinyPolicy,
+    TrajectoryReplayBuffer,
+    WritePath,
+    token_match,
+)
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.jsonl import read_rows
+from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.learner.ledger import Ledger
+from rlhf_pipeline.policies.new_model import scratch_policy
+from rlhf_pipeline.rerun import plan_rerun, retake
+from rlhf_pipeline.runtime import run
+
+
+def trajectory(number: int, reward: float, version: int, log_prob: float = -2.0) -> TensorDict:
+    assistant = torch.tensor([False, True, True])
+    return TensorDict(
+        {
+            ("tokens", "full"): torch.tensor([1, 2, number % 10]),
+            ("masks", "all_assistant_mask"): assistant,
+            ("log_probs", "full"): torch.where(assistant, log_prob, torch.nan),
+            "group_id": torch.tensor(number // 2),
+            "trajectory_id": torch.tensor(number),
+            "policy_version": torch.tensor(version),
+            "num_prompt_tokens": torch.tensor(1),
+            "task_reward": torch.tensor(reward),
+            ("next", "done"): torch.tensor(True),
+        }
+    )
+
+
+@pytest.fixture
+def make_learner(tmp_path):
+    buffers = []
+
+    def make(sample: Sample, *, max_staleness: int = 8, log_probs=(-2.0,) * 4) -> Learner:
+        """A learner over 16 trajectories, four of each of the versions 0 to 3."""
+        buffer = TrajectoryReplayBuffer(
+            storage=tmp_path / f"store-{len(buffers)}", transform=MCAdvantage(2, estimator="dr_grpo")
+        )
+        buffers.append(buffer)
+        rows = [trajectory(n, float(n % 2), n // 4, log_probs[n // 4]) for n in range(16)]
+        buffer.extend(lazy_stack(rows))
+        policy = scratch_policy("0123456789", hidden_size=16, num_layers=1, num_heads=2, seed=0)
+        return Learner(
+            policy=policy,
+            loss=GRPOLoss(policy),
+            buffer=buffer,
+            config=Learn(token_budget=12),
+            max_staleness=max_staleness,
+            max_completion_tokens=2,
+            ledger=Ledger(tmp_path / f"ledger-{len(buffers)}.jsonl"),
+            seed=3,
+            sample=sample,
+            batch_size=6,
+        )
+
+    yield make
+    for buffer in buffers:
+        buffer.trajectories.close()
+
+
+def drawn(learner: Learner, step: int) -> list[int]:
+    row_ids, ages = learner.chosen_rows(step)
+    assert (step - 1 - learner.buffer.store.read_scalars("policy_version", row_ids) == ages).all()
+    return learner.buffer.store.read_scalars("trajectory_id", row_ids).tolist()
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "recency", "priority", "group", "success", "variance", "mix"])
+def test_every_strategy_draws_the_same_batch_for_a_step_again(make_learner, strategy):
+    """The batch has the asked size, no trajectory twice, is young enough, and depends on the step alone."""
+    learner = make_learner(Sample(strategy=strategy, tau=2.0), max_staleness=2)
+    first = drawn(learner, 4)
+    assert len(first) == len(set(first)) == 6
+    assert min(first) >= 4  # version 0 is three steps old
+    assert drawn(learner, 4) == first
+
+
+def test_a_mix_takes_its_part_from_the_newest_rollout(make_learner):
+    """Half of six from version 3, which has four trajectories; the rest from what remains."""
+    learner = make_learner(Sample(strategy="mix", fresh_fraction=0.5))
+    found = drawn(learner, 4)
+    assert sum(number >= 12 for number in found) >= 3
+    assert len(set(found)) == 6
+
+
+def test_a_use_limit_counts_what_the_ledger_says(make_learner):
+    """With two uses at most, 16 trajectories fill five batches of six and a rest of two, after a restart too."""
+    learner = make_learner(Sample(strategy="uniform", max_uses=2), max_staleness=99)
+    sizes = [int(learner.step(step)["num_trajectories"]) for step in range(4, 7)]
+    learner.ledger = Ledger(learner.ledger.path)
+    sizes += [int(learner.step(step)["num_trajectories"]) for step in range(7, 10)]
+    assert sizes == [6, 6, 6, 6, 6, 2]
+    used = np.concatenate([row["row_ids"] for row in learner.ledger.rows()])
+    assert np.bincount(used, minlength=16).tolist() == [2] * 16
+    with pytest.raises(DataError, match=r"sample\.strategy=uniform, sample\.max_uses=2"):
+        learner.step(10)
+
+
+def test_the_guard_lets_good_batches_pass(make_learner):
+    """Stale trajectories whose log-probs are near those of the policy count in full, and nothing is said."""
+    learner = make_learner(Sample(strategy="uniform", batch_size=16, min_ess=0.5, skip_below_ess=0.5))
+    assert learner.step(4)["ess_weight"] == 1.0
+    assert learner.take_notices() == []
+
+
+def test_the_guard_weighs_ages_apart(make_learner):
+    """Log-probs of one version scattered over orders of magnitude: only that version counts less, and it is said."""
+    sample = Sample(strategy="uniform", batch_size=16, min_ess=0.9, skip_below_ess=0.5)
+    learner = make_learner(sample)
+    rows = []
+    for n in range(16, 20):  # version 1 once more, one of four with a ratio that carries everything
+        rows.append(trajectory(n, float(n % 2), 1, -12.0 if n == 16 else -0.1))
+    learner.buffer.extend(lazy_stack(rows))
+    learner.sample = dataclasses.replace(sample, batch_size=20)
+    learner.batch_size = 20
+    before = [parameter.clone() for parameter in learner.policy.parameters()]
+    found = learner.step(4)
+    (notice,) = learner.take_notices()
+    assert "step 4: Age 2: the effective sample size of 8 trajectories is" in notice
+    assert "they are left out" in notice
+    assert found["ess_weight"] == pytest.approx(12 / 20)
+    assert any(not torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
+
+
+def test_a_batch_of_nothing_but_stale_noise_changes_nothing(make_learner):
+    """Every trajectory left out: the step is recorded, and no weight moves, whatever the optimizer remembers."""
+    learner = make_learner(Sample(strategy="uniform", batch_size=4, min_ess=0.9, skip_below_ess=0.9), max_staleness=99)
+    learner.step(4)  # gives the optimizer something to remember
+    learner.take_notices()
+    rows = [trajectory(n, float(n % 2), 50, -12.0 if n == 16 else -0.1) for n in range(16, 20)]
+    learner.buffer.extend(lazy_stack(rows))
+    learner.max_staleness = 10
+    before = [parameter.clone() for parameter in learner.policy.parameters()]
+    found = learner.step(56)
+    assert (found["ess_weight"], found["num_trajectories"]) == (0.0, 4)
+    assert "they are left out" in learner.take_notices()[0]
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
+
+
+def replaying(**sample) -> Pipeline:
+    return Pipeline(
+        name="tiny",
+        policy=TinyPolicy(hidden_size=16, num_layers=1, num_heads=2),
+        prompts=CopyDigits(num_digits=2),
+        reward=token_match,
+        collect=Collect(prompts_per_rollout=3, group_size=4, max_new_tokens=3),
+        write=WritePath(estimator="dr_grpo"),
+        buffer=Buffer(max_staleness=6),
+        sample=Sample(**sample),
+        learn=Learn(steps=8, updates_per_rollout=2, lr=1e-2, checkpoint_every=2, keep_checkpoints=9),
+    )
+
+
+@pytest.mark.parametrize("sample", [{"strategy": "mix", "tau": 3.0, "min_ess": 0.3}, {"strategy": "uniform"}])
+def test_a_run_with_replay_resumes_and_is_taken_again_bit_for_bit(tmp_path, sample):
+    """Stopped half-way and resumed it ends at the weights of a straight run; the choice is made again from the store."""
+    pipeline = replaying(**sample)
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    run(pipeline, run_dir=straight)
+    run(dataclasses.replace(pipeline, learn=dataclasses.replace(pipeline.learn, steps=4)), run_dir=broken)
+    run(pipeline, run_dir=broken, resume=True)
+    batches = [[row["trajectory_ids"] for row in read_rows(folder / "ledger.jsonl")] for folder in (straight, broken)]
+    assert batches[0] == batches[1]
+    assert all(len(batch) == 12 for batch in batches[0])
+    weights = [
+        (folder / "checkpoints" / "step-00000008" / "model.safetensors").read_bytes() for folder in (straight, broken)
+    ]
+    assert weights[0] == weights[1]
+    plan = plan_rerun(straight, from_step=3)
+    assert all(one.ok for one in retake(pipeline, plan, run_dir=straight, seed=0, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"strategy": "recency"}, "needs tau"),
+        ({"batch_size": 8}, "takes all there is"),
+        ({"strategy": "unifrom"}, "Did you mean 'uniform'"),
+        ({"strategy": "mix", "fresh_fraction": 1.5}, "between 0 and 1"),
+        ({"min_ess": 0.05}, "between skip_below_ess"),
+        ({"max_uses": 0}, "at least 1"),
+    ],
+)
+def test_a_choice_that_makes_no_sense_is_refused(fields, message):
+    """Each rule of `Sample` names the value and the limit."""
+    with pytest.raises(DefinitionError, match=message):
+        Sample(**fields)
