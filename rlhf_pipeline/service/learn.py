@@ -64,11 +64,19 @@ def learn(
     with (
         named_disk_errors(run_dir),
         stop_on_signals(parent) as stop,
-        shared_run(run_dir, pipeline, seed=seed, device=device, definition=definition, overrides=overrides),
+        shared_run(
+            run_dir,
+            pipeline,
+            seed=seed,
+            device=device,
+            definition=definition,
+            overrides=overrides,
+            record_again=True,
+        ),
         process_lock(run_dir / "processes", "learner", wait_s=10.0),
         log_file(run_dir / "log.txt"),
+        Heartbeat(run_dir / "processes", "learner") as heartbeat,
     ):
-        heartbeat = Heartbeat(run_dir / "processes", "learner")
         heartbeat.beat("starting")
         # The collectors' write path scores with the reference model; the loss reads what it stored.
         models = Models(policy=build_models(pipeline, seed=seed, device=device).policy, reference=None)
@@ -77,11 +85,13 @@ def learn(
             TrajectoryStore.open(run_dir / "rollouts") as rollouts,
         ):
             progress = restore(run_dir, parts)
+            num_parameters = sum(p.numel() for p in models.policy.parameters())
+            heartbeat.facts = {"num_parameters": num_parameters, "first_step": progress.step}
             on_event = with_logger(pipeline.learn.logger, run_dir, on_event)
             on_event(
                 RunStarted(
                     run_dir=run_dir,
-                    num_parameters=sum(p.numel() for p in models.policy.parameters()),
+                    num_parameters=num_parameters,
                     first_step=progress.step,
                     total_steps=pipeline.learn.steps,
                 )
@@ -209,7 +219,9 @@ class _Worker:
         )
 
     def _usable(self, arrived: _Arrived, step: int) -> Ints:
-        """Return the trajectories young enough for `step`; say how many are not."""
+        """Return the trajectories that `step` learns from; say how many of the rollout are too old."""
+        if self.pipeline.sample.strategy != "fresh":
+            return self._drawn(step)
         ages = step - 1 - self.parts.buffer.store.read_scalars("policy_version", arrived.row_ids)
         young = ages <= self.pipeline.buffer.max_staleness
         if not young.all():
@@ -219,15 +231,23 @@ class _Worker:
             )
         return arrived.row_ids[young]
 
+    def _has(self, row_ids: Ints) -> bool:
+        return bool(np.isin(row_ids, self.parts.buffer.store.ids()).all())
+
+    def _drawn(self, step: int) -> Ints:
+        """Return what `sample.strategy` draws from the rollouts that were begun, which is what the ledger counts on."""
+        store, size = self.parts.buffer.store, self.pipeline.collect.prompts_per_rollout
+        begun = np.isin(store.read_scalars("group_id") // size, np.fromiter(self.done, np.int64, len(self.done)))
+        return self.parts.learner.chosen_rows(step, among=store.ids()[begun])[0]
+
     def _step(self) -> None:
         current, step, learner = self.current, self.progress.step + 1, self.parts.learner
         if current is None:
             raise AssertionError("a step without a rollout")
         planned = learner.ledger.planned(step)
-        row_ids = self._usable(current, step)
-        if planned is not None:
-            was = np.asarray(planned["row_ids"], np.int64)
-            row_ids = was if np.isin(was, current.row_ids).all() else row_ids
+        was = None if planned is None else np.asarray(planned["row_ids"], np.int64)
+        # A step that was begun before is taken as it was planned, unless its trajectories are gone.
+        row_ids = was if was is not None and self._has(was) else self._usable(current, step)
         self.heartbeat.beat("learning", step=step, rollout=current.index)
         fields = {"rollout": current.index}
         metrics = learner.step(step, row_ids=row_ids, ledger_fields=fields)
