@@ -126,9 +126,8 @@ def test_the_guard_weighs_ages_apart(make_learner):
     """Log-probs of one version scattered over orders of magnitude: only that version counts less, and it is said."""
     sample = Sample(strategy="uniform", batch_size=16, min_ess=0.9, skip_below_ess=0.5)
     learner = make_learner(sample)
-    rows = []
-    for n in range(16, 20):  # version 1 once more, one of four with a ratio that carries everything
-        rows.append(trajectory(n, float(n % 2), 1, -12.0 if n == 16 else -0.1))
+    # Version 1 once more, one of four with a ratio that carries everything.
+    rows = [trajectory(n, float(n % 2), 1, -12.0 if n == 16 else -0.1) for n in range(16, 20)]
     learner.buffer.extend(lazy_stack(rows))
     learner.sample = dataclasses.replace(sample, batch_size=20)
     learner.batch_size = 20
@@ -172,7 +171,7 @@ def replaying(**sample) -> Pipeline:
 
 @pytest.mark.parametrize("sample", [{"strategy": "mix", "tau": 3.0, "min_ess": 0.3}, {"strategy": "uniform"}])
 def test_a_run_with_replay_resumes_and_is_taken_again_bit_for_bit(tmp_path, sample):
-    """Stopped half-way and resumed it ends at the weights of a straight run; the choice is made again from the store."""
+    """Stopped half-way and resumed it ends at the straight run's weights; the choice is made again from the store."""
     pipeline = replaying(**sample)
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     run(pipeline, run_dir=straight)
