@@ -100,6 +100,28 @@ def check_folder(run_dir: Path, *, resume: bool) -> None:
         )
 
 
+def is_of_several(run_dir: Path) -> bool:
+    """Return True if a run is one of several processes: the rollouts that its collectors stored are counted there."""
+    return (run_dir / "rollouts").is_dir()
+
+
+def check_processes(run_dir: Path, *, several: bool) -> None:
+    """Refuse to go on in one process with a run of several, and the other way round: they count rollouts differently.
+
+    Raises:
+        RunMismatchError: says how to go on.
+    """
+    if not several and is_of_several(run_dir):
+        raise RunMismatchError(
+            f"{run_dir} is a run of several processes. Go on with it: add --collectors N, for example --collectors 1."
+        )
+    if several and (run_dir / "store").is_dir() and not is_of_several(run_dir):
+        raise RunMismatchError(
+            f"{run_dir} is a run in one process. Go on with it without --collectors, or start another run for "
+            "several processes in another folder."
+        )
+
+
 def check_unchanged(run_dir: Path, pipeline: Pipeline, seed: int, *, inputs: bool = True) -> None:
     """Refuse to resume under a definition or seed that would learn something else.
 

@@ -14,10 +14,11 @@ from rlhf_pipeline.config import Learn, Pipeline
 from rlhf_pipeline.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
 from rlhf_pipeline.learner.loggers import with_logger
 from rlhf_pipeline.run_lock import run_lock
+from rlhf_pipeline.run_log import log_file, named_disk_errors
 from rlhf_pipeline.run_progress import MetricsFile, Progress, replaced
-from rlhf_pipeline.run_record import check_folder, check_unchanged, make_record, write_record
+from rlhf_pipeline.run_record import check_folder, check_processes, check_unchanged, make_record, write_record
 from rlhf_pipeline.runtime_build import Parts, build_models, build_parts
-from rlhf_pipeline.runtime_state import log_file, named_disk_errors, restore, save_run
+from rlhf_pipeline.runtime_state import restore, save_run
 from rlhf_pipeline.signals import StopRequest, stop_on_signals
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def run(
     """
     started = time.perf_counter()
     check_folder(run_dir, resume=resume)
+    check_processes(run_dir, several=False)
     check_unchanged(run_dir, pipeline, seed)
     models = build_models(pipeline, seed=seed, device=device)
     pipeline.prompts.prompt(0, seed)  # reads and checks the whole prompt file before anything is made

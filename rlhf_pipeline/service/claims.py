@@ -77,19 +77,24 @@ class Claims:
     def claim(self, published: Published) -> int | None:
         """Take the lowest free rollout, or None if it may not start yet."""
         with self._alone():
-            done = self._read_done()
-            in_flight = self._in_flight(done)
-            rollout = _lowest_free(done, in_flight)
-            if not may_start(
-                version=published.version,
-                next_version=published.next_version,
-                num_waiting=len(done) - published.rollouts_done + len(in_flight),
-                oldest_in_flight=min(in_flight.values(), default=None),
-                updates_per_rollout=self.flow.updates_per_rollout,
-                max_staleness=self.flow.max_staleness,
-            ):
-                return None
-            fcntl.lockf(self._bytes, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rollout)
+            while True:
+                done = self._read_done()
+                in_flight = self._in_flight(done)
+                rollout = _lowest_free(done, in_flight)
+                if not may_start(
+                    version=published.version,
+                    next_version=published.next_version,
+                    num_waiting=len(done) - published.rollouts_done + len(in_flight),
+                    oldest_in_flight=min(in_flight.values(), default=None),
+                    updates_per_rollout=self.flow.updates_per_rollout,
+                    max_staleness=self.flow.max_staleness,
+                ):
+                    return None
+                fcntl.lockf(self._bytes, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rollout)
+                # Whoever worked on it may have finished it after `done` was read and before its lock was asked for.
+                if not _contains(self._read_done(), rollout):
+                    break
+                fcntl.lockf(self._bytes, fcntl.LOCK_UN, 1, rollout)
             self._held = rollout
             # Only read together with the lock: what a dead collector wrote here says nothing.
             note = self._folder / f".{self._name}.tmp"

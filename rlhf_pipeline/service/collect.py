@@ -19,6 +19,7 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import RewardError
 from rlhf_pipeline.events import CollectorFinished, EventHandler, Notice, RolloutDone, ignore_events
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.run_log import log_file
 from rlhf_pipeline.runtime_build import Parts, build_models, build_parts
 from rlhf_pipeline.service.claims import Claims, Flow
 from rlhf_pipeline.service.heartbeat import Heartbeat, Pause, is_alive, process_lock
@@ -68,12 +69,13 @@ def collect(
         stop_on_signals(parent) as stop,
         shared_run(run_dir, pipeline, seed=seed, device=device, definition=definition, overrides=overrides),
         _named(run_dir / "processes", name) as own_name,
+        log_file(run_dir / "log.txt"),
+        Heartbeat(run_dir / "processes", own_name) as heartbeat,
     ):
-        heartbeat = Heartbeat(run_dir / "processes", own_name)
         heartbeat.beat("starting")
         models = build_models(pipeline, seed=seed, device=device)
         with (
-            build_parts(pipeline, models, run_dir=run_dir, seed=seed) as parts,
+            build_parts(pipeline, models, run_dir=run_dir, seed=seed, writer=own_name) as parts,
             TrajectoryStore.open(run_dir / "rollouts", "a") as rollouts,
         ):
             flow = Flow(
@@ -173,7 +175,7 @@ class _Worker:
         try:
             done = self.parts.collector.collect(rollout, policy_version=self.version)
         except RewardError:
-            self.heartbeat.beat("failed: every reward call", rollout=rollout)
+            self.heartbeat.beat("failed: every reward call", rollout=rollout, rollouts=self.num_rollouts)
             raise
         if done.num_failed:
             message = f"rollout {rollout}: {done.num_failed} of {done.num_trajectories} reward calls failed"

@@ -5,41 +5,83 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final, Self
 
 from rlhf_pipeline.errors import RunExistsError
+
+RENEWAL_S: Final = 2.0
+"""Seconds between two renewals of a heartbeat while its process does one thing."""
 
 
 class Heartbeat:
     """The state of one live process, in `processes/NAME.json`.
 
+    `time` in the file is when the process last showed that it is not stopped or frozen: inside `with` a thread renews
+    it, however long a rollout or a step takes. `since` is when it last began something: what hangs grows old there.
+
     Args:
         folder: the run's `processes` folder.
         name: `learner`, `supervisor`, `collector-0`, ...
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> with Heartbeat(folder, "learner") as heartbeat:
+    ...     heartbeat.beat("learning", step=3)
+    >>> read_heartbeat(folder, "learner")["state"], read_heartbeat(folder, "learner")["step"]
+    ('learning', 3)
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name = name
+        self.facts: dict[str, Any] = {}
+        """What is said with every beat from now on."""
         self._path = folder / f"{name}.json"
         self._started = time.time()
         self._said: dict[str, Any] = {}
+        self._since = self._written = 0.0
+        self._lock = threading.Lock()
+        self._leave = threading.Event()
+        self._renewing: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._renewing = threading.Thread(target=self._renew, name=f"heartbeat of {self.name}", daemon=True)
+        self._renewing.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._leave.set()
+        if self._renewing is not None:
+            self._renewing.join()
 
     def beat(self, state: str, **fields: object) -> None:
         """Say what the process does now. Waiting in one state is written at most once a second."""
-        now = time.time()
         said = {"state": state, **fields}
-        if {**self._said, "time": 0} == {**said, "time": 0} and now - self._said["time"] < 1.0:
-            return
-        self._said = {**said, "time": now}
-        content = {"name": self.name, "pid": os.getpid(), "started": self._started, **self._said}
+        with self._lock:
+            now = time.time()
+            if said == self._said and now - self._written < 1.0:
+                return
+            if said != self._said:
+                self._said, self._since = said, now
+            self._write(now)
+
+    def _renew(self) -> None:
+        while not self._leave.wait(RENEWAL_S):
+            with self._lock, suppress(OSError):  # a full disk: the main thread meets it too, and says so
+                if self._said and time.time() - self._written >= RENEWAL_S / 2:
+                    self._write(time.time())
+
+    def _write(self, now: float) -> None:
+        own = {"name": self.name, "pid": os.getpid(), "started": self._started, "time": now, "since": self._since}
         # Not synced: after a power loss nobody is alive whom it could speak of.
         temporary = self._path.with_name(f".{self._path.name}.tmp")
-        temporary.write_text(json.dumps(content), encoding="utf-8")
+        temporary.write_text(json.dumps({**own, **self.facts, **self._said}), encoding="utf-8")
         temporary.replace(self._path)
+        self._written = now
 
 
 class Pause:

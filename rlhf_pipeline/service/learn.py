@@ -15,9 +15,10 @@ import numpy.typing as npt
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
 from rlhf_pipeline.learner.loggers import with_logger
+from rlhf_pipeline.run_log import log_file, named_disk_errors
 from rlhf_pipeline.run_progress import MetricsFile, Progress, replaced
 from rlhf_pipeline.runtime_build import Models, Parts, build_models, build_parts
-from rlhf_pipeline.runtime_state import log_file, named_disk_errors, restore, save_run
+from rlhf_pipeline.runtime_state import restore, save_run
 from rlhf_pipeline.service.heartbeat import Heartbeat, Pause, process_lock
 from rlhf_pipeline.service.run_files import shared_run
 from rlhf_pipeline.service.weights import Published, publish, read_published

@@ -96,3 +96,18 @@ def test_published_weights_are_whole_and_the_oldest_go(tmp_path):
         assert (version_folder(folder, version) / "model").is_file()
     assert sorted(path.name for path in folder.glob("version-*")) == ["version-00000003", "version-00000004"]
     assert json.loads((folder / "latest.json").read_text())["finished"] is None
+
+
+def test_a_rollout_that_is_finished_while_it_is_claimed_is_not_claimed(tmp_path, rollouts):
+    """Another collector stores its row and lets go, after the rows were read and before its lock is asked for."""
+
+    class Slow(Claims):
+        def _in_flight(self, done):
+            if self.rollouts.watermark == 0:
+                with TrajectoryStore.open(tmp_path / "rollouts", "a") as other:
+                    other.append(done_row(0))
+            return super()._in_flight(done)
+
+    claims = Slow(tmp_path, "mine", rollouts, Flow(updates_per_rollout=1, max_staleness=9))
+    assert claims.claim(Published(version=0, next_version=0, rollouts_done=0)) == 1
+    claims.close()
