@@ -82,7 +82,7 @@ def test_commands_without_a_run(env: dict[str, str], args: list[str]):
     assert best_time(env, *args) < LIMIT_S
 
 
-@pytest.mark.parametrize("command", ["inspect", "show", "verify"])
+@pytest.mark.parametrize("command", ["inspect", "show", "tail", "verify"])
 def test_commands_on_a_run(env: dict[str, str], small_run: Path, command: str):
     """Looking at a run imports nothing heavy and answers in under half a second."""
     assert best_time(env, command, str(small_run)) < LIMIT_S

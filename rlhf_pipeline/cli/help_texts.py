@@ -52,6 +52,19 @@ examples:
 
 One trajectory is shown token by token, several as one line each; --full shows all of each."""
 
+TAIL = """\
+One line per trajectory: id, policy version, group, reward, completion tokens, how it finished, and the
+start of the completion. Of a run also the newest optimizer step, and with --follow each one that comes.
+
+examples:
+  rlhf-pipeline tail runs/copy_digits
+  rlhf-pipeline tail runs/copy_digits -f           watch a run that another process goes on with
+  rlhf-pipeline tail runs/copy_digits -f -n 0 --filter 'reward>=1'
+  rlhf-pipeline tail runs/mine/store -n 50 --filter 'finish_reason==failed'
+
+A filter is written as for `export`. Following only reads: it holds nobody up, and the store may be
+appended to, evicted from and compacted meanwhile."""
+
 VERIFY = """\
 Checks every checksum of the store. For a run also: each trajectory that the ledger names is in the
 store, and the steps in metrics.jsonl and ledger.jsonl have no gap. Exit code 1 if something is damaged.

@@ -112,6 +112,12 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     )
     show.add_argument("--full", action="store_true", help="show every token of every trajectory")
 
+    tail = command("tail", "tail", "show the newest trajectories, and those that come", help_texts.TAIL)
+    tail.add_argument("path", metavar="RUN|STORE")
+    tail.add_argument("-n", "--num", type=_natural, default=10, metavar="N", help="how many (default: %(default)s)")
+    tail.add_argument("-f", "--follow", action="store_true", help="go on as more are stored, until Ctrl-C")
+    _add_filter(tail)
+
     verify = command("verify", "verify", "check a run or a store for damage", help_texts.VERIFY)
     verify.add_argument("path", metavar="RUN|STORE")
 
@@ -162,14 +168,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     export.add_argument(
         "--to", required=True, metavar="FILE.parquet|FILE.jsonl|FOLDER", help="must not exist; a folder is a dataset"
     )
-    export.add_argument(
-        "--filter",
-        dest="filters",
-        action="append",
-        default=[],
-        metavar="CONDITION",
-        help="only trajectories that meet it; may be given several times",
-    )
+    _add_filter(export)
     export.add_argument("--columns", nargs="+", metavar="NAME", help="only these columns")
 
     model = command(
@@ -187,6 +186,17 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
 
     command("doctor", "doctor", "say what this machine and this folder can do, and what is missing")
     return main, commands
+
+
+def _add_filter(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--filter",
+        dest="filters",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="only trajectories that meet it; may be given several times",
+    )
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -30,8 +30,8 @@ _SHORT = {"reward": "task_reward", "version": "policy_version", "group": "group_
 _DERIVED = ("num_tokens", "num_completion_tokens")
 
 
-def select(store: TrajectoryStore, conditions: Sequence[str] = ()) -> Ids:
-    """Return the ids of the trajectories that meet all conditions, in the order of arrival.
+def select(store: TrajectoryStore, conditions: Sequence[str] = (), ids: Ids | None = None) -> Ids:
+    """Return the ids of the trajectories that meet all conditions, in their order.
 
     Args:
         store: an open store.
@@ -39,9 +39,11 @@ def select(store: TrajectoryStore, conditions: Sequence[str] = ()) -> Ids:
             `reward`, `version`, `group` and `date` are short for task_reward, policy_version, group_id and
             created_at. A date is a number of seconds, or `2026-01-31` or `2026-01-31T12:00`, UTC. Text is compared by
             `==` and `!=`.
+        ids: of these, [N] int64; None for all, in the order of arrival.
 
     Raises:
         DefinitionError: a condition cannot be read, or names no column.
+        MissingRowError: one of `ids` is not in the store.
 
     >>> import tempfile
     >>> from trajectory_store import Column, Schema
@@ -51,7 +53,7 @@ def select(store: TrajectoryStore, conditions: Sequence[str] = ()) -> Ids:
     ...     select(store, ["reward>0.5", "num_tokens == 1"]).tolist()
     [2]
     """
-    ids = np.asarray(store.ids())
+    ids = np.asarray(store.ids() if ids is None else ids)
     keep = np.ones(len(ids), bool)
     for condition in conditions:
         keep &= _meets(store, ids, condition)

@@ -222,10 +222,10 @@ class Catalog:
             if segment.meta.kind == "rows":
                 out[segment.ordinal] = segment.rows
                 continue
-            ids = segment.row_ids(0, segment.rows)
+            ids = segment.row_ids(0, segment.rows)  # sorted: the last of each owner has the highest row
             owners = ids >> ORDINAL_SHIFT
-            for owner in np.unique(owners).tolist():
-                out[owner] = int((ids[owners == owner] & ROW_MASK).max()) + 1
+            lasts = np.flatnonzero(np.append(owners[1:] != owners[:-1], True)) if len(ids) else owners
+            out.update(zip(owners[lasts].tolist(), ((ids[lasts] & ROW_MASK) + 1).tolist(), strict=True))
         return out
 
     def overlay(self, name: str) -> Overlay | None:

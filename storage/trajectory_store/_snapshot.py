@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trajectory_store._errors import SchemaError
 from trajectory_store._ragged import Int64Array
@@ -46,10 +47,21 @@ class Snapshot:
 
     def select(self, ids: Int64Array) -> Int64Array:
         """Keep the ids that existed, in their order."""
+        return ids[self._existed(ids)]
+
+    def later(self, ids: Int64Array) -> Int64Array:
+        """Keep the ids that did not exist yet, in their order: what was committed since, also between known rows.
+
+        >>> Snapshot({0: 2}, 2).later(np.array([0, 1, 2, 1 << 32])).tolist()
+        [2, 4294967296]
+        """
+        return ids[~self._existed(ids)]
+
+    def _existed(self, ids: Int64Array) -> npt.NDArray[np.bool_]:
         if not self.rows or not len(ids):
-            return ids[:0]
+            return np.zeros(len(ids), bool)
         owners, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
         limits = np.zeros(max(int(owners.max()), *self.rows) + 1, np.int64)
         for ordinal, count in self.rows.items():
             limits[ordinal] = count
-        return ids[rows < limits[owners]]
+        return rows < limits[owners]
