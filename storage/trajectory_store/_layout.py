@@ -31,10 +31,19 @@ ROW_TIME = "row_time"
 TARGET = "target"
 TEMPORARY = ".new-"
 TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
-MAX_ROWS = 65_536
-FIRST_ROWS = 4_096
-MAX_ELEMENTS = 1 << 24
+FIRST_ROWS = 1 << 12
 FIRST_ELEMENTS = 1 << 20
+GROWTH = 3
+"""Each segment of a process is `2 ** GROWTH` times the one before, up to a largest."""
+
+MAX_ROWS = 1 << 18
+MAX_ELEMENTS = 1 << 26
+"""The largest segments on a local disk. A batch takes longer with every segment that its rows lie in; a reader of plain
+Zarr reads the array of a segment as a whole."""
+
+WHOLE_ROWS = 1 << 16
+WHOLE_ELEMENTS = 1 << 24
+"""The same where a segment is reserved on the disk, or held in memory, as a whole."""
 
 Kind = Literal["rows", "patch", "compacted"]
 

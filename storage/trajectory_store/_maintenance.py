@@ -213,7 +213,14 @@ def patched_ids(patches: Iterable[SegmentReader]) -> Int64Array:
     return np.unique(np.concatenate(parts)) if parts else np.empty(0, np.int64)
 
 
-def mergeable(segments: list[SegmentReader], patched: Int64Array, schema: Schema) -> list[list[SegmentReader]]:
+def mergeable(
+    segments: list[SegmentReader],
+    patched: Int64Array,
+    schema: Schema,
+    *,
+    most_rows: int = MAX_ROWS,
+    most_elements: int = MAX_ELEMENTS,
+) -> list[list[SegmentReader]]:
     """Runs of segments that fit one full segment and gain from being merged."""
     groups: list[list[SegmentReader]] = []
     rows = 0
@@ -221,7 +228,7 @@ def mergeable(segments: list[SegmentReader], patched: Int64Array, schema: Schema
     for segment in segments:
         used = segment.elements()
         total = {a: elements.get(a, 0) + used.get(a, 0) for a in {*elements, *used}}
-        fits = rows + segment.rows <= MAX_ROWS and all(n <= MAX_ELEMENTS for n in total.values())
+        fits = rows + segment.rows <= most_rows and all(n <= most_elements for n in total.values())
         if not groups or not fits:
             groups.append([])
             rows, total = 0, dict(used)

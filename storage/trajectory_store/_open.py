@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, cast
 from trajectory_store._engine import Engine, MemmapEngine
 from trajectory_store._errors import ReadOnlyError, SchemaError
 from trajectory_store._io import Io
-from trajectory_store._layout import MAX_ROWS
+from trajectory_store._layout import FIRST_ELEMENTS, MAX_ELEMENTS, MAX_ROWS, WHOLE_ELEMENTS, WHOLE_ROWS
 from trajectory_store._root import RootMeta, add_to_root, create_root, read_root, with_columns
 from trajectory_store._schema import Column, Schema
 from trajectory_store._writer import DURABILITIES, Durability
@@ -56,10 +56,10 @@ def create_store(path: Any, schema: Schema | Sequence[Column], options: dict[str
         value = options[name]
         if value is not None and value < 1:
             raise SchemaError(f"{name}={value} is too small; give at least 1, or None.")
-    if options["max_trajectories"] is not None and options["segment_rows"] is None:
-        options["segment_rows"] = min(max(512, options["max_trajectories"] // 8), MAX_ROWS)
+    schema = schema if isinstance(schema, Schema) else Schema(schema)
+    _bound_segments(options, schema)
     options["compress"] = options["compress"] and backend == "zarr"
-    root = RootMeta(schema=schema if isinstance(schema, Schema) else Schema(schema), **options)
+    root = RootMeta(schema=schema, **options)
     if backend == "zarr":
         from trajectory_store._remote import Remote
         from trajectory_store._zarr_engine import create_remote
@@ -71,6 +71,18 @@ def create_store(path: Any, schema: Schema | Sequence[Column], options: dict[str
     create_root(folder, root)
     engine = MemmapEngine(folder, root, durability, writable=True, io=None)
     return Opened(folder, folder, root, "a", durability, engine)
+
+
+def _bound_segments(options: dict[str, Any], schema: Schema) -> None:
+    """Segments leave as a whole, so one may hold about an eighth of what is kept."""
+    whole = options["backend"] == "zarr" or options["preallocate"]
+    if options["max_trajectories"] is not None and options["segment_rows"] is None:
+        most = WHOLE_ROWS if whole else MAX_ROWS
+        options["segment_rows"] = min(max(512, options["max_trajectories"] // 8), most)
+    if options["max_bytes"] is not None and options["segment_elements"] is None and schema.axes:
+        most = WHOLE_ELEMENTS if whole else MAX_ELEMENTS
+        width = max(sum(column.np_dtype.itemsize for column in columns) for columns in schema.axes.values())
+        options["segment_elements"] = min(max(FIRST_ELEMENTS, options["max_bytes"] // (8 * width)), most)
 
 
 def open_store(

@@ -86,21 +86,19 @@ class Spans:
 
     Args:
         places: the rows.
-        firsts: per run, per row the first element in the segment.
-        lasts: the same for one past the last element.
+        edges: `[B, 2]` int64, in run order: the first element in the segment and one past the last.
 
     Attributes:
-        firsts: as given.
+        starts: `[B]` int64, in run order: the first elements.
         lengths: `[B]` int64, in the order of the batch.
         width: the longest row.
     """
 
-    def __init__(self, places: Places, firsts: list[Int64Array], lasts: list[Int64Array]) -> None:
+    def __init__(self, places: Places, edges: Int64Array) -> None:
         self.places = places
-        self.firsts = firsts
-        self._starts = firsts[0] if len(firsts) == 1 else np.concatenate(firsts)
-        self._ends = lasts[0] if len(lasts) == 1 else np.concatenate(lasts)
-        self._counts = self._ends - self._starts
+        self.starts: Int64Array
+        self.starts, self._ends = edges.T.copy()
+        self._counts = self._ends - self.starts
         self.lengths: Int64Array = places.restore(self._counts)
         self._targets: dict[tuple[int, int, bool], list[slice]] = {}
 
@@ -112,7 +110,7 @@ class Spans:
     @cached_property
     def slices(self) -> list[slice]:
         """Per row, in run order, what to copy."""
-        return list(map(slice, self._starts.tolist(), self._ends.tolist()))
+        return list(map(slice, self.starts.tolist(), self._ends.tolist()))
 
     def targets(self, stride: int, width: int, *, left: bool) -> list[slice]:
         """Per row, in run order, where it goes in a matrix of `stride` items per row, padded to `width` on one side."""
@@ -130,7 +128,7 @@ class Spans:
 
         Rows that are next to one another in a segment and in the batch are copied at once.
         """
-        starts, ends = self._starts, self._ends
+        starts, ends = self.starts, self._ends
         begins = offsets_of(self.lengths)[:-1]
         begins = begins if self.places.order is None else begins[self.places.order]
         stops = begins + self._counts

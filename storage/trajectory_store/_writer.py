@@ -19,11 +19,14 @@ from trajectory_store._errors import BatchError
 from trajectory_store._layout import (
     FIRST_ELEMENTS,
     FIRST_ROWS,
+    GROWTH,
     MAX_ELEMENTS,
     MAX_ROWS,
     PRESENT,
     TAKEN,
     TEMPORARY,
+    WHOLE_ELEMENTS,
+    WHOLE_ROWS,
     Kind,
     SegmentMeta,
     chunk_path,
@@ -321,17 +324,12 @@ class SegmentStream:
         return self._roll(batch)
 
     def _roll(self, batch: Batch) -> SegmentWriter:
+        most = (WHOLE_ROWS, WHOLE_ELEMENTS) if self._preallocate else (MAX_ROWS, MAX_ELEMENTS)
+        elements = self._capacity(self._elements_option, FIRST_ELEMENTS, most[1])
         meta = SegmentMeta(
             schema=self.schema,
-            rows_cap=max(self._capacity(self._rows_option, FIRST_ROWS, MAX_ROWS), batch.n_rows),
-            elems_cap={
-                axis: max(
-                    self._capacity(self._elements_option, FIRST_ELEMENTS, MAX_ELEMENTS),
-                    int(batch.lengths[axis].sum()),
-                    1,
-                )
-                for axis in self.schema.axes
-            },
+            rows_cap=max(self._capacity(self._rows_option, FIRST_ROWS, most[0]), batch.n_rows),
+            elems_cap={axis: max(elements, int(batch.lengths[axis].sum()), 1) for axis in self.schema.axes},
             kind=self.kind,
             durability=self.durability,
             preallocated=self._preallocate,
@@ -354,7 +352,7 @@ class SegmentStream:
         return writer
 
     def _capacity(self, option: int | None, first: int, largest: int) -> int:
-        return option if option is not None else min(first << (2 * self._made), largest)
+        return option if option is not None else min(first << (GROWTH * self._made), largest)
 
     def _give_up(self) -> None:
         """After an error: end the segment where it is good, so a torn record is overwritten."""

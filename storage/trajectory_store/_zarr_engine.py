@@ -17,6 +17,8 @@ from trajectory_store._errors import StoreError, StoreExistsError, StoreNotFound
 from trajectory_store._layout import (
     FORMAT_NAME,
     FORMAT_VERSION,
+    WHOLE_ELEMENTS,
+    WHOLE_ROWS,
     Kind,
     SegmentMeta,
     group_json,
@@ -169,7 +171,7 @@ class ZarrEngine:
         catalog.refresh()
         patched = patched_ids(catalog.patches.values())
         moved = 0
-        groups = mergeable(still, patched, schema)
+        groups = mergeable(still, patched, schema, most_rows=WHOLE_ROWS, most_elements=WHOLE_ELEMENTS)
         merged = {s.ordinal for group in groups for s in group}
         groups += [[s] for s in still if s.rows and s.ordinal not in merged and s.meta.kind == "rows"]
         for group in groups:

@@ -15,9 +15,9 @@ from trajectory_store._errors import BatchError
 from trajectory_store._layout import (
     FORMAT_NAME,
     FORMAT_VERSION,
-    MAX_ELEMENTS,
-    MAX_ROWS,
     PRESENT,
+    WHOLE_ELEMENTS,
+    WHOLE_ROWS,
     Kind,
     SegmentMeta,
     group_json,
@@ -87,8 +87,8 @@ class RemoteStream:
         self._schema = schema
         self._kind: Kind = kind
         self._compress = compress
-        self._rows_cap = segment_rows or MAX_ROWS
-        self._elements_cap = segment_elements or MAX_ELEMENTS
+        self._rows_cap = segment_rows or WHOLE_ROWS
+        self._elements_cap = segment_elements or WHOLE_ELEMENTS
         self._meta: SegmentMeta | None = None
         self._last: Commit | None = None
         self._lock = threading.Lock()

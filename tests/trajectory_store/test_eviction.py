@@ -79,6 +79,26 @@ def test_disk_space_is_bounded(tmp_path):
         assert store.verify().ok
 
 
+def test_segments_grow_within_the_limits_of_the_store(tmp_path):
+    """Each segment is eight times the one before; a store with a limit keeps to segments of an eighth of it."""
+
+    def capacities(rolls, **options):
+        with TrajectoryStore.create(tmp_path / f"s{list(options.values())}", SCHEMA, **options) as store:
+            sizes = []
+            for _ in range(rolls):
+                store.append(rows(0, 1))
+                segment = max(store._catalog.segments.items())[1].meta
+                sizes.append((segment.rows_cap, segment.elems_cap["tokens"]))
+                store._stream.close()
+        return sizes
+
+    ki, mi = 1 << 10, 1 << 20
+    assert capacities(4) == [(4 * ki, mi), (32 * ki, 8 * mi), (256 * ki, 64 * mi), (256 * ki, 64 * mi)]
+    assert capacities(2, max_trajectories=80_000) == [(10_000, mi), (10_000, 8 * mi)]
+    assert capacities(2, max_bytes=1 << 30) == [(4 * ki, 16 * mi), (32 * ki, 16 * mi)]  # 8 bytes per element
+    assert capacities(1, max_bytes=1000) == [(4 * ki, mi)]
+
+
 def test_the_segment_of_a_living_writer_stays(tmp_path):
     """A slow writer's rows may be old; its segment is not pulled away from under it."""
     with TrajectoryStore.create(tmp_path / "s", SCHEMA, max_trajectories=10, segment_rows=10) as fast:
