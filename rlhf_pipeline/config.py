@@ -213,12 +213,13 @@ class Sample(_Checked):
     """
 
     strategy: Literal["fresh", "uniform", "recency", "priority", "group", "success", "variance", "mix"] = "fresh"
-    """`fresh`: all trajectories that are young enough, in a run the newest rollout. The others draw `batch_size`:
+    """`fresh`: all trajectories that are young enough, in a run the newest rollout; with `replay`, every trajectory once
+    per epoch, groups together, in a new order each time, `batch_size` in a step. The others draw `batch_size`:
     `uniform` all alike; `recency` by age; `priority` by the size of the advantage and age; `group` whole groups;
     `success` whole groups of medium success rate; `variance` whole groups whose rewards vary; `mix` a part from the
     newest rollout and the rest by age. See `rlhf_pipeline.replay.samplers`."""
     batch_size: int | None = None
-    """Trajectories per step; None takes as many as a rollout has."""
+    """Trajectories per step; None takes as many as a rollout has. Not for `fresh`, unless with `replay`."""
     tau: float | None = None
     """Age in optimizer steps at which the chance of a trajectory has fallen to 1/e; None ignores the age."""
     alpha: float = 1.0
@@ -236,7 +237,6 @@ class Sample(_Checked):
     def _rules(self) -> list[tuple[bool, str]]:
         return [
             (self.batch_size is None or self.batch_size >= 1, f"batch_size is {self.batch_size}; at least 1, or None."),
-            (self.strategy != "fresh" or self.batch_size is None, "strategy=fresh takes all there is: no batch_size."),
             (self.tau is None or self.tau > 0, f"tau is {self.tau}; it must be above 0, or None."),
             (self.strategy != "recency" or self.tau is not None, "strategy=recency needs tau, for example tau=8."),
             (self.alpha >= 0, f"alpha is {self.alpha}; it must not be negative."),
@@ -468,6 +468,10 @@ class Pipeline(_Checked):
                 (self.write.min_group_size or 1) <= self.collect.group_size,
                 f"write.min_group_size is {self.write.min_group_size}, and a group has {self.collect.group_size} "
                 "members (collect.group_size). Set it to that at most.",
+            ),
+            (
+                self.replay is not None or self.sample.strategy != "fresh" or self.sample.batch_size is None,
+                "sample.strategy=fresh takes all of the newest rollout: no sample.batch_size.",
             ),
             (
                 callable(self.reward),

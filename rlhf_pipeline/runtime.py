@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rlhf_pipeline.checkpoint import list_checkpoints
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Learn, Pipeline
-from rlhf_pipeline.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
+from rlhf_pipeline.events import EventHandler, RunFinished, RunStarted, ignore_events
 from rlhf_pipeline.learner.loggers import with_logger
 from rlhf_pipeline.run_lock import run_lock
 from rlhf_pipeline.run_log import log_file, named_disk_errors
-from rlhf_pipeline.run_progress import MetricsFile, Progress, replaced
+from rlhf_pipeline.run_loop import Loop, tell
+from rlhf_pipeline.run_progress import MetricsFile, Progress
 from rlhf_pipeline.run_record import check_folder, check_processes, check_unchanged, make_record, write_record
 from rlhf_pipeline.runtime_build import Parts, build_models, build_parts
 from rlhf_pipeline.runtime_state import restore, save_run
-from rlhf_pipeline.signals import StopRequest, stop_on_signals
-
-logger = logging.getLogger(__name__)
+from rlhf_pipeline.signals import stop_on_signals
 
 
 def run(
@@ -80,7 +76,20 @@ def run(
                     total_steps=pipeline.learn.steps,
                 )
             )
-            reason = _loop(pipeline, parts, progress, run_dir, stop, on_event)
+            loop = Loop(
+                run_dir=run_dir,
+                learn=pipeline.learn,
+                learner=parts.learner,
+                progress=progress,
+                total_steps=pipeline.learn.steps,
+                save=lambda: save_run(run_dir, parts, progress, keep=pipeline.learn.keep_checkpoints),
+                stop=stop,
+                on_event=on_event,
+            )
+            reason = loop.run(
+                lambda metrics_file: _one_step(parts, loop, metrics_file),
+                reached=lambda: _has_reached_its_target(pipeline.learn, progress),
+            )
             finished = RunFinished(
                 run_dir=run_dir,
                 reason=reason,
@@ -94,74 +103,31 @@ def run(
     return finished
 
 
-def _loop(
-    pipeline: Pipeline, parts: Parts, progress: Progress, run_dir: Path, stop: StopRequest, on_event: EventHandler
-) -> Any:
-    learn, saved = pipeline.learn, progress.step
-    metrics_file = MetricsFile(run_dir / "metrics.jsonl")
-
-    def save() -> None:
-        nonlocal saved
-        save_run(run_dir, parts, progress, keep=learn.keep_checkpoints)
-        saved = progress.step
-
-    if not list_checkpoints(run_dir / "checkpoints"):
-        save()  # the untrained weights: a run killed in its first steps resumes too
-    while True:
-        at_rollout = progress.step % learn.updates_per_rollout == 0
-        if at_rollout and progress.reached(learn.stop_at_reward, learn.stop_window):
-            reason = "target"
-        elif progress.step >= learn.steps:
-            reason = "steps"
-        elif stop:
-            reason = "interrupted"
-        else:
-            _one_step(parts, progress, metrics_file, learn, on_event)
-            if progress.step % learn.checkpoint_every == 0:
-                save()
-            continue
-        if saved != progress.step:
-            save()
-        return reason
+def _has_reached_its_target(learn: Learn, progress: Progress) -> bool:
+    at_rollout = progress.step % learn.updates_per_rollout == 0
+    return at_rollout and progress.reached(learn.stop_at_reward, learn.stop_window)
 
 
-def _one_step(
-    parts: Parts, progress: Progress, metrics_file: MetricsFile, learn: Learn, on_event: EventHandler
-) -> None:
-    collector, learner = parts.collector, parts.learner
+def _one_step(parts: Parts, loop: Loop, metrics_file: MetricsFile) -> None:
+    learn, progress = loop.learn, loop.progress
     rollout_index, update = divmod(progress.step, learn.updates_per_rollout)
     rollout: Rollout | None = None
     if update == 0:
-        rollout = collector.collect(rollout_index, policy_version=progress.step)
+        rollout = parts.collector.collect(rollout_index, policy_version=progress.step)
         progress.note(rollout.task_reward, learn.stop_window)
         if rollout.num_failed:
-            _tell(
-                on_event,
+            tell(
+                loop.on_event,
                 f"rollout {rollout_index}: {rollout.num_failed} of {rollout.num_trajectories} reward calls failed; "
                 f"those trajectories are stored and not learned from."
                 + (f" First error: {rollout.first_error}" if rollout.first_error else ""),
             )
-    planned = learner.ledger.planned(progress.step + 1)
-    metrics = learner.step(progress.step + 1)
-    if replaced(learner.ledger, progress.step + 1, planned):
-        metrics_file.drop_from(progress.step + 1)
-    for notice in learner.take_notices():
-        _tell(on_event, notice)
-    row = {
-        "step": progress.step + 1,
+    about = {
         "rollout": rollout_index,
         "task_reward": rollout.task_reward if rollout else None,
         "num_failed": rollout.num_failed if rollout else None,
         "rollout_s": rollout.seconds if rollout else None,
         "tokens_per_s": rollout.num_tokens / rollout.seconds if rollout and rollout.num_tokens else None,
         **parts.write_path_metrics(),
-        **metrics,
     }
-    metrics_file.append(row)
-    progress.step += 1
-    on_event(StepDone(step=progress.step, total_steps=learn.steps, metrics=row))
-
-
-def _tell(on_event: EventHandler, message: str) -> None:
-    logger.warning(message)
-    on_event(Notice(message=message, level="warning"))
+    loop.step(metrics_file, about)

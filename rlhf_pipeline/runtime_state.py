@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Protocol
 
 from rlhf_pipeline.checkpoint import list_checkpoints
 from rlhf_pipeline.jsonl import sync_file
+from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.run_progress import Progress
-from rlhf_pipeline.runtime_build import Parts
 
 
-def save_run(run_dir: Path, parts: Parts, progress: Progress, *, keep: int) -> None:
+class Saved(Protocol):
+    """The live objects that a checkpoint is about; `Parts` of a run that collects, and of one that does not."""
+
+    @property
+    def buffer(self) -> TrajectoryReplayBuffer:
+        """Where the trajectories are."""
+        ...
+
+    @property
+    def learner(self) -> Learner:
+        """What learns."""
+        ...
+
+    def write_path_state(self) -> dict[str, Any]:
+        """JSON-ready state of the transforms."""
+        ...
+
+    def load_write_path_state(self, state: dict[str, Any]) -> None:
+        """Put back what `write_path_state` returned."""
+        ...
+
+
+def save_run(run_dir: Path, parts: Saved, progress: Progress, *, keep: int) -> None:
     """Write a checkpoint; what it counts on reaches the disk before it."""
     parts.buffer.store.flush()
     for name in ("metrics.jsonl", "ledger.jsonl"):
@@ -23,7 +47,7 @@ def save_run(run_dir: Path, parts: Parts, progress: Progress, *, keep: int) -> N
     )
 
 
-def restore(run_dir: Path, parts: Parts) -> Progress:
+def restore(run_dir: Path, parts: Saved) -> Progress:
     """Load the newest checkpoint, if there is one, and return how far the run is."""
     progress = Progress()
     checkpoints = list_checkpoints(run_dir / "checkpoints")
