@@ -76,3 +76,51 @@ def test_a_target_that_does_not_fit_is_refused(tmp_path, source):
     schema = Schema([*source.schema.columns, Column("extra", "int8")])
     with TrajectoryStore.create(tmp_path / "u", schema) as target, pytest.raises(SchemaError, match="extra"):
         copy_rows(source, target)
+
+
+def test_values_are_compared_where_rows_are_long_or_empty(tmp_path, monkeypatch):
+    """Empty rows, other lengths, one other value at either end, and a row that is longer than a part."""
+    monkeypatch.setattr("trajectory_store._compare.CHUNK_ELEMENTS", 4)
+    schema = Schema([Column("x", "float32", ragged=True), Column("n", "int64"), Column("t", "str")])
+    rows = [[], [1.0, 2.0], [], [float("nan")] * 9, [3.0], [4.0, 5.0, 6.0], [], [7.0]]
+    other = [[], [1.0, 2.5], [], [float("nan")] * 9, [3.0, 0.0], [4.5, 5.0, 6.0], [], [7.0]]
+    with (
+        TrajectoryStore.create(tmp_path / "a", schema) as a,
+        TrajectoryStore.create(tmp_path / "b", schema) as b,
+    ):
+        a.append({"x": rows, "n": range(8), "t": ["", "b", "cc", "d", "e", "f", "g", "h"]})
+        b.append({"x": other[::-1], "n": range(7, -1, -1), "t": ["h", "G", "f", "e", "d", "ccc", "b", ""]})
+        seen: list[tuple[int, int]] = []
+        found = diff(a, b, key="n", on_rows=lambda done, total: seen.append((done, total)))
+        assert found.changed["x"].tolist() == [[1, 6], [4, 3], [5, 2]]
+        assert found.changed["t"].tolist() == [[2, 5], [6, 1]]
+        assert (found.num_pairs, seen) == (8, [(8, 8)])
+        assert list(diff(a, b, key="n", ignore=["x"]).changed) == ["t"]
+        assert copy_rows(a, b, on_rows=lambda done, total: seen.append((done, total))).tolist() == list(range(8, 16))
+        assert seen[-1] == (8, 8)
+        assert diff(a, b).only_right.tolist() == list(range(8, 16))
+
+
+def test_columns_of_another_kind(tmp_path):
+    """A column that is ragged here and scalar there is a difference, and the others are compared."""
+    one, two = (
+        Schema([Column("n", "int64"), Column("x", "int32", ragged=True)]),
+        Schema([Column("n", "int64"), Column("x", "int32")]),
+    )
+    with TrajectoryStore.create(tmp_path / "a", one) as a, TrajectoryStore.create(tmp_path / "b", two) as b:
+        a.append({"n": [1, 2], "x": [[1], [2]]})
+        b.append({"n": [1, 3], "x": [1, 2]})
+        found = diff(a, b)
+        assert (found.redefined, list(found.changed)) == (["x"], ["n"])
+        assert "columns of another kind: x" in str(found)
+        assert diff(a, b, ignore=["x", "n"]).same
+
+
+def test_empty_stores_are_paired_by_a_key(tmp_path):
+    """A key works where one side, or both, hold nothing."""
+    schema = Schema([Column("n", "int64")])
+    with TrajectoryStore.create(tmp_path / "a", schema) as a, TrajectoryStore.create(tmp_path / "b", schema) as b:
+        assert diff(a, b, key="n").same
+        a.append({"n": [1, 2]})
+        assert diff(a, b, key="n").only_left.tolist() == [0, 1]
+        assert diff(b, a, key="n").only_right.tolist() == [0, 1]
