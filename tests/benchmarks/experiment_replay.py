@@ -9,11 +9,11 @@ the learner does with them:
 - fresh: one optimizer step on each rollout, nothing is used twice.
 - fresh x3: three steps on each rollout. What replay has to beat: it spends the learner's time the same way.
 - uniform: three steps per rollout, each on a batch drawn with equal chances from the last `WINDOW` versions.
-- freshness-weighted: the same, with chances of |advantage| * exp(-age / TAU) (after https://arxiv.org/abs/2604.16918).
+- freshness-weighted: the same, with chances of |advantage| * exp(-age / TAU), after https://arxiv.org/abs/2604.16918.
 
-All stale trajectories are weighed by the clipped ratio to the policy that produced them, and by the ESS guard. The reward
-is the mean of each new rollout, sampled at temperature 1 by the current weights from prompts never seen before, so it is
-a measure of the policy that replay cannot flatter.
+Stale trajectories are weighed by the clipped ratio to the policy that produced them, and by the ESS guard. The reward is
+the mean of each new rollout, sampled at temperature 1 by the current weights from prompts never seen before, so it is a
+measure of the policy that replay cannot flatter.
 
 Prints a table with 95 % intervals over the seeds (Student's t), of each arm and of its paired difference to `fresh`,
 and writes `results/experiment_replay.{json,svg}` with --save.
@@ -107,8 +107,8 @@ def figures(run: dict[str, Any]) -> dict[str, float]:
     smooth = [statistics.fmean(reward[max(i - 4, 0) : i + 1]) for i in range(len(reward))]
     there = next((tokens[i] for i, value in enumerate(smooth) if value >= 0.5), math.nan)
     return {
-        "last 10 rollouts": statistics.fmean(reward[-10:]),
-        "whole budget": statistics.fmean(reward),
+        "last": statistics.fmean(reward[-10:]),
+        "whole": statistics.fmean(reward),
         "to 0.5": there,
     }
 
@@ -117,12 +117,13 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the result."""
     by_arm = {arm: {run["seed"]: figures(run) for run in runs if run["arm"] == arm} for arm in ARMS}
     lines = [
-        f"{'arm':<20} {'reward, last 10':>18} {'mean over budget':>18} {'minus fresh (paired)':>22} {'tokens to 0.5':>14}"
+        f"{'arm':<20} {'reward, last 10':>18} {'mean over budget':>18} "
+        f"{'minus fresh (paired)':>22} {'tokens to 0.5':>14}"
     ]
     for arm, found in by_arm.items():
-        last = interval([one["last 10 rollouts"] for one in found.values()])
-        whole = interval([one["whole budget"] for one in found.values()])
-        gap = [one["whole budget"] - by_arm["fresh"][seed]["whole budget"] for seed, one in found.items()]
+        last = interval([one["last"] for one in found.values()])
+        whole = interval([one["whole"] for one in found.values()])
+        gap = [one["whole"] - by_arm["fresh"][seed]["whole"] for seed, one in found.items()]
         against = "" if arm == "fresh" else "{:+.3f} +- {:.3f}".format(*interval(gap))
         reached = [one["to 0.5"] for one in found.values() if math.isfinite(one["to 0.5"])]
         middle = (
