@@ -83,14 +83,40 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     )
     run.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: cpu)")
     run.add_argument("--resume", action="store_true", help="go on with a run that stopped")
-    run.add_argument(
-        "--set",
-        dest="overrides",
-        type=_setting,
-        action="append",
-        default=[],
-        metavar="KEY.PATH=VALUE",
-        help="change one field of the definition; may be given several times",
+    _add_overrides(run)
+    several = run.add_argument_group("collectors and learner as processes of their own (docs/long_running.md)")
+    several.add_argument(
+        "--collectors", type=_positive, metavar="N", help="supervise N collectors and a learner; dead ones start again"
+    )
+    several.add_argument(
+        "--max-failures",
+        type=_positive,
+        default=5,
+        metavar="N",
+        help="give up when a process fails N times in a row and nothing is learned (default: %(default)s)",
+    )
+    several.add_argument(
+        "--hang-timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="kill a process that is frozen for S seconds (default: %(default)g)",
+    )
+    several.add_argument(
+        "--progress-timeout",
+        type=_seconds,
+        metavar="S",
+        help="kill a process that is in one rollout or step for S seconds (default: never)",
+    )
+
+    collect = command("collect", "collect", "collect rollouts into a run, in a process of its own", help_texts.COLLECT)
+    _add_process_options(collect)
+    collect.add_argument("--name", metavar="NAME", help="of this process (default: the first free of collector-0, ...)")
+
+    learn = command("learn", "learn", "learn from what collectors store, in a process of its own", help_texts.LEARN)
+    _add_process_options(learn)
+    learn.add_argument(
+        "--steps", type=_positive, metavar="N", help="optimizer steps at most; same as --set learn.steps=N"
     )
 
     listing = command("list", "listing", "list the pipelines that can be run")
@@ -230,6 +256,35 @@ def _refuse(typed: str, command: argparse.ArgumentParser) -> NoReturn:
     command.error(f"there is no option {name}.{did_you_mean(name, known)}")
 
 
+def _add_overrides(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--set",
+        dest="overrides",
+        type=_setting,
+        action="append",
+        default=[],
+        metavar="KEY.PATH=VALUE",
+        help="change one field of the definition; may be given several times",
+    )
+
+
+def _add_process_options(command: argparse.ArgumentParser) -> None:
+    """Add what `collect` and `learn` both take."""
+    command.add_argument(
+        "definition",
+        nargs="?",
+        metavar="NAME|FILE.py[:function]",
+        help="a built-in pipeline or your own; may be left out where the run is there",
+    )
+    command.add_argument("--run", required=True, metavar="DIR", help="the run folder; made if it is not there")
+    command.add_argument("--seed", type=_natural, metavar="N", help="of a new run (default: 0)")
+    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
+    _add_overrides(command)
+    command.add_argument(
+        "--parent", type=_positive, metavar="PID", help="stop when this process, which started this one, is gone"
+    )
+
+
 def _field(text: str) -> tuple[str, str]:
     target, equals, name = text.partition("=")
     if not equals or not target or not name:
@@ -248,6 +303,16 @@ def _natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0 up")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds above 0")
+    return seconds
 
 
 def _positive(text: str) -> int:
