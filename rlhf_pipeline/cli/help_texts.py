@@ -27,9 +27,36 @@ examples:
   rlhf-pipeline run gsm8k --set policy.path=model --set prompts.path=train.jsonl --device cuda
   rlhf-pipeline run ./my_task.py:my_pipeline
   rlhf-pipeline run copy_digits --resume --steps 800
+  rlhf-pipeline run long_running --collectors 2
 
 Ctrl-C finishes the step, saves, and says how to go on. After a crash, --resume goes on from the
 last checkpoint; trajectories that were stored since are used again, not sampled anew."""
+
+COLLECT = """\
+Claims one rollout after the other, samples it with the newest weights that the learner has published, and
+stores it. Any number of collectors may work for one run on one machine; each may be stopped and killed
+at any time, and no prompt is lost or repeated. A collector waits where a rollout would be too old
+(buffer.max_staleness) by the time it is learned from.
+
+examples:
+  rlhf-pipeline collect long_running --run runs/mine     in one terminal,
+  rlhf-pipeline learn --run runs/mine                    in another: the first one has made the run
+  rlhf-pipeline collect --run runs/mine                  in a third: one more collector
+
+`rlhf-pipeline run long_running --collectors 2` starts all of them and keeps them alive.
+Exit code 3: trouble that another try may not have (the reward function, the disk)."""
+
+LEARN = """\
+Learns from the rollouts that `rlhf-pipeline collect` stores, in the order of their arrival, and publishes
+the weights after each step. Killed, it is started again with the same command, and takes the steps
+after its last checkpoint again as the ledger says.
+
+examples:
+  rlhf-pipeline learn long_running --run runs/mine
+  rlhf-pipeline learn --run runs/mine                    definition and seed are the recorded ones
+  rlhf-pipeline learn --run runs/mine --steps 5000       go on with a run that has ended
+
+Exit code 3: trouble that another try may not have (the disk, a live learner)."""
 
 INSPECT = """\
 Counts trajectories, groups and tokens, and calls the definition's reward function again on every
