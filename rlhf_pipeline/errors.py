@@ -8,6 +8,7 @@
     +-- RunMismatchError (ValueError)     a resumed run or replay does not match what was recorded
     +-- RunStorageError (OSError)         the run folder cannot be written: a full disk, a lost mount
     +-- RewardError (RuntimeError)        every reward call of a step failed
+    +-- ProcessFailedError (RuntimeError) a process of a run cannot be kept alive
 
 The store has its own tree, `trajectory_store.StoreError`. Every message says what was seen, where, and what to
 type next. Each class is also a standard error, so `except ValueError` keeps working.
@@ -49,6 +50,10 @@ class RunStorageError(PipelineError, OSError):
 
 class RewardError(PipelineError, RuntimeError):
     """Every reward call of a step failed, so there is nothing to learn from."""
+
+
+class ProcessFailedError(PipelineError, RuntimeError):
+    """A process of a run failed again and again; what was acknowledged is kept."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhf_pipeline import definitions
@@ -12,7 +12,8 @@ from rlhf_pipeline.cli import preflight
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunMismatchError
 from rlhf_pipeline.report.run_folder import RunFolder, is_run
-from rlhf_pipeline.run_record import check_unchanged
+from rlhf_pipeline.run_record import check_processes, check_unchanged
+from rlhf_pipeline.service.heartbeat import read_heartbeat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +29,15 @@ class Plan:
     resume: bool
     command: str
     """What to type to start this run, without `--resume`."""
+    collectors: int = 0
+    """Processes that collect beside a learner, under a supervisor; 0 runs all in this process."""
+    joins: bool = False
+    """Whether this is one process of a run of several, for which going on is the same command."""
+
+    @property
+    def again(self) -> str:
+        """What to type to go on."""
+        return self.command if self.joins else f"{self.command} --resume"
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
@@ -49,7 +59,9 @@ def make_joining_plan(args: argparse.Namespace) -> Plan:
     overrides, out = _overrides(args), Path(args.run).expanduser()
     command = shlex.join(["rlhf-pipeline", args.command, "--run", args.run])
     if is_run(out):
-        return _checked(_recorded(args, out, args.definition, overrides, command, "choose another --run"))
+        check_processes(out, several=True)
+        plan = _recorded(args, out, args.definition, overrides, command, "choose another --run")
+        return _checked(replace(plan, joins=True))
     if args.definition is None:
         example = shlex.join(["rlhf-pipeline", args.command, "long_running", "--run", args.run])
         raise DefinitionError(f"{out} is not a run yet, so say what to run, for example: {example}")
@@ -65,6 +77,7 @@ def make_joining_plan(args: argparse.Namespace) -> Plan:
             device=args.device or "cpu",
             resume=False,
             command=command,
+            joins=True,
         )
     )
 
@@ -76,6 +89,8 @@ def _overrides(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 
 def _checked(plan: Plan) -> Plan:
     preflight.check_device(plan.device)
+    if plan.joins or plan.collectors:
+        preflight.check_processes(plan.pipeline)
     preflight.check_pipeline(plan.pipeline, plan.seed)
     return plan
 
@@ -88,7 +103,7 @@ def _new(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -> Pl
         raise DefinitionError(f"{args.definition} is a run, not a definition. Go on with it: {again}")
     definition = definitions.find(args.definition)
     out = Path(args.out).expanduser() if args.out else Path("runs") / definition.function
-    command = _command(args.definition, args.out)
+    command = _command(args.definition, args.out, args.collectors)
     preflight.check_new_folder(out, command)
     return Plan(
         pipeline=definition.pipeline(overrides),
@@ -99,6 +114,7 @@ def _new(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -> Pl
         device=args.device or "cpu",
         resume=False,
         command=command,
+        collectors=args.collectors or 0,
     )
 
 
@@ -114,8 +130,11 @@ def _resumed(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -
     else:
         raise DefinitionError("say which run to go on with: rlhf-pipeline run --resume --out runs/NAME")
     preflight.check_resumable(out)
-    command = _command(named, str(out)) if args.out or named is None else _command(named, None)
-    return _recorded(args, out, named, overrides, command, "leave --resume out and choose another --out")
+    command = _command(named, str(out) if args.out or named is None else None, args.collectors)
+    collectors = args.collectors or read_heartbeat(out / "processes", "supervisor").get("collectors", 0)
+    check_processes(out, several=collectors > 0)
+    plan = _recorded(args, out, named, overrides, command, "leave --resume out and choose another --out")
+    return replace(plan, collectors=collectors)
 
 
 def _recorded(
@@ -158,6 +177,6 @@ def _recorded_definition(name: str, out: Path) -> definitions.Definition:
         ) from error
 
 
-def _command(definition: str | None, out: str | None) -> str:
+def _command(definition: str | None, out: str | None, collectors: int | None) -> str:
     parts = ["rlhf-pipeline", "run", *([definition] if definition else []), *(["--out", out] if out else [])]
-    return shlex.join(parts)
+    return shlex.join([*parts, *(["--collectors", str(collectors)] if collectors else [])])

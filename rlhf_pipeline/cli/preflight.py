@@ -75,6 +75,24 @@ def check_device(device: str) -> None:
         raise DefinitionError(f"--device {device}: there is no such device.{hint} A number may follow: cuda:1.")
 
 
+def check_processes(pipeline: Pipeline) -> None:
+    """Refuse a definition that collectors and a learner in processes of their own cannot run.
+
+    Raises:
+        DefinitionError: it collects nothing, or moves a reference model that other processes hold.
+    """
+    if pipeline.replay is not None:
+        raise DefinitionError(
+            "this definition learns from stores that are there (replay), so there is nothing to collect. "
+            "Run it in one process: leave --collectors out."
+        )
+    if pipeline.learn.reference_every:
+        raise DefinitionError(
+            "learn.reference_every moves the reference model of a run in one process; collectors keep the frozen one. "
+            "Leave --collectors out, or set learn.reference_every=0."
+        )
+
+
 def check_pipeline(pipeline: Pipeline, seed: int) -> None:
     """Check all that a definition names: the model's folder, the prompts, the reward function's arguments.
 

@@ -207,14 +207,12 @@ class _Worker:
         self.parts.buffer.refresh()
         store, size = self.parts.buffer.store, self.pipeline.collect.prompts_per_rollout
         at = int(np.flatnonzero(self.rollouts.read_scalars("rollout") == index)[0])
-        all_ids = store.ids()
-        mine = store.read_scalars("group_id") // size == index
-        row_ids, rewards = all_ids[mine], store.read_scalars("task_reward")[mine]
-        order = np.argsort(store.read_scalars("trajectory_id")[mine], kind="stable")
-        row_ids, rewards = row_ids[order], rewards[order]
+        groups = store.read_scalars("group_id")
+        row_ids = store.ids()[(groups >= index * size) & (groups < (index + 1) * size)]
+        row_ids = row_ids[np.argsort(store.read_scalars("trajectory_id", row_ids), kind="stable")]
         return _Arrived(
             index=index,
-            row_ids=row_ids[np.isfinite(rewards)],
+            row_ids=row_ids[np.isfinite(store.read_scalars("task_reward", row_ids))],
             task_reward=float(self.rollouts.read_scalars("task_reward")[at]),
             num_failed=int(self.rollouts.read_scalars("num_failed")[at]),
         )
@@ -238,8 +236,12 @@ class _Worker:
     def _drawn(self, step: int) -> Ints:
         """Return what `sample.strategy` draws from the rollouts that were begun, which is what the ledger counts on."""
         store, size = self.parts.buffer.store, self.pipeline.collect.prompts_per_rollout
-        begun = np.isin(store.read_scalars("group_id") // size, np.fromiter(self.done, np.int64, len(self.done)))
-        return self.parts.learner.chosen_rows(step, among=store.ids()[begun])[0]
+        done = np.fromiter(self.done, np.int64, len(self.done))
+
+        def begun(row_ids: Ints) -> npt.NDArray[np.bool_]:
+            return np.isin(store.read_scalars("group_id", row_ids) // size, done)
+
+        return self.parts.learner.chosen_rows(step, keep=begun)[0]
 
     def _step(self) -> None:
         current, step, learner = self.current, self.progress.step + 1, self.parts.learner

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.cli import run as run_command
+from rlhf_pipeline.cli import closing
+from rlhf_pipeline.cli import plan as plans
 from rlhf_pipeline.cli.parser import parse
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.events import RunFinished
@@ -26,9 +27,9 @@ def task() -> Pipeline:
 """
 
 
-def plan(*argv: object) -> run_command.Plan:
+def plan(*argv: object) -> plans.Plan:
     """Return the plan of `rlhf-pipeline run ARGV`."""
-    return run_command.make_plan(parse(["run", *map(str, argv)]))
+    return plans.make_plan(parse(["run", *map(str, argv)]))
 
 
 def task_file(folder: Path, fields: str, imports: str = "Collect") -> Path:
@@ -215,29 +216,29 @@ FINISHED = RunFinished(
 def test_result_sentence():
     """The result is one sentence; it says when a target or a signal ended the run."""
     sentence = "reward 0.10 -> 0.98 in 180 steps (21 s), 23,040 trajectories stored"
-    assert run_command.result_sentence(FINISHED) == sentence
-    assert run_command.result_sentence(replace(FINISHED, reason="target")) == f"target reached: {sentence}"
-    assert run_command.result_sentence(replace(FINISHED, reason="interrupted")).startswith("stopped and saved: ")
+    assert closing.result_sentence(FINISHED) == sentence
+    assert closing.result_sentence(replace(FINISHED, reason="target")) == f"target reached: {sentence}"
+    assert closing.result_sentence(replace(FINISHED, reason="interrupted")).startswith("stopped and saved: ")
     nothing = replace(FINISHED, first_reward=None, last_reward=None, steps=0, num_trajectories=0)
-    assert "no rollout was finished" in run_command.result_sentence(nothing)
+    assert "no rollout was finished" in closing.result_sentence(nothing)
 
 
 def test_next_commands_are_accepted():
     """Every command that is suggested can be typed."""
     made = plan("copy_digits")
     for reason in ("steps", "target", "interrupted"):
-        commands = run_command.next_commands(replace(FINISHED, reason=reason), made)
+        commands = closing.next_commands(replace(FINISHED, reason=reason), made)
         assert len(commands) == 3
         for command, _ in commands:
             assert isinstance(parse(command.split()[1:]), argparse.Namespace)
-    assert "--resume --steps 360" in run_command.next_commands(FINISHED, made)[-1][0]
+    assert "--resume --steps 360" in closing.next_commands(FINISHED, made)[-1][0]
 
 
 def test_finish_writes_the_report_and_says_what_is_next(tmp_path: Path):
     """At the end: the sentence, before and after, the files, the next commands."""
     run_dir = write_run(tmp_path / "runs" / "demo")
     out = io.StringIO()
-    run_command.finish(replace(FINISHED, run_dir=run_dir), plan("copy_digits"), RunView(out, live=False))
+    closing.finish(replace(FINISHED, run_dir=run_dir), plan("copy_digits"), RunView(out, live=False))
     text = out.getvalue()
     assert "reward 0.10 -> 0.98 in 180 steps" in text
     assert "  before  " in text

@@ -1,0 +1,58 @@
+"""The last lines of a run: what came of it, and what to type next."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+
+from rlhf_pipeline.cli.plan import Plan
+from rlhf_pipeline.cli.progress import RunView
+from rlhf_pipeline.events import RunFinished
+from rlhf_pipeline.report.run_folder import RunFolder
+from rlhf_pipeline.report.words import count, duration, number
+
+
+def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
+    """Write the report and say what came of the run and what to type next."""
+    from rlhf_pipeline.report.html import write_report
+    from rlhf_pipeline.report.samples import before_and_after
+
+    view.say(result_sentence(finished, resumed=plan.resume))
+    run = RunFolder(finished.run_dir)
+    for line in before_and_after(run, shutil.get_terminal_size((110, 24)).columns):
+        view.say(line)
+    written = write_report(run)
+    view.say(f"written: {', '.join(str(path) for path in written)}")
+    view.say("next:")
+    for command, meaning in next_commands(finished, plan):
+        view.say(f"  {command:<60}  {meaning}" if len(command) < 60 else f"  {command}\n      {meaning}")
+
+
+def result_sentence(finished: RunFinished, *, resumed: bool = False) -> str:
+    """Return what a run reached, for example `reward 0.10 -> 0.98 in 180 steps (21 s), 23,040 trajectories stored`."""
+    steps = (
+        f"{count(finished.steps, 'step')} ({duration(finished.seconds)}{' since it was resumed' if resumed else ''})"
+    )
+    stored = f"{count(finished.num_trajectories, 'trajectory')} stored"
+    if finished.first_reward is None:
+        sentence = f"no rollout was finished; {count(finished.steps, 'step')}, {stored}"
+    else:
+        sentence = f"reward {number(finished.first_reward)} -> {number(finished.last_reward)} in {steps}, {stored}"
+    why = {"target": "target reached: ", "steps": "", "interrupted": "stopped and saved: "}[finished.reason]
+    return why + sentence
+
+
+def next_commands(finished: RunFinished, plan: Plan) -> list[tuple[str, str]]:
+    """Return commands worth typing now, each with its meaning."""
+    folder = shlex.quote(str(finished.run_dir))
+    more = {
+        "interrupted": (f"{plan.again}", "go on where it stopped"),
+        "steps": (f"{plan.again} --steps {2 * finished.steps}", "go on for as many steps again"),
+        "target": (f"{plan.again} --set learn.stop_at_reward=none", "go on beyond the target"),
+    }
+    looks = [
+        (f"rlhf-pipeline inspect {folder}", "count what is stored and grade it again"),
+        (f"rlhf-pipeline show {folder}", "the newest trajectory, token by token"),
+    ]
+    again = more[finished.reason]
+    return [again, *looks] if finished.reason == "interrupted" else [*looks, again]

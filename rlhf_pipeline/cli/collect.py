@@ -1,0 +1,97 @@
+"""`rlhf-pipeline collect`: one collector of a run, in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from typing import Final
+
+from rlhf_pipeline import definitions
+from rlhf_pipeline.cli.plan import Plan, make_joining_plan
+from rlhf_pipeline.cli.process import TRY_AGAIN, import_torch, signals_seen, stopped_code, view_of_stdout
+from rlhf_pipeline.cli.progress import RunView
+from rlhf_pipeline.errors import RewardError, RunExistsError, RunStorageError
+from rlhf_pipeline.events import CollectorFinished, Event, RolloutDone
+from rlhf_pipeline.report.words import count, duration, number
+from trajectory_store import StoreError
+
+_SECONDS_BETWEEN_LINES: Final = 1.0
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Collect until the run has ended; 130 or 143 if a signal stopped it, 3 if another try may help."""
+    plan = make_joining_plan(args)
+    view, seen = view_of_stdout(), list[int]()
+    view.say(f"{plan.pipeline.name}: collector, seed {plan.seed}, on {plan.device}; importing torch ...")
+    lines = _Lines(view, plan)
+    try:
+        with signals_seen(seen):
+            import_torch(plan.device)
+            from rlhf_pipeline.service.collect import collect
+
+            definitions.share_with_workers()
+            finished = collect(
+                plan.pipeline,
+                run_dir=plan.out,
+                seed=plan.seed,
+                device=plan.device,
+                name=args.name,
+                parent=args.parent,
+                definition=plan.definition,
+                overrides=plan.overrides,
+                on_event=lines,
+            )
+    except KeyboardInterrupt:
+        view.say(f"stopped at once; the rollout is taken up by another collector, or again by: {plan.again}")
+        return stopped_code(seen)
+    except (RewardError, RunExistsError, RunStorageError, StoreError) as error:
+        if args.debug:
+            raise
+        print(f"rlhf-pipeline: {error}", file=sys.stderr)
+        return TRY_AGAIN
+    return stopped_code(seen) if finished.reason == "interrupted" else 0
+
+
+class _Lines:
+    """Prints a line for a rollout now and then, and the closing lines."""
+
+    def __init__(self, view: RunView, plan: Plan) -> None:
+        self._view = view
+        self._plan = plan
+        self._line_at = -1e9
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RolloutDone():
+                self._rollout(event)
+            case CollectorFinished():
+                self._finished(event)
+            case _:
+                self._view(event)
+
+    def _rollout(self, event: RolloutDone) -> None:
+        now = time.monotonic()
+        if now - self._line_at < _SECONDS_BETWEEN_LINES:
+            return
+        self._line_at = now
+        self._view.say(
+            f"{event.collector}: rollout {event.rollout}  weights of step {event.policy_version}  "
+            f"reward {number(event.task_reward)}  {count(event.num_trajectories, 'trajectory')} "
+            f"in {duration(event.seconds)}"
+        )
+
+    def _finished(self, event: CollectorFinished) -> None:
+        why = {"finished": "the run has ended", "interrupted": "stopped"}[event.reason]
+        self._view.say(
+            f"{event.collector}: {why}; {count(event.num_rollouts, 'rollout')} stored, "
+            f"{count(event.num_trajectories, 'trajectory')}"
+        )
+        folder = shlex.quote(str(event.run_dir))
+        self._view.say("next:")
+        if event.reason == "finished":
+            self._view.say(f"  rlhf-pipeline learn --run {folder} --steps N    go on learning; then start collectors")
+        else:
+            self._view.say(f"  {self._plan.again}    collect on")
+        self._view.say(f"  rlhf-pipeline inspect {folder}    count what is stored and grade it again")

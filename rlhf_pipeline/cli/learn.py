@@ -1,0 +1,49 @@
+"""`rlhf-pipeline learn`: the learner of a run, in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rlhf_pipeline import definitions
+from rlhf_pipeline.cli.closing import finish
+from rlhf_pipeline.cli.plan import make_joining_plan
+from rlhf_pipeline.cli.process import TRY_AGAIN, import_torch, signals_seen, stopped_code, view_of_stdout
+from rlhf_pipeline.errors import RunExistsError, RunStorageError
+from trajectory_store import StoreError
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Learn from what collectors store; 130 or 143 if a signal stopped it, 3 if another try may help."""
+    plan = make_joining_plan(args)
+    view, seen = view_of_stdout(), list[int]()
+    view.say(f"{plan.pipeline.name}: learner, seed {plan.seed}, on {plan.device}; importing torch ...")
+    try:
+        with signals_seen(seen):
+            import_torch(plan.device)
+            from rlhf_pipeline.service.learn import learn
+
+            definitions.share_with_workers()
+            finished = learn(
+                plan.pipeline,
+                run_dir=plan.out,
+                seed=plan.seed,
+                device=plan.device,
+                parent=args.parent,
+                definition=plan.definition,
+                overrides=plan.overrides,
+                on_event=view,
+            )
+    except KeyboardInterrupt:
+        view.say(f"stopped at once. Go on from the last checkpoint: {plan.again}")
+        return stopped_code(seen)
+    except (RunExistsError, RunStorageError, StoreError) as error:
+        if args.debug:
+            raise
+        print(f"rlhf-pipeline: {error}", file=sys.stderr)
+        return TRY_AGAIN
+    finally:
+        view.close()
+    if args.parent is None:  # else the supervisor says it
+        finish(finished, plan, view)
+    return stopped_code(seen) if finished.reason == "interrupted" else 0

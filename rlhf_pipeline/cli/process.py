@@ -1,0 +1,72 @@
+"""What `run`, `collect` and `learn` have in common: torch, signals and exit codes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from rlhf_pipeline.cli.progress import RunView
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.report.words import count
+
+TRY_AGAIN: Final = 3
+"""The exit code of `collect` and `learn` after trouble that another try may not have: a full disk, a reward service."""
+
+
+def view_of_stdout() -> RunView:
+    """Return a view that draws one line in place in a terminal, and prints lines elsewhere."""
+    return RunView(sys.stdout, live=sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
+
+
+def stopped_code(seen: list[int]) -> int:
+    """Return the exit code of a process that a signal stopped: 130 for SIGINT, 143 for SIGTERM."""
+    return 128 + (seen[-1] if seen else signal.SIGINT)
+
+
+def import_torch(device: str) -> None:
+    """Import torch, and check the device while no folder is made yet.
+
+    Raises:
+        DefinitionError: torch sees no such device.
+    """
+    # torch warns through a logger about how libraries use its own internals; nobody who types a command can act on it.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    import torch
+
+    kind, _, index = device.partition(":")
+    if kind == "cuda":
+        found = torch.cuda.device_count()
+        if int(index or 0) >= found:
+            seen = f"torch sees {count(found, 'CUDA device')}" if found else "torch sees no CUDA device"
+            raise DefinitionError(f"--device {device}: {seen}. Use --device cpu, or see `rlhf-pipeline doctor`.")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise DefinitionError("--device mps: torch sees no Apple GPU here. Use --device cpu.")
+
+
+@contextmanager
+def signals_seen(seen: list[int]) -> Iterator[None]:
+    """Collect the numbers of the signals that arrive, whoever handles them, for the exit code."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        try:
+            arrived = os.read(reading, 4096)
+        except BlockingIOError:
+            arrived = b""
+        seen += [signum for signum in arrived if signum in (signal.SIGINT, signal.SIGTERM)]
+        os.close(reading)
+        os.close(writing)
