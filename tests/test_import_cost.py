@@ -88,6 +88,11 @@ def test_commands_on_a_run(env: dict[str, str], small_run: Path, command: str):
     assert best_time(env, command, str(small_run)) < LIMIT_S
 
 
+def test_diff(env: dict[str, str], small_run: Path):
+    """Comparing two runs imports nothing heavy and answers in under half a second."""
+    assert best_time(env, "diff", str(small_run), str(small_run)) < LIMIT_S
+
+
 def test_inspect_of_thirty_thousand_trajectories(env: dict[str, str], large_run: Path):
     """Counting and grading 30,720 trajectories answers in under half a second, start of the process included."""
     assert best_time(env, "inspect", str(large_run)) < LIMIT_S
