@@ -112,8 +112,8 @@ class Collector:
         first = rollout * self.config.prompts_per_rollout
         cursors = np.arange(first, first + self.config.prompts_per_rollout)
         # Looked up each time: a ring may have evicted part of what a resumed run replays.
-        stored_groups, members = np.unique(self.buffer.store.read_scalars("group_id"), return_counts=True)
-        missing = ~np.isin(cursors, stored_groups[members >= self.config.group_size])
+        stored = self.buffer.store.read_scalars("group_id", self._rows_of(cursors))
+        missing = np.bincount(stored - first, minlength=len(cursors)) < self.config.group_size
         if not missing.any():
             self.observe(cursors)
             return self._summary(rollout, self._stored_rewards(cursors), 0, None, started, from_store=True)
@@ -155,12 +155,11 @@ class Collector:
         """Advance the KL controller over stored groups as the write path did when it wrote them.
 
         Args:
-            cursors: int64 [n], the groups' ids.
+            cursors: int64 [n], the groups' ids, one after another.
         """
         if self.kl_reward is None:
             return
-        store = self.buffer.store
-        rows = store.ids()[np.isin(store.read_scalars("group_id"), cursors)]
+        store, rows = self.buffer.store, self._rows_of(cursors)
         log_probs, ref_log_probs, mask = (
             store.read_ragged(name, rows) for name in ("log_probs", "ref_log_probs", "assistant_mask")
         )
@@ -173,8 +172,13 @@ class Collector:
 
     def _stored_rewards(self, cursors: np.ndarray) -> np.ndarray:
         """Return the stored task rewards of these groups, [n]."""
+        return self.buffer.store.read_scalars("task_reward", self._rows_of(cursors))
+
+    def _rows_of(self, cursors: np.ndarray) -> np.ndarray:
+        """Return the row ids of the groups from the first to the last cursor, int64, in the order of arrival."""
         store = self.buffer.store
-        return store.read_scalars("task_reward")[np.isin(store.read_scalars("group_id"), cursors)]
+        groups = store.read_scalars("group_id")
+        return store.ids()[(groups >= cursors[0]) & (groups <= cursors[-1])]
 
     @staticmethod
     def _summary(

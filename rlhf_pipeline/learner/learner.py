@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +126,7 @@ class Learner:
         self.peak_flops = config.peak_flops or known_peak_flops(policy.device, policy.head_weight.dtype)
         self._check_sampler = check_sampler
         self._notices: list[str] = []
+        self._passed = (0, 0)
 
     @property
     def ledger(self) -> Ledger:
@@ -285,17 +286,23 @@ class Learner:
             DataError: no graded trajectory is fresh enough.
         """
         store = self.buffer.store
-        seen = store.ids()
+        every = store.ids()
         if watermark is not None:
-            seen = seen[: max(len(seen) - (store.watermark - watermark), 0)]
-        versions = store.read_scalars("policy_version", seen)
-        ages = version - versions
+            every = every[: max(len(every) - (store.watermark - watermark), 0)]
+        # In a run of days nearly all trajectories are too old for good; what arrived before the first that is not is
+        # passed over. A ring moves the places, so there all are looked at.
+        passed = self._passed[1] if version >= self._passed[0] and len(every) == store.watermark else 0
+        seen = every[passed:]
+        ages = version - store.read_scalars("policy_version", seen)
+        if len(every) == store.watermark:
+            young = ages <= self.max_staleness
+            self._passed = (version, passed + (int(young.argmax()) if young.any() else 0))
         # A NaN reward marks a trajectory whose reward call failed: stored, never learned from.
         usable = (ages >= 0) & (ages <= self.max_staleness) & np.isfinite(store.read_scalars("task_reward", seen))
         if not usable.any() and not self.may_be_empty:
             raise DataError(
                 f"no graded trajectory is younger than {self.max_staleness + 1} optimizer steps at policy version "
-                f"{version}; the store holds {len(versions)}. Collect first, or raise buffer.max_staleness."
+                f"{version}; the store holds {len(every)}. Collect first, or raise buffer.max_staleness."
             )
         row_ids = seen[usable]
         # In the order of the trajectories' ids, each once: of one that was sampled again, the newest row.
@@ -304,13 +311,17 @@ class Learner:
         return row_ids[order], ages[usable][order]
 
     def chosen_rows(
-        self, step: int, *, among: np.ndarray | None = None, watermark: int | None = None
+        self,
+        step: int,
+        *,
+        keep: Callable[[np.ndarray], np.ndarray] | None = None,
+        watermark: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Choose what a step learns from: a pure function of the store, the ledger, the seed and the step.
 
         Args:
             step: its number, from 1.
-            among: int64, only these row ids; None allows all.
+            keep: says of row ids, int64 [n], which are allowed, bool [n]; None allows all.
             watermark: see the store as it was at this watermark; None is now.
 
         Returns:
@@ -320,8 +331,8 @@ class Learner:
             DataError: nothing may be learned from.
         """
         row_ids, ages = self.fresh_rows(step - 1, watermark=watermark)
-        if among is not None:
-            allowed = np.isin(row_ids, among)
+        if keep is not None:
+            allowed = keep(row_ids)
             row_ids, ages = row_ids[allowed], ages[allowed]
         if self.sample.strategy == "fresh" and self._uses is None:
             return row_ids, ages
