@@ -192,7 +192,6 @@ def test_a_run_with_replay_resumes_and_is_taken_again_bit_for_bit(tmp_path, samp
     ("fields", "message"),
     [
         ({"strategy": "recency"}, "needs tau"),
-        ({"batch_size": 8}, "takes all there is"),
         ({"strategy": "unifrom"}, "Did you mean 'uniform'"),
         ({"strategy": "mix", "fresh_fraction": 1.5}, "between 0 and 1"),
         ({"min_ess": 0.05}, "between skip_below_ess"),
@@ -203,3 +202,9 @@ def test_a_choice_that_makes_no_sense_is_refused(fields, message):
     """Each rule of `Sample` names the value and the limit."""
     with pytest.raises(DefinitionError, match=message):
         Sample(**fields)
+
+
+def test_fresh_takes_the_whole_rollout():
+    """A batch size beside it would be ignored, so it is refused."""
+    with pytest.raises(DefinitionError, match=r"takes all of the newest rollout: no sample\.batch_size"):
+        replaying(batch_size=8)
