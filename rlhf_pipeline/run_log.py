@@ -12,16 +12,20 @@ from rlhf_pipeline.errors import RunStorageError
 
 
 @contextmanager
-def log_file(path: Path) -> Iterator[None]:
-    """Write what the package logs to a file as well."""
+def log_file(path: Path, level: int = logging.WARNING) -> Iterator[None]:
+    """Write what the package logs, from a level on, to a file as well."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     package = logging.getLogger("rlhf_pipeline")
+    before = package.level
+    if not package.isEnabledFor(level):
+        package.setLevel(level)
     package.addHandler(handler)
     try:
         yield
     finally:
         package.removeHandler(handler)
+        package.setLevel(before)
         handler.close()
 
 

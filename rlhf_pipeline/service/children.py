@@ -86,7 +86,7 @@ class Exit:
     advanced: bool
     """Whether it had stored a rollout or taken a step since it was started."""
     last_words: str
-    """The last line of what it wrote to stderr since it was started; empty if there is none."""
+    """The last line of what it wrote to stderr since it was started; empty if there is none, or if it was killed."""
 
     @property
     def how(self) -> str:
@@ -176,7 +176,7 @@ class Child:
         return True
 
     def take_exit(self) -> Exit | None:
-        """Return how it ended, once, if it has; advance its count of failures back to 0 while it lives and works."""
+        """Return how it ended, once, if it has. What it did since its start takes its count of failures back to 0."""
         if self._process is None:
             return None
         code = self._process.poll()
@@ -188,7 +188,8 @@ class Child:
         if code is None:
             return None
         self._process = None
-        return Exit(code=code, advanced=advanced, last_words=self._last_words())
+        words = "" if code == -signal.SIGKILL else self._last_words()
+        return Exit(code=code, advanced=advanced, last_words=words)
 
     def fail(self, steps: int) -> float:
         """Take note of a failure and return the seconds until the next start.

@@ -80,7 +80,7 @@ def supervise(
             make_stores=False,
         ),
         process_lock(run_dir / "processes", "supervisor"),
-        log_file(run_dir / "supervisor.log"),
+        log_file(run_dir / "supervisor.log", logging.INFO),
         Heartbeat(run_dir / "processes", "supervisor") as heartbeat,
     ):
         heartbeat.facts = {"collectors": config.collectors}
@@ -231,17 +231,14 @@ class Supervisor:
                 f"{self._advice(child, ended)}"
             )
         said = f"{child.name} {ended.how}; it is started again in {delay:g} s"
-        logger.warning(
-            "%s (failures in a row: %d)%s", said, child.failures, f": {words}" if (words := ended.last_words) else ""
-        )
+        words = f": {ended.last_words}" if ended.last_words else ""
+        logger.warning("%s (failures in a row: %d)%s", said, child.failures, words)
         self._tell(f"{said}.")
 
     def _advice(self, child: Child, ended: Exit) -> str:
-        said = f"Its last words: {ended.last_words}\n" if ended.last_words else ""
-        return (
-            f"{said}All of them are in {child.log}. What was stored and learned is kept: mend it, then go on: "
-            f"{shlex.join(['rlhf-pipeline', 'run', '--resume', '--out', str(self.run_dir)])}"
-        )
+        said = f"It said last: {ended.last_words}\n" if ended.last_words else ""
+        again = shlex.join(["rlhf-pipeline", "run", "--resume", "--out", str(self.run_dir)])
+        return f"{said}More is in {child.log}. What was stored and learned is kept: mend it, then go on: {again}"
 
     def _let_go(self, number: int | None) -> None:
         """Wait until all processes have left, those that hang or take too long excepted."""
