@@ -10,6 +10,7 @@ from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Learn, Pipeline
 from rlhf_pipeline.events import EventHandler, RunFinished, RunStarted, ignore_events
 from rlhf_pipeline.learner.loggers import with_logger
+from rlhf_pipeline.offline import replay_stores
 from rlhf_pipeline.run_lock import run_lock
 from rlhf_pipeline.run_log import log_file, named_disk_errors
 from rlhf_pipeline.run_loop import Loop, tell
@@ -33,6 +34,8 @@ def run(
 ) -> RunFinished:
     """Run a pipeline to its end, or until SIGINT or SIGTERM asks it to stop after a step.
 
+    A pipeline with `replay` learns from stores and samples nothing; see `replay_stores`.
+
     Args:
         pipeline: the definition, overrides applied.
         run_dir: the run folder; must not exist, unless `resume`.
@@ -55,6 +58,17 @@ def run(
         StoreError: the store refused a rollout; everything acknowledged is still there.
         RewardError: every reward call of a rollout failed.
     """
+    if pipeline.replay is not None:
+        return replay_stores(
+            pipeline,
+            run_dir=run_dir,
+            seed=seed,
+            device=device,
+            resume=resume,
+            definition=definition,
+            overrides=overrides,
+            on_event=on_event,
+        )
     started = time.perf_counter()
     check_folder(run_dir, resume=resume)
     check_processes(run_dir, several=False)
