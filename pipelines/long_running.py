@@ -1,4 +1,4 @@
-"""Work for days, in processes of their own: `rlhf-pipeline run long_running --collectors 2`. See docs/long_running.md."""
+"""A run that is left alone: `rlhf-pipeline run long_running --collectors 2`; docs/long_running.md explains it."""
 
 from __future__ import annotations
 

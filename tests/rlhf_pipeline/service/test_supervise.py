@@ -1,0 +1,265 @@
+"""The supervisor over small real processes, which live, fail, hang and end as told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.errors import DefinitionError, ProcessFailedError
+from rlhf_pipeline.jsonl import append_row, keep_rows
+from rlhf_pipeline.service.heartbeat import Heartbeat, is_alive, read_heartbeat
+from rlhf_pipeline.service.metrics_tail import MetricsTail
+from rlhf_pipeline.service.supervise import Supervisor, SupervisorConfig, share_cores
+from rlhf_pipeline.signals import StopRequest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+CHILD = """
+import os, signal, sys, time
+from pathlib import Path
+from rlhf_pipeline.jsonl import append_row
+from rlhf_pipeline.service.heartbeat import Heartbeat, process_lock
+from rlhf_pipeline.service.weights import Published, publish, read_published
+from rlhf_pipeline.signals import stop_on_signals
+
+run_dir, name, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+with (run_dir / f"{name}.starts").open("a") as file:
+    file.write(f"{time.time()}\\n")
+starts = len((run_dir / f"{name}.starts").read_text().splitlines())
+
+def has_ended():
+    published = read_published(run_dir / "weights")
+    return published is not None and published.finished is not None
+
+def end():
+    publish(run_dir / "weights", Published(version=1, next_version=1, rollouts_done=1, finished="steps"), save=None)
+
+with (
+    stop_on_signals(parent) as stop,
+    process_lock(run_dir / "processes", name, wait_s=5.0),
+    Heartbeat(run_dir / "processes", name) as heartbeat,
+):
+"""
+
+LEARNER = """
+while not stop and not (run_dir / "enough").exists():
+    heartbeat.beat("waiting for a rollout", step=0)
+    time.sleep(0.02)
+if stop:
+    sys.exit(143)
+end()
+"""
+
+COLLECTOR = """
+heartbeat.beat("collecting", rollouts=1)
+(run_dir / "enough").touch()
+while not stop and not has_ended():
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch, caplog):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'storage'}")
+    caplog.set_level(logging.INFO, logger="rlhf_pipeline.service")
+
+
+def command(run_dir: Path, name: str, body: str, parent: int | None = None) -> list[str]:
+    code = CHILD + textwrap.indent(textwrap.dedent(body).strip(), "    ")
+    return [sys.executable, "-c", code, str(run_dir), name, str(parent or os.getpid())]
+
+
+def supervisor(run_dir: Path, *, learner: str = LEARNER, collector: str = COLLECTOR, **settings) -> Supervisor:
+    (run_dir / "processes").mkdir(parents=True, exist_ok=True)
+    return Supervisor(
+        run_dir,
+        {
+            "learner": command(run_dir, "learner", learner),
+            "collector-0": command(run_dir, "collector-0", collector),
+        },
+        SupervisorConfig(**{"first_delay_s": 0.05, "stop_timeout_s": 20.0, **settings}),
+        total_steps=9,
+        heartbeat=Heartbeat(run_dir / "processes", "supervisor"),
+    )
+
+
+def assert_all_gone(watched: Supervisor) -> None:
+    assert [child.pid for child in watched.children.values()] == [None, None]
+    assert not any(is_alive(watched.run_dir / "processes", name) for name in watched.children)
+
+
+def num_starts(run_dir: Path, name: str) -> int:
+    return len((run_dir / f"{name}.starts").read_text().splitlines())
+
+
+def test_a_dead_process_is_started_again_later_and_later_until_it_works(tmp_path, caplog):
+    """Waits of 0.05, 0.1, 0.2 s; after a rollout the next failure waits 0.05 s again."""
+    collector = """
+    if starts <= 3:
+        sys.exit(1)
+    if starts == 4:
+        heartbeat.beat("collecting", rollouts=1)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    watched = supervisor(tmp_path, collector=textwrap.dedent(collector) + COLLECTOR)
+    assert watched.work(StopRequest()) == "steps"
+    assert re.findall(r"collector-0 .* started again in ([\d.]+) s", caplog.text) == ["0.05", "0.1", "0.2", "0.05"]
+    assert "collector-0 was killed by SIGKILL" in caplog.text
+    assert num_starts(tmp_path, "collector-0") == 5
+    assert num_starts(tmp_path, "learner") == 1
+    assert_all_gone(watched)
+
+
+def test_a_frozen_process_is_killed_and_started_again(tmp_path, caplog):
+    """SIGSTOP freezes it: its heartbeat stops. The learner, which only waits, is left alone."""
+    collector = """
+    heartbeat.beat("collecting", rollouts=0)
+    if starts == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    """
+    watched = supervisor(tmp_path, collector=textwrap.dedent(collector) + COLLECTOR, hang_timeout_s=2.5)
+    assert watched.work(StopRequest()) == "steps"
+    assert "collector-0: its heartbeat has stopped" in caplog.text
+    assert (num_starts(tmp_path, "collector-0"), num_starts(tmp_path, "learner")) == (2, 1)
+
+
+def test_a_rollout_without_end_is_killed_if_a_limit_is_set(tmp_path, caplog):
+    """It is alive and its heartbeat is renewed, but it has been in one rollout for longer than allowed."""
+    collector = """
+    heartbeat.beat("collecting", rollout=7, rollouts=0)
+    if starts == 1:
+        time.sleep(60)
+    """
+    watched = supervisor(tmp_path, collector=textwrap.dedent(collector) + COLLECTOR, progress_timeout_s=0.5)
+    assert watched.work(StopRequest()) == "steps"
+    assert "it has been 'collecting' for 1 s" in caplog.text
+    assert num_starts(tmp_path, "collector-0") == 2
+
+
+def test_it_gives_up_after_failures_in_a_row_without_progress(tmp_path):
+    """The error names the log and the last line; the other process was asked to stop, and has left."""
+    learner = "heartbeat.beat('starting'); sys.exit('the disk is full')"
+    watched = supervisor(tmp_path, learner=learner, max_failures=3)
+    with pytest.raises(ProcessFailedError, match="learner ended with code 1, 3 failures in a row") as raised:
+        watched.work(StopRequest())
+    assert "It said last: the disk is full" in str(raised.value)
+    assert str(tmp_path / "processes" / "learner.log") in str(raised.value)
+    assert "rlhf-pipeline run --resume --out" in str(raised.value)
+    assert num_starts(tmp_path, "learner") == 3
+    assert_all_gone(watched)
+
+
+def test_a_mistake_is_not_tried_again(tmp_path):
+    """Exit code 2 before anything worked: what was asked for is wrong, and stays wrong."""
+    watched = supervisor(tmp_path, collector="print('no such device', file=sys.stderr); sys.exit(2)")
+    with pytest.raises(ProcessFailedError, match=r"collector-0 cannot start. It said last: no such device"):
+        watched.work(StopRequest())
+    assert num_starts(tmp_path, "collector-0") == 1
+
+
+def test_a_stop_is_passed_on_once_and_who_does_not_listen_is_killed(tmp_path, caplog):
+    """The learner leaves as asked; the collector ignores it and is killed when its time is up."""
+
+    class Asked(StopRequest):
+        def __bool__(self) -> bool:
+            return (tmp_path / "deaf").exists() and bool(read_heartbeat(tmp_path / "processes", "learner"))
+
+    collector = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (run_dir / "deaf").touch()
+    time.sleep(60)
+    """
+    watched = supervisor(tmp_path, collector=collector, stop_timeout_s=0.5)
+    assert watched.work(Asked()) == "interrupted"
+    assert "learner: ended with code 143" in caplog.text
+    assert re.search(r"collector-0: process \d+ is killed", caplog.text)
+    assert_all_gone(watched)
+
+
+ALONE = """
+import sys
+from pathlib import Path
+from rlhf_pipeline.service.heartbeat import Heartbeat
+from rlhf_pipeline.service.supervise import Supervisor, SupervisorConfig
+from rlhf_pipeline.signals import StopRequest
+import os
+
+run_dir = Path(sys.argv[1])
+names = ["learner", "collector-0"]
+commands = {name: [*sys.argv[2:5], str(run_dir), name, str(os.getpid())] for name in names}
+Supervisor(
+    run_dir, commands, SupervisorConfig(), total_steps=9, heartbeat=Heartbeat(run_dir / "processes", "supervisor")
+).work(StopRequest())
+"""
+
+
+def test_children_outlive_a_killed_supervisor_only_until_they_notice_and_the_next_one_waits(tmp_path, caplog):
+    """They finish what they are at, half a second here, and leave; only then are their names given again."""
+    (tmp_path / "processes").mkdir()
+    body = """
+    heartbeat.beat("collecting", rollouts=1)
+    while not stop:
+        time.sleep(0.02)
+    time.sleep(0.5)
+    """
+    child = command(tmp_path, "any", body)[:3]
+    first = subprocess.Popen([sys.executable, "-c", ALONE, str(tmp_path), *child])
+    deadline = time.monotonic() + 60
+    names = ("learner", "collector-0")
+    while not all(read_heartbeat(tmp_path / "processes", name) for name in names) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    first.kill()
+    first.wait()
+    watched = supervisor(tmp_path)
+    assert watched.work(StopRequest()) == "steps"
+    assert caplog.text.count("has the name already; waiting until it leaves") == 2
+    assert [num_starts(tmp_path, name) for name in names] == [2, 2]
+
+
+def test_cores_are_shared_out_unless_the_user_said_otherwise(monkeypatch):
+    """Processes that each take every core are slower than processes that share them."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    assert share_cores(1)["OMP_NUM_THREADS"] == str(cores)
+    assert share_cores(10 * cores)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert share_cores(1)["OMP_NUM_THREADS"] == "3"
+
+
+def test_settings_are_checked():
+    """A value that cannot work is named."""
+    with pytest.raises(DefinitionError, match=r"collectors is 0; it must be at least 1"):
+        SupervisorConfig(collectors=0)
+    with pytest.raises(DefinitionError, match=r"hang_timeout_s is -1; it must be finite and not negative"):
+        SupervisorConfig(hang_timeout_s=-1)
+
+
+def test_metrics_are_followed_over_a_torn_line_and_a_replaced_file(tmp_path):
+    """Each step is given once, also where a resumed learner takes lines off and writes them again."""
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+    assert tail.new_rows() == []
+    for step in (1, 2, 3):
+        append_row(path, {"step": step, "task_reward": step / 10})
+    with path.open("ab") as file:
+        file.write(b'{"step": 4, "task_')
+    assert [row["step"] for row in tail.new_rows()] == [1, 2, 3]
+    with path.open("ab") as file:
+        file.write(b'reward": 0.4}\n')
+    assert [row["step"] for row in tail.new_rows()] == [4]
+    keep_rows(path, lambda row: row["step"] < 3)
+    assert tail.new_rows() == []
+    for step in (3, 4, 5):
+        append_row(path, {"step": step, "task_reward": 0.9})
+    assert [row["step"] for row in tail.new_rows()] == [5]
+    assert (tail.last_step, tail.first_reward, tail.last_reward) == (5, 0.1, 0.9)
