@@ -1,0 +1,137 @@
+"""`rlhf-pipeline diff`: how two runs, or two stores, differ."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from rlhf_pipeline.errors import DefinitionError, did_you_mean
+from rlhf_pipeline.report.diff import Comparison, RowsDifference, compare_rows
+from rlhf_pipeline.report.diff_steps import StepsDifference, compare_configs, compare_steps
+from rlhf_pipeline.report.run_folder import RunFolder
+from rlhf_pipeline.report.stored import Stored, open_run_or_store
+from rlhf_pipeline.report.words import count, one_line
+
+_SAY_EVERY_S = 5.0
+_VALUE_WIDTH = 40
+_FIELDS = 30
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Print what differs; 0 if nothing does, 1 if something does."""
+    with ExitStack() as open_stores:
+        runs: list[RunFolder | None] = []
+        sides: list[Stored] = []
+        for path in (args.left, args.right):
+            run, store = open_run_or_store(path)
+            runs.append(run)
+            sides.append(open_stores.enter_context(Stored(store)))
+        left, right = sides
+        known = {*left.columns, *right.columns}
+        for name in args.ignore:
+            if name not in known:
+                raise DefinitionError(f"--ignore {name}: neither store has such a column.{did_you_mean(name, known)}")
+        config = steps = None
+        if runs[0] is not None and runs[1] is not None:
+            config, steps = compare_configs(runs[0], runs[1]), compare_steps(runs[0], runs[1])
+        rows = compare_rows(left, right, ignore=args.ignore, on_rows=_Progress())
+        found = Comparison(left=args.left, right=args.right, config=config, steps=steps, trajectories=rows)
+        sizes = [len(side.ids()) for side in sides]
+    if args.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        print("\n".join(_lines(found, sizes)))
+    return 0 if found.same else 1
+
+
+class _Progress:
+    """One line now and then, for stores that are large."""
+
+    def __init__(self) -> None:
+        self._next = time.perf_counter() + _SAY_EVERY_S
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.perf_counter()
+        if now >= self._next:
+            self._next = now + _SAY_EVERY_S
+            print(f"  {done:,} of {count(total, 'trajectory')} compared", file=sys.stderr, flush=True)
+
+
+def _lines(found: Comparison, sizes: list[int]) -> Iterator[str]:
+    yield f"left   {found.left}: {count(sizes[0], 'trajectory')}"
+    yield f"right  {found.right}: {count(sizes[1], 'trajectory')}"
+    if found.config:
+        yield "config.json"
+        width = max(len(field.name) for field in found.config[:_FIELDS])
+        for field in found.config[:_FIELDS]:
+            yield f"  {field.name:<{width}}  {_shown(field.left)} | {_shown(field.right)}"
+        if len(found.config) > _FIELDS:
+            yield f"  and {len(found.config) - _FIELDS} more; --json has all"
+    if found.steps is not None and not found.steps.same:
+        yield "optimizer steps"
+        yield from _step_lines(found.steps)
+    if not found.trajectories.same:
+        by = f", paired by {found.trajectories.key}" if found.trajectories.key else ", paired in the order of arrival"
+        yield f"trajectories{by}"
+        yield from _row_lines(found.trajectories)
+    not_compared = found.trajectories.not_compared
+    aside = f" ({', '.join(not_compared)} not compared)" if not_compared else ""
+    if found.same:
+        yield f"no difference{aside}"
+        return
+    yield f"they differ{aside}"
+    if found.trajectories.columns:
+        first = found.trajectories.columns[0].first[0]
+        for path, row in zip((found.left, found.right), first, strict=True):
+            yield f"look:  rlhf-pipeline show {shlex.quote(path)} --id {row}"
+
+
+def _step_lines(steps: StepsDifference) -> Iterator[str]:
+    for side, span in (("left", steps.only_left), ("right", steps.only_right)):
+        if span is not None:
+            first, last, num = span
+            where = f"{first} to {last}" if last > first else str(first)
+            yield f"  only on the {side}: {count(num, 'step')}, {where}"
+    for item in steps.differences:
+        values = f"{_shown(item.left)} | {_shown(item.right)}"
+        if item.what == "batch":
+            sizes = f"; {values} trajectories" if item.left != item.right else ""
+            values = f"other trajectories{sizes}"
+        yield f"  {item.what:<13}  first at step {item.first_step}: {values} (in {item.num_steps} of {item.num_both})"
+
+
+def _row_lines(rows: RowsDifference) -> Iterator[str]:
+    for side, num, first in (
+        ("left", rows.num_only_left, rows.first_only_left),
+        ("right", rows.num_only_right, rows.first_only_right),
+    ):
+        if num:
+            yield f"  only on the {side}: {num:,}, {_ids(first, num)}"
+    for side, names in (("left", rows.columns_left), ("right", rows.columns_right)):
+        if names:
+            yield f"  columns only on the {side}: {', '.join(names)}"
+    if rows.redefined:
+        yield f"  columns of another kind: {', '.join(rows.redefined)}"
+    width = max([len(column.name) for column in rows.columns], default=0)
+    for column in rows.columns:
+        yield (
+            f"  {column.name:<{width}}  {column.num:,} of {rows.num_both:,} differ"
+            + ("" if column.largest is None else f", by {column.largest:.2g} at most")
+            + f"; {_ids([a if a == b else f'{a} | {b}' for a, b in column.first], column.num)}"
+        )
+        left, right = (one_line(text, _VALUE_WIDTH) for text in column.example)
+        yield f"  {'':<{width}}  the first: {left} | {right}"
+
+
+def _ids(first: Any, num: int) -> str:
+    return f"{'id' if num == 1 else 'ids'} {', '.join(map(str, first))}{', ...' if num > len(first) else ''}"
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else one_line(value if isinstance(value, str) else json.dumps(value), _VALUE_WIDTH)

@@ -1,0 +1,164 @@
+"""Two runs compared: what they were started with, and the optimizer steps that they took."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.report.run_folder import Row, RunFolder
+
+_STEP_VALUES = (("loss", "loss"), ("task_reward", "reward"), ("grad_norm", "gradient norm"))
+_NOT_COMPARED = frozenset({"format", "overrides"})  # what the overrides do is in the pipeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldDifference:
+    """One field of `config.json`; None where a side lacks it."""
+
+    name: str
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDifference:
+    """One thing about the optimizer steps that differs."""
+
+    what: str
+    """`batch`, `loss`, `reward` or `gradient norm`."""
+    first_step: int
+    num_steps: int
+    """Steps that differ in it."""
+    num_both: int
+    """Steps that both have taken."""
+    left: Any
+    """At the first step: the value; of a batch the number of trajectories."""
+    right: Any
+
+
+@dataclass(kw_only=True, slots=True)
+class StepsDifference:
+    """How the optimizer steps of two runs differ."""
+
+    only_left: tuple[int, int, int] | None = None
+    """The first and the last step that only the left run has taken, and how many."""
+    only_right: tuple[int, int, int] | None = None
+    differences: list[StepDifference] = field(default_factory=list[StepDifference])
+
+    @property
+    def same(self) -> bool:
+        """True if nothing differs."""
+        return self.only_left is None and self.only_right is None and not self.differences
+
+
+def compare_configs(left: RunFolder, right: RunFolder) -> tuple[FieldDifference, ...]:
+    """Return the fields of `config.json` that differ."""
+    mine, theirs = (dict(_flat("", json.loads((run.path / "config.json").read_bytes()))) for run in (left, right))
+    names = [*mine, *(name for name in theirs if name not in mine)]
+    return tuple(
+        FieldDifference(name=name, left=mine.get(name), right=theirs.get(name))
+        for name in names
+        if name.split(".")[0] not in _NOT_COMPARED and mine.get(name) != theirs.get(name)
+    )
+
+
+def _flat(prefix: str, data: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(data, dict) and (data or not prefix):
+        for name, value in data.items():
+            yield from _flat(f"{prefix}.{name}" if prefix else str(name), value)
+    else:
+        yield prefix, data
+
+
+def compare_steps(left: RunFolder, right: RunFolder) -> StepsDifference:
+    """Compare ledgers and metrics step by step; a few lines are in memory at once.
+
+    Raises:
+        DataError: a line is damaged.
+    """
+    found = StepsDifference()
+    batch = _Differing("batch")
+    for step, mine, theirs in _joined(left.path / "ledger.jsonl", right.path / "ledger.jsonl"):
+        if mine is not None and theirs is not None:
+            sizes = len(mine.get("row_ids", ())), len(theirs.get("row_ids", ()))
+            batch.note(step, *sizes, differs=_batch(mine, theirs) != _batch(theirs, mine))
+    values = {name: _Differing(what) for name, what in _STEP_VALUES}
+    for step, mine, theirs in _joined(left.path / "metrics.jsonl", right.path / "metrics.jsonl"):
+        if mine is None:
+            found.only_right = _extended(found.only_right, step)
+        elif theirs is None:
+            found.only_left = _extended(found.only_left, step)
+        else:
+            for name, value in values.items():
+                value.note(step, mine.get(name), theirs.get(name), differs=mine.get(name) != theirs.get(name))
+    results = [one.result() for one in (batch, *values.values())]
+    found.differences = sorted((one for one in results if one is not None), key=lambda one: one.first_step)
+    return found
+
+
+class _Differing:
+    """Notes the first step at which one thing differs, and counts."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._first: tuple[int, Any, Any] | None = None
+        self._num = self._num_both = 0
+
+    def note(self, step: int, left: Any, right: Any, *, differs: bool) -> None:
+        self._num_both += 1
+        self._num += differs
+        if differs and self._first is None:
+            self._first = step, left, right
+
+    def result(self) -> StepDifference | None:
+        if self._first is None:
+            return None
+        step, left, right = self._first
+        return StepDifference(
+            what=self._what, first_step=step, num_steps=self._num, num_both=self._num_both, left=left, right=right
+        )
+
+
+def _batch(row: Row, other: Row) -> Any:
+    """Return what names the batch: trajectory ids where both rows have them, since row ids depend on the store."""
+    named = "trajectory_ids" in row and "trajectory_ids" in other
+    return row.get("trajectory_ids" if named else "row_ids")
+
+
+def _extended(span: tuple[int, int, int] | None, step: int) -> tuple[int, int, int]:
+    return (step, step, 1) if span is None else (span[0], step, span[2] + 1)
+
+
+def _joined(left: Path, right: Path) -> Iterator[tuple[int, Row | None, Row | None]]:
+    """Yield the rows of two files by step, None for a side that lacks it."""
+    mine, theirs = _steps(left), _steps(right)
+    a, b = next(mine, None), next(theirs, None)
+    while a is not None or b is not None:
+        step = min(row["step"] for row in (a, b) if row is not None)
+        is_mine, is_theirs = a is not None and a["step"] == step, b is not None and b["step"] == step
+        yield step, a if is_mine else None, b if is_theirs else None
+        a = next(mine, None) if is_mine else a
+        b = next(theirs, None) if is_theirs else b
+
+
+def _steps(file: Path) -> Iterator[Row]:
+    """Yield the whole rows of a file, one at a time; a torn last line is left out."""
+    if not file.is_file():
+        return
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row: Any = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{file}:{number}: this line is not JSON ({error}). Delete it to go on.") from error
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise DataError(
+                    f"{file}:{number}: this line has no whole number 'step'. Delete it to go on without it."
+                )
+            yield row

@@ -1,0 +1,133 @@
+"""`rlhf-pipeline diff` of runs and of stores."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.jsonl import append_row, read_rows
+from trajectory_store import Column, Schema, TrajectoryStore, copy_rows
+
+from .conftest import Cli
+
+
+@pytest.fixture
+def twin(run_dir: Path) -> Path:
+    """A copy of the run."""
+    return Path(shutil.copytree(run_dir, "runs/twin"))
+
+
+def change_rows(file: Path, step: int, **values: Any) -> None:
+    """Write other values into one row of a file of rows."""
+    rows = read_rows(file)
+    file.unlink()
+    for row in rows:
+        append_row(file, row | (values if row["step"] == step else {}))
+
+
+def test_equal_runs(cli: Cli, run_dir: Path, twin: Path):
+    """A run equals its copy; a use count that differs is a difference unless it is ignored."""
+    shown = cli("diff", run_dir, twin)
+    assert (shown.code, shown.out.splitlines()[-1]) == (0, "no difference")
+    with TrajectoryStore.open(twin / "store", "a") as store:
+        store.update([5, 6], use_count=3)
+    shown = cli("diff", run_dir, twin)
+    assert shown.code == 1
+    assert "  use_count  2 of 48 differ; ids 5, 6\n" in shown.out
+    assert "             the first: 0 | 3\n" in shown.out
+    assert "rlhf-pipeline show runs/twin --id 5\n" in shown.out
+    shown = cli("diff", run_dir, twin, "--ignore", "use_count")
+    assert (shown.code, shown.out.splitlines()[-1]) == (0, "no difference (use_count not compared)")
+
+
+def test_where_two_runs_part(cli: Cli, run_dir: Path, twin: Path):
+    """Configuration, the first step that differs in each respect, steps of one run only, and values."""
+    config = json.loads((twin / "config.json").read_text())
+    config["seed"] = 1
+    config["pipeline"]["learn"]["lr"] = 0.5
+    (twin / "config.json").write_text(json.dumps(config))
+    change_rows(twin / "ledger.jsonl", 4, row_ids=[8, 9])
+    change_rows(twin / "metrics.jsonl", 3, loss=0.25)
+    change_rows(twin / "metrics.jsonl", 5, loss=0.5, task_reward=2.0)
+    append_row(twin / "metrics.jsonl", {"step": 13})
+    with TrajectoryStore.open(twin / "store", "a") as store:
+        store.patch([2], advantage=[0.75 + float(store.read([2])["advantage"][0])], completion=["123"])
+    lines = cli("diff", run_dir, twin).out.splitlines()
+    assert "  seed               0 | 1" in lines
+    assert "  pipeline.learn.lr  0.002 | 0.5" in lines
+    assert "  only on the right: 1 step, 13" in lines
+    assert f"  loss           first at step 3: {0.1 / 3} | 0.25 (in 2 of 12)" in lines
+    assert "  batch          first at step 4: other trajectories; 8 | 2 trajectories (in 1 of 12)" in lines
+    assert [line.split()[0] for line in lines if "first at step" in line] == ["loss", "batch", "reward"]
+    assert "  advantage   1 of 48 differ, by 0.75 at most; id 2" in lines
+    assert "              the first: 4 values | 3 values" not in lines
+    assert any(line.endswith(" | 123") for line in lines)
+
+
+def test_json(cli: Cli, run_dir: Path, twin: Path):
+    """Everything as JSON, with the first few ids."""
+    shown = cli("diff", run_dir, twin, "--json")
+    assert shown.code == 0
+    data = json.loads(shown.out)
+    assert (data["same"], data["config"], data["steps"]["differences"]) == (True, [], [])
+    assert data["trajectories"]["key"] == "trajectory_id"
+    with TrajectoryStore.open(twin / "store", "a") as store:
+        store.update(store.ids(), use_count=1)
+    shown = cli("diff", run_dir, twin, "--json")
+    [column] = json.loads(shown.out)["trajectories"]["columns"]
+    assert (shown.code, column["name"], column["num"], column["first"][1]) == (1, "use_count", 48, [1, 1])
+
+
+def test_stores_in_another_order(cli: Cli, run_dir: Path):
+    """Trajectories are paired by their id, whatever their order and place; those of one side are listed."""
+    with TrajectoryStore.open(run_dir / "store") as source, TrajectoryStore.create("other", source.schema) as other:
+        copy_rows(source, other, source.ids()[:40][::-1])
+    shown = cli("diff", run_dir, "other")
+    assert shown.code == 1
+    assert "trajectories, paired by trajectory_id\n  only on the left: 8, ids 40, 41, 42, 43, 44, ...\n" in shown.out
+    assert "optimizer steps" not in shown.out
+
+
+def test_stores_without_ids(cli: Cli, run_dir: Path):
+    """Trajectories that have no id of their own, or all the same one, are paired in the order of arrival."""
+    schema = Schema([Column("x", "float32", ragged=True), Column("trajectory_id", "int64", fill=-1)])
+    for name, last in (("a", [1.0, 2.5]), ("b", [1.0, 2.0])):
+        with TrajectoryStore.create(name, schema) as store:
+            store.append({"x": [[1.0], [float("nan")], last]})
+    shown = cli("diff", "a", "b")
+    assert shown.code == 1
+    assert "paired in the order of arrival\n  x  1 of 3 differ, by 0.5 at most; id 2\n" in shown.out
+    assert "the first: 2.5 at place 1 | 2 at place 1\n" in shown.out
+    with TrajectoryStore.create("c", schema.columns[1:]) as store:
+        store.append({"trajectory_id": [0, 1, 2]})
+    assert "  columns only on the left: x\n" in cli("diff", "a", "c").out
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        (["runs/demo", "runs/dmo"], "Did you mean 'runs/demo'?"),
+        (["runs/demo", "runs/demo", "--ignore", "use_cout"], "Did you mean 'use_count'?"),
+        (["runs/demo"], "RIGHT"),
+    ],
+)
+def test_trouble(cli: Cli, run_dir: Path, args: list[str], wanted: str):
+    """What cannot be compared is exit code 2."""
+    shown = cli("diff", *args)
+    assert (shown.code, shown.out) == (2, "")
+    assert wanted in shown.err
+
+
+def test_damaged_ledger(cli: Cli, run_dir: Path, twin: Path):
+    """A torn last line is left out; a line that is no row is named."""
+    with (twin / "ledger.jsonl").open("a") as file:
+        file.write('{"step": 1')
+    assert cli("diff", run_dir, twin).code == 0
+    (twin / "metrics.jsonl").write_text("{}\n")
+    shown = cli("diff", run_dir, twin)
+    assert shown.code == 2
+    assert "runs/twin/metrics.jsonl:1: this line has no whole number 'step'" in shown.err
