@@ -17,13 +17,16 @@ def _holder(run_dir: Path, written: str) -> str:
 
 
 @contextmanager
-def run_lock(run_dir: Path, *, shared: bool = False) -> Iterator[None]:
+def run_lock(
+    run_dir: Path, *, shared: bool = False, advice: str = "Stop that first, or choose another folder with --out."
+) -> Iterator[None]:
     """Hold the run folder's lock; the folder is made if it is not there.
 
     Args:
         run_dir: the run folder.
         shared: be one of several processes of one run, as collectors and learner are; they exclude only a process that
             wants the run for itself.
+        advice: what to do where it is taken.
 
     Raises:
         RunExistsError: another live process holds it.
@@ -35,8 +38,7 @@ def run_lock(run_dir: Path, *, shared: bool = False) -> Iterator[None]:
         except BlockingIOError as error:
             file.seek(0)
             raise RunExistsError(
-                f"the run {run_dir} is in use by {_holder(run_dir, file.read().strip())}. "
-                "Stop that first, or choose another folder with --out."
+                f"the run {run_dir} is in use by {_holder(run_dir, file.read().strip())}. {advice}"
             ) from error
         if not shared:
             file.truncate(0)

@@ -92,6 +92,18 @@ examples:
 A filter is written as for `export`. Following only reads: it holds nobody up, and the store may be
 appended to, evicted from and compacted meanwhile."""
 
+DIFF = """\
+Compares the trajectories, by trajectory_id where each has one, else in the order of arrival. Of two runs
+also config.json, and the first optimizer step at which batch, loss, reward or gradient norm differ.
+NaN equals NaN; created_at, the time of writing, is not compared.
+
+examples:
+  rlhf-pipeline diff runs/copy_digits runs/again
+  rlhf-pipeline diff runs/copy_digits runs/again --ignore use_count
+  rlhf-pipeline diff runs/copy_digits/store copy --json | jq .trajectories.columns
+
+Exit code 0 if nothing differs, 1 if something does, 2 if they cannot be compared."""
+
 VERIFY = """\
 Checks every checksum of the store. For a run also: each trajectory that the ledger names is in the
 store, and the steps in metrics.jsonl and ledger.jsonl have no gap. Exit code 1 if something is damaged.
@@ -99,6 +111,16 @@ store, and the steps in metrics.jsonl and ledger.jsonl have no gap. Exit code 1 
 examples:
   rlhf-pipeline verify runs/copy_digits
   rlhf-pipeline verify runs/copy_digits/store"""
+
+COMPACT = """\
+Merges finished segments into few, folds later values (patches) in, and gives the space of the old ones
+back. Ids, order and values stay, so a run resumes and replays as before. A zarr store becomes sharded,
+zstd-compressed groups. While it works, both old and new segments are on the disk; it may be stopped at
+any time. Readers are not disturbed; a run, an import or a recorder that writes is refused.
+
+examples:
+  rlhf-pipeline compact runs/copy_digits
+  rlhf-pipeline compact runs/mine/store"""
 
 REPLAY = """\
 Loads the newest checkpoint before the step, takes the steps again on the trajectories that the

@@ -144,14 +144,52 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     tail.add_argument("-f", "--follow", action="store_true", help="go on as more are stored, until Ctrl-C")
     _add_filter(tail)
 
+    diff = command("diff", "diff", "say how two runs, or two stores, differ", help_texts.DIFF)
+    diff.add_argument("left", metavar="LEFT", help="a run or a store")
+    diff.add_argument("right", metavar="RIGHT", help="another one")
+    diff.add_argument(
+        "--ignore", action="append", default=[], metavar="COLUMN", help="do not compare it; may be given several times"
+    )
+    diff.add_argument("--json", action="store_true", help="print JSON")
+
     verify = command("verify", "verify", "check a run or a store for damage", help_texts.VERIFY)
     verify.add_argument("path", metavar="RUN|STORE")
 
-    replay = command("replay", "replay", "take a run's steps again, and compare the losses", help_texts.REPLAY)
-    replay.add_argument("path", metavar="RUN")
-    replay.add_argument("--from-step", type=_positive, metavar="K", help="the first step to compare")
-    replay.add_argument("--steps", type=_positive, metavar="N", help="how many (default: all that are recorded)")
-    replay.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's)")
+    replay = command(
+        "replay", "replay", "learn from stores alone; or take a run's steps again and compare", help_texts.REPLAY
+    )
+    replay.add_argument("paths", nargs="*", metavar="STORE|RUN")
+    replay.add_argument(
+        "--definition",
+        metavar="NAME|FILE.py[:function]",
+        help="what learns (default: the definition of the first RUN, else offline_replay)",
+    )
+    replay.add_argument("--out", metavar="DIR", help="the run folder (default: runs/NAME-replay)")
+    replay.add_argument("--steps", type=_positive, metavar="N", help="optimizer steps at most")
+    replay.add_argument("--epochs", type=_above_zero, metavar="E", help="stop when each was used E times on average")
+    replay.add_argument(
+        "--weight",
+        dest="weights",
+        type=_above_zero,
+        action="append",
+        default=[],
+        metavar="W",
+        help="share of each batch that comes from a store; one for each STORE, in their order",
+    )
+    _add_filter(replay)
+    replay.add_argument("--seed", type=_natural, metavar="N", help="seeds weights and batches (default: the run's, or 0)")
+    replay.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
+    replay.add_argument("--resume", action="store_true", help="go on with a replay that stopped")
+    _add_set(replay)
+    replay.add_argument(
+        "--from-step",
+        type=_positive,
+        metavar="K",
+        help="of one RUN: take steps K and later again from its checkpoint, and compare; changes nothing",
+    )
+
+    compact = command("compact", "compact", "merge the segments of a store that nobody writes to", help_texts.COMPACT)
+    compact.add_argument("path", metavar="RUN|STORE")
 
     report = command("report", "report", "write report.html and reward.svg of a run again")
     report.add_argument("path", metavar="RUN")

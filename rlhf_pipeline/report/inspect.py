@@ -6,7 +6,9 @@ store and in `metrics.jsonl` come out again, the learning curve is about the tra
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -301,7 +303,12 @@ def histogram(lengths: npt.NDArray[np.int64]) -> tuple[tuple[int, int, int], ...
 
 def disk_usage(folder: Path) -> int:
     """Return the bytes that a folder takes on disk; sparse files count as what they hold."""
-    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # evicted a moment ago
+                total += os.stat(os.path.join(parent, name)).st_blocks * 512
+    return total
 
 
 def _first_last_count(versions: npt.NDArray[Any]) -> tuple[int, int, int]:

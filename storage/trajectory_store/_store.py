@@ -322,6 +322,15 @@ class TrajectoryStore(StoreReads):
             stream.close()
         return self._engine.compact(self.schema)
 
+    def being_written(self) -> bool:
+        """Whether a process may still append to a segment: `compact` leaves such segments as they are.
+
+        memmap backend: a living process holds it. zarr backend: it was not closed, and the last commit is less than
+        an hour old. A process that has the store open and has not appended yet is not seen.
+        """
+        self.refresh()
+        return any(s.is_live() for s in (*self._catalog.segments.values(), *self._catalog.patches.values()))
+
     def verify(self) -> VerifyReport:
         """Recompute every checksum and report what is damaged, in words."""
         self._check_open()

@@ -1,0 +1,98 @@
+"""`rlhf-pipeline compact`: merge the segments of a store that nobody writes to."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlhf_pipeline.errors import RunExistsError
+from rlhf_pipeline.report.inspect import disk_usage
+from rlhf_pipeline.report.run_folder import RunFolder
+from rlhf_pipeline.report.stored import open_run_or_store
+from rlhf_pipeline.report.words import count, duration
+from rlhf_pipeline.run_lock import run_lock
+from trajectory_store import CompactReport, TrajectoryStore
+
+_SAY_EVERY_S = 5.0
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Compact, and say what came of it."""
+    run, path = open_run_or_store(args.path)
+    before = disk_usage(path)
+    started = time.perf_counter()
+    with alone(run, path), TrajectoryStore.open(path, mode="a") as store:
+        if store.being_written():
+            raise RunExistsError(
+                f"a process writes to {path}, and compaction would lose use counts that it sets meanwhile. Stop it "
+                "first. (In the zarr backend a writer that was killed counts as living for an hour.)"
+            )
+        with _said_now_and_then(started):
+            report = store.compact()
+        num = len(store)
+    if report.skipped:
+        raise RunExistsError(f"nothing was done at {path}: {report.skipped}. Try again when it is done.")
+    print("\n".join(_lines(report, path, num, (before, disk_usage(path)), time.perf_counter() - started)))
+    print(f"check it:  rlhf-pipeline verify {shlex.quote(args.path)}")
+    return 0
+
+
+@contextmanager
+def alone(run: RunFolder | None, store: Path) -> Iterator[None]:
+    """Keep runs, imports and recorders out of a store.
+
+    Raises:
+        RunExistsError: one of them is there.
+    """
+    folder = os.open(store, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunExistsError(
+                f"an import or a recorder writes to {store}. Wait for it, or stop it first."
+            ) from error
+        if run is None:
+            yield
+            return
+        with run_lock(run.path, advice="Stop that first."):
+            yield
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def _said_now_and_then(started: float) -> Iterator[None]:
+    """Say every few seconds that the work goes on."""
+    done = threading.Event()
+
+    def say() -> None:
+        while not done.wait(_SAY_EVERY_S):
+            took = duration(time.perf_counter() - started)
+            print(f"  compacting for {took}; stopping it loses nothing", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _lines(report: CompactReport, path: Path, num: int, sizes: tuple[int, int], seconds: float) -> Iterator[str]:
+    yield f"{path}: {count(num, 'trajectory')}, {duration(seconds)}"
+    if report.segments_before == report.segments_after and not report.rows:
+        yield f"  nothing to merge: {count(report.segments_before, 'segment')}, {sizes[0] / 1e6:.1f} MB"
+        return
+    moved = f"{count(report.rows, 'trajectory')} moved; ids and order are as before"
+    yield f"  segments  {report.segments_before:,} -> {report.segments_after:,}  ({moved})"
+    yield f"  on disk   {sizes[0] / 1e6:.1f} MB -> {sizes[1] / 1e6:.1f} MB"

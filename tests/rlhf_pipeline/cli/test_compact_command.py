@@ -1,0 +1,133 @@
+"""`rlhf-pipeline compact`: what it merges, and whom it refuses to disturb."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf_pipeline.exchange import TrajectoryRecorder
+from rlhf_pipeline.run_lock import run_lock
+from trajectory_store import TrajectoryStore, copy_rows
+
+from .conftest import Cli
+from .test_tail_command import ENV
+
+HOLDER = """
+import sys
+from trajectory_store import TrajectoryStore
+store = TrajectoryStore.open(sys.argv[1], "a")
+store.append_batch(store.read_batch(store.ids()[:1]))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def in_pieces(run: Path, folder: Path) -> Path:
+    """Write the run again, its store in five segments and two patches."""
+    folder.mkdir()
+    for file in run.iterdir():
+        if file.is_file():
+            shutil.copy(file, folder)
+    with TrajectoryStore.open(run / "store") as source:
+        with TrajectoryStore.create(folder / "store", source.schema, segment_rows=10) as target:
+            ids = copy_rows(source, target, batch_rows=5)
+            target.patch(ids[:9], advantage=np.arange(9))
+        with TrajectoryStore.open(folder / "store", "a") as again:
+            again.patch(ids[40:], completion=["later"] * 8)
+    return folder
+
+
+@pytest.fixture
+def pieces(run_dir: Path) -> Path:
+    """The run in pieces."""
+    return in_pieces(run_dir, Path("runs/pieces"))
+
+
+def test_compact(cli: Cli, run_dir: Path, pieces: Path):
+    """Segments and patches become one segment, and nothing that can be read changes."""
+    before = in_pieces(run_dir, Path("runs/before"))
+    shown = cli("compact", pieces)
+    assert shown.code == 0
+    lines = shown.out.splitlines()
+    assert lines[0].startswith("runs/pieces/store: 48 trajectories, ")
+    assert lines[1].startswith("  segments  7 -> ")
+    assert lines[1].endswith("  (48 trajectories moved; ids and order are as before)")
+    assert lines[2].startswith("  on disk   ")
+    assert lines[3] == "check it:  rlhf-pipeline verify runs/pieces"
+    assert cli("verify", pieces / "store").code == 0
+    assert cli("diff", before, pieces).code == 0
+    with TrajectoryStore.open(before / "store") as old, TrajectoryStore.open(pieces / "store") as new:
+        assert old.ids().tolist() == new.ids().tolist()
+        assert new.read(new.ids()[-1:])["completion"] == ["later"]
+
+
+def test_nothing_to_merge(cli: Cli, run_dir: Path):
+    """A second time there is nothing to do, and that is no error."""
+    assert cli("compact", run_dir).code == 0
+    shown = cli("compact", run_dir / "store")
+    assert (shown.code, "nothing to merge: 1 segment, " in shown.out) == (0, True)
+
+
+def test_compact_zarr(cli: Cli, run_dir: Path):
+    """A zarr store is sealed: fewer bytes on disk, the same values."""
+    with TrajectoryStore.open(run_dir / "store") as source:
+        with TrajectoryStore.create("z", source.schema, backend="zarr") as target:
+            copy_rows(source, target, batch_rows=4)
+        before = sum(file.stat().st_size for file in Path("z").rglob("*") if file.is_file())
+        assert cli("compact", "z").code == 0
+        assert sum(file.stat().st_size for file in Path("z").rglob("*") if file.is_file()) < before
+        assert cli("diff", "z", run_dir / "store").code == 0
+
+
+def test_a_live_writer_is_not_disturbed(cli: Cli, pieces: Path):
+    """A store that another process appends to is refused, and goes when that process has gone, even by a kill."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(pieces / "store")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENV,
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+        shown = cli("compact", pieces)
+        assert (shown.code, shown.out) == (2, "")
+        assert "a process writes to runs/pieces/store" in shown.err
+        writer.kill()
+    shown = cli("compact", pieces)
+    assert (shown.code, shown.out.splitlines()[0][:35]) == (0, "runs/pieces/store: 49 trajectories,")
+
+
+def test_a_run_or_a_recorder_is_not_disturbed(cli: Cli, pieces: Path):
+    """A run whose lock is held, by one process or several, and a recorder that has not written yet are refused."""
+    for shared in (False, True):
+        with run_lock(pieces, shared=shared):
+            for path in (pieces, pieces / "store"):
+                shown = cli("compact", path)
+                assert (shown.code, shown.out) == (2, "")
+                assert "runs/pieces is in use by " in shown.err
+                assert "--out" not in shown.err
+    with TrajectoryRecorder("recorded"):
+        shown = cli("compact", "recorded")
+        assert shown.code == 2
+        assert "an import or a recorder writes to recorded" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        (["compact", "runs/dmo"], "Did you mean 'runs/demo'?"),
+        (["compact", "runs"], "there is no run or store at runs: the folder is not one"),
+        (["compcat", "runs/demo"], "Did you mean 'compact'?"),
+    ],
+)
+def test_slips(cli: Cli, run_dir: Path, args: list[str], wanted: str):
+    """A slip is answered with what to type."""
+    shown = cli(*args)
+    assert shown.code == 2
+    assert wanted in shown.err
