@@ -155,38 +155,11 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     verify = command("verify", "verify", "check a run or a store for damage", help_texts.VERIFY)
     verify.add_argument("path", metavar="RUN|STORE")
 
-    replay = command(
-        "replay", "replay", "learn from stores alone; or take a run's steps again and compare", help_texts.REPLAY
-    )
-    replay.add_argument("paths", nargs="*", metavar="STORE|RUN")
-    replay.add_argument(
-        "--definition",
-        metavar="NAME|FILE.py[:function]",
-        help="what learns (default: the definition of the first RUN, else offline_replay)",
-    )
-    replay.add_argument("--out", metavar="DIR", help="the run folder (default: runs/NAME-replay)")
-    replay.add_argument("--steps", type=_positive, metavar="N", help="optimizer steps at most")
-    replay.add_argument("--epochs", type=_above_zero, metavar="E", help="stop when each was used E times on average")
-    replay.add_argument(
-        "--weight",
-        dest="weights",
-        type=_above_zero,
-        action="append",
-        default=[],
-        metavar="W",
-        help="share of each batch that comes from a store; one for each STORE, in their order",
-    )
-    _add_filter(replay)
-    replay.add_argument("--seed", type=_natural, metavar="N", help="seeds weights and batches (default: the run's, or 0)")
-    replay.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
-    replay.add_argument("--resume", action="store_true", help="go on with a replay that stopped")
-    _add_set(replay)
-    replay.add_argument(
-        "--from-step",
-        type=_positive,
-        metavar="K",
-        help="of one RUN: take steps K and later again from its checkpoint, and compare; changes nothing",
-    )
+    replay = command("replay", "replay", "take a run's steps again, and compare the losses", help_texts.REPLAY)
+    replay.add_argument("path", metavar="RUN")
+    replay.add_argument("--from-step", type=_positive, metavar="K", help="the first step to compare")
+    replay.add_argument("--steps", type=_positive, metavar="N", help="how many (default: all that are recorded)")
+    replay.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's)")
 
     compact = command("compact", "compact", "merge the segments of a store that nobody writes to", help_texts.COMPACT)
     compact.add_argument("path", metavar="RUN|STORE")
