@@ -130,6 +130,11 @@ class Collect(_Checked):
     num_slots: int = 64
     """Completions that are generated side by side."""
 
+    refresh_weights_every: int = 0
+    """Of a collector beside a learner: sampled tokens of each slot after which it looks for newer weights and goes on
+    with them, in the middle of completions; 0 takes them up between rollouts only. The log-probs stay those of the
+    weights that sampled each token; the prompt and what was sampled before are not computed again."""
+
     @property
     def rollout_size(self) -> int:
         """Trajectories in one rollout."""
@@ -140,6 +145,10 @@ class Collect(_Checked):
         return [
             *((getattr(self, n) >= 1, f"{n} is {getattr(self, n)}; it must be at least 1.") for n in counts),
             (self.temperature > 0, f"temperature is {self.temperature}; it must be above 0."),
+            (
+                self.refresh_weights_every >= 0,
+                f"refresh_weights_every is {self.refresh_weights_every}; it must not be negative.",
+            ),
         ]
 
 
@@ -273,7 +282,7 @@ class Replay(_Checked):
     def _rules(self) -> list[tuple[bool, str]]:
         return [
             (
-                not self.weights or len(self.weights) == len(self.stores),
+                not self.weights or not self.stores or len(self.weights) == len(self.stores),
                 f"{len(self.weights)} weights for {len(self.stores)} stores. Give each store one, or give none.",
             ),
             (

@@ -27,6 +27,8 @@ RETURN: Final[Key] = "return"
 KL_COEF: Final[Key] = "kl_coef"
 GROUP_ID: Final[Key] = "group_id"
 POLICY_VERSION: Final[Key] = "policy_version"
+NEWEST_POLICY_VERSION: Final[Key] = "newest_policy_version"
+"""Where weights were replaced in the middle of a trajectory: the last ones' version; else -1."""
 NUM_PROMPT_TOKENS: Final[Key] = "num_prompt_tokens"
 DONE: Final[Key] = ("next", "done")
 FINISH_REASON: Final[Key] = "finish_reason"
@@ -55,6 +57,7 @@ COLUMN_OF_KEY: Final[dict[Key, str]] = {
     KL_COEF: "kl_coef",
     GROUP_ID: "group_id",
     POLICY_VERSION: "policy_version",
+    NEWEST_POLICY_VERSION: "newest_policy_version",
     NUM_PROMPT_TOKENS: "num_prompt_tokens",
     DONE: "done",
     FINISH_REASON: "finish_reason",

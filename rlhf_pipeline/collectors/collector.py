@@ -17,6 +17,7 @@ from rlhf_pipeline.collectors.trajectories import select, trajectories
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
+from rlhf_pipeline.policies.slot_engine import WeightRefresh
 from rlhf_pipeline.policies.torchrl_wrappers import EnginePolicy, as_policy, is_torchrl_wrapper
 from rlhf_pipeline.prompts import PromptSource
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
@@ -94,12 +95,13 @@ class Collector:
         self.seed = seed
         self.kl_reward = kl_reward
 
-    def collect(self, rollout: int, policy_version: int) -> Rollout:
+    def collect(self, rollout: int, policy_version: int, *, refresh: WeightRefresh | None = None) -> Rollout:
         """Make sure that rollout number `rollout` is in the store, whole.
 
         Args:
             rollout: 0, 1, 2, ...
             policy_version: optimizer steps behind the policy's weights.
+            refresh: takes up newer weights on the way; only with a `CausalLMPolicy`.
 
         Returns:
             What the rollout brought, read from the store if it was there already.
@@ -129,6 +131,7 @@ class Collector:
             temperature=self.config.temperature,
             seed=self.seed,
             stream_ids=cursors.tolist(),
+            **({} if refresh is None else {"refresh": refresh}),
         )
         texts = [decode_completion(self.policy.tokenizer, completion.token_ids) for completion in completions]
         grades = grade(self.reward, [prompts[index] for index in completions.prompt_index], texts)

@@ -41,7 +41,7 @@ def trajectories(
         grades: the rewards, [n].
         cursors: int64 [P], the cursor of each prompt; it is the group's id.
         group_size: members of a whole group; makes `trajectory_id` unique.
-        policy_version: optimizer steps behind the behaviour policy's weights.
+        policy_version: optimizer steps behind the behaviour policy's weights, where the completions do not say it.
     """
     owner = completions.prompt_index
     prompt_lengths = np.array([len(ids) for ids in prompt_ids])[owner]
@@ -69,6 +69,7 @@ def trajectories(
         groups=groups,
         trajectory_ids=groups * group_size + completions.member,
         policy_version=policy_version,
+        versions=completions.versions,
         num_prompt_tokens=prompt_lengths,
         finish_reasons=reasons,
         prompts=[prompts[index].text for index in owner],
@@ -87,6 +88,7 @@ def trajectory_rows(
     groups: np.ndarray,
     trajectory_ids: np.ndarray,
     policy_version: int,
+    versions: np.ndarray | None = None,
     num_prompt_tokens: np.ndarray,
     finish_reasons: list[str],
     prompts: list[str],
@@ -104,6 +106,8 @@ def trajectory_rows(
         groups: int64.
         trajectory_ids: int64.
         policy_version: of all of them.
+        versions: int64 `[n, 2]`, of the first and the last token of each, where weights were replaced on the way; a
+            trajectory is as old as its first token.
         num_prompt_tokens: int64.
         finish_reasons: why each ended.
         prompts: text.
@@ -122,7 +126,12 @@ def trajectory_rows(
     data[keys.TASK_REWARD] = torch.tensor(rewards)
     data[keys.GROUP_ID] = torch.from_numpy(groups)
     data[keys.TRAJECTORY_ID] = torch.from_numpy(trajectory_ids)
-    data[keys.POLICY_VERSION] = torch.full((num,), policy_version, dtype=torch.int64)
+    if versions is None:
+        data[keys.POLICY_VERSION] = torch.full((num,), policy_version, dtype=torch.int64)
+    else:
+        first, last = versions[:, 0], versions[:, 1]
+        data[keys.POLICY_VERSION] = torch.from_numpy(first.copy())
+        data[keys.NEWEST_POLICY_VERSION] = torch.from_numpy(np.where(first < last, last, -1))
     data[keys.NUM_PROMPT_TOKENS] = torch.from_numpy(num_prompt_tokens)
     data[keys.DONE] = torch.ones(num, dtype=torch.bool)
     data[keys.CREATED_AT] = torch.full((num,), time.time(), dtype=torch.float64)
@@ -144,6 +153,7 @@ def select(completions: RaggedCompletions, rows: np.ndarray) -> RaggedCompletion
         prompt_index=completions.prompt_index[rows],
         member=completions.member[rows],
         stopped=completions.stopped[rows],
+        versions=None if completions.versions is None else completions.versions[rows],
     )
 
 

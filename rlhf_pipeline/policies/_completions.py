@@ -45,6 +45,8 @@ class RaggedCompletions:
         prompt_index: int64 `[N]`.
         member: int64 `[N]`.
         stopped: bool `[N]`, True where the completion ends with an end-of-sequence token.
+        versions: int64 `[N, 2]`, versions of the weights that sampled the first and the last token; None where no one
+            counted them.
     """
 
     token_ids: Int64Array
@@ -53,6 +55,7 @@ class RaggedCompletions:
     prompt_index: Int64Array
     member: Int64Array
     stopped: npt.NDArray[np.bool_]
+    versions: Int64Array | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -79,6 +82,7 @@ def collect(
     prompt_of: Int64Array,
     member_of: Int64Array,
     stopped: npt.NDArray[np.bool_],
+    step_versions: list[int] | None = None,
 ) -> RaggedCompletions:
     """Bring the tokens of all steps into the order of the completions.
 
@@ -89,14 +93,22 @@ def collect(
         prompt_of: the prompt of each completion, int64 `[N]`.
         member_of: the member of each completion, int64 `[N]`.
         stopped: bool `[N]`.
+        step_versions: per step, the version of the weights; None where no one counts them.
     """
     flat = np.concatenate(rows) if rows else np.zeros(0, np.int64)
     order = np.argsort(flat, kind="stable")
+    lengths = np.bincount(flat, minlength=len(prompt_of)).astype(np.int64)
+    versions = None
+    if step_versions is not None:
+        of_token = np.repeat(np.array(step_versions, np.int64), [len(part) for part in rows])[order]
+        ends = np.cumsum(lengths)
+        versions = np.stack((of_token[ends - lengths], of_token[ends - 1]), axis=1)
     return RaggedCompletions(
         token_ids=(np.concatenate(tokens) if tokens else np.zeros(0, np.int64))[order],
         log_probs=(np.concatenate(log_probs) if log_probs else np.zeros(0, np.float32))[order],
-        lengths=np.bincount(flat, minlength=len(prompt_of)).astype(np.int64),
+        lengths=lengths,
         prompt_index=prompt_of,
         member=member_of,
         stopped=stopped,
+        versions=versions,
     )

@@ -28,7 +28,7 @@ from rlhf_pipeline.policies._td_policy import TensorDictPolicy
 from rlhf_pipeline.policies.distribution import TokenDistribution
 from rlhf_pipeline.policies.encoding import tokenizer_with_template
 from rlhf_pipeline.policies.packed import LayoutScorer
-from rlhf_pipeline.policies.slot_engine import Completion, RaggedCompletions, SlotEngine
+from rlhf_pipeline.policies.slot_engine import Completion, RaggedCompletions, SlotEngine, WeightRefresh
 
 __all__ = ["CausalLMPolicy", "Completion", "RaggedCompletions", "ScoringRows"]
 
@@ -477,14 +477,18 @@ class CausalLMPolicy(TensorDictPolicy):
         temperature: float | None = None,
         seed: int,
         stream_ids: Sequence[int] | None = None,
+        refresh: WeightRefresh | None = None,
     ) -> RaggedCompletions:
-        """`generate_groups` with the result in flat arrays: what a store appends without a loop."""
+        """`generate_groups` with the result in flat arrays: what a store appends without a loop.
+
+        `refresh` takes up newer weights on the way.
+        """
         if self._checkpointing:
             # A layer that recomputes drops the cache.
             self._recompute(False)
         try:
             engine = SlotEngine(self._parts, num_slots=self.num_slots, eos_token_ids=self.eos_token_ids)
-            return self._generate(engine, prompts, group_size, max_new_tokens, temperature, seed, stream_ids)
+            return self._generate(engine, prompts, group_size, max_new_tokens, temperature, seed, stream_ids, refresh)
         finally:
             if self._checkpointing:
                 self._recompute(True)
@@ -498,6 +502,7 @@ class CausalLMPolicy(TensorDictPolicy):
         temperature: float | None,
         seed: int,
         stream_ids: Sequence[int] | None,
+        refresh: WeightRefresh | None,
     ) -> RaggedCompletions:
         return engine.generate(
             [p.tolist() if isinstance(p, Tensor) else p for p in prompts],
@@ -506,4 +511,5 @@ class CausalLMPolicy(TensorDictPolicy):
             temperature=self.temperature if temperature is None else temperature,
             seed=seed,
             stream_ids=stream_ids,
+            refresh=refresh,
         )

@@ -18,7 +18,7 @@ and a window of columns no wider than the longest live row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,11 +34,36 @@ from rlhf_pipeline.policies._sampling import sample_rows
 from rlhf_pipeline.policies._slot_cache import PrefillCache, SlotCache
 from rlhf_pipeline.policies._uniforms import stream_keys, uniforms
 
-__all__ = ["Completion", "RaggedCompletions", "SlotEngine"]
+__all__ = ["Completion", "RaggedCompletions", "SlotEngine", "WeightRefresh"]
 
 _PREFILL_TOKENS = 4096
 """Padded tokens of one prefill pass. Prompts are prefilled that far ahead of their turn, so that slots which free up
 one by one do not cost one small forward pass each."""
+
+
+@dataclass(slots=True)
+class WeightRefresh:
+    """Newer weights in the middle of a rollout, as PipelineRL has it (https://arxiv.org/abs/2509.19128).
+
+    What is in the caches was computed by earlier weights and is not computed again. Each token keeps the log-prob that
+    it was sampled with, so importance weights stay right.
+
+    Attributes:
+        load: loads the newest weights in place and returns their version.
+        every: sampled tokens of each slot between two calls.
+        version: of the weights in use.
+    """
+
+    load: Callable[[], int]
+    every: int
+    version: int
+
+    def due(self, step: int) -> bool:
+        """Load newer weights if it is time; return True if they may have changed."""
+        if step % self.every:
+            return False
+        before, self.version = self.version, self.load()
+        return self.version != before
 
 
 @dataclass(slots=True)
@@ -92,6 +117,7 @@ class SlotEngine:
         temperature: float,
         seed: int,
         stream_ids: Sequence[int] | None = None,
+        refresh: WeightRefresh | None = None,
     ) -> RaggedCompletions:
         """Sample `group_size` completions of every prompt.
 
@@ -102,6 +128,7 @@ class SlotEngine:
             temperature: above 0, or 0 for the most probable token with log-probs at temperature 1.
             seed: with the stream id, the member and the token index it fixes every random number.
             stream_ids: one id per prompt; the prompt's index when None.
+            refresh: replaces the weights while completions are sampled; None keeps them.
 
         Returns:
             The completions, prompt-major and member-minor. A completion also ends, with "length", where prompt and
@@ -121,7 +148,8 @@ class SlotEngine:
         prompt_of = np.repeat(np.arange(len(prompts), dtype=np.int64), group_size)
         member_of = np.tile(np.arange(group_size, dtype=np.int64), len(prompts))
         if count == 0:
-            return collect([], [], [], prompt_of, member_of, np.zeros(0, np.bool_))
+            none = None if refresh is None else []
+            return collect([], [], [], prompt_of, member_of, np.zeros(0, np.bool_), none)
         streams = np.array([int(s) for s in stream_ids], dtype=object)[prompt_of].tolist()
         run = _Run(
             self,
@@ -132,9 +160,14 @@ class SlotEngine:
             keys=stream_keys(seed, streams, member_of),
             temperature=temperature,
         )
-        while run.step():
-            pass
-        return collect(run.out_rows, run.out_tokens, run.out_log_probs, prompt_of, member_of, run.stopped)
+        if refresh is None:
+            while run.step():
+                pass
+            return collect(run.out_rows, run.out_tokens, run.out_log_probs, prompt_of, member_of, run.stopped)
+        versions = [refresh.version]
+        while run.step(refresh):
+            versions.append(refresh.version)
+        return collect(run.out_rows, run.out_tokens, run.out_log_probs, prompt_of, member_of, run.stopped, versions)
 
     def _check(
         self,
@@ -234,7 +267,7 @@ class _Run:
         self.out_log_probs: list[npt.NDArray[np.float32]] = []
         self.stopped = np.zeros(self.count, dtype=np.bool_)
 
-    def step(self) -> bool:
+    def step(self, refresh: WeightRefresh | None = None) -> bool:
         """Sample one token for every live and every new completion; False when none is left."""
         old = len(self.live)
         new = np.arange(self.next, min(self.count, self.next + self.num_slots - old), dtype=np.int64)
@@ -263,6 +296,9 @@ class _Run:
             source = self._place(old, new, done)
             rows, sampled, tokens = rows[source], sampled[source], tokens[source]
         self.live, self.sampled = rows, sampled
+        if refresh is not None and refresh.due(len(self.out_rows)):
+            # Between sampling a token and feeding it: head and trunk of the next one are then of the same weights.
+            self.weight = self.parts.sampling_weight()
         self._forward(tokens)
         return True
 

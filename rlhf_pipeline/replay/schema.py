@@ -10,6 +10,9 @@ from trajectory_store import Column, Schema
 SLOT = "slot"
 """Column of the TorchRL slot that a row was written to on purpose; -1 where it simply came next."""
 
+NEWEST_VERSION = Column("newest_policy_version", "int64", fill=-1)
+"""Column of the newest version that sampled a token, where weights were replaced in the middle; else -1."""
+
 PENDING = Column("pending_id", "int64", fill=-1)
 """Column of the number of the incomplete group that a row waited in; -1 where it did not wait."""
 
@@ -48,6 +51,7 @@ def trajectory_schema(extra: Iterable[Column] = (), *, token_rewards: bool = Fal
         Column("kl_coef", "float32", fill=0.0),
         Column("group_id", "int64", fill=-1),
         Column("policy_version", "int64", fill=0),
+        NEWEST_VERSION,
         Column("num_prompt_tokens", "int32", fill=0),
         Column("done", "bool", fill=True),
         Column("degenerate", "bool", fill=False),

@@ -20,7 +20,7 @@ from rlhf_pipeline.replay._read import padded_batch, scalar_batch, single
 from rlhf_pipeline.replay._slots import UNBOUNDED, SlotMap
 from rlhf_pipeline.replay._stack import stack_data
 from rlhf_pipeline.replay._write import append_data, trajectories_of
-from rlhf_pipeline.replay.schema import PENDING, SLOT, trajectory_schema
+from rlhf_pipeline.replay.schema import NEWEST_VERSION, PENDING, SLOT, trajectory_schema
 from rlhf_pipeline.transforms._columns import Columns, is_stack, rows_of
 from trajectory_store import BufferPool, Schema, StoreNotFoundError, TrajectoryStore
 
@@ -458,8 +458,8 @@ def _open(
     try:
         if mode == "r":
             return TrajectoryStore.open(path, mode=mode)
-        # Groups that wait are known as written by this column; stores that are older than it gain it.
-        return TrajectoryStore.open(path, mode=mode, durability=durability, add_columns=[PENDING])
+        # Groups that wait are known as written by the first of these; stores that are older than they are gain them.
+        return TrajectoryStore.open(path, mode=mode, durability=durability, add_columns=[PENDING, NEWEST_VERSION])
     except StoreNotFoundError:
         if mode == "r":
             raise

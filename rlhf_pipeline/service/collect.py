@@ -19,6 +19,7 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import RewardError
 from rlhf_pipeline.events import CollectorFinished, EventHandler, Notice, RolloutDone, ignore_events
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.slot_engine import WeightRefresh
 from rlhf_pipeline.run_log import log_file
 from rlhf_pipeline.runtime_build import Parts, build_models, build_parts
 from rlhf_pipeline.service.claims import Claims, Flow
@@ -83,7 +84,8 @@ def collect(
             )
             claims = Claims(run_dir, own_name, rollouts, flow)
             try:
-                worker = _Worker(run_dir, parts, claims, heartbeat, on_event)
+                every = pipeline.collect.refresh_weights_every
+                worker = _Worker(run_dir, parts, claims, heartbeat, on_event, every)
                 reason = worker.work(stop)
             finally:
                 claims.release()
@@ -115,6 +117,7 @@ class _Worker:
     claims: Claims
     heartbeat: Heartbeat
     on_event: EventHandler
+    refresh_weights_every: int = 0
     version: int = -1
     num_rollouts: int = 0
     num_trajectories: int = 0
@@ -146,12 +149,13 @@ class _Worker:
         self.heartbeat.beat("collecting", rollout=rollout, version=self.version, rollouts=self.num_rollouts)
         self.parts.load_write_path_state(published.write_path)
         self.parts.buffer.refresh()
+        version = self.version
         done = self._collect(rollout)
         # After the trajectories: a row here says that all of the rollout is there.
         self.claims.rollouts.append(
             {
                 "rollout": [rollout],
-                "policy_version": [self.version],
+                "policy_version": [version],
                 "num_trajectories": [done.num_trajectories],
                 "num_failed": [done.num_failed],
                 "task_reward": [done.task_reward],
@@ -164,7 +168,7 @@ class _Worker:
             RolloutDone(
                 collector=self.heartbeat.name,
                 rollout=rollout,
-                policy_version=self.version,
+                policy_version=version,
                 num_trajectories=done.num_trajectories,
                 task_reward=done.task_reward,
                 seconds=done.seconds,
@@ -173,7 +177,7 @@ class _Worker:
 
     def _collect(self, rollout: int) -> Rollout:
         try:
-            done = self.parts.collector.collect(rollout, policy_version=self.version)
+            done = self.parts.collector.collect(rollout, policy_version=self.version, refresh=self._refresh())
         except RewardError:
             self.heartbeat.beat("failed: every reward call", rollout=rollout, rollouts=self.num_rollouts)
             raise
@@ -182,6 +186,19 @@ class _Worker:
             logger.warning(message)
             self.on_event(Notice(message=message, level="warning"))
         return done
+
+    def _refresh(self) -> WeightRefresh | None:
+        """Return what takes up newer weights in the middle of a rollout, where the definition asks for it."""
+        if not self.refresh_weights_every:
+            return None
+
+        def load() -> int:
+            newest = read_published(self.run_dir / "weights")
+            if newest is not None:
+                self._take_weights(newest)
+            return self.version
+
+        return WeightRefresh(load, every=self.refresh_weights_every, version=self.version)
 
     def _take_weights(self, published: Published) -> None:
         """Load the published weights; if they have been replaced in the meantime, the newest ones."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies._uniforms import stream_keys, uniforms
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy, Completion
+from rlhf_pipeline.policies.slot_engine import WeightRefresh
 
 PROMPTS = [[2 + i] + [3 + (7 * i + j) % 90 for j in range(5 * i)] for i in range(6)]
 RAGGED = [2 + 4 * i for i in range(18)]
@@ -369,3 +370,47 @@ def test_cuda_gives_the_tokens_of_the_cpu(name: str, make_model: Make) -> None:
     assert [c.token_ids for c in on_cpu] == [c.token_ids for c in on_cuda]
     for x, y in zip(on_cpu, on_cuda, strict=True):
         torch.testing.assert_close(x.log_probs, y.log_probs, atol=1e-4, rtol=0)
+
+
+def test_weights_that_do_not_change_on_the_way_change_nothing(make_model: Make) -> None:
+    """Looking for newer weights in the middle of a rollout and finding none: the same tokens and log-probs."""
+    policy = CausalLMPolicy(make_model("qwen2"), num_slots=5)
+    asked = {"group_size": 3, "max_new_tokens": RAGGED, "seed": 1}
+    plain = policy.generate_ragged(PROMPTS, **asked)
+    looked = policy.generate_ragged(PROMPTS, **asked, refresh=WeightRefresh(lambda: 7, every=2, version=7))
+    assert plain.versions is None
+    assert looked.versions is not None
+    assert np.unique(looked.versions).tolist() == [7]
+    assert (plain.token_ids == looked.token_ids).all()
+    assert (plain.log_probs == looked.log_probs).all()
+
+
+def test_newer_weights_in_the_middle_of_a_rollout(make_model: Make, oracle: Oracle) -> None:
+    """Every token has the log-prob of the weights that sampled it, and every completion its first and last version.
+
+    The last norm is what changes: nothing in the caches depends on it, so both halves can be scored exactly.
+    """
+    model = make_model("qwen2")
+    norm = model.model.norm.weight
+
+    def load() -> int:
+        norm.mul_(1.5)  # once, after 4 tokens
+        return 1
+
+    calls = iter((load, lambda: 1, lambda: 1))
+    policy = CausalLMPolicy(model, num_slots=8)
+    refresh = WeightRefresh(lambda: next(calls)(), every=4, version=0)
+    found = policy.generate_ragged(
+        PROMPTS[:2], group_size=3, max_new_tokens=[2, 4, 9, 9, 10, 3], seed=1, refresh=refresh
+    )
+    assert found.versions is not None
+    lengths = found.lengths.tolist()
+    assert found.versions.tolist() == [[0, int(length > 4)] for length in lengths]
+    assert max(lengths) == 10
+    for late in (True, False):
+        for c in found:
+            exact = oracle(model, PROMPTS[c.prompt_index] + c.token_ids, 1.0)[-len(c.token_ids) :]
+            mine = slice(4, None) if late else slice(0, 4)
+            assert (exact[mine] - c.log_probs[mine]).abs().sum() < 1e-4
+        with torch.no_grad():
+            norm.div_(1.5)

@@ -21,7 +21,7 @@ def definition() -> Pipeline:
         policy=TinyPolicy(hidden_size=16, num_layers=1, num_heads=2),
         prompts=CopyDigits(num_digits=2),
         reward=token_match,
-        collect=Collect(prompts_per_rollout=PROMPTS, group_size=GROUP, max_new_tokens=3),
+        collect=Collect(prompts_per_rollout=PROMPTS, group_size=GROUP, max_new_tokens=3, refresh_weights_every=1),
         write=WritePath(estimator="dr_grpo"),
         buffer=Buffer(max_staleness=3),
         loss=GRPO(entropy_coeff=0.01),
@@ -52,6 +52,8 @@ def check(run_dir: Path) -> None:
         assert store.verify().ok
         ids, trajectories = store.ids(), store.read_scalars("trajectory_id")
         groups, members = np.unique(store.read_scalars("group_id"), return_counts=True)
+        first, last = store.read_scalars("policy_version"), store.read_scalars("newest_policy_version")
+    assert ((last == -1) | (last > first)).all()
     assert len(np.unique(trajectories)) == len(trajectories)
     assert groups.tolist() == list(range(len(groups)))
     assert set(members.tolist()) == {GROUP}
