@@ -200,7 +200,14 @@ class SegmentWriter:
             from concurrent.futures import ThreadPoolExecutor
 
             self._pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="trajectory-sync")
-        list(self._pool.map(_fs.datasync, fds))
+        others = [self._pool.submit(_fs.datasync, fd) for fd in fds[1:]]
+        try:
+            _fs.datasync(fds[0])
+        finally:  # nobody may close a file that is being synced
+            errors = [other.exception() for other in others]
+        for error in errors:
+            if error is not None:
+                raise error
 
     def finish(self) -> None:
         """Write the record that says nothing follows, and close; a failing disk does not matter here."""
