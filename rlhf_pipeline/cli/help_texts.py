@@ -157,6 +157,17 @@ examples:
   rlhf-pipeline export runs/copy_digits --to dataset --filter 'reward>=0.5' --filter 'version<100'
   rlhf-pipeline export runs/copy_digits --to best.jsonl --filter 'date>=2026-01-31' --columns prompt completion"""
 
+COPY = """\
+Copies trajectories in the order of arrival, all columns, later values (patches) folded in. The copy is a
+store of its own with new ids, not a run; trajectory_id stays. With --backend zarr it is sealed: sharded,
+zstd-compressed Zarr groups, read by plain Zarr too, and half the size or less. A filter is written as for
+`export`.
+
+examples:
+  rlhf-pipeline copy runs/copy_digits --to archive --backend zarr
+  rlhf-pipeline copy archive --to runs/again
+  rlhf-pipeline copy runs/copy_digits --to best --filter 'reward>=1'"""
+
 NEW_MODEL = """\
 Trains a tokenizer on the text and writes a small untrained causal language model with it, as a
 checkpoint folder that transformers loads. Nothing is downloaded.

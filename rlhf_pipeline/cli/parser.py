@@ -208,6 +208,17 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     _add_filter(export)
     export.add_argument("--columns", nargs="+", metavar="NAME", help="only these columns")
 
+    copy = command("copy", "copying", "copy a store, whole or in part, to either backend", help_texts.COPY)
+    copy.add_argument("path", metavar="RUN|STORE")
+    copy.add_argument("--to", required=True, metavar="STORE", help="the new folder; must not exist")
+    copy.add_argument(
+        "--backend",
+        choices=("memmap", "zarr"),
+        default="memmap",
+        help="memmap: raw, for training; zarr: compressed, for keeping (default: %(default)s)",
+    )
+    _add_filter(copy)
+
     model = command(
         "new-model",
         "new_model",

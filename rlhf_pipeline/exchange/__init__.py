@@ -1,6 +1,7 @@
 """Other tools' data: rollouts from elsewhere into a store, a store to Parquet and datasets, other trainers recorded.
 
 - `import_files`: JSONL, Parquet, Hugging Face datasets; dumps of TRL, verl, open-instruct, prime-rl, tinker-cookbook.
+- `copy_store`: a store, whole or in part, into a new one of either backend.
 - `export_store`: Parquet, JSONL, Hugging Face datasets; an export is imported again without loss.
 - `TrajectoryRecorder`: inside TRL's trainers, or any loop that has token ids and rewards.
 - `select`: conditions such as `reward>=0.5`.
@@ -10,16 +11,19 @@ pyarrow and datasets are optional and imported when they are needed: `pip instal
 
 from __future__ import annotations
 
+from rlhf_pipeline.exchange.copier import CopyReport, copy_store
 from rlhf_pipeline.exchange.exporter import ExportReport, export_store
 from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.exchange.importer import FileReport, ImportReport, import_files
 from rlhf_pipeline.exchange.recorder import TrajectoryRecorder
 
 __all__ = [
+    "CopyReport",
     "ExportReport",
     "FileReport",
     "ImportReport",
     "TrajectoryRecorder",
+    "copy_store",
     "export_store",
     "import_files",
     "select",

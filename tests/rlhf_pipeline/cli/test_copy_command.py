@@ -1,0 +1,65 @@
+"""`rlhf-pipeline copy`: to either backend and back, whole or in part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trajectory_store import TrajectoryStore
+
+from .conftest import Cli
+
+
+def test_there_and_back(cli: Cli, run_dir: Path):
+    """A run's store is archived as zarr in fewer bytes, and brought back without a difference."""
+    with TrajectoryStore.open(run_dir / "store", "a") as store:
+        store.patch(store.ids()[3:5], advantage=[7.0, 8.0])
+        store.update(store.ids()[:2], use_count=4)
+    shown = cli("copy", run_dir, "--to", "an archive", "--backend", "zarr")
+    assert shown.code == 0
+    lines = shown.out.splitlines()
+    assert lines[0].startswith("an archive: 48 trajectories, zarr, ")
+    assert lines[2:] == [
+        "compare:       rlhf-pipeline diff runs/demo 'an archive'",
+        "look at them:  rlhf-pipeline inspect 'an archive'",
+    ]
+    assert cli("copy", "an archive", "--to", "made/here").code == 0
+    for made in ("an archive", "made/here"):
+        assert cli("diff", run_dir, made).code == 0
+        assert cli("verify", made).code == 0
+    with TrajectoryStore.open("made/here") as back:
+        assert back.read_scalars("advantage")[3:5].tolist() == [7.0, 8.0]
+        assert back.read_scalars("use_count")[:3].tolist() == [4, 4, 0]
+
+
+@pytest.mark.parametrize("backend", ["memmap", "zarr"])
+def test_a_part(cli: Cli, run_dir: Path, backend: str):
+    """A filter says how many it left out; nothing left over is an empty store."""
+    shown = cli("copy", run_dir, "--to", "some", "--backend", backend, "--filter", "group<2")
+    assert shown.out.startswith(f"some: 8 trajectories, 40 left out by the filter, {backend}, ")
+    with TrajectoryStore.open("some") as store:
+        assert store.read_scalars("group_id").tolist() == [0] * 4 + [1] * 4
+    assert cli("copy", run_dir, "--to", "none", "--backend", backend, "--filter", "group<0").code == 0
+    with TrajectoryStore.open("none") as store:
+        assert len(store) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        (["copy", "runs/dmo", "--to", "x"], "Did you mean 'runs/demo'?"),
+        (["copy", "runs/demo", "--to", "runs/demo"], "exists already. Name another with --to"),
+        (["copy", "runs/demo", "--to", "x", "--filter", "rewrad>1"], "Did you mean 'reward'?"),
+        (["copy", "runs/demo", "--to", "x", "--backend", "zar"], "Did you mean 'zarr'?"),
+        (["copy", "runs/demo"], "--to"),
+        (["cpoy", "runs/demo"], "Did you mean 'copy'?"),
+    ],
+)
+def test_slips(cli: Cli, run_dir: Path, args: list[str], wanted: str):
+    """A slip is answered with what to type, and nothing is left behind."""
+    before = sorted(Path().iterdir())
+    shown = cli(*args)
+    assert shown.code == 2
+    assert wanted in shown.err
+    assert sorted(Path().iterdir()) == before
