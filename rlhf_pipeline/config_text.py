@@ -54,6 +54,8 @@ def override(config: T, path: str, text: str) -> T:
     if head not in names:
         raise DefinitionError(f"{type(config).__name__} has no field '{head}'.{did_you_mean(head, names)}")
     value = getattr(config, head)
+    if rest and value is None:
+        value = _default_of(typing.get_type_hints(type(config))[head])
     if rest:
         if not dataclasses.is_dataclass(value):
             raise DefinitionError(f"'{head}' has no fields of its own, so '{path}' names nothing.")
@@ -66,6 +68,12 @@ def override(config: T, path: str, text: str) -> T:
     else:
         new = _parse(text, typing.get_type_hints(type(config))[head], path)
     return dataclasses.replace(cast(Any, config), **{head: new})
+
+
+def _default_of(hint: Any) -> Any:
+    """Return a group of fields as it is by default, where a definition leaves it out; None if it is no group."""
+    kinds = [option for option in typing.get_args(hint) if dataclasses.is_dataclass(option)]
+    return cast(Any, kinds[0])() if kinds else None
 
 
 def _parse(text: str, hint: Any, path: str) -> Any:

@@ -37,6 +37,9 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
         folder = Path(pipeline.policy.path).expanduser()
         if folder.is_dir():
             found["policy.path"] = _model_folder(folder)
+    if pipeline.replay is not None:
+        # Where the stores were. What was chosen from them is in `gather.json`, and they may grow or go afterwards.
+        found["replay.stores"] = {path: str(Path(path).expanduser().resolve()) for path in pipeline.replay.stores}
     return found
 
 
@@ -56,7 +59,7 @@ def check_inputs(run_dir: Path, recorded: Mapping[str, Mapping[str, Any]], pipel
     now = describe_inputs(pipeline)
     paths = {"prompts.path": getattr(pipeline.prompts, "path", ""), "policy.path": getattr(pipeline.policy, "path", "")}
     for field, before in recorded.items():
-        if field not in now or now[field] == before:
+        if field not in now or now[field] == before or field == "replay.stores":
             continue
         changed = sorted(name for name in before.keys() | now[field].keys() if before.get(name) != now[field].get(name))
         what = f"its {', '.join(changed)} differ" if field == "policy.path" else _sizes(before, now[field])

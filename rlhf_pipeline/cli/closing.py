@@ -8,6 +8,7 @@ import shutil
 from rlhf_pipeline.cli.plan import Plan
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.events import RunFinished
+from rlhf_pipeline.report.replayed import sources_of
 from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.words import count, duration, number
 
@@ -17,10 +18,16 @@ def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
     from rlhf_pipeline.report.html import write_report
     from rlhf_pipeline.report.samples import before_and_after
 
-    view.say(result_sentence(finished, resumed=plan.resume))
     run = RunFolder(finished.run_dir)
-    for line in before_and_after(run, shutil.get_terminal_size((110, 24)).columns):
-        view.say(line)
+    if plan.pipeline.replay is not None:
+        view.say(replay_sentence(finished, run, resumed=plan.resume))
+    else:
+        view.say(result_sentence(finished, resumed=plan.resume))
+        for line in before_and_after(run, shutil.get_terminal_size((110, 24)).columns):
+            view.say(line)
+    if finished.reason == "interrupted" and not run.metrics:
+        view.say(f"next:\n  {plan.again}\n      go on where it stopped")
+        return
     written = write_report(run)
     view.say(f"written: {', '.join(str(path) for path in written)}")
     view.say("next:")
@@ -42,6 +49,19 @@ def result_sentence(finished: RunFinished, *, resumed: bool = False) -> str:
     return why + sentence
 
 
+def replay_sentence(finished: RunFinished, run: RunFolder, *, resumed: bool = False) -> str:
+    """Return what a run learned from: `50 steps (21 s) on 3,824 trajectories of 1 store; 0.84 uses of each`."""
+    steps = (
+        f"{count(finished.steps, 'step')} ({duration(finished.seconds)}{' since it was resumed' if resumed else ''})"
+    )
+    why = "stopped and saved: " if finished.reason == "interrupted" else ""
+    stores = count(len(sources_of(finished.run_dir)), "store")
+    uses = sum(len(row["row_ids"]) for row in run.ledger)
+    there = f"{count(finished.num_trajectories, 'trajectory')} of {stores}"
+    rounds = f"; {uses / finished.num_trajectories:.2f} uses of each" if finished.num_trajectories else ""
+    return f"{why}{steps} on {there}{rounds}"
+
+
 def next_commands(finished: RunFinished, plan: Plan) -> list[tuple[str, str]]:
     """Return commands worth typing now, each with its meaning."""
     folder = shlex.quote(str(finished.run_dir))
@@ -55,4 +75,7 @@ def next_commands(finished: RunFinished, plan: Plan) -> list[tuple[str, str]]:
         (f"rlhf-pipeline show {folder}", "the newest trajectory, token by token"),
     ]
     again = more[finished.reason]
+    replay = plan.pipeline.replay
+    if finished.reason == "steps" and replay is not None and (replay.recorded_order or replay.epochs is not None):
+        return looks  # more steps have nothing to learn from
     return [again, *looks] if finished.reason == "interrupted" else [*looks, again]

@@ -123,15 +123,21 @@ examples:
   rlhf-pipeline compact runs/mine/store"""
 
 REPLAY = """\
-Loads the newest checkpoint before the step, takes the steps again on the trajectories that the
-ledger names, and compares each loss with metrics.jsonl: bit for bit on a CPU. Nothing is changed.
-How far back it can go is up to learn.keep_checkpoints.
+Learns from the trajectories of stores and runs, and samples nothing. They are copied into a new run
+folder, which keeps what any run keeps; what is missing (log-probs, advantages) is computed first.
+
+A RUN alone is replayed with its own definition and seed and in its own order, and the result compared
+with it: on a CPU loss, reward, gradient norm and weights come out the same, bit for bit. A STORE is
+learned from by `offline_replay`, or by --definition. A filter is written as for `export`.
 
 examples:
-  rlhf-pipeline replay runs/copy_digits --from-step 290
-  rlhf-pipeline replay runs/copy_digits --from-step 290 --steps 1
+  rlhf-pipeline replay runs/copy_digits                     the same learning curve, from the store alone
+  rlhf-pipeline replay runs/solutions --set policy.path=model --epochs 2
+  rlhf-pipeline replay runs/a runs/b --weight 3 --weight 1 --filter 'reward>=0.5' --steps 200
+  rlhf-pipeline replay runs/copy_digits --from-step 290     take steps again from the newest checkpoint
+                                                            before, as the ledger says; changes nothing
 
-Exit code 1 if a step does not come out as recorded."""
+Exit code 1 if something should come out the same and does not."""
 
 IMPORT = """\
 Reads (prompt, completion, reward) groups from JSONL, Parquet and Hugging Face datasets (save_to_disk),

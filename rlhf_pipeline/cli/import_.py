@@ -39,7 +39,7 @@ def execute(args: argparse.Namespace) -> int:
         on_file=_say_file,
         on_commit=_Progress(started),
     )
-    print("\n".join(_lines(report, time.perf_counter() - started)))
+    print("\n".join(_lines(report, time.perf_counter() - started, args.tokenizer)))
     return 0
 
 
@@ -60,7 +60,7 @@ class _Progress:
             print(f"  {count(report.num_imported, 'trajectory')} so far", file=sys.stderr, flush=True)
 
 
-def _lines(report: ImportReport, seconds: float) -> list[str]:
+def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[str]:
     store = shlex.quote(str(report.store))
     if not report.num_imported:
         return [
@@ -81,10 +81,12 @@ def _lines(report: ImportReport, seconds: float) -> list[str]:
     if report.num_without_log_probs:
         made.append(
             f"  {count(report.num_without_log_probs, 'trajectory')} without behaviour log-probs; "
-            "RetrieveLogProb computes them when the store is trained on"
+            "`replay` computes them when it learns from the store"
         )
     if report.num_without_reward:
         made.append(f"  {count(report.num_without_reward, 'trajectory')} without a reward")
     made.append(f"look at them:    rlhf-pipeline inspect {store}")
     made.append(f"the newest one:  rlhf-pipeline show {store}")
+    model = f" --set policy.path={shlex.quote(tokenizer)}" if tokenizer else " --set policy.path=MODEL"
+    made.append(f"learn from them: rlhf-pipeline replay {store}{model}")
     return made

@@ -13,7 +13,7 @@ from rlhf_pipeline.report.inspect import Inspection, RewardCheck, inspect_store
 from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.stored import Stored, open_run_or_store
 from rlhf_pipeline.report.words import count, number, plain
-from rlhf_pipeline.rewards import RewardFunction
+from rlhf_pipeline.rewards import RewardFunction, no_reward
 
 _BAR = 30
 
@@ -33,6 +33,16 @@ def execute(args: argparse.Namespace) -> int:
 
 def _reward(run: RunFolder | None, typed: str | None) -> tuple[RewardFunction | None, str | None]:
     """Return the reward function, or why there is none. A definition that was asked for must load."""
+    reward, why_not = _found(run, typed)
+    if reward is no_reward:
+        return (
+            None,
+            "the definition learns from stores and has no reward function; add --definition of one that has",
+        )
+    return reward, why_not
+
+
+def _found(run: RunFolder | None, typed: str | None) -> tuple[RewardFunction | None, str | None]:
     if typed is not None:
         overrides = run.config.overrides if run is not None else ()
         return definitions.find(typed).pipeline(overrides).reward, None

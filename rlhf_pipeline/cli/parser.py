@@ -6,6 +6,7 @@ argparse, because the whole `--help` then costs 0.1 s less than with the librari
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shutil
 from collections.abc import Sequence
@@ -155,11 +156,38 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     verify = command("verify", "verify", "check a run or a store for damage", help_texts.VERIFY)
     verify.add_argument("path", metavar="RUN|STORE")
 
-    replay = command("replay", "replay", "take a run's steps again, and compare the losses", help_texts.REPLAY)
-    replay.add_argument("path", metavar="RUN")
-    replay.add_argument("--from-step", type=_positive, metavar="K", help="the first step to compare")
-    replay.add_argument("--steps", type=_positive, metavar="N", help="how many (default: all that are recorded)")
-    replay.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's)")
+    replay = command(
+        "replay", "replay", "learn from stores alone; or take a run's steps again and compare", help_texts.REPLAY
+    )
+    replay.add_argument("paths", nargs="*", metavar="STORE|RUN")
+    replay.add_argument(
+        "--definition",
+        metavar="NAME|FILE.py[:function]",
+        help="what learns (default: the definition of the first RUN, else offline_replay)",
+    )
+    replay.add_argument("--out", metavar="DIR", help="the run folder (default: runs/NAME-replay)")
+    replay.add_argument("--steps", type=_positive, metavar="N", help="optimizer steps at most")
+    replay.add_argument("--epochs", type=_above_zero, metavar="E", help="stop when each was used E times on average")
+    replay.add_argument(
+        "--weight",
+        dest="weights",
+        type=_above_zero,
+        action="append",
+        default=[],
+        metavar="W",
+        help="share of each batch that comes from a store; one for each STORE, in their order",
+    )
+    _add_filter(replay)
+    replay.add_argument("--seed", type=_natural, metavar="N", help="seeds weights and batches (default: the run's)")
+    replay.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
+    replay.add_argument("--resume", action="store_true", help="go on with a replay that stopped")
+    _add_overrides(replay)
+    replay.add_argument(
+        "--from-step",
+        type=_positive,
+        metavar="K",
+        help="of one RUN: take steps K and later again from its checkpoint, and compare; changes nothing",
+    )
 
     compact = command("compact", "compact", "merge the segments of a store that nobody writes to", help_texts.COMPACT)
     compact.add_argument("path", metavar="RUN|STORE")
@@ -341,4 +369,14 @@ def _positive(text: str) -> int:
     number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1 up")
+    return number
+
+
+def _above_zero(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
     return number

@@ -11,6 +11,7 @@ from rlhf_pipeline import definitions
 from rlhf_pipeline.cli import preflight
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunMismatchError
+from rlhf_pipeline.report.replayed import has_chosen
 from rlhf_pipeline.report.run_folder import RunFolder, is_run
 from rlhf_pipeline.run_record import check_processes, check_unchanged
 from rlhf_pipeline.service.heartbeat import read_heartbeat
@@ -47,7 +48,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         PipelineError: anything wrong with the definition, the run folder, the model folder or the prompts.
     """
     overrides = _overrides(args)
-    return _checked(_resumed(args, overrides) if args.resume else _new(args, overrides))
+    return checked(_resumed(args, overrides) if args.resume else _new(args, overrides))
 
 
 def make_joining_plan(args: argparse.Namespace) -> Plan:
@@ -60,14 +61,14 @@ def make_joining_plan(args: argparse.Namespace) -> Plan:
     command = shlex.join(["rlhf-pipeline", args.command, "--run", args.run])
     if is_run(out):
         check_processes(out, several=True)
-        plan = _recorded(args, out, args.definition, overrides, command, "choose another --run")
-        return _checked(replace(plan, joins=True))
+        plan = recorded_plan(args, out, args.definition, overrides, command, "choose another --run")
+        return checked(replace(plan, joins=True))
     if args.definition is None:
         example = shlex.join(["rlhf-pipeline", args.command, "long_running", "--run", args.run])
         raise DefinitionError(f"{out} is not a run yet, so say what to run, for example: {example}")
     preflight.check_new_folder(out, command, option="--run")
     definition = definitions.find(args.definition)
-    return _checked(
+    return checked(
         Plan(
             pipeline=definition.pipeline(overrides),
             definition=definition.name,
@@ -87,11 +88,18 @@ def _overrides(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     return (*args.overrides, *([("learn.steps", str(steps))] if steps is not None else []))
 
 
-def _checked(plan: Plan) -> Plan:
+def checked(plan: Plan) -> Plan:
+    """Check all that a plan names, without torch.
+
+    Raises:
+        PipelineError: something is not there, or cannot be.
+    """
     preflight.check_device(plan.device)
     if plan.joins or plan.collectors:
         preflight.check_processes(plan.pipeline)
     preflight.check_pipeline(plan.pipeline, plan.seed)
+    if plan.pipeline.replay is not None and not (plan.resume and has_chosen(plan.out)):
+        preflight.check_stores(plan.pipeline.replay)
     return plan
 
 
@@ -133,18 +141,31 @@ def _resumed(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -
     command = _command(named, str(out) if args.out or named is None else None, args.collectors)
     collectors = args.collectors or read_heartbeat(out / "processes", "supervisor").get("collectors", 0)
     check_processes(out, several=collectors > 0)
-    plan = _recorded(args, out, named, overrides, command, "leave --resume out and choose another --out")
+    plan = recorded_plan(args, out, named, overrides, command)
     return replace(plan, collectors=collectors)
 
 
-def _recorded(
+def recorded_plan(
     args: argparse.Namespace,
     out: Path,
     named: str | None,
     overrides: tuple[tuple[str, str], ...],
     command: str,
-    otherwise: str,
+    otherwise: str = "leave --resume out and choose another --out",
 ) -> Plan:
+    """Return the plan to go on with a run: what it recorded, and what was typed on top.
+
+    Args:
+        args: what was typed.
+        out: the run folder.
+        named: the definition that was typed, if any.
+        overrides: those that were typed.
+        command: what starts the run.
+        otherwise: what else to do where another seed was typed.
+
+    Raises:
+        RunMismatchError: another definition or seed than the recorded one.
+    """
     config = RunFolder(out).config
     if args.seed is not None and args.seed != config.seed:
         raise RunMismatchError(

@@ -10,7 +10,7 @@ import re
 import shlex
 from pathlib import Path
 
-from rlhf_pipeline.config import Pipeline, PretrainedPolicy, TinyPolicy
+from rlhf_pipeline.config import Pipeline, PretrainedPolicy, Replay, TinyPolicy
 from rlhf_pipeline.errors import (
     DataError,
     DefinitionError,
@@ -19,8 +19,10 @@ from rlhf_pipeline.errors import (
     RunExistsError,
     did_you_mean,
 )
+from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.prompts import Prompt
 from rlhf_pipeline.report.run_folder import RunFolder, is_run, not_found
+from rlhf_pipeline.report.stored import Stored, open_run_or_store
 from rlhf_pipeline.run_record import is_free
 
 _DEVICES = ("cpu", "cuda", "mps")
@@ -103,6 +105,8 @@ def check_pipeline(pipeline: Pipeline, seed: int) -> None:
     """
     if isinstance(pipeline.policy, PretrainedPolicy):
         check_model_folder(pipeline.policy.path)
+    if pipeline.replay is not None:
+        return  # nothing is sampled or graded
     check_reward(pipeline)
     prompt = first_prompt(pipeline, seed)
     if isinstance(pipeline.policy, TinyPolicy):
@@ -112,6 +116,24 @@ def check_pipeline(pipeline: Pipeline, seed: int) -> None:
                 f"the prompt {prompt.text!r} (answer {prompt.answer!r}) has characters that the model does not know: "
                 f"{' '.join(map(repr, unknown))}. Add them to the definition: TinyPolicy(alphabet=...)."
             )
+
+
+def check_stores(replay: Replay) -> None:
+    """Check that the stores which a definition learns from are there, and that its filters can be read.
+
+    Raises:
+        DefinitionError: no store is named, or a filter is none.
+        MissingPathError: a store is not there; names the runs that are.
+    """
+    if not replay.stores:
+        raise DefinitionError(
+            "this definition learns from stores; name some: rlhf-pipeline replay STORE..., or --set replay.stores=STORE"
+        )
+    for path in replay.stores:
+        _, folder = open_run_or_store(path)
+        with Stored(folder) as stored:
+            for condition in replay.filters:
+                select(stored.store, [condition], stored.ids()[:0])
 
 
 def check_reward(pipeline: Pipeline) -> None:

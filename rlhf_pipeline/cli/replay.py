@@ -1,14 +1,13 @@
-"""`rlhf-pipeline replay`: take a run's steps again from what it stored, and compare the losses."""
+"""`rlhf-pipeline replay`: learn from stores; or take a run's steps again from a checkpoint, and compare."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-import shlex
 from pathlib import Path
 
 from rlhf_pipeline import definitions
-from rlhf_pipeline.cli import preflight
+from rlhf_pipeline.cli import preflight, replay_stores
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError
 from rlhf_pipeline.report.run_folder import RunConfig, RunFolder, is_run, not_found
@@ -17,14 +16,27 @@ from rlhf_pipeline.run_record import check_unchanged
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Replay a run; 1 if a step does not come out as recorded."""
-    folder = Path(args.path).expanduser()
+    """Replay; 1 if a step does not come out as recorded."""
+    if args.from_step is None:
+        return replay_stores.execute(args)
+    _check_rerun(args)
+    folder = Path(args.paths[0]).expanduser()
     if not is_run(folder):
         raise not_found(folder)
-    if args.from_step is None:
-        again = shlex.join(["rlhf-pipeline", "replay", args.path, "--from-step", "1"])
-        raise DefinitionError(f"say from which step on to replay {folder}, for example: {again}")
     return replay_run(folder, from_step=args.from_step, num_steps=args.steps, device=args.device)
+
+
+def _check_rerun(args: argparse.Namespace) -> None:
+    """Refuse what does not go with `--from-step`, which changes nothing and takes all from the run."""
+    if len(args.paths) != 1:
+        raise DefinitionError("--from-step takes the steps of one run again; name one run.")
+    values = {"--definition": args.definition, "--out": args.out, "--epochs": args.epochs, "--weight": args.weights}
+    values |= {"--filter": args.filters, "--set": args.overrides, "--seed": args.seed, "--resume": args.resume}
+    typed = [name for name, value in values.items() if value not in (None, False, [])]
+    if typed:
+        raise DefinitionError(
+            f"{typed[0]} does not go with --from-step, which takes the steps as they were. Leave one of them out."
+        )
 
 
 def replay_run(folder: Path, *, from_step: int, num_steps: int | None, device: str | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 
 from rlhf_pipeline import definitions
 from rlhf_pipeline.cli import sharded, supervised
@@ -23,7 +24,19 @@ def execute(args: argparse.Namespace) -> int:
     plan = make_plan(args)
     if plan.collectors:
         return supervised.execute(args, plan)
-    plan = sharded.joined(plan)
+    return run_plan(sharded.joined(plan))
+
+
+def run_plan(plan: Plan, *, then: Callable[[RunView], int] = lambda view: 0) -> int:
+    """Run what was planned, in this process.
+
+    Args:
+        plan: what to run, all checked.
+        then: called when the run has come to its end; says more and returns the exit code.
+
+    Returns:
+        The exit code: 130 or 143 if a signal stopped it.
+    """
     view = view_of_stdout()
     view.say(f"{plan.pipeline.name}: starting, seed {plan.seed}, on {plan.device}; importing torch ...")
     started = time.perf_counter()
@@ -40,7 +53,7 @@ def execute(args: argparse.Namespace) -> int:
         view.close()
         sharded.leave()
     finish(finished, plan, view)
-    return stopped_code(seen) if finished.reason == "interrupted" else 0
+    return stopped_code(seen) if finished.reason == "interrupted" else then(view)
 
 
 def _run(plan: Plan, view: RunView, started: float, seen: list[int]) -> RunFinished:

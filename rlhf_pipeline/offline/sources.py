@@ -189,6 +189,8 @@ def choose(replay: Replay, limits: Limits) -> Choice:
         raise DefinitionError(
             "no store to learn from: rlhf-pipeline replay STORE..., or --set replay.stores=STORE,OTHER_STORE"
         )
+    if replay.weights and len(replay.weights) != len(replay.stores):
+        raise DefinitionError(f"{len(replay.weights)} weights for {len(replay.stores)} stores. Give each store one.")
     folders = [store_folder(path) for path in replay.stores]
     for at, folder in enumerate(folders):
         if folder in folders[:at]:

@@ -65,11 +65,17 @@ def reward_curve(run: RunFolder) -> str:
     unit = bool(points) and all(0 <= value <= 1 for _, value in points)
     return line_chart(
         points,
-        title=f"{run.config.pipeline.get('name', run.path.name)}: mean task reward per rollout",
+        title=f"{run.config.pipeline.get('name', run.path.name)}: mean task reward {_of_what(run)}",
         y_label="task reward",
         target=run.config.pipeline.get("learn", {}).get("stop_at_reward"),
         y_range=(0.0, 1.0) if unit else None,
     )
+
+
+def _of_what(run: RunFolder) -> str:
+    """Return what a point of the curve is about: a run that draws from stores has rewards of others."""
+    replay = run.config.pipeline.get("replay")
+    return "stored with each step's trajectories" if replay and not replay["recorded_order"] else "per rollout"
 
 
 def render(run: RunFolder, svg: str) -> str:

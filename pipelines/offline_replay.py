@@ -1,0 +1,23 @@
+"""Learn from stored trajectories alone: graded solutions that were imported, or what earlier runs left."""
+
+from __future__ import annotations
+
+from rlhf_pipeline import GRPO, Collect, Learn, Pipeline, PretrainedPolicy, Replay, Sample, WritePath
+
+
+def offline_replay() -> Pipeline:
+    """GRPO on groups as they were stored, every trajectory once per epoch, 128 in a step; three epochs."""
+    return Pipeline(
+        name="offline_replay",
+        description="learn from stores alone: imported solutions or earlier runs; nothing is sampled",
+        needs="replay.stores (`rlhf-pipeline replay STORE...`) and policy.path (a checkpoint folder)",
+        policy=PretrainedPolicy(path="model"),
+        replay=Replay(epochs=3),
+        sample=Sample(batch_size=128),
+        collect=Collect(max_new_tokens=256),
+        write=WritePath(estimator="grpo"),
+        # Token ratios are taken to the initial policy, the behaviour policy of what has no log-probs. The bounds keep
+        # the policy near it where a trajectory is used in several epochs.
+        loss=GRPO(clip_low=0.2, clip_high=0.2, aggregation="token_mean", dual_clip=3.0),
+        learn=Learn(steps=10_000, lr=1e-5, warmup_steps=5, token_budget=8192),
+    )

@@ -1,0 +1,170 @@
+"""`rlhf-pipeline replay STORE|RUN...`: learn from stores alone, and say whether a replayed run came out the same."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_pipeline import definitions
+from rlhf_pipeline.cli import preflight
+from rlhf_pipeline.cli.plan import Plan, checked, recorded_plan
+from rlhf_pipeline.cli.progress import RunView
+from rlhf_pipeline.cli.run import run_plan
+from rlhf_pipeline.errors import DefinitionError, MissingPathError
+from rlhf_pipeline.report.replayed import Comparison, compare
+from rlhf_pipeline.report.run_folder import RunFolder, is_run
+from rlhf_pipeline.report.stored import open_run_or_store
+from rlhf_pipeline.report.words import count
+
+_DEFAULT = "offline_replay"
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Learn from stores; 1 if the replay of a run should be equal bit for bit and is not."""
+    plan = _resumed(args) if args.resume else _new(args)
+    return run_plan(plan, then=lambda view: _compare(plan, view))
+
+
+def _resumed(args: argparse.Namespace) -> Plan:
+    out = _out(args)
+    preflight.check_resumable(out)
+    return checked(recorded_plan(args, out, args.definition, _typed(args), _command(args)))
+
+
+def _new(args: argparse.Namespace) -> Plan:
+    if not args.paths:
+        raise DefinitionError("say what to learn from, for example: rlhf-pipeline replay runs/copy_digits")
+    for path in args.paths:
+        open_run_or_store(path)  # or an error that names what is there
+    out, first = _out(args), Path(args.paths[0]).expanduser()
+    preflight.check_new_folder(out, _command(args))
+    base = _of_a_run(args, first) if args.definition is None and is_run(first) else None
+    if base is None:
+        base = _Base(definitions.find(args.definition or _DEFAULT), (), 0, "cpu")
+    overrides = (*base.overrides, *_typed(args))
+    return checked(
+        Plan(
+            pipeline=base.definition.pipeline(overrides),
+            definition=base.definition.name,
+            overrides=overrides,
+            out=out,
+            seed=base.seed if args.seed is None else args.seed,
+            device=args.device or base.device,
+            resume=False,
+            command=_command(args),
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """What a replay takes over."""
+
+    definition: definitions.Definition
+    overrides: tuple[tuple[str, str], ...]
+    seed: int
+    device: str
+
+
+def _of_a_run(args: argparse.Namespace, folder: Path) -> _Base:
+    """Take over a run's definition, overrides and seed; and its order, where nothing else was asked for."""
+    run = RunFolder(folder)
+    try:
+        definition = definitions.find(run.config.definition)
+    except MissingPathError as error:
+        raise MissingPathError(
+            f"the definition that {folder} was started with is gone: {error} Name its new place: --definition "
+            "FILE.py[:function]"
+        ) from error
+    overrides = [pair for pair in run.config.overrides if not pair[0].startswith("replay.")]
+    collected = run.config.pipeline.get("replay") is None
+    if collected and len(args.paths) == 1 and not (args.filters or args.weights or args.epochs):
+        overrides.append(("replay.recorded_order", "true"))
+        if run.metrics:
+            overrides.append(("learn.steps", str(run.metrics[-1]["step"])))
+    return _Base(definition, tuple(overrides), run.config.seed, run.config.device)
+
+
+def _typed(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """Return what was typed as overrides; the stores' folders as absolute paths."""
+    stores = [str(Path(path).expanduser().absolute()) for path in args.paths]
+    for text in (*stores, *args.filters):
+        if "," in text:
+            raise DefinitionError(f"'{text}' has a comma, which separates names in a definition's text. Rename it.")
+    typed = [("replay.stores", ",".join(stores))] if stores else []
+    typed += [("replay.filters", ",".join(args.filters))] if args.filters else []
+    typed += [("replay.weights", ",".join(map(str, args.weights)))] if args.weights else []
+    typed += [("replay.epochs", str(args.epochs))] if args.epochs is not None else []
+    typed += [("learn.steps", str(args.steps))] if args.steps is not None else []
+    return (*typed, *args.overrides)
+
+
+def _out(args: argparse.Namespace) -> Path:
+    if args.out:
+        return Path(args.out).expanduser()
+    if not args.paths:
+        raise DefinitionError("say which run to go on with: rlhf-pipeline replay --resume --out runs/NAME-replay")
+    first = Path(args.paths[0]).expanduser().absolute()
+    inner = first.name == "store" and is_run(first.parent)
+    return Path("runs") / f"{(first.parent if inner else first).name}-replay"
+
+
+def _command(args: argparse.Namespace) -> str:
+    """Return what to type to start the same again."""
+    parts = ["rlhf-pipeline", "replay", *args.paths]
+    for name, value in (("--definition", args.definition), ("--out", args.out)):
+        parts += [name, value] if value else []
+    return shlex.join(parts)
+
+
+def _compare(plan: Plan, view: RunView) -> int:
+    """Say whether the replay of a run in recorded order is the run; 1 if it should be and is not."""
+    replay = plan.pipeline.replay
+    if replay is None or not replay.recorded_order:
+        return 0
+    source = Path(replay.stores[0]).expanduser()
+    source = source if is_run(source) else source.parent
+    if not is_run(source):
+        return 0
+    run = RunFolder(source)
+    found = compare(run, RunFolder(plan.out))
+    if not found.num_steps:
+        view.say(f"{source} has no metrics to compare with.")
+        return 0
+    view.say(_sentence(found, source))
+    if found.same or run.config.seed != plan.seed:
+        return 0
+    reason = _why_not_exact(run)
+    if reason is not None:
+        view.say(reason)
+        return 0
+    return 1
+
+
+def _sentence(found: Comparison, source: Path) -> str:
+    steps = count(found.num_steps, "step")
+    if found.num_different == 0:
+        said = f"the same as {source}: loss, reward and gradient norm of {steps} are equal, bit for bit"
+    else:
+        first, name = found.different or (0, "")
+        said = (
+            f"NOT the same as {source}: {found.num_different} of {steps} differ, the first is step {first} ({name}); "
+            f"losses by up to {found.largest:.1e} of their size"
+        )
+    if found.weights_step is not None:
+        equal = "equal, byte for byte" if found.same_weights else "DIFFERENT"
+        said += f"; the weights after step {found.weights_step} are {equal}"
+    return f"{said}."
+
+
+def _why_not_exact(run: RunFolder) -> str | None:
+    """Return why the bits of a run cannot be expected again, or None where they can."""
+    if (run.path / "processes").is_dir():
+        return "its collectors were processes of their own: which rollouts had arrived at a step is not in the store."
+    if any(row.get("processes", 1) != 1 for row in run.metrics):
+        return "several processes took its steps, and they add gradients up in another order."
+    if not run.config.device.startswith("cpu"):
+        return f"it ran on {run.config.device}, which does not repeat its bits."
+    return None
