@@ -16,6 +16,7 @@ examples:
   rlhf-pipeline run copy_digits --resume          go on where a run stopped
   rlhf-pipeline inspect runs/copy_digits          counts, lengths, rewards graded again
   rlhf-pipeline show runs/copy_digits --id 17     one trajectory, token by token
+  rlhf-pipeline tail runs/copy_digits -f          watch what a run stores and learns
 
 `rlhf-pipeline COMMAND --help` says more about each."""
 

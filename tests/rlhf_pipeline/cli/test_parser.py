@@ -15,7 +15,7 @@ def test_no_command_shows_what_there_is(cli: Cli):
     shown = cli()
     assert shown.code == 0
     assert "rlhf-pipeline run copy_digits" in shown.out
-    for command in ("run", "list", "inspect", "show", "verify", "report", "new-model", "doctor"):
+    for command in ("run", "list", "inspect", "show", "tail", "diff", "verify", "compact", "copy", "new-model", "doctor"):
         assert f"\n    {command} " in shown.out
 
 
