@@ -1,0 +1,158 @@
+"""What a run that was killed again and again must show, from its stores, its ledger and its metrics alone."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.jsonl import read_rows
+from trajectory_store import StoreError, TrajectoryStore
+
+CHECKED_COLUMNS = ("input_ids", "log_probs", "assistant_mask")
+CHECKED_SCALARS = ("trajectory_id", "group_id", "policy_version", "task_reward")
+LAST_ROLLOUTS = 20
+GOAL = 0.9
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table."""
+
+    what: str
+    found: str
+    met: bool | None
+    """None where there is no goal."""
+
+    def __str__(self) -> str:
+        verdict = {True: "met", False: "MISSED", None: ""}[self.met]
+        return f"{self.what:<72} {self.found:>24}  {verdict}"
+
+
+class Witness:
+    """Remembers every rollout that was acknowledged while the run went on: its ids and a checksum of its content."""
+
+    def __init__(self, run_dir: Path, prompts_per_rollout: int) -> None:
+        self.run_dir = run_dir
+        self.size = prompts_per_rollout
+        self.seen: dict[int, tuple[tuple[int, ...], int]] = {}
+
+    def look(self) -> None:
+        """Take in what has been acknowledged since the last look: a rollout's row is written after its trajectories."""
+        try:
+            with (
+                TrajectoryStore.open(self.run_dir / "rollouts") as rollouts,
+                TrajectoryStore.open(self.run_dir / "store") as store,
+            ):
+                new = [r for r in rollouts.read_scalars("rollout").tolist() if r not in self.seen]
+                store.refresh()
+                self.seen |= self.fingerprints(store, new)
+        except (StoreError, FileNotFoundError):
+            if self.seen:
+                raise  # the stores were there; before that they may be in the making
+
+    def fingerprints(self, store: TrajectoryStore, rollouts: list[int]) -> dict[int, tuple[tuple[int, ...], int]]:
+        """Return the ids and the checksum of each of these rollouts."""
+        ids, groups = store.ids(), store.read_scalars("group_id")
+        found = {}
+        for rollout in rollouts:
+            mine = ids[groups // self.size == rollout]
+            crc = 0
+            for name in CHECKED_SCALARS:
+                crc = zlib.crc32(np.ascontiguousarray(store.read_scalars(name, mine)).tobytes(), crc)
+            for name in CHECKED_COLUMNS:
+                ragged = store.read_ragged(name, mine)
+                crc = zlib.crc32(np.ascontiguousarray(ragged.values).tobytes(), crc)
+                crc = zlib.crc32(np.asarray(ragged.lengths, np.int64).tobytes(), crc)
+            found[rollout] = (tuple(mine.tolist()), crc)
+        return found
+
+
+def check_run(run_dir: Path, pipeline: Pipeline, witness: Witness) -> list[Line]:
+    """Count prompts, trajectories, rollouts and steps, and compare what was acknowledged with what is there."""
+    size, members = pipeline.collect.prompts_per_rollout, pipeline.collect.group_size
+    updates = pipeline.learn.updates_per_rollout
+    ledger, metrics = read_rows(run_dir / "ledger.jsonl"), read_rows(run_dir / "metrics.jsonl")
+    steps = metrics[-1]["step"]
+    with TrajectoryStore.open(run_dir / "store") as store, TrajectoryStore.open(run_dir / "rollouts") as rollouts:
+        verified = [store.verify().ok, rollouts.verify().ok]
+        ids = store.ids()
+        trajectory_ids, groups = store.read_scalars("trajectory_id"), store.read_scalars("group_id")
+        stored = rollouts.read_scalars("rollout")
+        now = witness.fingerprints(store, list(witness.seen))
+        prompts_wrong = _wrong_prompts(store, pipeline, json.loads((run_dir / "config.json").read_text())["seed"])
+    there, counts = np.unique(groups, return_counts=True)
+    expected = int(there[-1]) + 1 if len(there) else 0
+    lost = expected - len(there) + int((counts < members).sum())
+    repeated = int((counts > members).sum()) + len(trajectory_ids) - len(np.unique(trajectory_ids))
+    learned = [row["rollout"] for row in ledger]
+    begun, times = np.unique(learned, return_counts=True)
+    waiting = set(stored.tolist()) - set(learned)
+    used = np.concatenate([np.asarray(row["row_ids"], np.int64) for row in ledger])
+    used_ids, used_times = np.unique(used, return_counts=True)
+    ages = [age for row in ledger for age in (min(row["ages"]), max(row["ages"]))]
+    changed = sum(now[rollout] != was for rollout, was in witness.seen.items())
+    rewards = [row["task_reward"] for row in metrics if row["task_reward"] is not None]
+    last = float(np.mean(rewards[-LAST_ROLLOUTS:]))
+    return [
+        Line("prompts lost (a group that is not there, or not whole)", f"{lost} of {expected:,}", lost == 0),
+        Line("prompts or trajectories repeated", f"{repeated}", repeated == 0),
+        Line("prompts that are not the definition's (of those compared)", f"{prompts_wrong}", prompts_wrong == 0),
+        Line(
+            "rollouts: a row for each, once",
+            f"{len(stored):,}",
+            sorted(stored.tolist()) == list(range(expected // size)),
+        ),
+        Line(
+            "acknowledged rollouts seen on the way, lost or changed",
+            f"{changed} of {len(witness.seen):,}",
+            changed == 0 and len(witness.seen) > 0,
+        ),
+        Line("ledger: every step once", f"{len(ledger):,}", [r["step"] for r in ledger] == list(range(1, steps + 1))),
+        Line(
+            "metrics: every step once", f"{len(metrics):,}", [r["step"] for r in metrics] == list(range(1, steps + 1))
+        ),
+        Line(
+            f"rollouts learned {updates} time(s), one after the other",
+            f"{len(begun):,}",
+            bool((times == updates).all())
+            and all(len(set(learned[at : at + updates])) == 1 for at in range(0, len(learned), updates)),
+        ),
+        Line(
+            "trajectories learned more often",
+            f"{int((used_times > updates).sum())}",
+            bool((used_times <= updates).all()),
+        ),
+        Line(
+            "trajectories that the ledger names and the store lacks",
+            f"{int((~np.isin(used_ids, ids)).sum())}",
+            bool(np.isin(used_ids, ids).all()),
+        ),
+        Line(
+            "rollouts stored and not learned from yet",
+            f"{len(waiting)}",
+            len(waiting) <= pipeline.buffer.max_staleness + 1 and set(learned) <= set(stored.tolist()),
+        ),
+        Line(
+            "oldest trajectory in a step (optimizer steps)",
+            f"{max(ages)}",
+            min(ages) >= 0 and max(ages) <= pipeline.buffer.max_staleness,
+        ),
+        Line("verify: store, rollouts", f"{verified}", all(verified)),
+        Line(f"reward, mean of the last {LAST_ROLLOUTS} rollouts (goal {GOAL})", f"{last:.3f}", last >= GOAL),
+    ]
+
+
+def _wrong_prompts(store: TrajectoryStore, pipeline: Pipeline, seed: int, num: int = 2000) -> int:
+    """Count stored prompts that differ from what the source says, over the newest and some others."""
+    ids, groups = store.ids(), store.read_scalars("group_id")
+    chosen = np.unique(
+        np.concatenate([np.arange(max(len(ids) - 512, 0), len(ids)), np.linspace(0, len(ids) - 1, num).astype(int)])
+    )
+    texts = store.read(ids[chosen], ["prompt"])["prompt"]
+    source = pipeline.prompts
+    return sum(text != source.prompt(int(group), seed).text for text, group in zip(texts, groups[chosen], strict=True))
