@@ -1,0 +1,91 @@
+"""`collect`, `learn` and `run --collectors` up to the import of torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.cli import plan as plans
+from rlhf_pipeline.cli.parser import parse
+
+from ..report.conftest import write_run
+from .conftest import Cli
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run_of_several(folder: str, *, collectors: int | None = None) -> Path:
+    """Write a run whose collectors and learner are processes; say how many collectors its supervisor had."""
+    run_dir = write_run(Path(folder), overrides=(("learn.lr", "0.5"),))
+    (run_dir / "rollouts").mkdir()
+    (run_dir / "processes").mkdir()
+    if collectors is not None:
+        said = {"name": "supervisor", "collectors": collectors}
+        (run_dir / "processes" / "supervisor.json").write_text(json.dumps(said))
+    return run_dir
+
+
+@pytest.mark.parametrize("command", ["collect", "learn"])
+def test_definition_and_seed_are_those_of_the_run(command: str):
+    """A process joins a run that is there with nothing but its folder."""
+    run_of_several("mine")
+    made = plans.make_joining_plan(parse([command, "--run", "mine"]))
+    assert (made.out, made.definition, made.seed, made.device) == (Path("mine"), "copy_digits", 0, "cpu")
+    assert made.pipeline.learn.lr == 0.5
+    assert made.again == f"rlhf-pipeline {command} --run mine"
+
+
+@pytest.mark.parametrize("command", ["collect", "learn"])
+def test_what_to_run_must_be_named_once(cli: Cli, command: str):
+    """The first process of a run says what it is; the message has an example."""
+    shown = cli(command, "--run", "new")
+    assert shown.code == 2
+    assert "is not a run yet, so say what to run" in shown.err
+    assert f"rlhf-pipeline {command} long_running --run new" in shown.err
+    made = plans.make_joining_plan(parse([command, "long_running", "--run", "new", "--set", "learn.lr=0.25"]))
+    assert (made.definition, made.pipeline.learn.lr, made.overrides) == ("long_running", 0.25, (("learn.lr", "0.25"),))
+
+
+def test_another_seed_or_folder_is_refused(cli: Cli):
+    """A run has one seed; a folder of something else is not touched."""
+    run_of_several("mine")
+    assert "was started with seed 0, not 3" in cli("collect", "--run", "mine", "--seed", 3).err
+    Path("thesis").mkdir()
+    Path("thesis/text").touch()
+    assert "Choose another folder: --run thesis-2" in cli("learn", "long_running", "--run", "thesis").err
+
+
+def test_runs_in_one_and_in_several_processes_do_not_mix(cli: Cli):
+    """They count rollouts differently; each message says how to go on."""
+    write_run(Path("alone"))
+    assert "is a run in one process. Go on with it without --collectors" in cli("collect", "--run", "alone").err
+    assert "without --collectors" in cli("run", "--out", "alone", "--resume", "--collectors", 2).err
+    run_of_several("many")
+    assert "is a run of several processes" in cli("run", "--out", "many", "--resume").err
+
+
+def test_resume_has_as_many_collectors_as_before():
+    """The number need not be typed again; a typed one counts."""
+    run_of_several("many", collectors=3)
+    made = plans.make_plan(parse(["run", "many", "--resume"]))
+    assert (made.collectors, made.again) == (3, "rlhf-pipeline run --out many --resume")
+    made = plans.make_plan(parse(["run", "many", "--resume", "--collectors", "1"]))
+    assert (made.collectors, made.again) == (1, "rlhf-pipeline run --out many --collectors 1 --resume")
+
+
+def test_definitions_that_cannot_be_collected_for(cli: Cli):
+    """A moving reference is in one process only."""
+    settings = ("--set", "learn.reference_every=2", "--set", "write.kl_coef=0.1")
+    assert "Leave --collectors out" in cli("run", "long_running", "--collectors", 2, *settings).err
+    assert not Path("runs").exists()
+
+
+def test_slips(cli: Cli):
+    """A run folder is needed; a limit in seconds is above 0."""
+    assert "--run" in cli("collect", "long_running").err
+    assert "'soon' is not a number of seconds above 0" in cli("run", "long_running", "--hang-timeout", "soon").err
