@@ -14,6 +14,7 @@ from rlhf_pipeline.exchange._rollout import (
     as_answer,
     as_ids,
     as_int,
+    as_list,
     as_number,
     as_prompt,
     as_scores,
@@ -124,7 +125,7 @@ class FlatReader:
             if (scores := get(target)) is not None:
                 setattr(made, target, as_scores(scores, name(target, "")))
         if (mask := get("completion_mask")) is not None:
-            made.completion_mask = [bool(item) for item in mask]
+            made.completion_mask = [bool(item) for item in as_list(mask, name("completion_mask", ""))]
         if (advantage := get("advantage")) is not None and not isinstance(advantage, list):
             made.advantage = as_number(advantage, name("advantage", ""))
         if (version := get("policy_version")) is not None:

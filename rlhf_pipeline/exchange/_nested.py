@@ -14,6 +14,7 @@ from rlhf_pipeline.exchange._rollout import (
     as_answer,
     as_ids,
     as_int,
+    as_list,
     as_number,
     as_scores,
     as_text,
@@ -168,8 +169,11 @@ class PrimeRLReader:
         ids = as_ids(field_of(row, "token_ids"), "token_ids")
         mask = [bool(item) for item in as_list(field_of(row, "loss_mask"), "loss_mask")]
         scores = as_scores(field_of(row, "inference_logprobs"), "inference_logprobs")
-        if not len(ids) == len(mask) == len(scores) or not any(mask):
+        if not len(ids) == len(mask) == len(scores):
             raise DataError(f"{len(ids)} token_ids, {len(mask)} in loss_mask, {len(scores)} inference_logprobs.")
+        if not any(mask):
+            self.left_out += 1
+            return []
         start = mask.index(True)
         credit = (row.get("advantages") or [None] * len(ids))[start]
         return [
@@ -197,22 +201,32 @@ class TinkerReader:
 
     def __init__(self, row: Row, given: Mapping[str, str]) -> None:
         _only(given)
-        self.rewards: dict[tuple[Any, ...], float] = {}
+        self.rewards: dict[tuple[Any, ...], dict[Any, float]] = {}
+        """By iteration, group and trajectory: the reward in each split."""
         self.left_out = 0
         self.without_reward = 0
 
     def about(self) -> str:
         """Return which field was taken for what, in words."""
-        rewards = f"reward=total_reward of {len(self.rewards):,} summaries" if self.rewards else "no rollout summaries"
+        num = sum(map(len, self.rewards.values()))
+        rewards = f"reward=total_reward of {num:,} summaries" if num else "no rollout summaries"
         return (
             f"samples: prompt_ids=prompt_tokens, completion_ids=samples[].tokens, group=iteration+group_idx, {rewards}"
         )
 
     def learn(self, row: Row) -> None:
         """Take the reward of a trajectory from its rollout summary."""
-        key = tuple(row.get(name) for name in ("split", "iteration", "group_idx", "traj_idx"))
+        key = tuple(row.get(name) for name in ("iteration", "group_idx", "traj_idx"))
         reward = as_number(field_of(row, "total_reward"), "total_reward")
-        self.rewards[key] = self.rewards[None, *key[1:]] = reward
+        self.rewards.setdefault(key, {})[row.get("split")] = reward
+
+    def _reward(self, split: Any, key: tuple[Any, ...]) -> float:
+        """Return a trajectory's reward; where its split is not known, only one that all splits agree on."""
+        known = self.rewards.get(key, {})
+        if split in known:
+            return known[split]
+        values = {*known.values()} if split is None else set()
+        return values.pop() if len(values) == 1 else math.nan
 
     def read(self, row: Row) -> list[Rollout]:
         """Return the samples of one call; a call that failed has none.
@@ -229,7 +243,7 @@ class TinkerReader:
         made: list[Rollout] = []
         for i, sample in enumerate(as_list(field_of(row, "samples"), "samples")):
             member = i if traj is None else traj
-            reward = self.rewards.get((split, iteration, group, member), math.nan)
+            reward = self._reward(split, (iteration, group, member))
             self.without_reward += reward != reward
             scores = sample.get("logprobs")
             made.append(
@@ -268,17 +282,6 @@ def field_of(row: Any, name: str) -> Any:
         there = ", ".join(sorted(map(str, row))) if isinstance(row, Mapping) else shown(row)
         raise DataError(f"there is no field '{name}' (here are: {there}).")
     return row[name]
-
-
-def as_list(value: Any, name: str) -> list[Any]:
-    """Return a field that must be a list.
-
-    Raises:
-        DataError: it is not.
-    """
-    if not isinstance(value, list):
-        raise DataError(f"field '{name}' must be a list, got {shown(value)}.")
-    return value
 
 
 def _leaves(nodes: Any) -> list[list[Row]]:

@@ -122,7 +122,7 @@ def as_int(value: Any, name: str) -> int:
     Raises:
         DataError: it is no whole number.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not float(value).is_integer():
         raise DataError(f"field '{name}' must be a whole number, got {shown(value)}.")
     return int(value)
 
@@ -135,6 +135,17 @@ def as_ids(value: Any, name: str) -> list[int]:
     """
     if not isinstance(value, list) or any(type(item) is not int or not 0 <= item < 2**31 for item in value):
         raise DataError(f"field '{name}' must be a list of token ids, got {shown(value)}.")
+    return value
+
+
+def as_list(value: Any, name: str) -> list[Any]:
+    """Return a field that must be a list.
+
+    Raises:
+        DataError: it is not.
+    """
+    if not isinstance(value, list):
+        raise DataError(f"field '{name}' must be a list, got {shown(value)}.")
     return value
 
 

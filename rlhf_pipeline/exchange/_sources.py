@@ -119,7 +119,8 @@ def find_sources(paths: Sequence[str | Path], container: Container | None = None
             found += _in_folder(path)
         else:
             found.append(Source(path, container or _container_of(path)))
-    return [Source(source.path.resolve(), source.container) for source in found]
+    # A file that is named twice, or that a folder or a link names again, is read once.
+    return list(dict.fromkeys(Source(source.path.resolve(), source.container) for source in found))
 
 
 def _container_of(path: Path) -> Container:

@@ -169,6 +169,8 @@ class TrajectoryRecorder:
         source: str,
     ) -> np.ndarray:
         num = len(completions)
+        # Also where this call fails: the other processes go on, and a group may have members in several of them.
+        offset, self._offset = self._offset, self._offset + self.world_size * num
         sized = {"rewards": rewards, "advantages": advantages, "answers": answers, "metas": metas, **given}
         for name, values in sized.items():
             if values is not None and len(values) != num:
@@ -198,11 +200,10 @@ class TrajectoryRecorder:
             encoded = encoder.encode(rollout)
             more.append({"source": {"recorder": source}} | ({} if encoded is None else {"encoded": encoded}))
             rollouts.append(rollout)
-        first = self._offset + self.rank * num
+        first = offset + self.rank * num
         places = np.arange(first, first + num, dtype=np.int64)
         groups = self._groups(rollouts, places)
         ids = self.store.append(columns_of(rollouts, groups + self._base, places + self._base, more))
-        self._offset += self.world_size * num
         self.num_recorded += num
         return ids
 

@@ -1,0 +1,114 @@
+"""Imports and recordings at their edges: a file named twice, values that are no numbers, calls that fail."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.exchange import TrajectoryRecorder, import_files
+from rlhf_pipeline.exchange.formats import find_format
+from trajectory_store import TrajectoryStore
+
+
+def write(path: Path, *rows: object) -> Path:
+    """Write rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+GROUP = {"prompt_ids": [1], "completion_ids": [[2], [3]], "rewards": [0.0, 1.0]}
+
+
+def test_a_file_that_is_named_twice(tmp_path: Path):
+    """A file named twice, or beside its folder or a link to it, is imported once."""
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    file = write(folder / "a.jsonl", GROUP)
+    (tmp_path / "link.jsonl").symlink_to(file)
+    report = import_files([file, file, folder, tmp_path / "link.jsonl"], tmp_path / "s")
+    assert (report.num_imported, len(report.files)) == (2, 1)
+    with TrajectoryStore.open(tmp_path / "s") as store:
+        assert store.read_scalars("trajectory_id").tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("step", [math.nan, math.inf, "3", 1.5, None])
+def test_a_version_that_is_no_number(tmp_path: Path, step: object):
+    """NaN and infinity, as data frames write them, are named like any other value that is no whole number."""
+    file = write(tmp_path / "a.jsonl", GROUP, GROUP | {"step": step})
+    first = write(tmp_path / "b.jsonl", GROUP | {"step": 1}, GROUP | {"step": step})
+    assert import_files([file], tmp_path / "a").num_imported == 4  # the first row has no such field
+    if step is None:
+        assert import_files([first], tmp_path / "b").num_imported == 4
+        return
+    with pytest.raises(DataError, match=r"b\.jsonl:2: field 'step' must be a whole number, got (float|str) "):
+        import_files([first], tmp_path / "b")
+
+
+def test_a_mask_that_is_no_list(tmp_path: Path):
+    """A mask of another kind is named with its row."""
+    row = {"prompt_ids": [1], "completion_ids": [2], "reward": 1.0}
+    file = write(tmp_path / "a.jsonl", row | {"completion_mask": [1]}, row | {"completion_mask": 1})
+    with pytest.raises(DataError, match=r"a\.jsonl:2: field 'completion_mask' must be a list, got int 1"):
+        import_files([file], tmp_path / "s")
+    with TrajectoryStore.open(tmp_path / "s") as store:
+        assert len(store) == 1
+
+
+def test_a_sequence_without_a_token_to_learn_from(tmp_path: Path):
+    """prime-rl exports sequences whose tokens are all masked; they are left out, as episodes of that kind are."""
+    row = {"token_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "inference_logprobs": [0.0, -1.0, -2.0], "step": 3}
+    masked = row | {"loss_mask": [0, 0, 0]}
+    file = write(tmp_path / "rank_0.jsonl", masked, row, masked)
+    report = import_files([file], tmp_path / "s")
+    assert (report.num_imported, report.files[0].num_left_out) == (1, 2)
+    short = write(tmp_path / "rank_1.jsonl", row, row | {"loss_mask": [0, 1]})
+    with pytest.raises(DataError, match=r"rank_1\.jsonl:2: 3 token_ids, 2 in loss_mask, 3 inference_logprobs"):
+        import_files([short], tmp_path / "s")
+
+
+def test_rewards_of_two_splits_are_not_mixed():
+    """A sample that does not name its split gets a reward only where the splits agree on one."""
+    sample = {
+        "prompt_tokens": [1],
+        "samples": [{"tokens": [2], "logprobs": [-1.0]}],
+        "scope": {"iteration": 0, "group_idx": 0, "traj_idx": 0},
+    }
+    found = find_format("tinker", sample)
+    assert found is not None
+    summary = {"iteration": 0, "group_idx": 0, "traj_idx": 0, "total_reward": 1.0}
+    reader = found.reader(sample, {})
+    reader.learn(summary | {"split": "train"})  # type: ignore[attr-defined]
+    assert reader.read(sample)[0].reward == 1.0
+    reader.learn(summary | {"split": "test", "total_reward": 0.0})  # type: ignore[attr-defined]
+    assert math.isnan(reader.read(sample)[0].reward)
+    assert "reward=total_reward of 2 summaries" in reader.about()
+    named = sample | {"scope": sample["scope"] | {"split": "test"}}
+    assert reader.read(named)[0].reward == 0.0
+
+
+def test_a_call_that_was_not_recorded_keeps_the_ranks_in_step(tmp_path: Path):
+    """Where one process could not record a call, its later calls still meet those of the other process in one group."""
+    made = [
+        TrajectoryRecorder(tmp_path / "s", group_size=4, on_error="log", rank=rank, world_size=2) for rank in (0, 1)
+    ]
+
+    def call(rank: int, number: int, **wrong: object) -> None:
+        ids = [[number], [number]]
+        given = {"prompt_ids": ids, "completion_ids": ids, "completions": ["", ""], "rewards": [0.0, 1.0]} | wrong
+        made[rank].record(**given)  # type: ignore[arg-type]
+
+    call(0, 1, rewards=[0.0])
+    call(1, 1)
+    call(0, 2)
+    call(1, 2)
+    for recorder in made:
+        recorder.close()
+    with TrajectoryStore.open(tmp_path / "s") as store:
+        groups, tokens = store.read_scalars("group_id"), store.read_ragged("input_ids").values[::2]
+        assert len(np.unique(store.read_scalars("trajectory_id"))) == len(store) == 6
+        assert sorted(zip(groups.tolist(), tokens.tolist(), strict=True)) == [(0, 1)] * 2 + [(1, 2)] * 4
