@@ -68,6 +68,32 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def last_row(path: Path) -> Row | None:
+    """Return the last whole row, or None; reads the end of the file only.
+
+    Raises:
+        DataError: that line is not JSON.
+    """
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        size, tail = file.seek(0, os.SEEK_END), b""
+        while tail.count(b"\n") < 2 and len(tail) < size:
+            length = min(max(2 * len(tail), 65_536), size)
+            file.seek(size - length)
+            tail = file.read(length)
+    *lines, _torn_tail = tail.split(b"\n")
+    if not lines:
+        return None
+    try:
+        return json.loads(lines[-1])
+    except ValueError as error:
+        raise DataError(
+            f"{path}: its last line is not JSON ({error}). "
+            "The file was edited or damaged; delete the line to go on without it."
+        ) from error
+
+
 def mend_tail(path: Path) -> None:
     """Take off a last line that a kill or a full disk cut short, so that the next row starts on a line of its own."""
     if not path.is_file():

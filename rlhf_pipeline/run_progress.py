@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.jsonl import append_row, keep_rows, mend_tail, read_rows
+from rlhf_pipeline.jsonl import append_row, keep_rows, last_row, mend_tail
 from rlhf_pipeline.learner.ledger import Ledger
 
 
@@ -43,8 +43,8 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         mend_tail(path)
-        rows = read_rows(path)
-        self._last = rows[-1]["step"] if rows else 0
+        last = last_row(path)
+        self._last = last["step"] if last is not None else 0
 
     def append(self, row: dict[str, Any]) -> None:
         """Write the line of a step, unless it is there."""

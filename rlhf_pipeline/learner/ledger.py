@@ -6,6 +6,7 @@ import bisect
 import json
 import re
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,14 @@ class Ledger:
     def rows(self) -> list[dict[str, Any]]:
         """Return all rows, oldest first."""
         return read_rows(self.path)
+
+    def each_row(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows, oldest first, with one of them in memory at a time."""
+        if not self.path.is_file():
+            return
+        with self.path.open("rb") as file:
+            for line in file:
+                yield json.loads(line)
 
     def _index(self) -> None:
         """Note where each row begins. The rows stay on disk: a run of days has millions of trajectory ids."""

@@ -274,7 +274,7 @@ class _Worker:
 
     def _learned_from(self) -> set[int]:
         """Return the rollouts that the steps up to the checkpoint began with."""
-        rows = self.parts.learner.ledger.rows()
+        rows = self.parts.learner.ledger.each_row()
         return {row["rollout"] for row in rows if "rollout" in row and row["step"] <= self.progress.step}
 
     def _published_before(self) -> int | None:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.jsonl import append_row, keep_rows, read_rows, write_atomically
+from rlhf_pipeline.jsonl import append_row, keep_rows, last_row, read_rows, write_atomically
 
 
 def test_rows_come_back_in_order_and_nan_becomes_null(tmp_path):
@@ -60,3 +60,21 @@ def test_atomic_write_leaves_no_temporary(tmp_path):
     write_atomically(path, b"new")
     assert path.read_bytes() == b"new"
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_the_last_row_is_read_from_the_end(tmp_path):
+    """Also where it is longer than what is read first, and where a torn line follows."""
+    path = tmp_path / "rows.jsonl"
+    assert last_row(path) is None
+    append_row(path, {"step": 1})
+    assert last_row(path) == {"step": 1}
+    long = {"step": 2, "row_ids": list(range(40_000))}
+    append_row(path, long)
+    with path.open("ab") as file:
+        file.write(b'{"step": 3')
+    assert last_row(path) == long
+    path.write_bytes(b'{"step": 3')
+    assert last_row(path) is None
+    path.write_bytes(b"[\n")
+    with pytest.raises(DataError, match="its last line is not JSON"):
+        last_row(path)
