@@ -9,7 +9,7 @@ the learner does with them:
 - fresh: one optimizer step on each rollout, nothing is used twice.
 - fresh x3: three steps on each rollout. What replay has to beat: it spends the learner's time the same way.
 - uniform: three steps per rollout, each on a batch drawn with equal chances from the last `WINDOW` versions.
-- freshness-weighted: the same, with chances of |advantage| * exp(-age / TAU), after https://arxiv.org/abs/2604.16918.
+- freshness-weighted: the same, with chances of |advantage| * exp(-age / TAU), after arxiv.org/abs/2604.16918.
 
 Stale trajectories are weighed by the clipped ratio to the policy that produced them, and by the ESS guard. The reward is
 the mean of each new rollout, sampled at temperature 1 by the current weights from prompts never seen before, so it is a
@@ -90,7 +90,7 @@ def curve(task: tuple[str, int, int]) -> dict[str, Any]:
             groups = store.read_scalars("group_id") // pipeline.collect.prompts_per_rollout
             sampled = store.lengths("input_ids") - store.read_scalars("num_prompt_tokens")
         tokens = [int(sampled[groups <= row["rollout"]].sum()) for row in rows]
-    return {"arm": arm, "seed": seed, "reward": [row["task_reward"] for row in rows], "tokens": tokens}
+    return {"arm": arm, "seed": seed, "reward": [round(row["task_reward"], 4) for row in rows], "tokens": tokens}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
