@@ -12,8 +12,8 @@ the learner does with them:
 - freshness-weighted: the same, with chances of |advantage| * exp(-age / TAU), after arxiv.org/abs/2604.16918.
 
 Stale trajectories are weighed by the clipped ratio to the policy that produced them, and by the ESS guard. The reward
-is the mean of each new rollout, sampled at temperature 1 by the current weights from prompts never seen before, so it is a
-measure of the policy that replay cannot flatter.
+is the mean of each new rollout, sampled at temperature 1 by the current weights from prompts never seen before, so it
+is a measure of the policy that replay cannot flatter.
 
 Prints a table with 95 % intervals over the seeds (Student's t), of each arm and of its paired difference to `fresh`,
 and writes `results/experiment_replay.{json,svg}` with --save.
