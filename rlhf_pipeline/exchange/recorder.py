@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from rlhf_pipeline.replay.schema import trajectory_schema
 from trajectory_store import StoreError, StoreExistsError, StoreNotFoundError, TrajectoryStore
 
 _log = logging.getLogger("rlhf_pipeline")
+_LOCK = ".recorder.lock"
 _ANSWERS = ("answer", "ground_truth", "solution", "target")
 RewardFunction = Callable[..., Any]
 
@@ -39,8 +40,9 @@ class TrajectoryRecorder:
       `prompts`, `completions`, `completion_ids` and columns. Prompt ids come from the tokenizer, log-probs are NaN.
     - `recorder.record(...)`: any loop.
 
-    A call is one atomic commit, durable on return. Several processes may record into one store, each with its own
-    recorder made before training starts; a new recorder on an old store gives new ids. Not thread safe.
+    A call is one atomic commit, durable on return. The processes of one training may record into one store, each with
+    its own recorder, all made before training starts, and all with equally many rows per call. So may several trainings
+    at once, if each is one process. A new recorder on an old store gives new ids. Not thread safe.
 
     Args:
         store: folder of the store; made if it is not there.
@@ -90,6 +92,7 @@ class TrajectoryRecorder:
         self.store = _open(self.path, durability)
         self._lock = _share(self.path)
         self.num_recorded = 0
+        self._seen = self.store.snapshot()
         self._base = _base(self.store)
         self._offset = 0
         self._name = tokenizer if isinstance(tokenizer, str) else str(getattr(tokenizer, "name_or_path", "given"))
@@ -203,9 +206,21 @@ class TrajectoryRecorder:
         first = offset + self.rank * num
         places = np.arange(first, first + num, dtype=np.int64)
         groups = self._groups(rollouts, places)
-        ids = self.store.append(columns_of(rollouts, groups + self._base, places + self._base, more))
+        with _alone(self.path):
+            self._leave_to_others()
+            ids = self.store.append(columns_of(rollouts, groups + self._base, places + self._base, more))
+            self._seen = self.store.snapshot()
         self.num_recorded += num
         return ids
+
+    def _leave_to_others(self) -> None:
+        """Take other ids where another recorder, opened before this one had written, has begun to use the same ones."""
+        before, watermark = self._seen, self.store.refresh()
+        if self.world_size > 1 or watermark == before.watermark:
+            return  # of several ranks each has its own places among the same ids
+        new = self.store.read_scalars("trajectory_id", before.later(self.store.ids()))
+        if (new >> SOURCE_BITS == self._base >> SOURCE_BITS).any():
+            self._base = _base(self.store)
 
     def _groups(self, rollouts: Sequence[Rollout], places: np.ndarray) -> np.ndarray:
         if self.group_size is not None:
@@ -360,6 +375,14 @@ def _open(path: Path, durability: Any) -> TrajectoryStore:
         return TrajectoryStore.create(path, trajectory_schema(), durability=durability)
     except StoreExistsError:  # another rank was first
         return TrajectoryStore.open(path, mode="a", durability=durability)
+
+
+@contextlib.contextmanager
+def _alone(store: Path) -> Iterator[None]:
+    """Keep other recorders from writing for a moment."""
+    with (store / _LOCK).open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _share(path: Path) -> int:

@@ -112,3 +112,20 @@ def test_a_call_that_was_not_recorded_keeps_the_ranks_in_step(tmp_path: Path):
         groups, tokens = store.read_scalars("group_id"), store.read_ragged("input_ids").values[::2]
         assert len(np.unique(store.read_scalars("trajectory_id"))) == len(store) == 6
         assert sorted(zip(groups.tolist(), tokens.tolist(), strict=True)) == [(0, 1)] * 2 + [(1, 2)] * 4
+
+
+def test_two_trainings_at_once(tmp_path: Path):
+    """Recorders that were opened together share neither groups nor ids, also where one was slow to begin."""
+    recorders = [TrajectoryRecorder(tmp_path / "s", group_size=2) for _ in range(3)]
+    for call in range(4):
+        for number, recorder in enumerate(recorders[: call + 1]):
+            ids = [[10 * number + call]] * 2
+            recorder.record(prompt_ids=ids, completion_ids=ids, completions=["", ""], rewards=[0.5, 0.5])
+    for recorder in recorders:
+        recorder.close()
+    with TrajectoryStore.open(tmp_path / "s") as store:
+        assert store.verify().ok
+        assert len(np.unique(store.read_scalars("trajectory_id"))) == len(store) == 18
+        groups, tokens = store.read_scalars("group_id"), store.read_ragged("input_ids").values[::2]
+    found = {group: tokens[groups == group].tolist() for group in np.unique(groups).tolist()}
+    assert sorted(found.values()) == [[token] * 2 for token in (0, 1, 2, 3, 11, 12, 13, 22, 23)]
