@@ -33,13 +33,14 @@ from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.service.heartbeat import read_heartbeat
 
 ROLES = ("supervisor", "learner", "collector-0", "collector-1")
-KILL_EVERY_S = (4.0, 9.0)
+KILL_EVERY_S = (5.0, 12.0)
+"""A process needs 5 to 10 s until it has imported torch; killed more often than that, nobody would ever work."""
 SHARE_OF_KILLS = 0.75
 MOST_GROWTH = 0.10
 """Of a role's anonymous memory, from the first to the last quarter of its samples."""
 SLACK_MB = 16.0
-WARM_S = 15.0
-"""A process's age from which on its memory counts: before, it imports and allocates."""
+WARM = 15
+"""Rollouts or steps of a process's life from which on its memory counts: before, it allocates what it will keep."""
 
 
 @dataclass
@@ -48,7 +49,6 @@ class Memory:
 
     samples: dict[str, list[tuple[int, float, float]]] = field(default_factory=lambda: {role: [] for role in ROLES})
     """By role: process id, time, MB."""
-    births: dict[int, float] = field(default_factory=dict)
     at: float = 0.0
 
     def look(self, run_dir: Path) -> None:
@@ -58,9 +58,8 @@ class Memory:
             return
         self.at = now
         for role, pid in alive(run_dir).items():
-            born = self.births.setdefault(pid, now)
             megabytes = anonymous_mb(pid)
-            if megabytes is not None and now - born >= (WARM_S if role != "supervisor" else 2.0):
+            if megabytes is not None and is_warm(run_dir, role, pid):
                 self.samples[role].append((pid, now, megabytes))
 
     def lines(self) -> list[Line]:
@@ -84,6 +83,17 @@ class Memory:
                     Line(f"memory of {role}, {what} ({seconds:.0f} s), MB", f"{first:.0f} -> {last:.0f}", flat)
                 )
         return found
+
+
+def is_warm(run_dir: Path, role: str, pid: int) -> bool:
+    """Return True if a process has done enough work in its life for its memory to count."""
+    said = read_heartbeat(run_dir / "processes", role)
+    if said.get("pid") != pid:
+        return False
+    if role == "supervisor":
+        return said["state"] == "running"
+    worked = said.get("step", 0) - said.get("first_step", 0) if role == "learner" else said.get("rollouts", 0)
+    return worked >= WARM
 
 
 def anonymous_mb(pid: int) -> float | None:
