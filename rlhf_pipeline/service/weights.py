@@ -59,10 +59,10 @@ def publish(folder: Path, published: Published, *, save: Callable[[Path], None] 
 
 
 def read_published(folder: Path) -> Published | None:
-    """Return what was published last, or None if nothing was."""
+    """Return what was published last, or None if nothing was (or a power loss took it; it is not synced)."""
     try:
         return Published(**json.loads((folder / "latest.json").read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return None
 
 
