@@ -16,6 +16,7 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, MissingPathError
 from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.offline.batches import Batches
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.runtime_build import build_loss, build_policy
@@ -160,12 +161,13 @@ def retake(pipeline: Pipeline, plan: RerunPlan, *, run_dir: Path, seed: int, dev
             batch_size=pipeline.collect.rollout_size,
         )
         learner.load(plan.checkpoint)
+        batches = _batches(pipeline, storage.store, seed)
         for step in range(plan.start + 1, plan.last + 1):
             row, line = plan.ledger[step], plan.metrics[step]
             rows = np.asarray(row["row_ids"], dtype=np.int64)
             try:
-                problem = _batch_problem(learner, storage.store, row, rows)
-                found = learner.step(step, row_ids=rows)
+                problem = _batch_problem(learner, storage.store, row, rows) or _drawn_problem(batches, step, rows)
+                found = learner.step(step, row_ids=rows, ages=np.asarray(row["ages"], dtype=np.int64))
             except MissingRowError as error:
                 raise DataError(
                     f"step {step} learned from trajectories that are no longer in {storage.store.path} ({error}). They "
@@ -193,7 +195,7 @@ def _batch_problem(learner: Learner, store: TrajectoryStore, row: Mapping[str, A
     The rows must hold the trajectories and ages of the ledger; and where the learner chose them itself, the choice is
     made again from the store as it was.
     """
-    version = row["step"] - 1
+    version = row.get("newest_version", row["step"] - 1)  # of a store that was learned from alone
     if len(rows):
         trajectories = store.read_scalars("trajectory_id", rows).tolist()
         if row.get("trajectory_ids", trajectories) != trajectories:
@@ -206,6 +208,29 @@ def _batch_problem(learner: Learner, store: TrajectoryStore, row: Mapping[str, A
         if chosen.tolist() != rows.tolist():
             return f"the learner would choose {len(chosen)} trajectories now, not these {len(rows)}"
     return None
+
+
+def _batches(pipeline: Pipeline, store: TrajectoryStore, seed: int) -> Batches | None:
+    """Return how a run that learned from stores drew its batches; None of other runs, and where uses are limited."""
+    replay = pipeline.replay
+    if replay is None or replay.recorded_order or pipeline.sample.max_uses is not None:
+        return None
+    return Batches(
+        store,
+        replay=replay,
+        sample=pipeline.sample,
+        batch_size=pipeline.collect.rollout_size,
+        seed=seed,
+        ledger=None,
+    )
+
+
+def _drawn_problem(batches: Batches | None, step: int, rows: np.ndarray) -> str | None:
+    """Say how the batch differs from the one that is drawn again, or return None."""
+    if batches is None:
+        return None
+    drawn, _ = batches.rows(step)
+    return None if drawn.tolist() == rows.tolist() else f"{len(drawn)} other trajectories would be drawn now"
 
 
 def _recorded_form(value: float | int | None) -> float | None:

@@ -156,6 +156,8 @@ def _sentence(found: Comparison, source: Path) -> str:
     if found.weights_step is not None:
         equal = "equal, byte for byte" if found.same_weights else "DIFFERENT"
         said += f"; the weights after step {found.weights_step} are {equal}"
+    if found.num_missing:
+        said += f"; {count(found.num_missing, 'step')} of the run not taken"
     return f"{said}."
 
 

@@ -122,7 +122,7 @@ class Batches:
         sample: strategy, size, limits.
         batch_size: of a step, where `sample` does not say it.
         seed: of the run.
-        ledger: what earlier steps used, for `sample.max_uses`.
+        ledger: what earlier steps used, for `sample.max_uses`; None where that is not set.
 
     Attributes:
         num: trajectories that may be learned from; those of priority 0 are passed over.
@@ -142,7 +142,7 @@ class Batches:
         sample: Sample,
         batch_size: int,
         seed: int,
-        ledger: Ledger,
+        ledger: Ledger | None,
     ) -> None:
         ids = np.asarray(store.ids())
         ids = ids[store.read_scalars("priority", ids) > 0]
@@ -168,7 +168,7 @@ class Batches:
         if sample.strategy != "fresh":
             self._sampler = sampler_of(sample, max_staleness=None)
         self._views = [StoreView(store, ids[part], version=self.newest) for part in parts]
-        self._uses = _Uses(ledger, ids) if sample.max_uses is not None else None
+        self._uses = _Uses(ledger, ids) if ledger is not None and sample.max_uses is not None else None
         self._most = self._most_draws(replay)
         self.last_step = None if self._most is None else math.ceil(self._most / self.batch_size)
 

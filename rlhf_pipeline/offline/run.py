@@ -246,8 +246,10 @@ class _RecordedSteps:
         versions = np.asarray(store.read_scalars("policy_version"))
         order = np.argsort(versions, kind="stable")
         self._versions, self._rewards = versions[order], store.read_scalars("task_reward")[order]
-        self.last: int | None = int(self._versions[-1]) + pipeline.learn.updates_per_rollout
-        self._check(min(pipeline.learn.steps, self.last), pipeline.buffer.max_staleness)
+        self.last: int | None = None
+        if pipeline.write.zero_variance != "drop":  # else a rollout may have left nothing, the last one too
+            self.last = int(self._versions[-1]) + pipeline.learn.updates_per_rollout
+            self._check(min(pipeline.learn.steps, self.last), pipeline.buffer.max_staleness)
 
     def _check(self, num_steps: int, max_staleness: int) -> None:
         now = np.arange(num_steps)

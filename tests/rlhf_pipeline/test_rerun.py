@@ -118,7 +118,7 @@ def test_a_resumed_run_is_replayed_like_any_other(tmp_path):
 
 
 def test_the_command_prints_each_step_and_fails_on_a_difference(tmp_path, capsys):
-    """Exit code 0 where all is equal, 1 where a recorded loss was changed, 2 without --from-step or a run."""
+    """Exit code 0 where all is equal, 1 where a recorded loss was changed, 2 with what does not go together, or without a run."""
     folder = tmp_path / "run"
     options = ["--steps", "3", "--set", "collect.group_size=4", "--set", "collect.prompts_per_rollout=2"]
     assert main(["run", "copy_digits", "--out", str(folder), *options]) == 0
@@ -135,8 +135,8 @@ def test_the_command_prints_each_step_and_fails_on_a_difference(tmp_path, capsys
     out = capsys.readouterr().out
     assert "1 of 3 steps did not come out as recorded" in out
     assert out.count("DIFFERENT") == 1
-    assert main(["replay", str(folder)]) == 2
-    assert "--from-step 1" in capsys.readouterr().err
+    assert main(["replay", str(folder), "--from-step", "1", "--out", "elsewhere"]) == 2
+    assert "--out does not go with --from-step" in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "nowhere"), "--from-step", "1"]) == 2
     with TrajectoryStore.open(folder / "store") as store:
         assert store.verify().ok

@@ -1,0 +1,122 @@
+"""Stores to learn from, and the pipeline that learns."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_pipeline import (
+    GRPO,
+    Buffer,
+    Collect,
+    CopyDigits,
+    Learn,
+    Pipeline,
+    Replay,
+    TinyPolicy,
+    WritePath,
+    override,
+    token_match,
+)
+from rlhf_pipeline.replay.schema import trajectory_schema
+from trajectory_store import Column, RaggedArray, TrajectoryStore
+
+VOCABULARY = 13
+"""Tokens of the policy below: eleven characters, and two for the end and the padding."""
+
+
+def tiny(**changes: str) -> Pipeline:
+    """A pipeline that collects; fields by path, with two underscores for the dot."""
+    pipeline = Pipeline(
+        name="tiny",
+        policy=TinyPolicy(hidden_size=16, num_layers=1, num_heads=2),
+        prompts=CopyDigits(num_digits=2),
+        reward=token_match,
+        collect=Collect(prompts_per_rollout=3, group_size=4, max_new_tokens=3),
+        write=WritePath(estimator="dr_grpo"),
+        buffer=Buffer(max_staleness=1),
+        loss=GRPO(entropy_coeff=0.01),
+        learn=Learn(steps=6, updates_per_rollout=2, lr=1e-2, checkpoint_every=2),
+    )
+    for path, text in changes.items():
+        pipeline = override(pipeline, path.replace("__", "."), text)
+    return pipeline
+
+
+def offline(*stores: Path, batch: int = 8, steps: int = 4, replay: dict[str, Any] | None = None, **changes: str) -> Any:
+    """The same pipeline over stores."""
+    found = Replay(stores=tuple(map(str, stores)), **(replay or {}))
+    sample = {"sample__batch_size": str(batch)} if batch else {}
+    pipeline = dataclasses.replace(tiny(), replay=found)
+    for path, text in {"learn__steps": str(steps), **sample, **changes}.items():
+        pipeline = override(pipeline, path.replace("__", "."), text)
+    return pipeline
+
+
+def make_store(
+    path: Path,
+    *,
+    groups: tuple[int, ...] = (4, 4, 4),
+    seed: int = 0,
+    lacks: tuple[str, ...] = (),
+    extra: bool = False,
+    rewards: list[float] | None = None,
+    versions: list[int] | None = None,
+    vocabulary: int = VOCABULARY,
+    backend: Any = "memmap",
+) -> Path:
+    """Write graded groups of the given sizes, in one commit each.
+
+    Args:
+        path: the new store.
+        groups: trajectories of each.
+        seed: of tokens, lengths, log-probs and rewards.
+        lacks: columns that are left out.
+        extra: a column more per token and one per trajectory.
+        rewards: in place of drawn ones.
+        versions: in place of 0.
+        vocabulary: token ids are below this.
+        backend: of the store.
+    """
+    rng, at = np.random.default_rng(seed), 0
+    more = [Column("top_k", "int16", ragged=True), Column("judge", "float64")] if extra else []
+    with TrajectoryStore.create(path, trajectory_schema(more), backend=backend) as store:
+        for group, size in enumerate(groups):
+            lengths = rng.integers(4, 9, size)
+            total = int(lengths.sum())
+            place = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            mask = place >= 2
+            scores = np.where(mask, -rng.random(total), np.nan).astype(np.float32)
+            ids = np.arange(at, at + size)
+            graded = rng.integers(0, 2, size).astype(float) if rewards is None else rewards[at : at + size]
+            columns: dict[str, Any] = {
+                "input_ids": RaggedArray(rng.integers(0, vocabulary, total), lengths),
+                "assistant_mask": RaggedArray(mask, lengths),
+                "log_probs": RaggedArray(scores, lengths),
+                "ref_log_probs": RaggedArray(scores + np.float32(0.25), lengths),
+                "advantage": rng.normal(size=size).astype(np.float32),
+                "task_reward": graded,
+                "group_id": np.full(size, group),
+                "trajectory_id": ids,
+                "policy_version": np.zeros(size) if versions is None else versions[at : at + size],
+                "num_prompt_tokens": np.full(size, 2),
+                "use_count": np.full(size, 7),
+                "prompt": [f"prompt {group}"] * size,
+                "completion": [f"completion {row}" for row in ids],
+            }
+            if extra:
+                columns |= {"top_k": RaggedArray(np.arange(total) % 5, lengths), "judge": rng.normal(size=size)}
+            columns = {name: value for name, value in columns.items() if name not in lacks}
+            columns["policy_version"] = np.asarray(columns["policy_version"], np.int64)
+            store.append(columns)
+            at += size
+    return path
+
+
+def weights(run_dir: Path) -> bytes:
+    """The newest checkpoint's."""
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    return (newest / "model.safetensors").read_bytes()
