@@ -68,6 +68,7 @@ def copy_store(
     target = Path(to).expanduser()
     if target.exists():
         raise RunExistsError(f"{target} exists already. Name another with --to, or remove it.")
+    num_all = len(store)
     ids = select(store, filters)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
@@ -81,4 +82,4 @@ def copy_store(
         part.rename(target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return CopyReport(path=target, num_trajectories=len(ids), num_left_out=len(store) - len(ids))
+    return CopyReport(path=target, num_trajectories=len(ids), num_left_out=num_all - len(ids))

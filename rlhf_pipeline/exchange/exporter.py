@@ -98,6 +98,7 @@ def export_store(
         if path.exists():
             raise RunExistsError(f"{path} exists already. Name another with --to, or remove it.")
     schema = store.schema if columns is None else Schema([store.schema[name] for name in columns])
+    num_all = len(store)  # a store that others write to may change while it is read
     ids = select(store, filters)
     writer = _writer(found)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +116,7 @@ def export_store(
         path=target,
         kind=found,
         num_trajectories=len(ids),
-        num_left_out=len(store) - len(ids),
+        num_left_out=num_all - len(ids),
         columns=schema.names,
         size_bytes=size,
     )
