@@ -55,14 +55,19 @@ class Comparison:
 
 
 def compare(run: RunFolder, replay: RunFolder) -> Comparison:
-    """Compare the lines of `metrics.jsonl`, and the weights of the newest checkpoint that both have."""
+    """Compare the lines of `metrics.jsonl`, and the weights of the newest checkpoint that both have.
+
+    Where the run dropped groups without spread, its store does not tell the mean reward, which is then not compared.
+    """
+    dropped = run.config.pipeline.get("write", {}).get("zero_variance") == "drop"
+    compared = [name for name in _COMPARED if not (dropped and name == "task_reward")]
     recorded = {row["step"]: row for row in run.metrics}
     again = {row["step"]: row for row in replay.metrics}
     steps = sorted(recorded.keys() & again.keys())
     different: list[tuple[int, str]] = []
     largest = 0.0
     for step in steps:
-        for name in _COMPARED:
+        for name in compared:
             old, new = recorded[step].get(name), again[step].get(name)
             if old != new:
                 different.append((step, name))
