@@ -67,7 +67,7 @@ def compare_configs(left: RunFolder, right: RunFolder) -> tuple[FieldDifference,
 
 
 def _flat(prefix: str, data: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(data, dict) and (data or not prefix):
+    if isinstance(data, dict):
         for name, value in data.items():
             yield from _flat(f"{prefix}.{name}" if prefix else str(name), value)
     else:

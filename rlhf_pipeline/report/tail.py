@@ -125,7 +125,7 @@ class Tail:
                     versions[row],
                     groups[row],
                     "-" if rewards is None else number(float(rewards[row])),
-                    str(tokens[row]),
+                    str(tokens[row]) if "input_ids" in stored.columns else "-",
                     plain(reasons[row]) or "-",
                 ),
                 completion=completions[row],

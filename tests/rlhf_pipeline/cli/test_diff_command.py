@@ -48,6 +48,7 @@ def test_where_two_runs_part(cli: Cli, run_dir: Path, twin: Path):
     """Configuration, the first step that differs in each respect, steps of one run only, and values."""
     config = json.loads((twin / "config.json").read_text())
     config["seed"] = 1
+    config["inputs"] = {"prompts": {}}
     config["pipeline"]["learn"]["lr"] = 0.5
     (twin / "config.json").write_text(json.dumps(config))
     change_rows(twin / "ledger.jsonl", 4, row_ids=[8, 9])
@@ -57,8 +58,7 @@ def test_where_two_runs_part(cli: Cli, run_dir: Path, twin: Path):
     with TrajectoryStore.open(twin / "store", "a") as store:
         store.patch([2], advantage=[0.75 + float(store.read([2])["advantage"][0])], completion=["123"])
     lines = cli("diff", run_dir, twin).out.splitlines()
-    assert "  seed               0 | 1" in lines
-    assert "  pipeline.learn.lr  0.002 | 0.5" in lines
+    assert lines[2:5] == ["config.json", "  seed               0 | 1", "  pipeline.learn.lr  0.002 | 0.5"]
     assert "  only on the right: 1 step, 13" in lines
     assert f"  loss           first at step 3: {0.1 / 3} | 0.25 (in 2 of 12)" in lines
     assert "  batch          first at step 4: other trajectories; 8 | 2 trajectories (in 1 of 12)" in lines

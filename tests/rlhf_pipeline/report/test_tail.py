@@ -131,6 +131,11 @@ def test_without_text(tmp_path: Path):
     with Stored(tmp_path / "s") as stored:
         short, long = next(Tail(stored).newest(2))
     assert (short.completion, short.fields) == ("[2 3]", ("0", "-", "-", "-", "2", "-"))
+    with TrajectoryStore.create(tmp_path / "t", Schema([Column("completion", "str")])) as store:
+        store.append({"completion": ["words alone"]})
+    with Stored(tmp_path / "t") as stored:
+        [words] = next(Tail(stored).newest(2))
+    assert (words.completion, words.fields) == ("words alone", ("0", "-", "-", "-", "-", "-"))
     assert long.completion.startswith("[2 3 4 ")
     assert long.completion.endswith(" 33 ...]")
 
