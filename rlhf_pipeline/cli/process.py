@@ -19,9 +19,10 @@ TRY_AGAIN: Final = 3
 """The exit code of `collect` and `learn` after trouble that another try may not have: a full disk, a reward service."""
 
 
-def view_of_stdout() -> RunView:
+def view_of_stdout(log_name: str = "log.txt") -> RunView:
     """Return a view that draws one line in place in a terminal, and prints lines elsewhere."""
-    return RunView(sys.stdout, live=sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
+    live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return RunView(sys.stdout, live=live, log_name=log_name)
 
 
 def stopped_code(seen: list[int]) -> int:

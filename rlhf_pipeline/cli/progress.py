@@ -30,6 +30,7 @@ class RunView:
         live: draw one line in place; False prints lines.
         clock: seconds, for tests.
         columns: the terminal's width, for tests.
+        log_name: the file in the run folder that has every notice.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class RunView:
         live: bool,
         clock: Callable[[], float] = time.monotonic,
         columns: Callable[[], int] = lambda: shutil.get_terminal_size().columns,
+        log_name: str = "log.txt",
     ) -> None:
         self._out = out
         self._live = live
         self._clock = clock
         self._columns = columns
+        self._log_name = log_name
         self._ascii = "utf" not in (getattr(out, "encoding", None) or "").lower()
         self._latest: dict[str, float | int] = {}
         self._rewards: list[float] = []
@@ -113,9 +116,8 @@ class RunView:
         allowed = _NOTICES_OF_A_KIND if event.level == "warning" else 1
         if self._seen[kind] > allowed:
             return
-        more = (
-            " (more like this go to log.txt only)" if event.level == "warning" and self._seen[kind] == allowed else ""
-        )
+        is_last = event.level == "warning" and self._seen[kind] == allowed
+        more = f" (more like this go to {self._log_name} only)" if is_last else ""
         self.say(f"{'warning' if event.level == 'warning' else 'note'}: {plain(event.message)}{more}")
 
     def _fields(self, event: StepDone, *, graph: bool) -> list[str]:

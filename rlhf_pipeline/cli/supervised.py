@@ -23,7 +23,7 @@ def execute(args: argparse.Namespace, plan: Plan) -> int:
         hang_timeout_s=args.hang_timeout,
         progress_timeout_s=args.progress_timeout,
     )
-    view, seen = view_of_stdout(), list[int]()
+    view, seen = view_of_stdout("supervisor.log"), list[int]()
     view.say(
         f"{plan.pipeline.name}: {count(plan.collectors, 'collector')} and a learner, seed {plan.seed}, "
         f"on {plan.device}; they import torch ..."

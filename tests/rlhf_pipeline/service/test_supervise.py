@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -21,6 +22,7 @@ from rlhf_pipeline.service.supervise import Supervisor, SupervisorConfig, share_
 from rlhf_pipeline.signals import StopRequest
 
 ROOT = Path(__file__).resolve().parents[3]
+NAMES = ("learner", "collector-0")
 
 CHILD = """
 import os, signal, sys, time
@@ -186,43 +188,68 @@ def test_a_stop_is_passed_on_once_and_who_does_not_listen_is_killed(tmp_path, ca
 
 
 ALONE = """
+import os
 import sys
 from pathlib import Path
 from rlhf_pipeline.service.heartbeat import Heartbeat
 from rlhf_pipeline.service.supervise import Supervisor, SupervisorConfig
-from rlhf_pipeline.signals import StopRequest
-import os
+from rlhf_pipeline.signals import stop_on_signals
 
 run_dir = Path(sys.argv[1])
 names = ["learner", "collector-0"]
 commands = {name: [*sys.argv[2:5], str(run_dir), name, str(os.getpid())] for name in names}
-Supervisor(
-    run_dir, commands, SupervisorConfig(), total_steps=9, heartbeat=Heartbeat(run_dir / "processes", "supervisor")
-).work(StopRequest())
+with stop_on_signals() as stop:
+    Supervisor(
+        run_dir, commands, SupervisorConfig(), total_steps=9, heartbeat=Heartbeat(run_dir / "processes", "supervisor")
+    ).work(stop)
 """
+
+
+def start_alone(run_dir: Path, body: str) -> subprocess.Popen[bytes]:
+    """Start a supervisor in a process of its own and wait until its two children speak."""
+    (run_dir / "processes").mkdir()
+    child = command(run_dir, "any", body)[:3]
+    process = subprocess.Popen([sys.executable, "-c", ALONE, str(run_dir), *child], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not all(read_heartbeat(run_dir / "processes", name) for name in NAMES) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return process
+
+
+def test_a_second_signal_kills_all_of_them(tmp_path):
+    """The first one is passed on, and nobody listens; the second one is the end, within a second."""
+    body = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    heartbeat.beat("collecting")
+    time.sleep(60)
+    """
+    watched = start_alone(tmp_path, body)
+    watched.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + 20
+    while read_heartbeat(tmp_path / "processes", "supervisor").get("state") != "stopping":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    watched.send_signal(signal.SIGINT)
+    _, errors = watched.communicate(timeout=20)
+    assert errors.decode().rstrip().endswith("KeyboardInterrupt")
+    assert not any(is_alive(tmp_path / "processes", name) for name in NAMES)
 
 
 def test_children_outlive_a_killed_supervisor_only_until_they_notice_and_the_next_one_waits(tmp_path, caplog):
     """They finish what they are at, half a second here, and leave; only then are their names given again."""
-    (tmp_path / "processes").mkdir()
     body = """
     heartbeat.beat("collecting", rollouts=1)
     while not stop:
         time.sleep(0.02)
     time.sleep(0.5)
     """
-    child = command(tmp_path, "any", body)[:3]
-    first = subprocess.Popen([sys.executable, "-c", ALONE, str(tmp_path), *child])
-    deadline = time.monotonic() + 60
-    names = ("learner", "collector-0")
-    while not all(read_heartbeat(tmp_path / "processes", name) for name in names) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    first = start_alone(tmp_path, body)
     first.kill()
-    first.wait()
+    first.communicate()
     watched = supervisor(tmp_path)
     assert watched.work(StopRequest()) == "steps"
     assert caplog.text.count("has the name already; waiting until it leaves") == 2
-    assert [num_starts(tmp_path, name) for name in names] == [2, 2]
+    assert [num_starts(tmp_path, name) for name in NAMES] == [2, 2]
 
 
 def test_cores_are_shared_out_unless_the_user_said_otherwise(monkeypatch):
