@@ -19,9 +19,10 @@ _SAY_EVERY_S = 5.0
 def execute(args: argparse.Namespace) -> int:
     """Import, and say what came of it and what to type next."""
     into = Path(args.into).expanduser()
-    if is_run(into):
+    run = into.resolve().parent if into.resolve().name == "store" else into
+    if is_run(run):
         raise DefinitionError(
-            f"{into} is a run, whose store is its own. Name a new folder: --into {into.parent / 'imported'}"
+            f"{run} is a run, whose store is its own. Name a new folder: --into {run.parent / 'imported'}"
         )
     if args.tokenizer is not None:
         print("importing transformers for the tokenizer ...", flush=True)

@@ -68,6 +68,7 @@ def test_export_of_a_run(cli: Cli, run_dir: Path, tmp_path: Path):
         (["import", "{dir}/none.jsonl", "--into", "{dir}/s"], "there is no file or folder at"),
         (["import", "{file}", "--into", "{dir}/s", "--tokenzier", "x"], "Did you mean '--tokenizer'?"),
         (["import", "{file}", "--into", "{run}"], "is a run, whose store is its own. Name a new folder"),
+        (["import", "{file}", "--into", "{run}/store"], "is a run, whose store is its own. Name a new folder"),
         (["export", "{dir}", "--to", "{dir}/x.jsonl"], "run or store"),
         (["export", "{run}", "--to", "{dir}/x.jsonl", "--filter", "rewrad>1"], "Did you mean 'reward'?"),
         (["export", "{run}", "--to", "{file}"], "exists already"),
