@@ -16,6 +16,7 @@ import pytest
 
 from rlhf_pipeline.errors import DefinitionError, ProcessFailedError
 from rlhf_pipeline.jsonl import append_row, keep_rows
+from rlhf_pipeline.service import supervise
 from rlhf_pipeline.service.heartbeat import Heartbeat, is_alive, read_heartbeat
 from rlhf_pipeline.service.metrics_tail import MetricsTail
 from rlhf_pipeline.service.supervise import Supervisor, SupervisorConfig, share_cores
@@ -28,6 +29,7 @@ CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 from rlhf_pipeline.jsonl import append_row
+from rlhf_pipeline.service import supervise
 from rlhf_pipeline.service.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.service.weights import Published, publish, read_published
 from rlhf_pipeline.signals import stop_on_signals
@@ -71,6 +73,7 @@ while not stop and not has_ended():
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch, caplog):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'storage'}")
+    monkeypatch.setattr(supervise, "_TICK_S", 0.05)
     caplog.set_level(logging.INFO, logger="rlhf_pipeline.service")
 
 
@@ -121,6 +124,7 @@ def test_a_dead_process_is_started_again_later_and_later_until_it_works(tmp_path
     assert_all_gone(watched)
 
 
+@pytest.mark.slow
 def test_a_frozen_process_is_killed_and_started_again(tmp_path, caplog):
     """SIGSTOP freezes it: its heartbeat stops. The learner, which only waits, is left alone."""
     collector = """
@@ -128,7 +132,7 @@ def test_a_frozen_process_is_killed_and_started_again(tmp_path, caplog):
     if starts == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     """
-    watched = supervisor(tmp_path, collector=textwrap.dedent(collector) + COLLECTOR, hang_timeout_s=2.5)
+    watched = supervisor(tmp_path, collector=textwrap.dedent(collector) + COLLECTOR, hang_timeout_s=5.0)
     assert watched.work(StopRequest()) == "steps"
     assert "collector-0: its heartbeat has stopped" in caplog.text
     assert (num_starts(tmp_path, "collector-0"), num_starts(tmp_path, "learner")) == (2, 1)
@@ -143,7 +147,7 @@ def test_a_rollout_without_end_is_killed_if_a_limit_is_set(tmp_path, caplog):
     """
     watched = supervisor(tmp_path, collector=textwrap.dedent(collector) + COLLECTOR, progress_timeout_s=0.5)
     assert watched.work(StopRequest()) == "steps"
-    assert "it has been 'collecting' for 1 s" in caplog.text
+    assert re.search(r"collector-0: it has been 'collecting' for \d+ s", caplog.text)
     assert num_starts(tmp_path, "collector-0") == 2
 
 
@@ -191,6 +195,7 @@ ALONE = """
 import os
 import sys
 from pathlib import Path
+from rlhf_pipeline.service import supervise
 from rlhf_pipeline.service.heartbeat import Heartbeat
 from rlhf_pipeline.service.supervise import Supervisor, SupervisorConfig
 from rlhf_pipeline.signals import stop_on_signals
