@@ -51,15 +51,14 @@ def result_sentence(finished: RunFinished, *, resumed: bool = False) -> str:
 
 def replay_sentence(finished: RunFinished, run: RunFolder, *, resumed: bool = False) -> str:
     """Return what a run learned from: `50 steps (21 s) on 3,824 trajectories of 1 store; 0.84 uses of each`."""
-    steps = (
-        f"{count(finished.steps, 'step')} ({duration(finished.seconds)}{' since it was resumed' if resumed else ''})"
-    )
+    if finished.reason == "interrupted" and not run.metrics:
+        return f"stopped while it gathered: {count(finished.num_trajectories, 'trajectory')} are in its store"
+    since = " since it was resumed" if resumed else ""
     why = "stopped and saved: " if finished.reason == "interrupted" else ""
-    stores = count(len(sources_of(finished.run_dir)), "store")
-    uses = sum(len(row["row_ids"]) for row in run.ledger)
-    there = f"{count(finished.num_trajectories, 'trajectory')} of {stores}"
-    rounds = f"; {uses / finished.num_trajectories:.2f} uses of each" if finished.num_trajectories else ""
-    return f"{why}{steps} on {there}{rounds}"
+    steps = f"{count(finished.steps, 'step')} ({duration(finished.seconds)}{since})"
+    there = f"{count(finished.num_trajectories, 'trajectory')} of {count(len(sources_of(finished.run_dir)), 'store')}"
+    uses = sum(len(row["row_ids"]) for row in run.ledger) / max(finished.num_trajectories, 1)
+    return f"{why}{steps} on {there}; {uses:.2f} uses of each"
 
 
 def next_commands(finished: RunFinished, plan: Plan) -> list[tuple[str, str]]:

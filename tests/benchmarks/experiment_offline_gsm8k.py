@@ -1,0 +1,239 @@
+"""Does learning from graded solutions alone carry over to questions that were never seen?
+
+`example_model_solutions.jsonl` of GSM8K has four graded solutions for each of 1,319 questions. The questions are split
+at random into 1,000 to learn from and 319 held out. The first part is imported into a store and learned from with
+`replay_stores`, 50 steps, by a small model made from scratch. Before and after, the policy scores all solutions of the
+held-out questions. The margin of a question that has both is
+
+    mean over its correct solutions of the log-prob  -  the same over its incorrect ones
+
+of the completion's tokens given the question, per token or summed over the completion. The change of the margin is
+paired by question, with its standard error over questions; and `rising` is the share of questions whose margin rose.
+
+    python tests/benchmarks/experiment_offline_gsm8k.py            five seeds: model, split and batches; some minutes
+    python tests/benchmarks/experiment_offline_gsm8k.py --quick    one seed
+    python tests/benchmarks/experiment_offline_gsm8k.py --set loss.aggregation=sequence_mean --steps 100
+
+A control with the rewards of each question permuted among its solutions shows what the procedure gives by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import numpy as np
+import torch
+
+from rlhf_pipeline import CausalLMPolicy, TrajectoryStorage, definitions
+from rlhf_pipeline.checkpoint import list_checkpoints
+from rlhf_pipeline.exchange import import_files
+from rlhf_pipeline.offline import replay_stores
+from rlhf_pipeline.policies.new_model import new_model
+
+DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "gsm8k"
+SETTINGS = (
+    ("learn.lr", "3e-3"),
+    ("learn.steps", "50"),
+    ("replay.epochs", "none"),
+    ("loss.aggregation", "token_mean"),
+    ("write.estimator", "grpo"),
+    ("sample.batch_size", "128"),
+    ("learn.checkpoint_every", "1000"),
+)
+HELD_OUT = 319
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Of the margin, on questions that have correct and incorrect solutions.
+
+    Attributes:
+        before: mean margin over questions, in nats.
+        after: the same after the steps.
+        error: standard error of the mean change over questions.
+        rising: share of questions whose margin rose.
+        questions: how many.
+    """
+
+    before: float
+    after: float
+    error: float
+    rising: float
+    questions: int
+
+    @property
+    def change(self) -> float:
+        """After minus before."""
+        return self.after - self.before
+
+    @property
+    def t(self) -> float:
+        """The change in standard errors."""
+        return self.change / self.error
+
+
+def prepare(folder: Path, *, seed: int, permute: bool = False, questions: int = 1000, hidden: int = 64) -> None:
+    """Make the model, and the stores of the two parts of the questions.
+
+    Args:
+        folder: where to.
+        seed: of the model's weights and of the split.
+        permute: give the grades of each question to its solutions at random, in the part that is learned from.
+        questions: that are learned from.
+        hidden: size of the model.
+    """
+    new_model(
+        folder / "model", text_file=DATA / "train.jsonl", vocab_size=2048, hidden_size=hidden, num_layers=2, seed=seed
+    )
+    text = (DATA / "example_model_solutions.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert len({row["question"] for row in rows}) == len(rows)
+    rng = random.Random(f"split {seed}")
+    rng.shuffle(rows)
+    parts = {"held-out": rows[:HELD_OUT], "learned": rows[HELD_OUT : HELD_OUT + questions]}
+    if permute:
+        for row in parts["learned"]:
+            solutions = [value for value in row.values() if isinstance(value, dict)]
+            grades = [solution["is_correct"] for solution in solutions]
+            rng.shuffle(grades)
+            for solution, grade in zip(solutions, grades, strict=True):
+                solution["is_correct"] = grade
+    for name, part in parts.items():
+        file = folder / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+        import_files([file], folder / name, tokenizer=str(folder / "model"))
+
+
+def learn(folder: Path, *, seed: int, settings: tuple[tuple[str, str], ...] = SETTINGS) -> Path:
+    """Learn from the store `learned`, and return the checkpoint."""
+    overrides = (
+        ("policy.path", str(folder / "model")),
+        ("replay.stores", str(folder / "learned")),
+        *settings,
+    )
+    definition = definitions.find("offline_replay")
+    replay_stores(
+        definition.pipeline(overrides),
+        run_dir=folder / "run",
+        seed=seed,
+        definition=definition.name,
+        overrides=overrides,
+    )
+    return list_checkpoints(folder / "run" / "checkpoints")[-1]
+
+
+def log_probs(model: Path, store: Path) -> dict[str, np.ndarray]:
+    """Score the completions of a store: `sum` and `num` of their tokens, `reward` and `group` of each."""
+    policy = CausalLMPolicy.from_pretrained(model)
+    storage = TrajectoryStorage(store, mode="r")
+    ids = storage.store.ids()
+    ids = ids[np.argsort(storage.store.lengths("input_ids", ids), kind="stable")]
+    sums, counts = [], []
+    with torch.no_grad():
+        for first in range(0, len(ids), 64):
+            batch: Any = storage.read(row_ids=ids[first : first + 64])
+            mask = batch["masks", "all_assistant_mask"]
+            found = policy.log_probs(batch["tokens", "full"], batch["masks", "all_attention_mask"], mask)
+            sums.append((found.double() * mask).sum(1))
+            counts.append(mask.sum(1))
+    scores = {"sum": torch.cat(sums).numpy(), "num": torch.cat(counts).numpy()}
+    scores["reward"] = storage.store.read_scalars("task_reward", ids)
+    scores["group"] = storage.store.read_scalars("group_id", ids)
+    storage.close()
+    return scores
+
+
+def margins(scores: dict[str, np.ndarray], values: np.ndarray) -> np.ndarray:
+    """Return the margin of each question that has both kinds of solutions, in the order of the questions."""
+    found = []
+    for group in np.unique(scores["group"]):
+        inside = scores["group"] == group
+        right = scores["reward"][inside] > 0.5
+        if right.any() and not right.all():
+            found.append(values[inside][right].mean() - values[inside][~right].mean())
+    return np.asarray(found)
+
+
+def change(before: dict[str, np.ndarray], after: dict[str, np.ndarray], *, per_token: bool) -> Change:
+    """Compare two scorings of one store."""
+    old, new = (margins(s, s["sum"] / s["num"] if per_token else s["sum"]) for s in (before, after))
+    moved = new - old
+    return Change(
+        before=float(old.mean()),
+        after=float(new.mean()),
+        error=float(moved.std(ddof=1) / np.sqrt(len(moved))),
+        rising=float((moved > 0).mean()),
+        questions=len(moved),
+    )
+
+
+def experiment(folder: Path, *, seed: int, permute: bool, settings: tuple[tuple[str, str], ...]) -> dict[str, Change]:
+    """One seed: prepare, score, learn, score again; the changes on held-out and on learned questions."""
+    prepare(folder, seed=seed, permute=permute)
+    stores = {"held-out": folder / "held-out", "learned": folder / "learned"}
+    before = {name: log_probs(folder / "model", store) for name, store in stores.items()}
+    checkpoint = learn(folder, seed=seed, settings=settings)
+    after = {name: log_probs(checkpoint, store) for name, store in stores.items()}
+    changes: dict[str, Change] = {}
+    for name in stores:
+        changes[f"{name}, per token"] = change(before[name], after[name], per_token=True)
+        changes[f"{name}, per sequence"] = change(before[name], after[name], per_token=False)
+    return changes
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one seed, no control")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--set", dest="more", action="append", default=[], metavar="KEY.PATH=VALUE")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    typed = [tuple(text.split("=", 1)) for text in args.more]
+    settings: Any = tuple({**dict(SETTINGS), "learn.steps": str(args.steps), **dict(typed)}.items())
+    print(", ".join(f"{name}={value}" for name, value in settings))
+    names = f"{'seed':>4}  {'grades':<9} {'questions':<22} {'before':>9} {'after':>9} {'change':>9}"
+    print(f"{names} {'s.e.':>7} {'t':>6} {'rising':>7}")
+    collected: dict[tuple[str, str], list[Change]] = {}
+    for seed in range(1 if args.quick else args.seeds):
+        for permute in (False,) if args.quick else (False, True):
+            started = time.perf_counter()
+            with tempfile.TemporaryDirectory() as folder:
+                found = experiment(Path(folder), seed=seed, permute=permute, settings=settings)
+            grades = "permuted" if permute else "true"
+            for name, item in found.items():
+                collected.setdefault((grades, name), []).append(item)
+                print(
+                    f"{seed:>4}  {grades:<9} {name:<22} {item.before:>9.4f} {item.after:>9.4f} {item.change:>+9.4f} "
+                    f"{item.error:>7.4f} {item.t:>+6.1f} {item.rising:>7.0%}",
+                    flush=True,
+                )
+            print(
+                f"      {item.questions} questions with both kinds; {time.perf_counter() - started:.0f} s", flush=True
+            )
+    if not args.quick:
+        print("over the seeds: mean change, its standard error, seeds in which it rose")
+        for (grades, name), items in collected.items():
+            moved = np.asarray([item.change for item in items])
+            error = moved.std(ddof=1) / np.sqrt(len(moved)) if len(moved) > 1 else float("nan")
+            print(
+                f"      {grades:<9} {name:<22} {moved.mean():>+9.4f} {error:>7.4f}  {(moved > 0).sum()} of {len(moved)}"
+            )
+
+
+if __name__ == "__main__":
+    main()
