@@ -50,7 +50,9 @@ class SlotMap:
 
     def expected(self, n: int) -> np.ndarray:
         """The slots of the next `n` rows that come in turn."""
-        return (self._count + np.arange(n, dtype=np.int64)) % self.max_size
+        first = self._count % self.max_size
+        slots = np.arange(first, first + n, dtype=np.int64)
+        return slots if first + n <= self.max_size else slots % self.max_size
 
     def clear(self) -> None:
         """Forget the rows that are there now; later ones start again at slot 0."""
@@ -86,8 +88,13 @@ class SlotMap:
         """
         if mark != self._mark + len(ids):
             return False
-        self._count += len(ids) if in_turn else 0
-        self._place(slots, ids)
+        n, size = len(ids), self._size
+        self._count += n if in_turn else 0
+        if in_turn and n and slots[0] == size and slots[-1] == size + n - 1 and size + n <= len(self._rows):
+            self._rows[size : size + n] = ids
+            self._size = size + n
+        else:
+            self._place(slots, ids)
         self._mark, self._newest = mark, int(ids[-1])
         return True
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,9 @@ from rlhf_pipeline.replay._write import column_of_key
 from rlhf_pipeline.transforms._columns import Text
 from trajectory_store import Column, RaggedArray, Schema
 
+Leaves = dict[Key, list[Any] | tuple[Any, ...]]
+_NUMBERS = {"i": int, "b": bool}
+_ENTRIES = attrgetter("_tensordict")
 _COMPLETE: frozenset[Key] = frozenset({TOKENS, ASSISTANT_MASK, NUM_PROMPT_TOKENS})
 
 
@@ -39,54 +43,62 @@ def stack_data(rows: Sequence[Any], schema: Schema) -> dict[str, Any] | None:
     plan = column_of_key(schema)
     if set(map(type, rows)) != {TensorDict}:
         return None
-    leaves: dict[Key, list[Any]] = {}
+    leaves: Leaves = {}
     try:
-        _collect([row._tensordict for row in rows], (), leaves)
+        _collect(list(map(_ENTRIES, rows)), (), leaves)
         # A key that is no column may be one to derive from, or one to report; rewards per token are to be summed.
         complete = _COMPLETE <= leaves.keys() <= plan.keys() and REWARD not in leaves
         if not complete or not leaves[TOKENS][0].is_cpu:
             return None
         return _joined(leaves, plan, len(rows), schema)
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, OverflowError):
         return None  # rows or leaves that are not alike, shapes or dtypes that need care
 
 
-def _collect(level: list[dict[str, Any]], prefix: tuple[str, ...], out: dict[Key, list[Any]]) -> None:
-    first = level[0]
-    if sum(map(len, level)) != len(first) * len(level):
+def _collect(level: list[dict[str, Any]], prefix: tuple[str, ...], out: Leaves) -> None:
+    names = tuple(level[0])
+    if set(map(len, level)) != {len(names)}:
         raise KeyError("the trajectories do not hold the same keys")
-    for name, leaf in first.items():
-        if type(leaf) is TensorDict:
-            _collect([entries[name]._tensordict for entries in level], (*prefix, name), out)
+    columns = zip(*map(itemgetter(*names), level), strict=True) if len(names) > 1 else _only(level, names)
+    for name, leaves in zip(names, columns, strict=True):
+        if type(leaves[0]) is TensorDict:
+            _collect(list(map(_ENTRIES, leaves)), (*prefix, name), out)
         else:
-            out[(*prefix, name) if prefix else name] = [entries[name] for entries in level]
+            out[(*prefix, name) if prefix else name] = leaves
 
 
-def _joined(leaves: dict[Key, list[Any]], plan: Mapping[Key, Column], n: int, schema: Schema) -> dict[str, Any] | None:
+def _only(level: list[dict[str, Any]], names: tuple[str, ...]) -> list[list[Any]]:
+    return [[entries[name] for entries in level] for name in names]
+
+
+def _joined(leaves: Leaves, plan: Mapping[Key, Column], n: int, schema: Schema) -> dict[str, Any] | None:
     out: dict[str, Any] = {}
     sizes: list[int] = []
-    lengths = np.empty(0, np.int64)
+    tokens: RaggedArray | None = None
     for key, column_leaves in leaves.items():
         column, first = plan[key], column_leaves[0]
         if column.is_text:
             if not set(map(type, column_leaves)) <= {str, NonTensorData}:
                 return None
-            texts = Text(column_leaves).plain()
+            texts = Text(list(column_leaves)).plain()
             out[column.name] = texts if set(map(type, texts)) == {str} else list(map(str, texts))
         elif column.ragged:
             found = list(map(Tensor.numel, column_leaves))
-            if found != sizes:
-                sizes, lengths = found, np.array(found, np.int64)
             values = torch.cat(column_leaves)
-            if first.ndim != 1 or values.ndim != 1 or 0 in sizes:
+            if first.ndim != 1 or values.ndim != 1 or 0 in found:
                 return None
-            out[column.name] = RaggedArray(values.numpy(), lengths)
+            if tokens is None or found != sizes:
+                sizes, tokens = found, RaggedArray(values.numpy(), np.array(found))
+                out[column.name] = tokens
+            else:
+                out[column.name] = tokens.beside(values.numpy())
         else:
             # As Python numbers scalars come faster than `torch.stack` makes a view of each.
-            values = np.array(list(map(Tensor.item, column_leaves)))
-            if key == DONE and not values.all():
+            numbers = list(map(Tensor.item, column_leaves))
+            if key == DONE and not all(numbers):
                 return None  # steps of longer trajectories
-            out[column.name] = values
+            same = set(map(type, numbers)) == {_NUMBERS.get(column.np_dtype.kind)}
+            out[column.name] = np.array(numbers, column.np_dtype if same else None)
     if CREATED_AT not in leaves and "created_at" in schema:
         out["created_at"] = np.full(n, time.time())
     return out

@@ -33,6 +33,9 @@ class Batch:
     extra: dict[str, Int64Array] = field(default_factory=dict[str, "Int64Array"])
 
 
+_LARGEST = {size: int(np.iinfo(f"i{size}").max) for size in (1, 2, 4, 8)}
+
+
 def prepare(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) -> Batch:
     """Check a batch against a schema and flatten it.
 
@@ -126,6 +129,10 @@ def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return array.astype(target)
     if wanted in "iu" and kind in "iu":
         info = np.iinfo(target)
+        if kind == "i":  # a negative value seen as unsigned is large, so one look is enough for most batches
+            largest = int(np.maximum.reduce(array.view(f"u{array.itemsize}")))
+            if largest <= min(info.max, _LARGEST[array.itemsize]):
+                return array.astype(target)
         low, high = int(array.min()), int(array.max())
         if low < info.min or high > info.max:
             bad = low if low < info.min else high

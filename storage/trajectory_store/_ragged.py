@@ -53,12 +53,10 @@ class RaggedArray:
                 f"values and {counts.ndim}-D {counts.dtype} lengths."
             )
         self.lengths: Int64Array = counts.astype(np.int64, copy=False)
-        if len(counts) and int(self.lengths.min()) < 0:
-            raise BatchError(f"a length is negative: {int(self.lengths.min())}.")
-        if int(self.lengths.sum()) != len(self.values):
-            raise BatchError(
-                f"the lengths add up to {int(self.lengths.sum())}, but there are {len(self.values)} values."
-            )
+        if len(counts) and (least := int(np.minimum.reduce(self.lengths))) < 0:
+            raise BatchError(f"a length is negative: {least}.")
+        if (total := int(np.add.reduce(self.lengths))) != len(self.values):
+            raise BatchError(f"the lengths add up to {total}, but there are {len(self.values)} values.")
         self._offsets: Int64Array | None = None
 
     @classmethod
@@ -77,6 +75,21 @@ class RaggedArray:
         if dtype is not None:
             values = values.astype(dtype, copy=False)
         return cls(values, np.array([len(a) for a in arrays], np.int64))
+
+    def beside(self, values: npt.NDArray[Any]) -> RaggedArray:
+        """Other values in rows of the same lengths, which need no second check.
+
+        >>> RaggedArray(np.arange(3), np.array([2, 1])).beside(np.array([7, 8, 9]))[1].tolist()
+        [9]
+
+        Raises:
+            BatchError: their number is not that of the values here.
+        """
+        if values.shape != self.values.shape:
+            raise BatchError(f"the lengths add up to {len(self.values)}, but the values are {list(values.shape)}.")
+        other = RaggedArray.__new__(RaggedArray)
+        other.values, other.lengths, other._offsets = values, self.lengths, self._offsets
+        return other
 
     @property
     def offsets(self) -> Int64Array:

@@ -216,8 +216,12 @@ class Schema:
                 f"the schema has no column '{name}'." + did_you_mean(str(name), self._by_name)
             ) from None
 
+    @functools.cached_property
+    def _text(self) -> str:
+        return json.dumps(self.to_json())
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schema) and self.to_json() == other.to_json()
+        return self is other or (isinstance(other, Schema) and self._text == other._text)
 
     def __hash__(self) -> int:
         return hash(self.names)

@@ -2,10 +2,10 @@
 
 Run as `python tests/benchmarks/bench_replay.py [--quick] [--rows 512 4096 20000] [--folder DIR]`. Trajectories are
 log-normal in length (mean about 530 tokens), groups of 8. Every line is processor time with one thread: the tenth
-percentile of many calls, in blocks of 20 that take turns with the peer's; the ratios are what counts. Reads are mapped,
-from a warm page cache, in the folder for temporary files. Writes are process-durable and go to `--folder`, by default
-to memory (`/dev/shm`), as a disk's write-back adds work of its own to both sides. A line with a goal ends with `met` or
-`missed`, and the exit code is 1 if one was missed.
+percentile of many calls that take turns with the peer's, reads in blocks of 20, writes one by one; the ratios are what
+counts. Reads are mapped, from a warm page cache, in the folder for temporary files. Writes are process-durable and go
+to `--folder`, by default to memory (`/dev/shm`), as a disk's write-back adds work of its own to both sides. A line with
+a goal ends with `met` or `missed`, and the exit code is 1 if one was missed.
 
 `sample()` is compared with TorchRL's `TensorDictReplayBuffer(LazyStackStorage)`, which is asked for every key that it
 holds, ragged ones as padded tensors. `extend` is compared with `TrajectoryStore.append` of the same 64 trajectories:
@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "storage")]
+sys.path[:0] = [str(ROOT), str(ROOT / "storage"), str(ROOT / "tests" / "benchmarks")]
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from _stores import have_pages  # noqa: E402
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack  # noqa: E402
 from torchrl.data import LazyStackStorage, TensorDictReplayBuffer  # noqa: E402
 from torchrl.objectives.llm import MCAdvantage as TorchRLAdvantage  # noqa: E402
@@ -86,7 +87,8 @@ def race(ours: Callable[[], object], peer: Callable[[], object], repeats: int, b
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(max(repeats // block, 2)):
         for function, found in zip((ours, peer), seconds, strict=True):
-            function()  # the first call of a block warms up
+            if block > 1:
+                function()  # the first call of a block warms up
             for _ in range(block):
                 start = time.process_time()
                 function()
@@ -193,13 +195,19 @@ def bench_extend(folder: Path, repeats: int, *, text: bool) -> None:
     data, jagged = arrays(columns), td_of(columns)
     rows = row_lists(data)
     what = "numbers and text" if text else "numbers"
+    sizes = [column.values.nbytes for column in data.values() if isinstance(column, RaggedArray)]
+
+    def in_turns(ours: Callable[[], object], peer: Callable[[], object]) -> tuple[float, float]:
+        have_pages(folder, [sizes] * 2 * repeats)
+        return race(ours, peer, repeats, block=1)
+
     extend, flat = ours.trajectories.extend, "store.append of flat arrays, dtypes of the schema"
     for name, batch in (("64 ragged TensorDicts", stack), ("64, jagged leaves", jagged)):
-        figures = race(lambda td=batch: extend(td), lambda: bare.append(data), repeats)
+        figures = in_turns(lambda td=batch: extend(td), lambda: bare.append(data))
         line(f"storage.extend {name}, {what}", figures, flat, most=2.0)
-    figures = race(lambda: extend(stack), lambda: bare.append(rows), repeats)
+    figures = in_turns(lambda: extend(stack), lambda: bare.append(rows))
     line(f"storage.extend 64 ragged, {what}", figures, "store.append of a list of rows per column", most=2.0)
-    figures = race(lambda: ours.extend(stack), lambda: bare.append(data), repeats)
+    figures = in_turns(lambda: ours.extend(stack), lambda: bare.append(data))
     line(f"buffer.extend 64 ragged, {what}", figures, flat)
     ours.storage.close()
     bare.close()

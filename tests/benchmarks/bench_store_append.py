@@ -17,7 +17,6 @@ begins with a file that is written and deleted: its pages are there, and the nex
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import tempfile
 import time
@@ -32,7 +31,7 @@ from _peers.base import BATCH, COLUMNS, TOKEN_BYTES, Batch, Peer, make_commits
 from _peers.keyed import Lmdb, LmdbSynced
 from _peers.ours import Ours
 from _peers.torchrl_storages import LazyStack
-from _stores import Table
+from _stores import Table, have_pages
 from bench_store_sample import installed
 
 from trajectory_store import Column, Schema, TrajectoryStore
@@ -87,16 +86,6 @@ class Group(Durable):
         return {"durability": "group"}
 
 
-def have_pages(folder: Path, commits: list[Batch], stores: int) -> None:
-    """Leave pages that are really there at the head of the kernel's free ones, in pieces as the commits need them."""
-    with contextlib.ExitStack() as stack:
-        for _ in range(stores):
-            files = [stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0)) for _ in COLUMNS]
-            for commit in commits:
-                for name, file in zip(COLUMNS, files, strict=True):
-                    file.write(commit[name].values.view(np.uint8))
-
-
 Turns = dict[str, list[np.ndarray]]
 """Per store one array per turn: `[commits, 2]` seconds by the wall clock and of the processor."""
 
@@ -128,7 +117,8 @@ def measure(peers: list[Peer], commits: list[Batch], root: Path, *, synced: bool
         peer.append(commits[0])
     for turn, first in enumerate(range(1, len(commits), part)):
         if not synced:  # deleted files would be in the way of whoever syncs first
-            have_pages(root, commits[first : first + part], 2 * len(peers))
+            sizes = [[commit[name].values.nbytes for name in COLUMNS] for commit in commits[first : first + part]]
+            have_pages(root, sizes * 2 * len(peers))
         bare.append(copies(memory, target))
         for i in range(len(peers)):
             peer = peers[(turn + i) % len(peers)]
