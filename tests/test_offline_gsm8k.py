@@ -37,7 +37,7 @@ def experiment() -> Any:
 
 
 def test_correct_solutions_gain_on_incorrect_ones_on_questions_that_were_never_seen(tmp_path, gsm8k_dir, experiment):
-    """50 steps on the solutions of 600 questions: per token, the margin elsewhere rises by more than 2 standard errors."""
+    """50 steps on the solutions of 600 questions: elsewhere, too, the margin rises by more than 2 standard errors."""
     del gsm8k_dir  # it skips where the files are not
     experiment.prepare(tmp_path, seed=0, questions=600)
     questions = [read_rows(tmp_path / f"{name}.jsonl") for name in ("learned", "held-out")]
