@@ -32,6 +32,7 @@ from _stores import (
     child,
     disk_bytes,
     fill,
+    have_pages,
     lengths_of,
     rows_of,
     token_schema,
@@ -40,7 +41,8 @@ from zarr.storage import MemoryStore, WrapperStore
 
 from trajectory_store import TrajectoryStore
 
-ROUND_TRIPS, AMPLIFICATION, OPEN_MS = 2, 1.05, 30.0
+ROUND_TRIPS, AMPLIFICATION = 2, 1.05
+OPEN_MS, BATCH_MS = 10.0, 50.0
 
 
 class Counting(WrapperStore[Any]):
@@ -131,6 +133,7 @@ def opening(path: str) -> None:
         with TrajectoryStore.open(Path(folder, "s")) as store:
             store.read_padded(store.ids(), list(TOKEN_COLUMNS))
     rng = np.random.default_rng(1)
+    have_pages(tempfile.gettempdir(), [[150_000, 150_000, 150_000, 40_000]] * 160)
     wall, cpu = time.perf_counter(), time.process_time()
     store = TrajectoryStore.open(path)
     ids = store.ids()
@@ -153,23 +156,24 @@ def folders(table: Table, count: int, rounds: int) -> None:
         print(f"a folder of {count} trajectories in commits of {BATCH}: {payload / 1e6:.0f} MB")
         table.line("append, MB/s of processor time", rate)
         table.line("disk / payload", disk_bytes(path) / payload, "x")
-        measure(table, path, "as committed", rounds, OPEN_MS)
+        measure(table, path, "as committed", rounds, OPEN_MS, BATCH_MS)
         with TrajectoryStore.open(path, "a") as store:
             start = time.process_time()
             store.compact()
             rate = payload / (time.process_time() - start) / 1e6
         table.line("compact, MB/s of processor time", rate)
         table.line("disk / payload, compacted", disk_bytes(path) / payload, "x")
-        measure(table, path, "compacted", rounds, None)
+        measure(table, path, "compacted", rounds, OPEN_MS, None)
 
 
-def measure(table: Table, path: Path, what: str, rounds: int, goal: float | None) -> None:
-    """The lines of one store."""
+def measure(table: Table, path: Path, what: str, rounds: int, most_open: float, most_batch: float | None) -> None:
+    """The lines of one store, with goals for opening and for the first batch after it."""
     lines = [child(__file__, "--opening", path) for _ in range(rounds)]
     opened, both, cpu, rate = zip(*lines, strict=True)
-    table.line(f"open, {what}", min(opened), "ms")
-    table.line("  open and first batch of 64 rows, processor time", min(cpu), "ms", goal)
-    table.line("  the same, wall time", min(both), "ms")
+    later = min(b - a for a, b in zip(opened, both, strict=True))
+    table.line(f"open, {what}", min(opened), "ms", most_open)
+    table.line("  first batch of 64 rows after it", later, "ms", most_batch)
+    table.line("  both, processor time", min(cpu), "ms")
     table.line("  a whole column, fetched and read the first time, MB/s", max(rate))
 
 
