@@ -43,7 +43,8 @@ from trajectory_store._root import RootMeta
 from trajectory_store._schema import Schema
 from trajectory_store._verify import VerifyReport
 from trajectory_store._writer import segment_name
-from trajectory_store._zarr_read import REMOVED, Cache, RemoteCatalog, RemoteSegment
+from trajectory_store._zarr_catalog import REMOVED, RemoteCatalog
+from trajectory_store._zarr_read import Cache, RemoteSegment
 from trajectory_store._zarr_write import RemoteStream, batch_arrays, claim_segment
 
 CHUNK = 1 << 15

@@ -28,7 +28,8 @@ from trajectory_store._record import crc32c
 from trajectory_store._remote import Remote, chunk_doc, encode
 from trajectory_store._schema import Schema
 from trajectory_store._writer import segment_name
-from trajectory_store._zarr_read import Commit, RemoteCatalog, attributes_crc, commit_key
+from trajectory_store._zarr_catalog import RemoteCatalog
+from trajectory_store._zarr_commit import Commit, attributes_crc, commit_key
 
 
 def batch_arrays(batch: Batch, schema: Schema) -> dict[str, npt.NDArray[Any]]:
