@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -251,7 +252,8 @@ class Child:
         why = self._pulse.verdict(said, self.config)
         if why is not None and is_alive(self._folder, self.name):
             logger.warning("%s: %s; process %d, which has the name, is killed", self.name, why, pid)
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
             self._pulse = _Pulse()
 
     def _last_words(self) -> str:

@@ -119,8 +119,11 @@ class Claims:
         """Return the rollouts that live collectors work on, each with the version of its weights."""
         flying: dict[int, int] = {}
         for file in self._folder.glob("*.json"):
-            note = json.loads(file.read_text(encoding="utf-8"))
-            rollout = note["rollout"]
+            try:
+                note = json.loads(file.read_text(encoding="utf-8"))
+                rollout = note["rollout"]
+            except (ValueError, TypeError):
+                continue  # not synced: a power loss may have taken its bytes, and its writer with them
             # A rollout whose row is there is no longer in flight, although its collector may not have let go yet.
             if not _contains(done, rollout) and self._is_locked(rollout):
                 flying[rollout] = note["version"]

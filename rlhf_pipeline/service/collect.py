@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,14 +17,14 @@ from safetensors import SafetensorError
 from rlhf_pipeline.checkpoint import load_weights
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.errors import RewardError
+from rlhf_pipeline.errors import RewardError, RunExistsError
 from rlhf_pipeline.events import CollectorFinished, EventHandler, Notice, RolloutDone, ignore_events
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.slot_engine import WeightRefresh
 from rlhf_pipeline.run_log import log_file
 from rlhf_pipeline.runtime_build import Parts, build_models, build_parts
 from rlhf_pipeline.service.claims import Claims, Flow
-from rlhf_pipeline.service.heartbeat import Heartbeat, Pause, is_alive, process_lock
+from rlhf_pipeline.service.heartbeat import Heartbeat, Pause, process_lock
 from rlhf_pipeline.service.run_files import shared_run
 from rlhf_pipeline.service.weights import Published, read_published, version_folder
 from rlhf_pipeline.signals import StopRequest, stop_on_signals
@@ -104,10 +105,16 @@ def collect(
 
 @contextmanager
 def _named(folder: Path, name: str | None) -> Iterator[str]:
-    names = [name] if name is not None else [f"collector-{i}" for i in range(10_000)]
-    chosen = next((one for one in names if not is_alive(folder, one)), names[0])
-    with process_lock(folder, chosen, wait_s=10.0):
-        yield chosen
+    with ExitStack() as held:
+        if name is not None:
+            held.enter_context(process_lock(folder, name, wait_s=10.0))
+        for number in itertools.count() if name is None else ():
+            # Tried and not looked up: others that start at this moment try, too.
+            with suppress(RunExistsError):
+                held.enter_context(process_lock(folder, f"collector-{number}"))
+                name = f"collector-{number}"
+                break
+        yield str(name)
 
 
 @dataclass

@@ -294,7 +294,8 @@ class _Worker:
         if finished is None and self.published is not None and self.published > step:
             return  # a restarted learner catches up; what it had published before stays the newest
         save = self.parts.policy.save_pretrained if self.published != step else None
-        publish(self.run_dir / "weights", published, save=save)
+        sync = self.pipeline.buffer.durability != "process"
+        publish(self.run_dir / "weights", published, save=save, sync=sync)
         self.published = step
 
     def _checkpoint(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +35,40 @@ class MetricsTail:
         self.last_reward: float | None = None
         self._at = 0
         self._inode = -1
+        self._seen = array("L")
         self.new_rows()
 
     def new_rows(self) -> list[dict[str, Any]]:
-        """Return the rows of steps that have not been given yet, oldest first."""
+        """Return the rows that have not been given yet, oldest first; also those of steps that are taken otherwise."""
+        line_number = len(self._seen)
         try:
             with self.path.open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
                 if inode != self._inode:  # a resumed learner takes lines off by replacing the file
-                    self._at, self._inode = 0, inode
+                    self._at, self._inode, line_number = 0, inode, 0
                 file.seek(self._at)
                 content = file.read()
         except FileNotFoundError:
             return []
         whole = content.rfind(b"\n") + 1  # a line is written with one call; a killed writer may leave half of one
         self._at += whole
-        rows: list[dict[str, Any]] = [json.loads(line) for line in content[:whole].splitlines()]
-        for row in rows:
+        lines = content[:whole].splitlines()
+        if len(self._seen) > line_number + len(lines):  # taken off, and not written anew yet
+            del self._seen[line_number + len(lines) :]
+            self.last_step = json.loads(lines[-1])["step"] if lines else 0
+        fresh: list[dict[str, Any]] = []
+        for number, line in enumerate(lines, start=line_number):
+            check = zlib.crc32(line)
+            if number < len(self._seen) and self._seen[number] == check:
+                continue
+            del self._seen[number:]
+            self._seen.append(check)
+            fresh.append(json.loads(line))
+        for row in fresh:
             reward = row.get("task_reward")
             if reward is not None:
                 self.first_reward = reward if self.first_reward is None else self.first_reward
                 self.last_reward = reward
-        fresh = [row for row in rows if row["step"] > self.last_step]
-        self.last_step = max([self.last_step, *(row["step"] for row in rows)])
+        if fresh:
+            self.last_step = fresh[-1]["step"]
         return fresh

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.jsonl import sync_file, sync_folder, write_atomically
+
 _VERSION = re.compile(r"version-(\d{8})")
 
 
@@ -29,10 +31,15 @@ class Published:
     """State of the write path that the learner keeps for all collectors, for example the KL coefficient."""
 
 
-def publish(folder: Path, published: Published, *, save: Callable[[Path], None] | None, keep: int = 3) -> None:
+def publish(
+    folder: Path,
+    published: Published,
+    *,
+    save: Callable[[Path], None] | None,
+    keep: int = 3,
+    sync: bool = False,
+) -> None:
     """Make weights of a version the newest ones.
-
-    Not synced to the disk: after a power loss the learner publishes again from its checkpoint.
 
     Args:
         folder: the run's `weights` folder; made if absent.
@@ -40,6 +47,7 @@ def publish(folder: Path, published: Published, *, save: Callable[[Path], None] 
         save: writes the weights into an empty folder; None if this version's folder is there and only the progress
             has changed.
         keep: how many versions to keep.
+        sync: have all of it on the disk before the pointer names it, so that it survives a power loss.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = version_folder(folder, published.version)
@@ -49,10 +57,18 @@ def publish(folder: Path, published: Published, *, save: Callable[[Path], None] 
         save(temporary)
         if target.exists():  # published before a crash; on some devices the new one differs in its last bits
             shutil.rmtree(target)
+        if sync:
+            for file in temporary.iterdir():
+                sync_file(file)
+            sync_folder(temporary)
         temporary.rename(target)
-    pointer = folder / ".latest.json.tmp"
-    pointer.write_text(json.dumps(asdict(published)), encoding="utf-8")
-    pointer.replace(folder / "latest.json")
+    if sync:
+        sync_folder(folder)
+        write_atomically(folder / "latest.json", json.dumps(asdict(published)).encode())
+    else:
+        pointer = folder / ".latest.json.tmp"
+        pointer.write_text(json.dumps(asdict(published)), encoding="utf-8")
+        pointer.replace(folder / "latest.json")
     for old in sorted(path for path in folder.iterdir() if _VERSION.fullmatch(path.name))[:-keep]:
         if old != target:
             shutil.rmtree(old, ignore_errors=True)
