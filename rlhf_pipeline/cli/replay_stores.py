@@ -163,8 +163,6 @@ def _sentence(found: Comparison, source: Path) -> str:
 
 def _why_not_exact(run: RunFolder) -> str | None:
     """Return why the bits of a run cannot be expected again, or None where they can."""
-    if (run.path / "processes").is_dir():
-        return "its collectors were processes of their own: which rollouts had arrived at a step is not in the store."
     if any(row.get("processes", 1) != 1 for row in run.metrics):
         return "several processes took its steps, and they add gradients up in another order."
     if not run.config.device.startswith("cpu"):

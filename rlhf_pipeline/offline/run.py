@@ -10,25 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from rlhf_pipeline.config import Pipeline, Replay
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.events import EventHandler, RunFinished, RunStarted, ignore_events
+from rlhf_pipeline.jsonl import write_atomically
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.learner.loggers import with_logger
-from rlhf_pipeline.offline.batches import Batches
 from rlhf_pipeline.offline.gather import GatherCounts, Gatherer, gather_schema
 from rlhf_pipeline.offline.sources import Choice, Limits, choose, gathered, mark_gathered
+from rlhf_pipeline.offline.steps import RECORDED_LEDGER, ledger_to_follow, steps_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run_lock import run_lock
 from rlhf_pipeline.run_log import log_file, named_disk_errors
 from rlhf_pipeline.run_loop import Loop, Reason, tell
-from rlhf_pipeline.run_progress import MetricsFile, Progress
+from rlhf_pipeline.run_progress import Progress
 from rlhf_pipeline.run_record import check_folder, check_processes, check_unchanged, make_record, write_record
 from rlhf_pipeline.runtime_build import build_loss, build_policy
 from rlhf_pipeline.runtime_state import restore, save_run
@@ -109,6 +109,9 @@ def replay_stores(
         check_folder(run_dir, resume=resume)  # again under the lock: another process may have been quicker
         write_record(run_dir, record)
         if Choice.load(run_dir) is None:
+            followed = ledger_to_follow(Path(choice.sources[0].path)) if pipeline.replay.recorded_order else None
+            if followed is not None:
+                write_atomically(run_dir / RECORDED_LEDGER, followed)
             choice.save(run_dir)
         with _store(pipeline, run_dir, schema) as storage, stop_on_signals() as stop:
             progress, reason = Progress(), cast("Reason", "interrupted")
@@ -214,7 +217,7 @@ def _learn(
     stop: StopRequest,
     on_event: EventHandler,
 ) -> Reason:
-    steps = _RecordedSteps(pipeline, parts) if replay.recorded_order else _DrawnSteps(pipeline, replay, parts)
+    steps = steps_of(pipeline, replay, parts.learner, run_dir)
     total_steps = pipeline.learn.steps if steps.last is None else min(pipeline.learn.steps, steps.last)
     on_event = with_logger(pipeline.learn.logger, run_dir, on_event)
     on_event(
@@ -236,70 +239,6 @@ def _learn(
         on_event=on_event,
     )
     return loop.run(lambda metrics_file: steps.take(loop, metrics_file))
-
-
-class _RecordedSteps:
-    """Step k learns from what the weights of version k - 1 may learn from, as the run that filled the store did."""
-
-    def __init__(self, pipeline: Pipeline, parts: ReplayParts) -> None:
-        store = parts.buffer.store
-        versions = np.asarray(store.read_scalars("policy_version"))
-        order = np.argsort(versions, kind="stable")
-        self._versions, self._rewards = versions[order], store.read_scalars("task_reward")[order]
-        self.last: int | None = None
-        if pipeline.write.zero_variance != "drop":  # else a rollout may have left nothing, the last one too
-            self.last = int(self._versions[-1]) + pipeline.learn.updates_per_rollout
-            self._check(min(pipeline.learn.steps, self.last), pipeline.buffer.max_staleness)
-
-    def _check(self, num_steps: int, max_staleness: int) -> None:
-        now = np.arange(num_steps)
-        found = np.searchsorted(self._versions, now, "right") - np.searchsorted(self._versions, now - max_staleness)
-        lacking = np.flatnonzero(found == 0)
-        if len(lacking):
-            step = int(lacking[0]) + 1
-            raise DataError(
-                f"recorded order: step {step} learns from trajectories of policy versions "
-                f"{max(step - 1 - max_staleness, 0)} to {step - 1}, and there are none; the store has versions "
-                f"{self._versions[0]} to {self._versions[-1]}. Were they evicted, or left out by a filter? To learn "
-                "from what is there in another order: --set replay.recorded_order=false"
-            )
-
-    def take(self, loop: Loop, metrics_file: MetricsFile) -> None:
-        """Take the next step. Its reward is that of the rollout which the run had just collected, if it had."""
-        version = loop.progress.step
-        first, last = np.searchsorted(self._versions, [version, version + 1]).tolist()
-        reward = float(np.nanmean(self._rewards[first:last], dtype=np.float64)) if last > first else None
-        _step(loop, metrics_file, reward)
-
-
-class _DrawnSteps:
-    """A step learns from a batch that is drawn from all that was gathered."""
-
-    def __init__(self, pipeline: Pipeline, replay: Replay, parts: ReplayParts) -> None:
-        self._store = parts.buffer.store
-        self._batches = Batches(
-            self._store,
-            replay=replay,
-            sample=pipeline.sample,
-            batch_size=pipeline.collect.rollout_size,
-            seed=parts.learner.seed,
-            ledger=parts.learner.ledger,
-        )
-        self.last = self._batches.last_step
-
-    def take(self, loop: Loop, metrics_file: MetricsFile) -> None:
-        """Take the next step. Its reward is the mean of the rewards stored with its trajectories."""
-        row_ids, ages = self._batches.rows(loop.progress.step + 1)
-        reward = float(np.mean(self._store.read_scalars("task_reward", row_ids), dtype=np.float64))
-        newest = {"newest_version": self._batches.newest}
-        _step(loop, metrics_file, reward, row_ids=row_ids, ages=ages, ledger_fields=newest)
-
-
-def _step(loop: Loop, metrics_file: MetricsFile, task_reward: float | None, **chosen: Any) -> None:
-    if task_reward is not None:
-        loop.progress.note(task_reward, loop.learn.stop_window)
-    nothing_collected = dict.fromkeys(("num_failed", "rollout_s", "tokens_per_s"))
-    loop.step(metrics_file, {"rollout": None, "task_reward": task_reward, **nothing_collected}, **chosen)
 
 
 def _say(on_event: EventHandler, text: str) -> None:

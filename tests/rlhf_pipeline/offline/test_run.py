@@ -154,6 +154,31 @@ def test_recorded_order_without_the_first_versions_is_refused(tmp_path):
         run(pipeline, run_dir=tmp_path / "run")
 
 
+def test_the_ledger_is_followed_where_rollouts_were_taken_as_they_arrived(tmp_path):
+    """With collectors of their own a run's steps name rollouts: the replay takes the same rows, in the same order."""
+    pipeline = tiny(learn__updates_per_rollout="1", buffer__max_staleness="3")
+    run(pipeline, run_dir=tmp_path / "run")
+    rows = read_rows(tmp_path / "run" / "ledger.jsonl")
+    arrived = [0, 2, 1, 3, 5, 4]
+    for row, rollout in zip(rows, arrived, strict=True):
+        first = 12 * rollout
+        row |= {"rollout": rollout, "row_ids": list(range(first + 11, first - 1, -1)), "trajectory_ids": []}
+    (tmp_path / "run" / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    replay = Replay(stores=(str(tmp_path / "run"),), recorded_order=True)
+    run(dataclasses.replace(pipeline, replay=replay), run_dir=tmp_path / "again")
+    assert [ids[0] // 12 for ids in ledger_of(tmp_path / "again", "trajectory_ids")] == arrived
+    assert ledger_of(tmp_path / "again", "trajectory_ids") == [row["row_ids"] for row in rows]
+    assert ledger_of(tmp_path / "again", "ages")[1] == [-1] * 12
+    with TrajectoryStore.open(tmp_path / "run" / "store") as store:
+        means = store.read_scalars("task_reward").reshape(6, 12).mean(axis=1, dtype=np.float64)
+    lines = read_rows(tmp_path / "again" / "metrics.jsonl")
+    assert [line["task_reward"] for line in lines] == [means[rollout] for rollout in arrived]
+    rows[3]["row_ids"][5] = 10**6
+    (tmp_path / "run" / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="step 4 of the run learned from 12 trajectories, and 1 of them"):
+        run(dataclasses.replace(pipeline, replay=replay), run_dir=tmp_path / "broken")
+
+
 def test_a_definition_that_collects_is_not_replayed(tmp_path):
     """`replay_stores` wants `replay`."""
     with pytest.raises(DefinitionError, match="does not learn from stores"):
