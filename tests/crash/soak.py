@@ -37,7 +37,7 @@ ROLES = ("supervisor", "learner", "collector-0", "collector-1")
 KILL_EVERY_S = (5.0, 12.0)
 """A process needs 5 to 10 s until it has imported torch; killed more often than that, nobody would ever work."""
 SHARE_OF_KILLS = 0.75
-QUIET_STEPS = 150
+QUIET_STEPS = 300
 """Optimizer steps without kills before the run is stopped, at least: enough to learn the task from nothing."""
 LAST_STEPS = 30
 MOST_GROWTH = 0.10
