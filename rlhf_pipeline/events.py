@@ -57,7 +57,8 @@ class Notice:
     """Something a person should know, in one sentence (a failed reward call, a stale batch, a saved checkpoint)."""
 
     message: str
-    level: Literal["info", "warning"] = "info"
+    level: Literal["info", "warning", "progress"] = "info"
+    """`progress`: one of many that say how far something is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -106,7 +106,7 @@ class Loop:
         self.on_event(StepDone(step=number, total_steps=self.total_steps, metrics=row))
 
 
-def tell(on_event: EventHandler, message: str, *, level: Literal["info", "warning"] = "warning") -> None:
+def tell(on_event: EventHandler, message: str, *, level: Literal["info", "warning", "progress"] = "warning") -> None:
     """Say something to who looks on, and to the log."""
     logger.log(logging.WARNING if level == "warning" else logging.INFO, message)
     on_event(Notice(message=message, level=level))

@@ -110,7 +110,10 @@ class RunView:
             self._write("  ".join(self._fields(event, graph=False)) + "\n")
 
     def _notice(self, event: Notice) -> None:
-        """Print a notice; of notices that differ only in numbers the first few are enough."""
+        """Print a notice; of notices that differ only in numbers the first few are enough, unless they tell progress."""
+        if event.level == "progress":
+            self.say(plain(event.message))
+            return
         kind = re.sub(r"\d+", "#", event.message)[:60]
         self._seen[kind] += 1
         allowed = _NOTICES_OF_A_KIND if event.level == "warning" else 1

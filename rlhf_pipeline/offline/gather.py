@@ -19,11 +19,13 @@ import torch
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.events import EventHandler
 from rlhf_pipeline.functional.advantage import group_advantage
 from rlhf_pipeline.keys import ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS, REWARD, TASK_REWARD, Key
 from rlhf_pipeline.offline.sources import Choice, Limits, check_vocabulary, open_sources
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.schema import INTERNAL, PENDING, REWARD_COLUMN, SLOT, trajectory_schema
+from rlhf_pipeline.run_loop import tell
 from rlhf_pipeline.transforms._columns import Columns, Flat
 from rlhf_pipeline.transforms._groups import read
 from rlhf_pipeline.transforms._rebuild import td_of
@@ -121,7 +123,7 @@ class Gatherer:
         choice: what to gather.
         target: the run's store.
         limits: what the policy can read.
-        say: is told of the progress now and then.
+        on_event: is told of the progress now and then.
     """
 
     def __init__(
@@ -132,14 +134,14 @@ class Gatherer:
         target: TrajectoryStore,
         *,
         limits: Limits,
-        say: Callable[[str], None],
+        on_event: EventHandler,
     ) -> None:
         self.pipeline = pipeline
         self.policy = policy
         self.choice = choice
         self.target = target
         self.limits = limits
-        self.say = say
+        self.on_event = on_event
         self.needs_reference = pipeline.write.kl_coef > 0 or pipeline.loss.kl_to_ref_coeff > 0
 
     def run(self, stop: Callable[[], bool]) -> GatherCounts | None:
@@ -170,7 +172,7 @@ class Gatherer:
                     return None
                 if time.monotonic() >= next_word:
                     next_word = time.monotonic() + _SAY_EVERY_S
-                    self.say(f"gathered {end:,} of {total:,} trajectories")
+                    tell(self.on_event, f"gathered {end:,} of {total:,} trajectories ...", level="progress")
         return self._counts()
 
     def _num_done(self) -> int:

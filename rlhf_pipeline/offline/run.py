@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -115,9 +114,7 @@ def replay_stores(
             choice.save(run_dir)
         with _store(pipeline, run_dir, schema) as storage, stop_on_signals() as stop:
             progress, reason = Progress(), cast("Reason", "interrupted")
-            gatherer = Gatherer(
-                pipeline, policy, choice, storage.store, limits=limits, say=functools.partial(_say, on_event)
-            )
+            gatherer = Gatherer(pipeline, policy, choice, storage.store, limits=limits, on_event=on_event)
             if gathered(run_dir) is not None or _gather(gatherer, run_dir, stop):
                 storage.refresh()
                 parts = _build(pipeline, policy, storage, run_dir=run_dir, seed=seed)
@@ -166,7 +163,7 @@ def _gather(gatherer: Gatherer, run_dir: Path, stop: StopRequest) -> bool:
         return False
     gatherer.target.flush()
     mark_gathered(run_dir, counts.to_json())
-    gatherer.say(_what_was_gathered(gatherer.choice, counts))
+    tell(gatherer.on_event, _what_was_gathered(gatherer.choice, counts), level="info")
     return True
 
 
@@ -239,7 +236,3 @@ def _learn(
         on_event=on_event,
     )
     return loop.run(lambda metrics_file: steps.take(loop, metrics_file))
-
-
-def _say(on_event: EventHandler, text: str) -> None:
-    tell(on_event, text, level="info")

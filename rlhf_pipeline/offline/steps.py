@@ -112,9 +112,9 @@ class LedgerSteps:
         known = self._rows[np.minimum(at, len(self._rows) - 1)] == wanted
         if not known.all():
             raise DataError(
-                f"step {step} of the run learned from {len(wanted):,} trajectories, and {int((~known).sum()):,} of them "
-                "are not among those chosen. They were evicted, or a filter left them out; to learn from what is there in "
-                "another order: --set replay.recorded_order=false"
+                f"step {step} of the run learned from {len(wanted)} trajectories, and {int((~known).sum())} of them "
+                "are not among those chosen: evicted, or left out by a filter. To learn from what is there in another "
+                "order: --set replay.recorded_order=false"
             )
         begins = (step - 1) % updates == 0 and "rollout" in recorded
         _step(

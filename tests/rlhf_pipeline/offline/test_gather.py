@@ -13,6 +13,7 @@ from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline import KLRewardTransform, MCAdvantage, Replay, RetrieveLogProb, TrajectoryReplayBuffer
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
+from rlhf_pipeline.events import ignore_events
 from rlhf_pipeline.offline import sources
 from rlhf_pipeline.offline.gather import Gatherer, gather_schema
 from rlhf_pipeline.offline.run import limits_of
@@ -30,9 +31,8 @@ def gathered(pipeline, path: Path, *, stop_often: bool = False) -> TrajectorySto
     policy = build_policy(pipeline, seed=0, device="cpu")
     choice = choose(pipeline.replay, LIMITS)
     store = TrajectoryStore.create(path, gather_schema(choice))
-    said: list[str] = []
     while True:
-        gatherer = Gatherer(pipeline, policy, choice, store, limits=LIMITS, say=said.append)
+        gatherer = Gatherer(pipeline, policy, choice, store, limits=LIMITS, on_event=ignore_events)
         before = len(store)
         if gatherer.run(lambda before=before: stop_often and len(store) > before) is not None:
             return store
@@ -226,7 +226,7 @@ def test_a_source_that_lost_a_chosen_trajectory_is_named(tmp_path):
     policy = build_policy(pipeline, seed=0, device="cpu")
     with TrajectoryStore.create(tmp_path / "own", gather_schema(choice)) as own:
         choice.row[0] = 10**6
-        gatherer = Gatherer(pipeline, policy, choice, own, limits=LIMITS, say=lambda text: None)
+        gatherer = Gatherer(pipeline, policy, choice, own, limits=LIMITS, on_event=ignore_events)
         with pytest.raises(DataError, match="has lost trajectories that this run was started with"):
             gatherer.run(lambda: False)
 
