@@ -110,7 +110,7 @@ class RunView:
             self._write("  ".join(self._fields(event, graph=False)) + "\n")
 
     def _notice(self, event: Notice) -> None:
-        """Print a notice; of notices that differ only in numbers the first few are enough, unless they tell progress."""
+        """Print a notice; of those that differ only in numbers the first few are enough, unless they tell progress."""
         if event.level == "progress":
             self.say(plain(event.message))
             return
