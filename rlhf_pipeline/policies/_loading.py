@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
-from rlhf_pipeline.errors import DataError, MissingPathError
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 
 # "organisation/name": what may also be a model on the hub. A bare name is a folder: the few models that the hub still
 # knows by a bare name have the long form too ("openai-community/gpt2").
@@ -148,6 +148,20 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype of a name.
+
+    Raises:
+        DefinitionError: torch has none of this name.
+    """
+    if not isinstance(dtype, str):
+        return dtype
+    named = getattr(torch, dtype, None)
+    if not isinstance(named, torch.dtype):
+        raise DefinitionError(f"dtype {dtype!r} is no dtype of torch. Use 'float32' or 'bfloat16'.")
+    return named
+
+
 def as_id_tuple(value: Any) -> tuple[int, ...]:
     """Return token ids given as None, one id or several, as a sorted tuple without repeats."""
     if value is None:
@@ -166,3 +180,14 @@ def end_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
         named = getattr(config, "eos_token_id", None)
     own = getattr(tokenizer, "eos_token_id", None)
     return tuple(sorted({*as_id_tuple(named), *as_id_tuple(own)}))
+
+
+def padding_id(model: Any, tokenizer: Any | None, *, given: int | None, ends: tuple[int, ...]) -> int:
+    """The token that fills rows up: the given one, the tokenizer's, the model's, the first end token, or 0."""
+    candidates = (
+        given,
+        getattr(tokenizer, "pad_token_id", None),
+        getattr(getattr(model, "config", None), "pad_token_id", None),
+        ends[0] if ends else None,
+    )
+    return int(next((c for c in candidates if c is not None), 0))

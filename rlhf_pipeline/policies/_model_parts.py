@@ -170,6 +170,21 @@ def rounding(weight: Tensor, *, fine: float, coarse: float) -> float:
     return max(fine, coarse / 10) if rounded else fine
 
 
+def switch_recomputation(model: nn.Module, enabled: bool, options: dict[str, Any]) -> None:
+    """Have transformers recompute the layers of a model that are in training mode, or end that.
+
+    Raises:
+        DefinitionError: the model does not support it.
+    """
+    name = "enable" if enabled else "disable"
+    switch: Any = getattr(model, f"activation_checkpointing_{name}", None) or getattr(
+        model, f"gradient_checkpointing_{name}", None
+    )
+    if switch is None or not getattr(model, "supports_gradient_checkpointing", False):
+        raise DefinitionError(f"{_name(model)} does not support activation checkpointing. Leave it off.")
+    switch(options) if enabled else switch()
+
+
 def set_recomputation(model: nn.Module, on: bool) -> None:
     """Set the training flag of the decoder layers alone, which is what makes transformers recompute them.
 

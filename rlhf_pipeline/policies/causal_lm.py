@@ -14,14 +14,16 @@ from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.functional.logprob import token_log_probs
 from rlhf_pipeline.policies._batches import Key
 from rlhf_pipeline.policies._loading import (
+    as_dtype,
     as_id_tuple,
     end_token_ids,
     load_model,
     load_tokenizer,
+    padding_id,
     quiet_progress,
     resolve_source,
 )
-from rlhf_pipeline.policies._model_parts import ModelParts, find_parts, set_recomputation
+from rlhf_pipeline.policies._model_parts import ModelParts, find_parts, set_recomputation, switch_recomputation
 from rlhf_pipeline.policies._packed_attention import same_attention_when_recomputed
 from rlhf_pipeline.policies._scoring import ScoringRows, token_states
 from rlhf_pipeline.policies._td_policy import TensorDictPolicy
@@ -138,7 +140,7 @@ class CausalLMPolicy(TensorDictPolicy):
         self.max_new_tokens = max_new_tokens
         self.num_slots = num_slots
         self.eos_token_ids = end_token_ids(model, tokenizer) if eos_token_id is None else as_id_tuple(eos_token_id)
-        self.pad_token_id = self._pad(pad_token_id)
+        self.pad_token_id = padding_id(self.model, self.tokenizer, given=pad_token_id, ends=self.eos_token_ids)
         self._set_wrapper_options(
             input_mode=input_mode,
             input_key=input_key,
@@ -172,15 +174,6 @@ class CausalLMPolicy(TensorDictPolicy):
             self._found = [self.model, find_parts(self.model)]
         return self._found[1]
 
-    def _pad(self, given: int | None) -> int:
-        candidates = (
-            given,
-            getattr(self.tokenizer, "pad_token_id", None),
-            getattr(getattr(self.model, "config", None), "pad_token_id", None),
-            self.eos_token_ids[0] if self.eos_token_ids else None,
-        )
-        return int(next((c for c in candidates if c is not None), 0))
-
     @classmethod
     def from_pretrained(
         cls,
@@ -203,12 +196,7 @@ class CausalLMPolicy(TensorDictPolicy):
             DataError: the folder is not a checkpoint of a causal language model.
         """
         name, local = resolve_source(source)
-        if isinstance(dtype, str):
-            named = getattr(torch, dtype, None)
-            if not isinstance(named, torch.dtype):
-                raise DefinitionError(f"dtype {dtype!r} is no dtype of torch. Use 'float32' or 'bfloat16'.")
-            dtype = named
-        model = load_model(name, local=local, dtype=dtype)
+        model = load_model(name, local=local, dtype=as_dtype(dtype))
         tokenizer = load_tokenizer(name, local=local)
         return cls(model if device is None else model.to(device), tokenizer, **kwargs)
 
@@ -333,16 +321,9 @@ class CausalLMPolicy(TensorDictPolicy):
         Raises:
             DefinitionError: the model does not support it.
         """
-        model: Any = self.model
-        name = "enable" if enabled else "disable"
-        switch = getattr(model, f"activation_checkpointing_{name}", None) or getattr(
-            model, f"gradient_checkpointing_{name}", None
-        )
-        if switch is None or not getattr(model, "supports_gradient_checkpointing", False):
-            raise DefinitionError(f"{type(model).__name__} does not support activation checkpointing. Leave it off.")
         config = getattr(self._parts.trunk, "config", None)
-        options = {"use_reentrant": False, "context_fn": partial(same_attention_when_recomputed, config)}
-        switch(options) if enabled else switch()
+        context = partial(same_attention_when_recomputed, config)
+        switch_recomputation(self.model, enabled, {"use_reentrant": False, "context_fn": context})
         self._checkpointing = enabled
         self._recompute(enabled)
 

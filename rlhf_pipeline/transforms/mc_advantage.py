@@ -13,7 +13,6 @@ from torch import Tensor
 from torchrl.objectives.llm import MCAdvantageSelector
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.functional.advantage import group_advantage
 from rlhf_pipeline.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
@@ -29,12 +28,19 @@ from rlhf_pipeline.keys import (
     TASK_REWARD,
     Key,
 )
+from rlhf_pipeline.transforms._advantages import (
+    advantage_values,
+    group_advantages,
+    group_codes,
+    trajectory_of_row,
+    trajectory_returns,
+)
 from rlhf_pipeline.transforms._arguments import check_arguments
 from rlhf_pipeline.transforms._columns import Flat, is_token_level, token_level
 from rlhf_pipeline.transforms._groups import Chunk, gather, group_ids, read, write
 from rlhf_pipeline.transforms._ledger import GroupLedger
 from rlhf_pipeline.transforms._queue import ClosedGroup, Entry, Waiting
-from rlhf_pipeline.transforms._segments import segment_any, segment_sum, step_sum, whitened
+from rlhf_pipeline.transforms._segments import segment_any, segment_sum, step_sum
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
 
@@ -191,8 +197,8 @@ class MCAdvantage(GroupLedger):
         if not chunks:
             return tensordict
         chunk = gather([(c, i) for c in chunks for i in range(len(c.groups))])
-        codes = _codes(chunk.groups)
-        return self._write(chunk, *self._advantage(chunk, codes), codes)
+        codes = group_codes(chunk.groups)
+        return self._write(chunk, *group_advantages(chunk, codes, self.estimator), codes)
 
     def _chunks(self, td: TensorDictBase) -> list[Chunk]:
         if td.batch_dims == 0:
@@ -240,19 +246,7 @@ class MCAdvantage(GroupLedger):
         reward = found if isinstance(found, Flat) else _task_reward(td)
         if reward is None:
             raise DataError(f"the batch has neither {self.rewards_key!r} nor {TASK_REWARD!r}: there is nothing to rank")
-        values = reward.values.detach().double()
-        per_row = reward.lengths if reward.lengths is not None else torch.ones(n, dtype=torch.int64)
-        per_row = per_row * (values[0].numel() if values.shape[0] else 1)
-        per_trajectory = per_row if k == n else step_sum(per_row, bounds)
-        if k == values.numel() and reward.lengths is None:
-            returns = values.reshape(-1)
-        else:
-            returns = segment_sum(values, per_trajectory)
-            if self.trajectory_return == "max":
-                returns = torch.segment_reduce(values.reshape(-1), "max", lengths=per_trajectory)
-            elif self.trajectory_return == "mean":
-                returns = returns / per_trajectory
-        returns = torch.where(per_trajectory == 0, 0.0, returns)
+        returns, per_trajectory = trajectory_returns(reward, bounds, self.trajectory_return)
         mask = read(td, ASSISTANT_MASK)
         if isinstance(mask, Flat) and mask.lengths is not None:
             tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
@@ -426,7 +420,7 @@ class MCAdvantage(GroupLedger):
         early = torch.tensor([g.early for g in groups])[codes] if any(g.early for g in groups) else None
         self._count_lengths(chunk.lengths, early)
         waited = torch.tensor([g.ticket or -1 for g in groups])[codes] if any(g.ticket for g in groups) else None
-        advantage, degenerate = self._advantage(chunk, codes)
+        advantage, degenerate = group_advantages(chunk, codes, self.estimator)
         flat = int(codes[degenerate].unique().numel())
         drop = self.zero_variance == "drop"
         if self.verbose:
@@ -446,38 +440,12 @@ class MCAdvantage(GroupLedger):
             waited = None if waited is None else waited[keep]
         return self._write(chunk, advantage, degenerate, codes, waited)
 
-    def _advantage(self, chunk: Chunk, codes: Tensor) -> tuple[Tensor, Tensor]:
-        graded = chunk.returns.isfinite()
-        if bool(graded.all()):
-            return group_advantage(chunk.returns, codes, self.estimator, lengths=chunk.lengths)
-        advantage, degenerate = torch.zeros_like(chunk.returns), torch.ones_like(graded)
-        found = group_advantage(chunk.returns[graded], codes[graded], self.estimator, lengths=chunk.lengths[graded])
-        advantage[graded], degenerate[graded] = found.advantages, found.degenerate
-        return advantage, degenerate
-
     def _write(
         self, chunk: Chunk, advantage: Tensor, degenerate: Tensor, codes: Tensor, waited: Tensor | None = None
     ) -> TensorDictBase:
-        reward, n = chunk.reward, chunk.td.shape[0]
-        trailing = reward.values.shape[1:]
-        if len(chunk.bounds) == n + 1:
-            owner = torch.arange(n)
-        else:
-            owner = torch.repeat_interleave(torch.tensor(chunk.bounds).diff())
-        element = owner if reward.lengths is None else torch.repeat_interleave(owner, reward.lengths)
-        if self.trajectory_return is None:
-            flat = reward.values.detach().double().nan_to_num(0.0, 0.0, 0.0).reshape(-1)
-            each = torch.ones(n, dtype=torch.int64) if reward.lengths is None else reward.lengths
-            values = whitened(flat, each * (flat.numel() // max(element.numel(), 1)), codes[owner])
-            values = values.reshape(reward.values.shape)
-        else:
-            values = advantage[element].reshape(-1, *(1 for _ in trailing)).expand(-1, *trailing)
-        values = values.to(torch.float32).contiguous()
-        if reward.lengths is not None:
-            mask = read(chunk.td, ASSISTANT_MASK)
-            if isinstance(mask, Flat) and mask.lengths is not None and torch.equal(mask.lengths, reward.lengths):
-                keep = mask.values.to(torch.bool)
-                values = values * keep.reshape(-1, *(1 for _ in trailing))
+        reward, n, owner = chunk.reward, chunk.td.shape[0], trajectory_of_row(chunk)
+        per_step = codes if self.trajectory_return is None else None
+        values = advantage_values(chunk, owner, advantage, per_step)
         columns: dict[Key, Flat] = {
             self.advantage_key: Flat(values, reward.lengths, reward.shapes),
             RETURN: Flat(chunk.returns[owner].to(torch.float32)),
@@ -496,8 +464,3 @@ def _task_reward(td: TensorDictBase) -> Flat | None:
     """The reward per trajectory, where there is none per token or step."""
     found = read(td, TASK_REWARD)
     return found if isinstance(found, Flat) else None
-
-
-def _codes(groups: Sequence[Hashable]) -> Tensor:
-    seen: dict[Hashable, int] = {}
-    return torch.tensor([seen.setdefault(group, len(seen)) for group in groups])
