@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_pipeline import definitions
-from rlhf_pipeline.cli import preflight
+from rlhf_pipeline.cli import preflight, sharded
 from rlhf_pipeline.cli.plan import Plan, checked, recorded_plan
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.cli.run import run_plan
@@ -23,7 +23,7 @@ _DEFAULT = "offline_replay"
 
 def execute(args: argparse.Namespace) -> int:
     """Learn from stores; 1 if the replay of a run should be equal bit for bit and is not."""
-    plan = _resumed(args) if args.resume else _new(args)
+    plan = sharded.joined(_resumed(args) if args.resume else _new(args))
     return run_plan(plan, then=lambda view: _compare(plan, view))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline import definitions
+from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.run_folder import RunFolder, is_run
 
 if TYPE_CHECKING:
@@ -30,9 +31,15 @@ def is_follower() -> bool:
 
 
 def joined(plan: Plan) -> Plan:
-    """Join the group in its first process and tell the others what is run; the plan itself in a process alone."""
+    """Join the group in its first process and tell the others what is run; the plan itself in a process alone.
+
+    Raises:
+        DefinitionError: the definition learns from stores, which takes one process.
+    """
     if not _is_one_of_several():
         return plan
+    if plan.pipeline.replay is not None:
+        raise DefinitionError("learning from stores takes one process: start it without torchrun.")
     from rlhf_pipeline.learner.distributed import join_group, send
 
     device = join_group(plan.device)

@@ -90,6 +90,13 @@ def gather_schema(choice: Choice) -> Schema:
             for column in store.schema:
                 if column.name in INTERNAL or column.name in own:
                     continue
+                known = columns.get(column.name)
+                if column.name not in given and known is not None and known.axis != column.axis:
+                    raise DataError(
+                        f"the column '{column.name}' of {store.path} holds one value per "
+                        f"{'token' if column.axis else 'trajectory'}; learning needs one per "
+                        f"{'token' if known.axis else 'trajectory'}."
+                    )
                 if column.name in given and _kind(columns[column.name]) != _kind(column):
                     raise DataError(
                         f"the column '{column.name}' is {columns[column.name].dtype} in {given[column.name]} and "

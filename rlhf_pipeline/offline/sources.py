@@ -257,12 +257,11 @@ def _choose_from(store: TrajectoryStore, at: int, filters: Sequence[str], limits
     graded = np.isfinite(store.read_scalars("task_reward", ids))
     num_ungraded = int(len(ids) - np.count_nonzero(graded))
     ids = ids[graded]
-    named = _numbered(store, "trajectory_id", ids)
-    # Of a trajectory that was stored again, as after a ring lost it, the newest row.
-    _, from_the_end = np.unique(named[::-1], return_index=True)
-    newest = np.sort(len(ids) - 1 - from_the_end)
-    num_repeated, ids, named = len(ids) - len(newest), ids[newest], named[newest]
-    groups = _numbered(store, "group_id", ids)
+    named, groups = _numbered(store, "trajectory_id", ids), _numbered(store, "group_id", ids)
+    newest = _newest(named, groups)
+    num_repeated, ids, named, groups = len(ids) - len(newest), ids[newest], named[newest], groups[newest]
+    if len(np.unique(named)) < len(named):
+        named = np.arange(len(named))  # numbers that start anew in each group say nothing by themselves
     _, first, member = np.unique(groups, return_index=True, return_inverse=True)
     order = np.argsort(first[member], kind="stable")
     ids = ids[order]
@@ -330,6 +329,21 @@ def _numbered(store: TrajectoryStore, column: str, ids: Ints) -> Ints:
     without = np.flatnonzero(values < 0)
     values[without] = max(int(values.max(initial=-1)), -1) + 1 + np.arange(len(without))
     return values
+
+
+def _newest(trajectories: Ints, groups: Ints) -> Ints:
+    """Return the rows to keep, ascending: of a trajectory that was stored again, as after a ring lost it, the newest.
+
+    >>> _newest(np.array([0, 1, 0, 0]), np.array([5, 5, 5, 6])).tolist()
+    [1, 2, 3]
+    """
+    if not len(trajectories):
+        return np.empty(0, np.int64)
+    _, group = np.unique(groups, return_inverse=True)
+    _, trajectory = np.unique(trajectories, return_inverse=True)
+    pair = group.astype(np.int64) * (int(trajectory.max()) + 1) + trajectory
+    _, from_the_end = np.unique(pair[::-1], return_index=True)
+    return np.sort(len(pair) - 1 - from_the_end)
 
 
 def _shifts(ids: Sequence[Ints]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from rlhf_pipeline.offline import sources
 from rlhf_pipeline.offline.gather import Gatherer, gather_schema
 from rlhf_pipeline.offline.run import limits_of
 from rlhf_pipeline.offline.sources import Choice, Limits, choose
+from rlhf_pipeline.replay.schema import trajectory_schema
 from rlhf_pipeline.runtime_build import build_policy
-from trajectory_store import TrajectoryStore, copy_rows, diff
+from trajectory_store import Column, TrajectoryStore, copy_rows, diff
 
 from ._stores import VOCABULARY, make_store, offline
 
@@ -96,10 +98,10 @@ def test_advantages_are_those_of_the_write_path(tmp_path, estimator, kl_coef):
     pipeline = offline(source, write__estimator=estimator, write__kl_coef=kl_coef)
     policy = build_policy(pipeline, seed=0, device="cpu")
     coef = float(kl_coef)
-    parts = [MCAdvantage(4, estimator=estimator), *([KLRewardTransform(coef=coef)] if coef else [])]
-    buffer = TrajectoryReplayBuffer(
-        storage=tmp_path / "written", transform=Compose(*parts, RetrieveLogProb(policy, behaviour_model=policy))
-    )
+    parts: list[Any] = [MCAdvantage(4, estimator=estimator)]
+    parts += [KLRewardTransform(coef=coef)] if coef else []
+    parts += [RetrieveLogProb(policy, behaviour_model=policy)]
+    buffer = TrajectoryReplayBuffer(storage=tmp_path / "written", transform=Compose(*parts))
     with TrajectoryStore.open(source) as given:
         storage = TrajectoryReplayBuffer(storage=given).trajectories
         wanted = ["tokens", "masks", "task_reward", "group_id", "num_prompt_tokens", "trajectory_id"]
@@ -186,6 +188,35 @@ def test_rows_without_a_reward_or_stored_again_are_left_out_and_counted(tmp_path
     assert len(choice) == 3
     assert (choice.sources[0].num_ungraded, choice.sources[0].num_repeated) == (1, 1)
     assert choice.trajectory_id.tolist() == [1, 3, 2]
+
+
+def test_trajectory_ids_that_start_anew_in_each_group_are_numbered_through(tmp_path):
+    """They name no row by themselves; none is taken for another group's trajectory stored again."""
+    source = make_store(tmp_path / "source", groups=(2, 2))
+    with TrajectoryStore.open(source, "a") as store:
+        store.patch(store.ids(), trajectory_id=[0, 1, 0, 1])
+    choice = choose(Replay(stores=(str(source),)), LIMITS)
+    assert choice.trajectory_id.tolist() == [0, 1, 2, 3]
+    assert choice.sources[0].num_repeated == 0
+
+
+def test_columns_that_do_not_fit_are_named(tmp_path):
+    """An advantage per token, and two stores with one column of two types."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    make_store(first)
+    for path, column in (
+        (second, Column("advantage", "float32", ragged=True, fill=0.0)),
+        (third, Column("kl_coef", "float64", fill=0.0)),
+    ):
+        columns = [column if known.name == column.name else known for known in trajectory_schema()]
+        with TrajectoryStore.create(path, columns) as store:
+            store.append({"input_ids": [[1, 2]], "task_reward": [1.0]})
+    with pytest.raises(
+        DataError, match=r"'advantage' of .*second holds one value per token; learning needs one per tr"
+    ):
+        gather_schema(choose(Replay(stores=(str(second),)), LIMITS))
+    with pytest.raises(DataError, match=r"'kl_coef' is float32 in .*first and float64 in .*third"):
+        gather_schema(choose(Replay(stores=(str(first), str(third))), LIMITS))
 
 
 def test_a_stop_after_every_batch_changes_nothing(tmp_path, monkeypatch):
