@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.service.heartbeat import is_alive, read_heartbeat
+from rlhf_pipeline.service.heartbeat import holder, is_alive, read_heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -242,14 +242,14 @@ class Child:
 
     def _wait_for_other(self) -> None:
         """Let a process of an earlier supervisor leave by itself; kill it if it hangs."""
-        said = read_heartbeat(self._folder, self.name)
-        pid = said.get("pid")
+        said, pid = read_heartbeat(self._folder, self.name), holder(self._folder, self.name)
         if pid is None:
             return
         if self._told_of != pid:
             self._told_of, self._pulse = pid, _Pulse()
             logger.info("%s: process %d has the name already; waiting until it leaves", self.name, pid)
-        why = self._pulse.verdict(said, self.config)
+        # What a dead process said last is no reason to kill the one that has its name now.
+        why = self._pulse.verdict(said, self.config) if said.get("pid") == pid else None
         if why is not None and is_alive(self._folder, self.name):
             logger.warning("%s: %s; process %d, which has the name, is killed", self.name, why, pid)
             with suppress(ProcessLookupError):

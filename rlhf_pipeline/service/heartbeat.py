@@ -121,12 +121,23 @@ def process_lock(folder: Path, name: str, *, wait_s: float = 0.0) -> Iterator[No
         deadline = time.monotonic() + wait_s
         while not try_lock(file):
             if time.monotonic() >= deadline:
-                pid = read_heartbeat(folder, name).get("pid", "unknown")
+                pid = holder(folder, name) or "unknown"
                 raise RunExistsError(
                     f"{folder.parent} has a {name} already: process {pid}. Stop that one first: kill {pid}"
                 )
             time.sleep(0.05)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
         yield
+
+
+def holder(folder: Path, name: str) -> int | None:
+    """Return the process id that is written in a lock; it is the holder's if the lock is held."""
+    try:
+        return int((folder / f"{name}.lock").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def is_alive(folder: Path, name: str) -> bool:

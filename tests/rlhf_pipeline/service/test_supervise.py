@@ -184,7 +184,7 @@ def test_a_stop_is_passed_on_once_and_who_does_not_listen_is_killed(tmp_path, ca
     (run_dir / "deaf").touch()
     time.sleep(60)
     """
-    watched = supervisor(tmp_path, collector=collector, stop_timeout_s=0.5)
+    watched = supervisor(tmp_path, collector=collector, stop_timeout_s=3.0)
     assert watched.work(Asked()) == "interrupted"
     assert "learner: ended with code 143" in caplog.text
     assert re.search(r"collector-0: process \d+ is killed", caplog.text)
