@@ -26,6 +26,7 @@ import os
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,17 +223,21 @@ def main() -> None:
                     f"{item.error:>7.4f} {item.t:>+6.1f} {item.rising:>7.0%}",
                     flush=True,
                 )
-            print(
-                f"      {item.questions} questions with both kinds; {time.perf_counter() - started:.0f} s", flush=True
-            )
+            both = ", ".join(f"{found[f'{name}, per token'].questions} {name}" for name in ("held-out", "learned"))
+            print(f"      questions with both kinds: {both}; {time.perf_counter() - started:.0f} s", flush=True)
     if not args.quick:
         print("over the seeds: mean change, its standard error, seeds in which it rose")
         for (grades, name), items in collected.items():
-            moved = np.asarray([item.change for item in items])
-            error = moved.std(ddof=1) / np.sqrt(len(moved)) if len(moved) > 1 else float("nan")
-            print(
-                f"      {grades:<9} {name:<22} {moved.mean():>+9.4f} {error:>7.4f}  {(moved > 0).sum()} of {len(moved)}"
-            )
+            _say(grades, name, [item.change for item in items])
+        for name in {name: None for _, name in collected}:
+            pairs = zip(collected["true", name], collected["permuted", name], strict=True)
+            _say("true - permuted", name, [true.change - permuted.change for true, permuted in pairs])
+
+
+def _say(grades: str, name: str, changes: Sequence[float]) -> None:
+    moved = np.asarray(changes)
+    error = moved.std(ddof=1) / np.sqrt(len(moved)) if len(moved) > 1 else float("nan")
+    print(f"      {grades:<15} {name:<22} {moved.mean():>+9.4f} {error:>7.4f}  {(moved > 0).sum()} of {len(moved)}")
 
 
 if __name__ == "__main__":
