@@ -132,6 +132,15 @@ class Batches:
     Raises:
         DefinitionError: a source is too small for its share of a batch.
         DataError: there is nothing.
+
+    >>> import tempfile
+    >>> from rlhf_pipeline.offline.gather import SOURCE
+    >>> from rlhf_pipeline.replay.schema import trajectory_schema
+    >>> with TrajectoryStore.create(tempfile.mkdtemp() + "/store", trajectory_schema([SOURCE])) as store:
+    ...     _ = store.append({"input_ids": [[1]] * 4, "source": [0] * 4, "group_id": [7, 7, 8, 8]})
+    ...     batches = Batches(store, replay=Replay(epochs=2), sample=Sample(), batch_size=2, seed=0, ledger=None)
+    ...     batches.last_step, [batches.rows(step)[0].tolist() for step in (1, 2)]
+    (4, [[0, 1], [2, 3]])
     """
 
     def __init__(

@@ -80,38 +80,33 @@ def gather_schema(choice: Choice) -> Schema:
     """Return the columns of the run's store: the usual ones, those that the sources have more, and where a row is from.
 
     Raises:
-        DataError: two sources have a column of one name with different types.
+        DataError: two sources have a column of one name with different types, or one has it of no use here.
     """
     columns = {column.name: column for column in trajectory_schema()}
     given: dict[str, str] = {}
-    own = {column.name for column in _OWN}
+    own = INTERNAL | {column.name for column in _OWN}
     with open_sources([source.path for source in choice.sources]) as stores:
         for store in stores:
             for column in store.schema:
-                if column.name in INTERNAL or column.name in own:
+                name = column.name
+                if name in own:
                     continue
-                known = columns.get(column.name)
-                if column.name not in given and known is not None and known.axis != column.axis:
+                known, path = columns.get(name, column), str(store.path)
+                if name in given and (known.dtype, known.axis) != (column.dtype, column.axis):
                     raise DataError(
-                        f"the column '{column.name}' of {store.path} holds one value per "
-                        f"{'token' if column.axis else 'trajectory'}; learning needs one per "
-                        f"{'token' if known.axis else 'trajectory'}."
+                        f"the column '{name}' is {_kind(known)} in {given[name]} and {_kind(column)} in {path}. Learn "
+                        "from one of them, or export and import one anew."
                     )
-                if column.name in given and _kind(columns[column.name]) != _kind(column):
-                    raise DataError(
-                        f"the column '{column.name}' is {columns[column.name].dtype} in {given[column.name]} and "
-                        f"{column.dtype} in {store.path}. Learn from one of them, or export and import one anew."
-                    )
-                if column.name not in given and _kind(columns.get(column.name, column)) == _kind(column):
-                    columns.setdefault(column.name, _optional(column))
-                elif column.name not in given:
-                    columns[column.name] = _optional(column)
-                given.setdefault(column.name, str(store.path))
+                if known.axis != column.axis:
+                    raise DataError(f"the column '{name}' of {path} is {_kind(column)}; learning needs {_kind(known)}.")
+                if name not in given and (name not in columns or known.dtype != column.dtype):
+                    columns[name] = _optional(column)
+                given.setdefault(name, path)
     return Schema([*columns.values(), *_OWN])
 
 
-def _kind(column: Column) -> tuple[str, str | None]:
-    return column.dtype, column.axis
+def _kind(column: Column) -> str:
+    return f"{column.dtype} {'per token' if column.axis else 'per trajectory'}"
 
 
 def _optional(column: Column) -> Column:

@@ -119,4 +119,5 @@ def make_store(
 def weights(run_dir: Path) -> bytes:
     """The newest checkpoint's."""
     newest = max((run_dir / "checkpoints").glob("step-*"))
-    return (newest / "model.safetensors").read_bytes()
+    name = "adapter_model.safetensors" if (newest / "adapter_config.json").exists() else "model.safetensors"
+    return (newest / name).read_bytes()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -38,9 +40,18 @@ def ledger_of(run_dir: Path, name: str) -> list[list[int]]:
         {"learn__updates_per_rollout": "1", "buffer__max_staleness": "3", "loss__kl_to_ref_coeff": "0.1"},
         {"sample__strategy": "uniform", "sample__batch_size": "6", "buffer__max_staleness": "3"},
         {"write__zero_variance": "drop"},
+        {"policy__lora_rank": "4", "learn__layout": "packed", "sample__min_ess": "0.99", "buffer__max_staleness": "3"},
         {"buffer__backend": "zarr", "buffer__max_staleness": "2", "learn__updates_per_rollout": "3"},
     ],
-    ids=["plain", "kl-in-the-reward", "stale-and-kl-in-the-loss", "uniform", "dropped-groups", "zarr"],
+    ids=[
+        "plain",
+        "kl-in-the-reward",
+        "stale-and-kl-in-the-loss",
+        "uniform",
+        "dropped-groups",
+        "adapters-and-guard",
+        "zarr",
+    ],
 )
 def test_a_finished_run_comes_out_again_from_its_store_alone(tmp_path, changes):
     """Losses, gradient norms, rewards and the final weights are the run's, bit for bit; its folder is not read."""
@@ -183,6 +194,19 @@ def test_a_definition_that_collects_is_not_replayed(tmp_path):
     """`replay_stores` wants `replay`."""
     with pytest.raises(DefinitionError, match="does not learn from stores"):
         replay_stores(tiny(), run_dir=tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_with_collectors_of_its_own_comes_out_again(tmp_path):
+    """Two collectors and a learner in processes of their own: losses and weights are the run's, bit for bit."""
+    command = [sys.executable, "-m", "rlhf_pipeline"]
+    sizes = ["--set", "collect.prompts_per_rollout=4", "--set", "collect.group_size=4"]
+    out = ["--out", "runs/long"]
+    for words in (["run", "long_running", *out, "--collectors", "2", "--steps", "10", *sizes], ["replay", "runs/long"]):
+        done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "of 10 steps are equal, bit for bit; the weights after step 10 are equal, byte for byte." in done.stdout
 
 
 @pytest.fixture
