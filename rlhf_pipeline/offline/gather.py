@@ -106,7 +106,7 @@ def gather_schema(choice: Choice) -> Schema:
 
 
 def _kind(column: Column) -> str:
-    return f"{column.dtype} {'per token' if column.axis else 'per trajectory'}"
+    return "text" if column.is_text else f"{column.dtype} {'per token' if column.axis else 'per trajectory'}"
 
 
 def _optional(column: Column) -> Column:

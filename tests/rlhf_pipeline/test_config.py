@@ -13,6 +13,7 @@ from rlhf_pipeline import (
     CopyDigits,
     Learn,
     Pipeline,
+    Replay,
     TinyPolicy,
     WritePath,
     override,
@@ -138,3 +139,16 @@ def test_a_definition_is_json_ready_and_frozen(pipeline):
     assert json.loads(text)["reward"] == "rlhf_pipeline.rewards:token_match"
     with pytest.raises(dataclasses.FrozenInstanceError):
         pipeline.name = "other"
+
+
+def test_a_definition_that_collects_can_be_told_to_learn_from_stores(pipeline):
+    """Fields of a group that is left out can be set; the rest of it is as by default."""
+    replay = override(override(pipeline, "replay.stores", "runs/a, runs/b"), "replay.weights", "2,1")
+    assert replay.replay == Replay(stores=("runs/a", "runs/b"), weights=(2.0, 1.0))
+    assert override(replay, "sample.batch_size", "8").sample.batch_size == 8
+    with pytest.raises(DefinitionError, match="fresh takes all of the newest rollout"):
+        override(pipeline, "sample.batch_size", "8")
+    with pytest.raises(DefinitionError, match="3 weights for 2 stores"):
+        override(replay, "replay.weights", "1,2,3")
+    with pytest.raises(DefinitionError, match="recorded_order goes with one store"):
+        override(replay, "replay.recorded_order", "true")
