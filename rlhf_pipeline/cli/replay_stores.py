@@ -134,9 +134,9 @@ def _compare(plan: Plan, view: RunView) -> int:
         view.say(f"{source} has no metrics to compare with.")
         return 0
     view.say(_sentence(found, source))
-    if found.same or run.config.seed != plan.seed:
+    if found.same:
         return 0
-    reason = _why_not_exact(run)
+    reason = _what_was_changed(run, plan) or _why_not_exact(run)
     if reason is not None:
         view.say(reason)
         return 0
@@ -159,6 +159,18 @@ def _sentence(found: Comparison, source: Path) -> str:
     if found.num_missing:
         said += f"; {count(found.num_missing, 'step')} of the run not taken"
     return f"{said}."
+
+
+def _what_was_changed(run: RunFolder, plan: Plan) -> str | None:
+    """Return in what the replay was told to differ from the run, or None."""
+    before = {**dict(run.config.overrides), "definition": run.config.definition, "seed": str(run.config.seed)}
+    now = {**dict(plan.overrides), "definition": plan.definition, "seed": str(plan.seed)}
+    changed = [
+        name
+        for name in {**before, **now}
+        if not name.startswith("replay.") and name != "learn.steps" and before.get(name) != now.get(name)
+    ]
+    return f"that is no wonder: {', '.join(changed)} is not as it was." if changed else None
 
 
 def _why_not_exact(run: RunFolder) -> str | None:
