@@ -37,7 +37,7 @@ def experiment() -> Any:
 
 
 def test_correct_solutions_gain_on_incorrect_ones_on_questions_that_were_never_seen(tmp_path, gsm8k_dir, experiment):
-    """50 steps on the solutions of 600 questions: elsewhere, too, the margin rises by more than 2 standard errors."""
+    """50 steps on the solutions of 600 questions: elsewhere, too, the margin rises by more than 3 standard errors."""
     del gsm8k_dir  # it skips where the files are not
     experiment.prepare(tmp_path, seed=0, questions=600)
     questions = [read_rows(tmp_path / f"{name}.jsonl") for name in ("learned", "held-out")]
@@ -55,7 +55,9 @@ def test_correct_solutions_gain_on_incorrect_ones_on_questions_that_were_never_s
     per_token = experiment.change(before, after, per_token=True)
     per_sequence = experiment.change(before, after, per_token=False)
     assert per_token.questions == per_sequence.questions > 150
-    assert per_token.t > 2
-    assert per_token.rising > 0.55
+    # With the grades of each question permuted, the benchmark's control, the change is within 0.008 of 0.
+    assert per_token.change > 0.01
+    assert per_token.t > 3
+    assert per_token.rising > 0.58
     assert per_sequence.change > 0
     assert per_sequence.rising > 0.55
