@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.errors import DefinitionError, ProcessFailedError
+from rlhf_pipeline import definitions
+from rlhf_pipeline.errors import DefinitionError, ProcessFailedError, RunExistsError
 from rlhf_pipeline.jsonl import append_row, keep_rows
 from rlhf_pipeline.service import supervise
-from rlhf_pipeline.service.heartbeat import Heartbeat, is_alive, read_heartbeat
+from rlhf_pipeline.service.heartbeat import Heartbeat, is_alive, process_lock, read_heartbeat
 from rlhf_pipeline.service.metrics_tail import MetricsTail
 from rlhf_pipeline.service.supervise import Supervisor, SupervisorConfig, share_cores
 from rlhf_pipeline.signals import StopRequest
@@ -255,6 +256,17 @@ def test_children_outlive_a_killed_supervisor_only_until_they_notice_and_the_nex
     assert watched.work(StopRequest()) == "steps"
     assert caplog.text.count("has the name already; waiting until it leaves") == 2
     assert [num_starts(tmp_path, name) for name in NAMES] == [2, 2]
+
+
+def test_a_run_has_one_supervisor(tmp_path):
+    """The second one is told whose process id to stop, and starts nothing."""
+    pipeline = definitions.find("long_running").pipeline()
+    with (
+        process_lock(tmp_path / "processes", "supervisor"),
+        pytest.raises(RunExistsError, match=f"has a supervisor already: process {os.getpid()}"),
+    ):
+        supervise.supervise(pipeline, run_dir=tmp_path, config=SupervisorConfig(), definition="long_running")
+    assert not list((tmp_path / "processes").glob("*.log"))
 
 
 def test_cores_are_shared_out_unless_the_user_said_otherwise(monkeypatch):
