@@ -76,7 +76,9 @@ def processor_time() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["list"], ["run", "--help"], ["import", "--help"]])
+@pytest.mark.parametrize(
+    "args", [["--help"], ["--version"], ["list"], ["run", "--help"], ["collect", "--help"], ["import", "--help"]]
+)
 def test_commands_without_a_run(env: dict[str, str], args: list[str]):
     """Help and list import nothing heavy and answer in under half a second."""
     assert best_time(env, *args) < LIMIT_S
