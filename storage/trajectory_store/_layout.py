@@ -33,10 +33,10 @@ TEMPORARY = ".new-"
 TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
 FIRST_ROWS = 1 << 12
 FIRST_ELEMENTS = 1 << 20
-GROWTH = 3
+GROWTH = 4
 """Each segment of a process is `2 ** GROWTH` times the one before, up to a largest."""
 
-MAX_ROWS = 1 << 18
+MAX_ROWS = 1 << 19
 MAX_ELEMENTS = 1 << 26
 """The largest segments on a local disk. A batch takes longer with every segment that its rows lie in; a reader of plain
 Zarr reads the array of a segment as a whole."""

@@ -91,7 +91,7 @@ class TrajectoryStore(StoreReads):
             max_bytes: keep about so many bytes on the disk; older segments leave.
             preallocate: reserve disk blocks a segment at a time: faster appends, and a full disk shows
                 when a segment is made.
-            segment_rows: rows per segment; by default 4 Ki, growing to 256 Ki (preallocated, or zarr: 64 Ki).
+            segment_rows: rows per segment; by default 4 Ki, growing to 512 Ki (preallocated, or zarr: 64 Ki).
             segment_elements: elements per ragged axis and segment; by default 1 Mi, growing to 64 Mi (16 Mi).
             compress: zarr backend: zstd for the chunks.
             cache_dir: zarr backend: where columns that were read are kept; default: a temporary folder.

@@ -80,7 +80,7 @@ def test_disk_space_is_bounded(tmp_path):
 
 
 def test_segments_grow_within_the_limits_of_the_store(tmp_path):
-    """Each segment is eight times the one before; a store with a limit keeps to segments of an eighth of it."""
+    """Each segment is sixteen times the one before; a store with a limit keeps to segments of an eighth of it."""
 
     def capacities(rolls, **options):
         with TrajectoryStore.create(tmp_path / f"s{list(options.values())}", SCHEMA, **options) as store:
@@ -93,9 +93,9 @@ def test_segments_grow_within_the_limits_of_the_store(tmp_path):
         return sizes
 
     ki, mi = 1 << 10, 1 << 20
-    assert capacities(4) == [(4 * ki, mi), (32 * ki, 8 * mi), (256 * ki, 64 * mi), (256 * ki, 64 * mi)]
-    assert capacities(2, max_trajectories=80_000) == [(10_000, mi), (10_000, 8 * mi)]
-    assert capacities(2, max_bytes=1 << 30) == [(4 * ki, 16 * mi), (32 * ki, 16 * mi)]  # 8 bytes per element
+    assert capacities(4) == [(4 * ki, mi), (64 * ki, 16 * mi), (512 * ki, 64 * mi), (512 * ki, 64 * mi)]
+    assert capacities(2, max_trajectories=80_000) == [(10_000, mi), (10_000, 16 * mi)]
+    assert capacities(2, max_bytes=1 << 30) == [(4 * ki, 16 * mi), (64 * ki, 16 * mi)]  # 8 bytes per element
     assert capacities(1, max_bytes=1000) == [(4 * ki, mi)]
 
 
