@@ -17,6 +17,7 @@ examples:
   rlhf-pipeline inspect runs/copy_digits          counts, lengths, rewards graded again
   rlhf-pipeline show runs/copy_digits --id 17     one trajectory, token by token
   rlhf-pipeline tail runs/copy_digits -f          watch what a run stores and learns
+  rlhf-pipeline replay runs/copy_digits           the same learning curve, from the store alone
 
 `rlhf-pipeline COMMAND --help` says more about each."""
 
