@@ -34,6 +34,8 @@ ROLLOUTS_SCHEMA: Final = Schema(
         Column("num_trajectories", "int64"),
         Column("num_failed", "int64"),
         Column("task_reward", "float64"),
+        Column("num_tokens", "int64"),
+        Column("seconds", "float64"),
         Column("created_at", "float64"),
     ]
 )

@@ -166,6 +166,8 @@ class _Worker:
                 "num_trajectories": [done.num_trajectories],
                 "num_failed": [done.num_failed],
                 "task_reward": [done.task_reward],
+                "num_tokens": [done.num_tokens],
+                "seconds": [done.seconds],
                 "created_at": [time.time()],
             }
         )

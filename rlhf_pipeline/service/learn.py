@@ -122,6 +122,8 @@ class _Arrived:
     row_ids: Ints
     task_reward: float
     num_failed: int
+    rollout_s: float
+    tokens_per_s: float | None
 
 
 class _Worker:
@@ -210,11 +212,16 @@ class _Worker:
         groups = store.read_scalars("group_id")
         row_ids = store.ids()[(groups >= index * size) & (groups < (index + 1) * size)]
         row_ids = row_ids[np.argsort(store.read_scalars("trajectory_id", row_ids), kind="stable")]
+        said = self.rollouts.read(self.rollouts.ids()[at : at + 1])
+        num_tokens, seconds = int(said["num_tokens"][0]), float(said["seconds"][0])
         return _Arrived(
             index=index,
             row_ids=row_ids[np.isfinite(store.read_scalars("task_reward", row_ids))],
-            task_reward=float(self.rollouts.read_scalars("task_reward")[at]),
-            num_failed=int(self.rollouts.read_scalars("num_failed")[at]),
+            task_reward=float(said["task_reward"][0]),
+            num_failed=int(said["num_failed"][0]),
+            rollout_s=seconds,
+            # 0 tokens: a collector that was killed had stored it, and another one only added its row.
+            tokens_per_s=num_tokens / seconds if num_tokens else None,
         )
 
     def _usable(self, arrived: _Arrived, step: int) -> Ints:
@@ -264,6 +271,8 @@ class _Worker:
             "rollout": current.index,
             "task_reward": current.task_reward if begins else None,
             "num_failed": current.num_failed if begins else None,
+            "rollout_s": current.rollout_s if begins else None,
+            "tokens_per_s": current.tokens_per_s if begins else None,
             "time": time.time(),
             **self.parts.write_path_metrics(),
             **metrics,

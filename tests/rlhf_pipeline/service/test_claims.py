@@ -52,6 +52,8 @@ def done_row(rollout: int) -> dict:
         "policy_version": [0],
         "num_trajectories": [1],
         "num_failed": [0],
+        "num_tokens": [4],
+        "seconds": [0.5],
         "task_reward": [0.0],
         "created_at": [0.0],
     }
