@@ -108,9 +108,9 @@ def commits(table: Table, count: int) -> None:
             store.clear()
             reader.refresh()
             follow.append(store.trips)
-        table.line(f"round trips per commit of 64 trajectories, {what}", max(trips), "", ROUND_TRIPS)
+        table.line(f"zarr, {what}: round trips per commit of 64 trajectories", max(trips), "", ROUND_TRIPS)
         table.line("  requests", statistics.mean(requests))
-        table.line("  bytes put / payload (write amplification)", max(amplification), "x", AMPLIFICATION)
+        table.line(f"zarr, {what}: bytes put / payload (write amplification)", max(amplification), "x", AMPLIFICATION)
         table.line("  round trips of a refresh that finds it", statistics.mean(follow))
         store.clear()
         reader.refresh()
@@ -171,8 +171,8 @@ def measure(table: Table, path: Path, what: str, rounds: int, most_open: float, 
     lines = [child(__file__, "--opening", path) for _ in range(rounds)]
     opened, both, cpu, rate = zip(*lines, strict=True)
     later = min(b - a for a, b in zip(opened, both, strict=True))
-    table.line(f"open, {what}", min(opened), "ms", most_open)
-    table.line("  first batch of 64 rows after it", later, "ms", most_batch)
+    table.line(f"zarr, {what}: open", min(opened), "ms", most_open)
+    table.line(f"zarr, {what}: first batch of 64 rows after it", later, "ms", most_batch)
     table.line("  both, processor time", min(cpu), "ms")
     table.line("  a whole column, fetched and read the first time, MB/s", max(rate))
 
