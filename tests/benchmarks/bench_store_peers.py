@@ -104,10 +104,8 @@ def survivors(peer: Peer, path: Path, acknowledged: int) -> dict[str, Any]:
             check(peer, [commits[i % 20] for i in range(first // BATCH + 1)], rows)
         return {"rows": count, "error": ""}
     except Exception as error:  # noqa: BLE001 - whatever the reader raises is the result
-        result = {
-            "rows": 0,
-            "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120],
-        }
+        said = (str(error).splitlines() or [""])[0].replace(str(path), "<store>")
+        result = {"rows": 0, "error": f"{type(error).__name__}: {said}"[:120]}
     try:
         result["salvaged"] = peer.salvage(path) if hasattr(peer, "salvage") else 0
     except Exception as error:  # noqa: BLE001
