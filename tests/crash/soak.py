@@ -37,8 +37,6 @@ ROLES = ("supervisor", "learner", "collector-0", "collector-1")
 KILL_EVERY_S = (5.0, 12.0)
 """A process needs 5 to 10 s until it has imported torch; killed more often than that, nobody would ever work."""
 SHARE_OF_KILLS = 0.75
-QUIET_STEPS = 300
-"""Optimizer steps without kills before the run is stopped, at least: enough to learn the task from nothing."""
 LAST_STEPS = 30
 MOST_GROWTH = 0.10
 """Of a role's anonymous memory, from the first to the last quarter of its samples."""
@@ -227,7 +225,7 @@ class Soak:
             self.supervisor.wait()
 
 
-def soak(run_dir: Path, *, seconds: float, seed: int, settings: list[str]) -> list[Line]:
+def soak(run_dir: Path, *, seconds: float, seed: int, settings: list[str], quiet_steps: int) -> list[Line]:
     """Run and kill; stop, resume, work undisturbed; stop, resume, end; count.
 
     Args:
@@ -235,6 +233,7 @@ def soak(run_dir: Path, *, seconds: float, seed: int, settings: list[str]) -> li
         seconds: about how long all of it takes.
         seed: of the kills.
         settings: `--set` pairs for the definition.
+        quiet_steps: optimizer steps without kills before the run is stopped, at least: enough to learn from nothing.
     """
     run = Soak(run_dir, settings, seed)
     started = time.monotonic()
@@ -243,7 +242,7 @@ def soak(run_dir: Path, *, seconds: float, seed: int, settings: list[str]) -> li
         codes = [run.stop()]
         steps, killing = run.steps(), time.monotonic() - started
         run.start("--steps", "1000000")
-        run.work(seconds - killing, at_least=steps + QUIET_STEPS)
+        run.work(seconds - killing, at_least=steps + quiet_steps)
         codes.append(run.stop())
         run.start("--steps", str(run.steps() + LAST_STEPS))
         codes.append(run.wait(300))
@@ -279,6 +278,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
+    parser.add_argument("--quiet-steps", type=int, default=300, help="steps without kills at the end, at least")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     parser.add_argument(
         "--out", type=Path, help="keep the run here (default: a temporary folder, removed if all is met)"
@@ -286,7 +286,9 @@ def main() -> int:
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak-")) if args.out is None else args.out.resolve().parent
     run_dir = folder / "run" if args.out is None else args.out.resolve()
-    lines = soak(run_dir, seconds=60 * args.minutes, seed=args.seed, settings=args.settings)
+    lines = soak(
+        run_dir, seconds=60 * args.minutes, seed=args.seed, settings=args.settings, quiet_steps=args.quiet_steps
+    )
     for line in lines:
         print(line)  # noqa: T201
     missed = sum(line.met is False for line in lines)
