@@ -112,7 +112,12 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
 
     collect = command("collect", "collect", "collect rollouts into a run, in a process of its own", help_texts.COLLECT)
     _add_process_options(collect)
-    collect.add_argument("--name", metavar="NAME", help="of this process (default: the first free of collector-0, ...)")
+    collect.add_argument(
+        "--name",
+        type=_process_name,
+        metavar="NAME",
+        help="of this process (default: the first free of collector-0, ...)",
+    )
 
     learn = command("learn", "learn", "learn from what collectors store, in a process of its own", help_texts.LEARN)
     _add_process_options(learn)
@@ -347,6 +352,12 @@ def _setting(text: str) -> tuple[str, str]:
     if not equals or not path:
         raise argparse.ArgumentTypeError(f"'{text}' is not KEY.PATH=VALUE. For example: --set learn.lr=3e-4")
     return path.strip(), value
+
+
+def _process_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", text) or text in ("learner", "supervisor"):
+        raise argparse.ArgumentTypeError(f"'{text}' cannot name a collector. For example: --name collector-7")
+    return text
 
 
 def _natural(text: str) -> int:

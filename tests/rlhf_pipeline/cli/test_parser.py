@@ -15,7 +15,19 @@ def test_no_command_shows_what_there_is(cli: Cli):
     shown = cli()
     assert shown.code == 0
     assert "rlhf-pipeline run copy_digits" in shown.out
-    for command in ("run", "list", "inspect", "show", "tail", "diff", "verify", "compact", "copy", "new-model", "doctor"):
+    for command in (
+        "run",
+        "list",
+        "inspect",
+        "show",
+        "tail",
+        "diff",
+        "verify",
+        "compact",
+        "copy",
+        "new-model",
+        "doctor",
+    ):
         assert f"\n    {command} " in shown.out
 
 
@@ -62,3 +74,11 @@ def test_settings():
     """`--set` may be repeated, and a value may hold an equals sign."""
     args = parse(["run", "x", "--set", "policy.alphabet=0=", "--set", "learn.lr=1"])
     assert args.overrides == [("policy.alphabet", "0="), ("learn.lr", "1")]
+
+
+@pytest.mark.parametrize("name", ["a/b", "../x", "", "learner", "supervisor"])
+def test_a_collector_has_a_name_that_a_file_can_have(cli: Cli, name: str):
+    """A name is part of a file's name beside those of the learner and the supervisor; what cannot be one is refused."""
+    shown = cli("collect", "long_running", "--run", "runs/x", "--name", name)
+    assert shown.code == 2
+    assert f"'{name}' cannot name a collector. For example: --name collector-7" in shown.err
