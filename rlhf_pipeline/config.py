@@ -222,7 +222,7 @@ class Sample(_Checked):
     """
 
     strategy: Literal["fresh", "uniform", "recency", "priority", "group", "success", "variance", "mix"] = "fresh"
-    """`fresh`: all trajectories that are young enough, in a run the newest rollout; with `replay`, every trajectory once
+    """`fresh`: all trajectories that are young enough, in a run the newest rollout; with `replay`, every one once
     per epoch, groups together, in a new order each time, `batch_size` in a step. The others draw `batch_size`:
     `uniform` all alike; `recency` by age; `priority` by the size of the advantage and age; `group` whole groups;
     `success` whole groups of medium success rate; `variance` whole groups whose rewards vary; `mix` a part from the

@@ -117,8 +117,8 @@ def check_processes(run_dir: Path, *, several: bool) -> None:
         )
     if several and (run_dir / "store").is_dir() and not is_of_several(run_dir):
         raise RunMismatchError(
-            f"{run_dir} is a run in one process. Go on with it without --collectors, or start another run for "
-            "several processes in another folder."
+            f"{run_dir} is a run in one process. Go on with it: rlhf-pipeline run --resume --out {run_dir}, or start "
+            "another run for several processes in another folder."
         )
 
 

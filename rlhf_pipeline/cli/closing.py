@@ -74,7 +74,7 @@ def next_commands(finished: RunFinished, plan: Plan) -> list[tuple[str, str]]:
         (f"rlhf-pipeline show {folder}", "the newest trajectory, token by token"),
     ]
     again = more[finished.reason]
-    replay = plan.pipeline.replay
-    if finished.reason == "steps" and replay is not None and (replay.recorded_order or replay.epochs is not None):
+    replay, early = plan.pipeline.replay, finished.steps < plan.pipeline.learn.steps
+    if finished.reason == "steps" and replay is not None and (replay.recorded_order or early):
         return looks  # more steps have nothing to learn from
     return [again, *looks] if finished.reason == "interrupted" else [*looks, again]

@@ -10,6 +10,7 @@ from rlhf_pipeline.cli.closing import finish
 from rlhf_pipeline.cli.plan import make_joining_plan
 from rlhf_pipeline.cli.process import TRY_AGAIN, import_torch, signals_seen, stopped_code, view_of_stdout
 from rlhf_pipeline.errors import RunExistsError, RunStorageError
+from rlhf_pipeline.service.weights import reopen
 from trajectory_store import StoreError
 
 
@@ -17,6 +18,7 @@ def execute(args: argparse.Namespace) -> int:
     """Learn from what collectors store; 130 or 143 if a signal stopped it, 3 if another try may help."""
     plan = make_joining_plan(args)
     view, seen = view_of_stdout(), list[int]()
+    reopen(plan.out)
     view.say(f"{plan.pipeline.name}: learner, seed {plan.seed}, on {plan.device}; importing torch ...")
     try:
         with signals_seen(seen):

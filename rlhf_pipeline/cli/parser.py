@@ -164,7 +164,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     replay = command(
         "replay", "replay", "learn from stores alone; or take a run's steps again and compare", help_texts.REPLAY
     )
-    replay.add_argument("paths", nargs="*", metavar="STORE|RUN")
+    replay.add_argument("paths", nargs="*", metavar="STORE|RUN", help="what to learn from; only read")
     replay.add_argument(
         "--definition",
         metavar="NAME|FILE.py[:function]",

@@ -86,7 +86,7 @@ def check_processes(pipeline: Pipeline) -> None:
     if pipeline.replay is not None:
         raise DefinitionError(
             "this definition learns from stores that are there (replay), so there is nothing to collect. "
-            "Run it in one process: leave --collectors out."
+            "Run it in one process: `rlhf-pipeline run`, without --collectors."
         )
     if pipeline.learn.reference_every:
         raise DefinitionError(

@@ -29,6 +29,10 @@ def execute(args: argparse.Namespace) -> int:
 
 def _resumed(args: argparse.Namespace) -> Plan:
     out = _out(args)
+    if args.paths and not is_run(out):
+        raise MissingPathError(
+            f"there is no replay to go on with at {out}. Start it: leave --resume out. Or name its folder: --out DIR."
+        )
     preflight.check_resumable(out)
     return checked(recorded_plan(args, out, args.definition, _typed(args), _command(args)))
 
@@ -144,6 +148,8 @@ def _compare(plan: Plan, view: RunView) -> int:
 
 
 def _sentence(found: Comparison, source: Path) -> str:
+    here = Path.cwd()
+    source = source.relative_to(here) if source.is_relative_to(here) else source
     steps = count(found.num_steps, "step")
     if found.num_different == 0:
         said = f"the same as {source}: loss, reward and gradient norm of {steps} are equal, bit for bit"

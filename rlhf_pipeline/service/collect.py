@@ -24,7 +24,7 @@ from rlhf_pipeline.policies.slot_engine import WeightRefresh
 from rlhf_pipeline.run_log import log_file
 from rlhf_pipeline.runtime_build import Parts, build_models, build_parts
 from rlhf_pipeline.service.claims import Claims, Flow
-from rlhf_pipeline.service.heartbeat import Heartbeat, Pause, process_lock
+from rlhf_pipeline.service.heartbeat import Heartbeat, Pause, is_alive, process_lock
 from rlhf_pipeline.service.run_files import shared_run
 from rlhf_pipeline.service.weights import Published, read_published, version_folder
 from rlhf_pipeline.signals import StopRequest, stop_on_signals
@@ -138,7 +138,12 @@ class _Worker:
                 pause.sleep()
                 continue
             if published.finished is not None:
-                return "finished"
+                if not is_alive(self.run_dir / "processes", "learner"):
+                    return "finished"
+                # It is about to leave; or it has come back to take more steps, and says so in a moment.
+                self.heartbeat.beat("waiting for the learner", version=self.version, rollouts=self.num_rollouts)
+                pause.sleep()
+                continue
             rollout = self.claims.claim(published)
             if rollout is None:
                 self.heartbeat.beat("waiting for the learner", version=self.version, rollouts=self.num_rollouts)

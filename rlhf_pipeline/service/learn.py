@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from rlhf_pipeline.run_log import log_file, named_disk_errors
 from rlhf_pipeline.run_progress import MetricsFile, Progress, replaced
 from rlhf_pipeline.runtime_build import Models, Parts, build_models, build_parts
 from rlhf_pipeline.runtime_state import restore, save_run
-from rlhf_pipeline.service.heartbeat import Heartbeat, Pause, process_lock
+from rlhf_pipeline.service.heartbeat import Heartbeat, Pause, is_alive, process_lock
 from rlhf_pipeline.service.run_files import shared_run
 from rlhf_pipeline.service.weights import Published, publish, read_published
 from rlhf_pipeline.signals import StopRequest, stop_on_signals
@@ -27,6 +29,9 @@ from trajectory_store import TrajectoryStore
 
 logger = logging.getLogger(__name__)
 Ints = npt.NDArray[np.int64]
+
+_ALONE_S = 30.0
+"""How long to wait for a rollout before the learner says that nobody collects."""
 
 
 def learn(
@@ -194,7 +199,7 @@ class _Worker:
 
     def _wait(self, stop: StopRequest) -> int | None:
         """Return the rollout that arrived first among those not learned from; None if the process shall stop."""
-        pause = Pause()
+        pause, alone_at = Pause(), time.monotonic() + _ALONE_S
         while not stop:
             self.rollouts.refresh()
             arrived = self.rollouts.read_scalars("rollout")
@@ -202,8 +207,19 @@ class _Worker:
             if len(fresh):
                 return int(fresh[0])
             self.heartbeat.beat("waiting for a rollout", step=self.progress.step)
+            if time.monotonic() > alone_at:
+                alone_at = math.inf
+                self._say_if_alone()
             pause.sleep()
         return None
+
+    def _say_if_alone(self) -> None:
+        """Say what is missing where the learner waits and nobody collects."""
+        folder = self.run_dir / "processes"
+        names = {file.stem for file in folder.glob("*.lock")} - {"learner", "supervisor"}
+        if not any(is_alive(folder, name) for name in names):
+            command = shlex.join(["rlhf-pipeline", "collect", "--run", str(self.run_dir)])
+            self._tell(f"the learner waits for a rollout, and no collector is alive. Start one: {command}")
 
     def _arrived(self, index: int) -> _Arrived:
         self.parts.buffer.refresh()

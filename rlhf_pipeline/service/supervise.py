@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,10 +20,10 @@ from rlhf_pipeline.errors import ProcessFailedError
 from rlhf_pipeline.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
 from rlhf_pipeline.run_log import log_file, named_disk_errors
 from rlhf_pipeline.service.children import Child, Exit, SupervisorConfig
-from rlhf_pipeline.service.heartbeat import Heartbeat, is_alive, process_lock
+from rlhf_pipeline.service.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.service.metrics_tail import MetricsTail
 from rlhf_pipeline.service.run_files import shared_run
-from rlhf_pipeline.service.weights import publish, read_published
+from rlhf_pipeline.service.weights import read_published, reopen
 from rlhf_pipeline.signals import StopRequest, stop_on_signals
 from trajectory_store import StoreNotFoundError, TrajectoryStore
 
@@ -86,7 +85,7 @@ def supervise(
         heartbeat.facts = {"collectors": config.collectors}
         heartbeat.beat("starting")
         logger.info("supervisor: started, process %d, %d collectors", os.getpid(), config.collectors)
-        _reopen(run_dir)
+        reopen(run_dir)
         supervisor = Supervisor(
             run_dir,
             commands(run_dir, config.collectors),
@@ -292,13 +291,6 @@ class Supervisor:
 
 def _rollouts_stored(said: Mapping[str, Any]) -> int:
     return said.get("rollouts", 0)
-
-
-def _reopen(run_dir: Path) -> None:
-    """Take back that the run has ended, or collectors leave before its learner goes on."""
-    published = read_published(run_dir / "weights")
-    if published is not None and published.finished is not None and not is_alive(run_dir / "processes", "learner"):
-        publish(run_dir / "weights", replace(published, finished=None), save=None)
 
 
 def _num_trajectories(run_dir: Path) -> int:

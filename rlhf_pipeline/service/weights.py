@@ -6,11 +6,12 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.jsonl import sync_file, sync_folder, write_atomically
+from rlhf_pipeline.service.heartbeat import is_alive
 
 _VERSION = re.compile(r"version-(\d{8})")
 
@@ -80,6 +81,13 @@ def read_published(folder: Path) -> Published | None:
         return Published(**json.loads((folder / "latest.json").read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
         return None
+
+
+def reopen(run_dir: Path) -> None:
+    """Take back that the run has ended, or collectors leave before its learner, which imports torch first, goes on."""
+    published = read_published(run_dir / "weights")
+    if published is not None and published.finished is not None and not is_alive(run_dir / "processes", "learner"):
+        publish(run_dir / "weights", replace(published, finished=None), save=None)
 
 
 def version_folder(folder: Path, version: int) -> Path:

@@ -118,7 +118,7 @@ def test_a_resumed_run_is_replayed_like_any_other(tmp_path):
 
 
 def test_the_command_prints_each_step_and_fails_on_a_difference(tmp_path, capsys):
-    """Exit code 0 where all is equal, 1 where a recorded loss was changed, 2 with what does not go together, or without a run."""
+    """Exit code 0 where all is equal, 1 where a recorded loss was changed, 2 with options that do not go together."""
     folder = tmp_path / "run"
     options = ["--steps", "3", "--set", "collect.group_size=4", "--set", "collect.prompts_per_rollout=2"]
     assert main(["run", "copy_digits", "--out", str(folder), *options]) == 0

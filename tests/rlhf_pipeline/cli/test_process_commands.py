@@ -63,8 +63,9 @@ def test_another_seed_or_folder_is_refused(cli: Cli):
 def test_runs_in_one_and_in_several_processes_do_not_mix(cli: Cli):
     """They count rollouts differently; each message says how to go on."""
     write_run(Path("alone"))
-    assert "is a run in one process. Go on with it without --collectors" in cli("collect", "--run", "alone").err
-    assert "without --collectors" in cli("run", "--out", "alone", "--resume", "--collectors", 2).err
+    again = "is a run in one process. Go on with it: rlhf-pipeline run --resume --out alone"
+    assert again in cli("collect", "--run", "alone").err
+    assert again in cli("run", "--out", "alone", "--resume", "--collectors", 2).err
     run_of_several("many")
     assert "is a run of several processes" in cli("run", "--out", "many", "--resume").err
 

@@ -269,7 +269,7 @@ def test_the_command_learns_from_several_stores(small_run, capsys):
         (["replay", "runs/small", "--filter", "reward>5"], "24 stored, 0 after 'reward>5'"),
         (["replay", "runs/small", "--weight", "1", "--weight", "2"], "2 weights for 1 stores"),
         (["replay", "runs/small/store"], "there is no model folder at model"),
-        (["replay", "runs/small", "--resume", "--out", "runs/none"], "there is no run to resume"),
+        (["replay", "runs/small", "--resume", "--out", "runs/none"], "there is no replay to go on with"),
         (["replay", "runs/small", "--from-step", "1", "--epochs", "2"], "--epochs does not go with --from-step"),
         (["run", "offline_replay"], "there is no model folder at model"),
     ],

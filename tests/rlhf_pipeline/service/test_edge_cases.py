@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import pytest
 from rlhf_pipeline.jsonl import append_row, keep_rows
 from rlhf_pipeline.service.claims import ROLLOUTS_SCHEMA, Claims, Flow
 from rlhf_pipeline.service.collect import _named
+from rlhf_pipeline.service.heartbeat import process_lock
 from rlhf_pipeline.service.metrics_tail import MetricsTail
-from rlhf_pipeline.service.weights import Published, publish, read_published, version_folder
+from rlhf_pipeline.service.weights import Published, publish, read_published, reopen, version_folder
 from trajectory_store import TrajectoryStore
 
 PUBLISHED = Published(version=0, next_version=0, rollouts_done=0)
@@ -87,6 +89,17 @@ def test_steps_that_were_taken_off_are_not_counted(tmp_path: Path):
     append_row(file, {"step": 3})
     append_row(file, {"step": 4})
     assert ([row["step"] for row in tail.new_rows()], tail.last_step) == ([3, 4], 4)
+
+
+def test_a_learner_that_comes_back_takes_the_end_back(tmp_path: Path):
+    """Before it imports torch, so that collectors started beside it do not leave; a live learner's word stands."""
+    ended = replace(PUBLISHED, finished="steps")
+    publish(tmp_path / "weights", ended, save=lambda path: path.mkdir())
+    with process_lock(tmp_path / "processes", "learner"):
+        reopen(tmp_path)
+        assert read_published(tmp_path / "weights") == ended
+    reopen(tmp_path)
+    assert read_published(tmp_path / "weights") == PUBLISHED
 
 
 def test_synced_weights_are_the_same_weights(tmp_path: Path):
