@@ -68,9 +68,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
     >>> did_you_mean("group_sise", ["group_size", "seed"])
     " Did you mean 'group_size'?"
+    >>> did_you_mean("gsm8k", ["gsm8k-solutions", "trl"])
+    " Did you mean 'gsm8k-solutions'?"
     >>> did_you_mean("zzz", ["b", "a"])
     ' Known: a, b.'
     """
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if not near and len(name) >= 3:
+        near = [known for known in names if known.startswith(name)][:1]
     return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(names)}."

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, did_you_mean
 from rlhf_pipeline.exchange._rollout import Rollout, text_of
 from trajectory_store import RaggedArray
 
@@ -109,7 +109,12 @@ def load_tokenizer(name: str) -> Any:
     """
     folder = Path(name).expanduser()
     if not folder.is_dir() and (name.count("/") != 1 or folder.parent.is_dir()):
-        raise MissingPathError(f"there is no tokenizer folder at {folder}. Name the checkpoint folder of your model.")
+        beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+        hint = did_you_mean(folder.name, beside) if beside else ""
+        hint = hint if hint.startswith(" Did") else ""
+        raise MissingPathError(
+            f"there is no tokenizer folder at {folder}.{hint} Name the checkpoint folder of your model."
+        )
     from rlhf_pipeline.policies import _loading
 
     found = _loading.load_tokenizer(str(folder) if folder.is_dir() else name, local=folder.is_dir())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlhf_pipeline.errors import RunExistsError
+from rlhf_pipeline.errors import DefinitionError, RunExistsError
 from rlhf_pipeline.exchange.filters import select
 from trajectory_store import TrajectoryStore, copy_rows
 
@@ -48,7 +48,7 @@ def copy_store(
 
     Raises:
         RunExistsError: the target is there already.
-        DefinitionError: a filter cannot be read, or names no column.
+        DefinitionError: a filter cannot be read, or names no column, or nothing meets the filters.
         StoreError: the store cannot be read, its trajectories were evicted meanwhile, or the disk is full.
 
     >>> import tempfile
@@ -70,6 +70,8 @@ def copy_store(
         raise RunExistsError(f"{target} exists already. Name another with --to, or remove it.")
     num_all = len(store)
     ids = select(store, filters)
+    if num_all and not len(ids):
+        raise DefinitionError(f"none of the {num_all:,} trajectories in {store.path} meets {' and '.join(filters)}.")
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:

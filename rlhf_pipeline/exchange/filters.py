@@ -102,6 +102,8 @@ def _value(name: str, text: str, condition: str) -> float | int:
             pass
         else:
             return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
+    if text.startswith((">", "<", "=")):
+        raise DefinitionError(f"the filter {condition!r}: an operator is one of >= <= == != > <, for example >=.")
     raise DefinitionError(
         f"the filter {condition!r}: {text!r} is no number" + (" or date." if name == "created_at" else ".")
     )

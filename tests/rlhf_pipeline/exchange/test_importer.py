@@ -156,8 +156,9 @@ def test_paths_that_are_not_what_they_must_be(tmp_path: Path, jsonl: Write):
     nothing.write_text("\n")
     with pytest.raises(DataError, match=r"no rows to import"):
         import_files([nothing], tmp_path / "store")
-    with pytest.raises(MissingPathError, match=r"no tokenizer folder at"):
-        import_files([tmp_path / "rollouts.jsonl"], tmp_path / "store", tokenizer=str(tmp_path / "model"))
+    (tmp_path / "tiny-model").mkdir()
+    with pytest.raises(MissingPathError, match=r"no tokenizer folder at .* Did you mean 'tiny-model'"):
+        import_files([tmp_path / "rollouts.jsonl"], tmp_path / "store", tokenizer=str(tmp_path / "tiny-modl"))
     assert not (tmp_path / "store").exists()
 
 
