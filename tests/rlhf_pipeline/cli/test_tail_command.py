@@ -86,6 +86,8 @@ class Follower:
             stderr=subprocess.PIPE,
             text=True,
             env=ENV,
+            # A check that runs in the background of a shell hands down that Ctrl-C is ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._pump, daemon=True).start()
