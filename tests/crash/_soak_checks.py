@@ -6,6 +6,7 @@ import json
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,12 @@ CHECKED_COLUMNS = ("input_ids", "log_probs", "assistant_mask")
 CHECKED_SCALARS = ("trajectory_id", "group_id", "policy_version", "task_reward")
 LAST_ROLLOUTS = 20
 GOAL = 0.9
+
+
+def mean_reward(metrics: list[dict[str, Any]]) -> float:
+    """Return the mean reward of the last rollouts that a run learned from; 0 before the first."""
+    rewards = [row["task_reward"] for row in metrics if row["task_reward"] is not None]
+    return float(np.mean(rewards[-LAST_ROLLOUTS:])) if rewards else 0.0
 
 
 @dataclass(frozen=True)
@@ -96,8 +103,7 @@ def check_run(run_dir: Path, pipeline: Pipeline, witness: Witness) -> list[Line]
     used_ids, used_times = np.unique(used, return_counts=True)
     ages = [age for row in ledger for age in (min(row["ages"]), max(row["ages"]))]
     changed = sum(now[rollout] != was for rollout, was in witness.seen.items())
-    rewards = [row["task_reward"] for row in metrics if row["task_reward"] is not None]
-    last = float(np.mean(rewards[-LAST_ROLLOUTS:]))
+    last = mean_reward(metrics)
     return [
         Line("prompts lost (a group that is not there, or not whole)", f"{lost} of {expected:,}", lost == 0),
         Line("prompts or trajectories repeated", f"{repeated}", repeated == 0),

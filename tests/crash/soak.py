@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from _soak_checks import Line, Witness, check_run
+from _soak_checks import GOAL, Line, Witness, check_run, mean_reward
 
 from rlhf_pipeline import definitions
 from rlhf_pipeline.report.run_folder import RunFolder
@@ -38,6 +38,10 @@ KILL_EVERY_S = (5.0, 12.0)
 """A process needs 5 to 10 s until it has imported torch; killed more often than that, nobody would ever work."""
 SHARE_OF_KILLS = 0.75
 LAST_STEPS = 30
+SAFETY = 0.03
+"""How far above the goal the reward should be when the run is stopped for the last time."""
+MORE_S = 240.0
+"""How much longer a run may work undisturbed that has not learned the task yet."""
 MOST_GROWTH = 0.10
 """Of a role's anonymous memory, from the first to the last quarter of its samples."""
 SLACK_MB = 16.0
@@ -164,9 +168,16 @@ class Soak:
                 self.kill_one()
 
     def work(self, seconds: float, *, at_least: int) -> None:
-        """Let the run work undisturbed for so long, and up to a step at least."""
+        """Let the run work undisturbed for so long, and up to a step at least; longer while it learns the task.
+
+        How many steps it takes before is up to the machine, and in what order rollouts arrive to chance.
+        """
         end = time.monotonic() + seconds
-        while time.monotonic() < end or self.steps() < at_least:
+        while (
+            time.monotonic() < end
+            or self.steps() < at_least
+            or (self.reward() < GOAL + SAFETY and time.monotonic() < end + MORE_S)
+        ):
             self.look()
             if self.supervisor is None or self.supervisor.poll() is not None or time.monotonic() > end + 300:
                 raise SystemExit(f"the run has not reached step {at_least}:\n{self.tail()}")
@@ -207,6 +218,10 @@ class Soak:
             self.witness.look()
         self.memory.look(self.run_dir)
         time.sleep(0.2)
+
+    def reward(self) -> float:
+        """Return the mean reward of the last rollouts that were learned from."""
+        return mean_reward(RunFolder(self.run_dir).metrics)
 
     def steps(self) -> int:
         """Return the learner's step."""

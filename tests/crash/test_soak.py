@@ -16,13 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ninety_seconds_of_kills(tmp_path):
-    """No prompt lost or repeated, every step once, nothing acknowledged lost, reward 0.9 in the end, memory flat."""
+    """No prompt lost or repeated, every step once, nothing acknowledged lost, reward 0.9 in the end, memory flat.
+
+    With the settings of the definition, as they are: at lr=1e-3 a run that had a reward of 1 for 300 steps fell to 0.1.
+    """
     shown = subprocess.run(
         [
             *(sys.executable, str(ROOT / "tests" / "crash" / "soak.py")),
             *("--minutes", "1.5", "--seed", "7", "--out", str(tmp_path / "run")),
-            # Learned sooner than by the definition as it is, which is made to hold what it has learned for days.
-            *("--quiet-steps", "150", "--set", "learn.lr=1e-3", "--set", "learn.max_grad_norm=1.0"),
         ],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'storage'}"},
