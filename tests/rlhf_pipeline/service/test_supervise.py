@@ -106,6 +106,7 @@ def num_starts(run_dir: Path, name: str) -> int:
     return len((run_dir / f"{name}.starts").read_text().splitlines())
 
 
+@pytest.mark.crash
 def test_a_dead_process_is_started_again_later_and_later_until_it_works(tmp_path, caplog):
     """Waits of 0.05, 0.1, 0.2 s; after a rollout the next failure waits 0.05 s again."""
     collector = """
@@ -139,6 +140,7 @@ def test_a_frozen_process_is_killed_and_started_again(tmp_path, caplog):
     assert (num_starts(tmp_path, "collector-0"), num_starts(tmp_path, "learner")) == (2, 1)
 
 
+@pytest.mark.crash
 def test_a_rollout_without_end_is_killed_if_a_limit_is_set(tmp_path, caplog):
     """It is alive and its heartbeat is renewed, but it has been in one rollout for longer than allowed."""
     collector = """
@@ -173,6 +175,7 @@ def test_a_mistake_is_not_tried_again(tmp_path):
     assert num_starts(tmp_path, "collector-0") == 1
 
 
+@pytest.mark.crash
 def test_a_stop_is_passed_on_once_and_who_does_not_listen_is_killed(tmp_path, caplog):
     """The learner leaves as asked; the collector ignores it and is killed when its time is up."""
 
@@ -222,6 +225,7 @@ def start_alone(run_dir: Path, body: str) -> subprocess.Popen[bytes]:
     return process
 
 
+@pytest.mark.crash
 def test_a_second_signal_kills_all_of_them(tmp_path):
     """The first one is passed on, and nobody listens; the second one is the end, within a second."""
     body = """
@@ -241,6 +245,7 @@ def test_a_second_signal_kills_all_of_them(tmp_path):
     assert not any(is_alive(tmp_path / "processes", name) for name in NAMES)
 
 
+@pytest.mark.crash
 def test_children_outlive_a_killed_supervisor_only_until_they_notice_and_the_next_one_waits(tmp_path, caplog):
     """They finish what they are at, half a second here, and leave; only then are their names given again."""
     body = """
