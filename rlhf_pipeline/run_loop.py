@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,17 +94,55 @@ class Loop:
             ages: as for `Learner.step`.
             ledger_fields: as for `Learner.step`.
         """
-        learner, number = self.learner, self.progress.step + 1
-        planned = learner.ledger.planned(number)
-        metrics = learner.step(number, row_ids=row_ids, ages=ages, ledger_fields=ledger_fields)
-        if replaced(learner.ledger, number, planned):
-            metrics_file.drop_from(number)
-        for notice in learner.take_notices():
-            tell(self.on_event, notice)
-        row = {"step": number, **about, **metrics}
-        metrics_file.append(row)
-        self.progress.step = number
-        self.on_event(StepDone(step=number, total_steps=self.total_steps, metrics=row))
+        take_step(
+            self.learner,
+            self.progress,
+            metrics_file,
+            about,
+            total_steps=self.total_steps,
+            on_event=self.on_event,
+            row_ids=row_ids,
+            ages=ages,
+            ledger_fields=ledger_fields,
+        )
+
+
+def take_step(
+    learner: Learner,
+    progress: Progress,
+    metrics_file: MetricsFile,
+    about: Mapping[str, Any],
+    *,
+    total_steps: int,
+    on_event: EventHandler,
+    row_ids: np.ndarray | None = None,
+    ages: np.ndarray | None = None,
+    ledger_fields: Mapping[str, object] | None = None,
+) -> None:
+    """Take one optimizer step, write its line and tell of it; the same in a run of one process and of several.
+
+    Args:
+        learner: takes the step.
+        progress: how far the run is; changed.
+        metrics_file: where the line goes.
+        about: what the line says beside the learner's figures, which win.
+        total_steps: where the run ends.
+        on_event: is told of the step and of notices.
+        row_ids: as for `Learner.step`.
+        ages: as for `Learner.step`.
+        ledger_fields: as for `Learner.step`.
+    """
+    number = progress.step + 1
+    planned = learner.ledger.planned(number)
+    metrics = learner.step(number, row_ids=row_ids, ages=ages, ledger_fields=ledger_fields)
+    if replaced(learner.ledger, number, planned):
+        metrics_file.drop_from(number)
+    for notice in learner.take_notices():
+        tell(on_event, notice)
+    row = {"step": number, **about, "time": time.time(), **metrics}
+    metrics_file.append(row)
+    progress.step = number
+    on_event(StepDone(step=number, total_steps=total_steps, metrics=row))
 
 
 def tell(on_event: EventHandler, message: str, *, level: Literal["info", "warning", "progress"] = "warning") -> None:

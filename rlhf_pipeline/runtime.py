@@ -142,7 +142,6 @@ def _one_step(parts: Parts, loop: Loop, metrics_file: MetricsFile) -> None:
         "num_failed": rollout.num_failed if rollout else None,
         "rollout_s": rollout.seconds if rollout else None,
         "tokens_per_s": rollout.num_tokens / rollout.seconds if rollout and rollout.num_tokens else None,
-        "time": time.time(),
         **parts.write_path_metrics(),
     }
     loop.step(metrics_file, about)

@@ -18,10 +18,11 @@ from rlhf_pipeline.checkpoint import load_weights
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import RewardError, RunExistsError
-from rlhf_pipeline.events import CollectorFinished, EventHandler, Notice, RolloutDone, ignore_events
+from rlhf_pipeline.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.slot_engine import WeightRefresh
 from rlhf_pipeline.run_log import log_file
+from rlhf_pipeline.run_loop import tell
 from rlhf_pipeline.runtime_build import Parts, build_models, build_parts
 from rlhf_pipeline.service.claims import Claims, Flow
 from rlhf_pipeline.service.heartbeat import Heartbeat, Pause, is_alive, process_lock
@@ -197,8 +198,7 @@ class _Worker:
             raise
         if done.num_failed:
             message = f"rollout {rollout}: {done.num_failed} of {done.num_trajectories} reward calls failed"
-            logger.warning(message)
-            self.on_event(Notice(message=message, level="warning"))
+            tell(self.on_event, message)
         return done
 
     def _refresh(self) -> WeightRefresh | None:

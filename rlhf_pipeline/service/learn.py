@@ -9,16 +9,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
+from rlhf_pipeline.events import EventHandler, RunFinished, RunStarted, ignore_events
 from rlhf_pipeline.learner.loggers import with_logger
 from rlhf_pipeline.run_log import log_file, named_disk_errors
-from rlhf_pipeline.run_progress import MetricsFile, Progress, replaced
+from rlhf_pipeline.run_loop import take_step, tell
+from rlhf_pipeline.run_progress import MetricsFile, Progress
 from rlhf_pipeline.runtime_build import Models, Parts, build_models, build_parts
 from rlhf_pipeline.runtime_state import restore, save_run
 from rlhf_pipeline.service.heartbeat import Heartbeat, Pause, is_alive, process_lock
@@ -219,7 +220,7 @@ class _Worker:
         names = {file.stem for file in folder.glob("*.lock")} - {"learner", "supervisor"}
         if not any(is_alive(folder, name) for name in names):
             command = shlex.join(["rlhf-pipeline", "collect", "--run", str(self.run_dir)])
-            self._tell(f"the learner waits for a rollout, and no collector is alive. Start one: {command}")
+            tell(self.on_event, f"the learner waits for a rollout, and no collector is alive. Start one: {command}")
 
     def _arrived(self, index: int) -> _Arrived:
         self.parts.buffer.refresh()
@@ -247,9 +248,10 @@ class _Worker:
         ages = step - 1 - self.parts.buffer.store.read_scalars("policy_version", arrived.row_ids)
         young = ages <= self.pipeline.buffer.max_staleness
         if not young.all():
-            self._tell(
+            tell(
+                self.on_event,
                 f"step {step}: {int((~young).sum())} of {len(young)} trajectories of rollout {arrived.index} are older "
-                f"than buffer.max_staleness={self.pipeline.buffer.max_staleness} steps and are not learned from."
+                f"than buffer.max_staleness={self.pipeline.buffer.max_staleness} steps and are not learned from.",
             )
         return arrived.row_ids[young]
 
@@ -275,27 +277,25 @@ class _Worker:
         # A step that was begun before is taken as it was planned, unless its trajectories are gone.
         row_ids = was if was is not None and self._has(was) else self._usable(current, step)
         self.heartbeat.beat("learning", step=step, rollout=current.index)
-        fields = {"rollout": current.index}
-        metrics = learner.step(step, row_ids=row_ids, ledger_fields=fields)
-        for notice in learner.take_notices():
-            self._tell(notice)
-        if replaced(learner.ledger, step, planned):
-            self.metrics.drop_from(step)
         begins = (step - 1) % self.pipeline.learn.updates_per_rollout == 0
-        row: dict[str, Any] = {
-            "step": step,
+        about = {
             "rollout": current.index,
             "task_reward": current.task_reward if begins else None,
             "num_failed": current.num_failed if begins else None,
             "rollout_s": current.rollout_s if begins else None,
             "tokens_per_s": current.tokens_per_s if begins else None,
-            "time": time.time(),
             **self.parts.write_path_metrics(),
-            **metrics,
         }
-        self.metrics.append(row)
-        self.progress.step = step
-        self.on_event(StepDone(step=step, total_steps=self.pipeline.learn.steps, metrics=row))
+        take_step(
+            learner,
+            self.progress,
+            self.metrics,
+            about,
+            total_steps=self.pipeline.learn.steps,
+            on_event=self.on_event,
+            row_ids=row_ids,
+            ledger_fields={"rollout": current.index},
+        )
 
     def _learned_from(self) -> set[int]:
         """Return the rollouts that the steps up to the checkpoint began with."""
@@ -327,7 +327,3 @@ class _Worker:
         if self.saved != self.progress.step:
             save_run(self.run_dir, self.parts, self.progress, keep=self.pipeline.learn.keep_checkpoints)
             self.saved = self.progress.step
-
-    def _tell(self, message: str) -> None:
-        logger.warning(message)
-        self.on_event(Notice(message=message, level="warning"))
