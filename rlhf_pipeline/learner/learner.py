@@ -336,7 +336,10 @@ class Learner:
             row_ids, ages = row_ids[allowed], ages[allowed]
         if self.sample.strategy == "fresh" and self._uses is None:
             return row_ids, ages
-        uses = np.zeros(len(row_ids), np.int64) if self._uses is None else self._uses.before(step, row_ids)
+        uses = np.zeros(len(row_ids), np.int64)
+        if self._uses is not None:
+            uses = self._uses.before(step, row_ids)
+            self._uses.forget_all_but(row_ids)  # what is no longer a candidate is too old, and never comes back
         view = StoreView(self.buffer.store, row_ids, version=step - 1, uses=uses)
         chosen = np.sort(self._sampler.select(view, self.batch_size, seed=self.seed, step=step))
         if len(chosen) == 0 and not self.may_be_empty:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
@@ -74,17 +73,30 @@ class UseCounts:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._counted: Counter[int] = Counter()
+        self._rows: Ints = np.empty(0, np.int64)
+        self._counts: Ints = np.empty(0, np.int64)
         self._up_to = 0
 
     def before(self, step: int, row_ids: Ints) -> Ints:
         """Return how many of the steps before `step` learned from each row, int64 `[n]`."""
         if self._up_to >= step:
-            self._counted, self._up_to = Counter(), 0
+            self._rows, self._counts, self._up_to = self._rows[:0], self._counts[:0], 0
         for earlier in range(self._up_to + 1, step):
             row = self._ledger.planned(earlier)
-            self._counted.update(row["row_ids"] if row is not None else ())
+            if row is not None:
+                self._count(np.asarray(row["row_ids"], np.int64))
         self._up_to = step - 1
-        # What is no longer among the candidates has become too old, and never comes back.
-        self._counted = Counter({row: uses for row in row_ids.tolist() if (uses := self._counted[row])})
-        return np.fromiter((self._counted[row] for row in row_ids.tolist()), np.int64, len(row_ids))
+        places = np.searchsorted(self._rows, row_ids)
+        found = np.append(self._rows, -1)[places] == row_ids
+        return np.where(found, np.append(self._counts, 0)[places], 0)
+
+    def forget_all_but(self, row_ids: Ints) -> None:
+        """Drop the counts of rows that are not asked for again."""
+        kept = np.isin(self._rows, row_ids)
+        self._rows, self._counts = self._rows[kept], self._counts[kept]
+
+    def _count(self, used: Ints) -> None:
+        new = np.setdiff1d(used, self._rows)
+        places = np.searchsorted(self._rows, new)
+        self._rows, self._counts = np.insert(self._rows, places, new), np.insert(self._counts, places, 0)
+        np.add.at(self._counts, np.searchsorted(self._rows, used), 1)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from rlhf_pipeline.config import Replay, Sample
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.ledger import Ledger
-from rlhf_pipeline.learner.selection import sampler_of
+from rlhf_pipeline.learner.selection import UseCounts, sampler_of
 from rlhf_pipeline.replay.samplers import StoreView, TrajectorySampler, step_generator
 from trajectory_store import TrajectoryStore
 
@@ -177,7 +177,7 @@ class Batches:
         if sample.strategy != "fresh":
             self._sampler = sampler_of(sample, max_staleness=None)
         self._views = [StoreView(store, ids[part], version=self.newest) for part in parts]
-        self._uses = _Uses(ledger, ids) if ledger is not None and sample.max_uses is not None else None
+        self._uses = UseCounts(ledger) if ledger is not None and sample.max_uses is not None else None
         self._most = self._most_draws(replay)
         self.last_step = None if self._most is None else math.ceil(self._most / self.batch_size)
 
@@ -207,7 +207,7 @@ class Batches:
         if self._sampler is None:
             return self._orders[at].take(start, stop)
         view = self._views[at]
-        uses = None if self._uses is None else self._uses.before(step)[self._parts[at]]
+        uses = None if self._uses is None else self._uses.before(step, view.ids)
         view = StoreView(view.store, view.ids, version=view.version, uses=uses, _cache=view._cache)
         return self._sampler.select(view, stop - start, seed=self.seed + (at << 32), step=step)
 
@@ -256,31 +256,3 @@ class Batches:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if (shares(self._weights, middle) <= room).all() else (low, middle - 1)
         return low
-
-
-class _Uses:
-    """How many steps have used each row, counted from the ledger.
-
-    Args:
-        ledger: of the run.
-        ids: int64 `[n]`, the rows.
-    """
-
-    def __init__(self, ledger: Ledger, ids: Ints) -> None:
-        self._ledger = ledger
-        self._order = np.argsort(ids)
-        self._sorted = ids[self._order]
-        self._counts = np.zeros(len(ids), np.int64)
-        self._up_to = 0
-
-    def before(self, step: int) -> Ints:
-        """Return how many of the steps before `step` learned from each row, int64 `[n]`."""
-        if self._up_to >= step:
-            self._counts[:], self._up_to = 0, 0
-        for earlier in range(self._up_to + 1, step):
-            row = self._ledger.planned(earlier)
-            if row is not None:
-                used = self._order[np.searchsorted(self._sorted, np.asarray(row["row_ids"], np.int64))]
-                self._counts[used] += 1
-        self._up_to = step - 1
-        return self._counts

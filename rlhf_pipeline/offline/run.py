@@ -135,13 +135,7 @@ def replay_stores(
 
 def limits_of(policy: CausalLMPolicy) -> Limits:
     """Return what a policy can read."""
-    model: Any = policy.model
-    config = (model.get_base_model() if hasattr(model, "get_base_model") else model).config.get_text_config(
-        decoder=True
-    )
-    return Limits(
-        vocabulary=int(policy.head_weight.shape[0]), positions=getattr(config, "max_position_embeddings", None)
-    )
+    return Limits(vocabulary=int(policy.head_weight.shape[0]), positions=policy.max_positions)
 
 
 @contextmanager

@@ -195,10 +195,8 @@ def choose(replay: Replay, limits: Limits) -> Choice:
     for at, folder in enumerate(folders):
         if folder in folders[:at]:
             raise DefinitionError(f"the store {folder} is named twice. Draw more from it with a weight instead.")
-    parts: list[_Part] = []
     with open_sources(folders) as stores:
-        for at, store in enumerate(stores):
-            parts.append(_choose_from(store, at, replay.filters, limits))
+        parts = [_choose_from(store, replay.filters, limits) for store in stores]
     found = [part for part in parts if len(part.row)]
     if not found or (replay.weights and len(found) < len(parts)):
         empty = [part for part in parts if not len(part.row)]
@@ -247,7 +245,7 @@ class _Part:
     why_empty: str
 
 
-def _choose_from(store: TrajectoryStore, at: int, filters: Sequence[str], limits: Limits) -> _Part:
+def _choose_from(store: TrajectoryStore, filters: Sequence[str], limits: Limits) -> _Part:
     _check_columns(store)
     everything, watermark = np.asarray(store.ids()), store.watermark
     ids, counts = everything, [len(everything)]
@@ -280,7 +278,6 @@ def _choose_from(store: TrajectoryStore, at: int, filters: Sequence[str], limits
         num_repeated=num_repeated,
         why_empty=why_empty,
     )
-    del at
     _check_readable(store, part, limits)
     return part
 
