@@ -35,7 +35,7 @@ from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore
 
 if TYPE_CHECKING:
-    from trajectory_store._batch import Batch
+    from trajectory_store.batch import Batch
 
 SOURCE: Final = Column("source", "int32", fill=-1)
 """Which of the run's stores a trajectory is from, from 0."""

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store import _fs
-from trajectory_store._errors import CorruptionError, ReadFailedError, StoreError, WriteFailedError
-from trajectory_store._layout import array_json
-from trajectory_store._record import crc32c
-from trajectory_store._schema import Fill
+from trajectory_store import fs
+from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, WriteFailedError
+from trajectory_store.format import array_json
+from trajectory_store.record import crc32c
+from trajectory_store.schema import Fill
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
@@ -293,13 +293,13 @@ def _read_all(fd: int) -> bytes:
 
 def _put_file(path: Path, data: bytes, *, absent: bool) -> None:
     """Put a file in one step: a reader sees all of it or nothing."""
-    temporary = f"{path}.{_fs.token(8)}.partial"
+    temporary = f"{path}.{fs.token(8)}.partial"
     try:
         try:
-            _fs.write_file(Path(temporary), data)
+            fs.write_file(Path(temporary), data)
         except FileNotFoundError:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _fs.write_file(Path(temporary), data)
+            fs.write_file(Path(temporary), data)
         if not absent:
             os.replace(temporary, path)
             return

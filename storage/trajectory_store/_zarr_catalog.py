@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from trajectory_store._catalog import Address, Catalog
-from trajectory_store._errors import StoreError
-from trajectory_store._layout import read_attributes
-from trajectory_store._ragged import Int64Array
-from trajectory_store._reader import SegmentReader
 from trajectory_store._remote import Remote
-from trajectory_store._writer import segment_name
 from trajectory_store._zarr_commit import Commit, commit_key
 from trajectory_store._zarr_read import Cache, RemoteSegment
+from trajectory_store.catalog import Address, Catalog
+from trajectory_store.errors import StoreError
+from trajectory_store.format import read_attributes
+from trajectory_store.ragged import Int64Array
+from trajectory_store.segment import SegmentReader
+from trajectory_store.writer import segment_name
 
 REMOVED = "removed"
 WIDEST = 64

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trajectory_store._errors import CorruptionError, StoreError
-from trajectory_store._layout import read_attributes
-from trajectory_store._record import crc32c
-from trajectory_store._writer import segment_name
+from trajectory_store.errors import CorruptionError, StoreError
+from trajectory_store.format import read_attributes
+from trajectory_store.record import crc32c
+from trajectory_store.writer import segment_name
 
 _SOME = Path("zarr.json")
 _CANONICAL = json.JSONEncoder(sort_keys=True)

@@ -11,10 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store import _fs
-from trajectory_store._catalog import Catalog
-from trajectory_store._errors import StoreError, StoreExistsError, StoreNotFoundError
-from trajectory_store._layout import (
+from trajectory_store import fs
+from trajectory_store._remote import SEALED_LEVEL, Remote, zarr_module
+from trajectory_store._zarr_catalog import REMOVED, RemoteCatalog
+from trajectory_store._zarr_read import Cache, RemoteSegment
+from trajectory_store._zarr_write import RemoteStream, batch_arrays, claim_segment
+from trajectory_store.catalog import Catalog
+from trajectory_store.errors import StoreError, StoreExistsError, StoreNotFoundError
+from trajectory_store.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
     WHOLE_ELEMENTS,
@@ -24,7 +28,12 @@ from trajectory_store._layout import (
     group_json,
     read_attributes,
 )
-from trajectory_store._maintenance import (
+from trajectory_store.ragged import Int64Array
+from trajectory_store.record import crc32c
+from trajectory_store.root import RootMeta
+from trajectory_store.schema import Schema
+from trajectory_store.segment import SegmentReader
+from trajectory_store.upkeep import (
     CompactReport,
     folded_by,
     folded_patches,
@@ -35,17 +44,8 @@ from trajectory_store._maintenance import (
     useless_patches,
     victims_of,
 )
-from trajectory_store._ragged import Int64Array
-from trajectory_store._reader import SegmentReader
-from trajectory_store._record import crc32c
-from trajectory_store._remote import SEALED_LEVEL, Remote, zarr_module
-from trajectory_store._root import RootMeta
-from trajectory_store._schema import Schema
-from trajectory_store._verify import VerifyReport
-from trajectory_store._writer import segment_name
-from trajectory_store._zarr_catalog import REMOVED, RemoteCatalog
-from trajectory_store._zarr_read import Cache, RemoteSegment
-from trajectory_store._zarr_write import RemoteStream, batch_arrays, claim_segment
+from trajectory_store.verify import VerifyReport
+from trajectory_store.writer import segment_name
 
 CHUNK = 1 << 15
 SHARD = 1 << 22
@@ -193,7 +193,7 @@ class ZarrEngine:
         ids: Int64Array = np.sort(np.concatenate([s.row_ids(0, s.rows) for s in group]))
         batch = read_batch(self._catalog, schema, ids, times_of(group, ids))
         arrays = batch_arrays(batch, schema)
-        data = f"data-{_fs.token(8)}"
+        data = f"data-{fs.token(8)}"
         for name, values in arrays.items():
             column = schema.find(name)
             fill = 0 if column is None or column.is_text else column.fill_value

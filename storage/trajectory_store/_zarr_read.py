@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store import _fs
-from trajectory_store._errors import CorruptionError, StoreError
-from trajectory_store._io import PreadBytes, PreadItems
-from trajectory_store._layout import SegmentMeta, chunk_path, offsets_name
-from trajectory_store._ragged import Int64Array
-from trajectory_store._reader import SegmentReader
-from trajectory_store._record import KIND_ROWS, RECORD_DTYPE, crc32c
+from trajectory_store import fs
 from trajectory_store._remote import Remote, decode
-from trajectory_store._schema import Column
-from trajectory_store._writer import segment_name
 from trajectory_store._zarr_commit import Commit, commit_key
 from trajectory_store._zarr_shard import read_sharded
+from trajectory_store.errors import CorruptionError, StoreError
+from trajectory_store.format import SegmentMeta, chunk_path, offsets_name
+from trajectory_store.maps import PreadBytes, PreadItems
+from trajectory_store.ragged import Int64Array
+from trajectory_store.record import KIND_ROWS, RECORD_DTYPE, crc32c
+from trajectory_store.schema import Column
+from trajectory_store.segment import SegmentReader
+from trajectory_store.writer import segment_name
 
 ABANDONED_AFTER_S = 3600.0
 WORKERS = min(4, os.cpu_count() or 1)
@@ -103,7 +103,7 @@ class RemoteSegment(SegmentReader):
         self._version = 0
         self._fetched: dict[str, npt.NDArray[np.bool_]] = {}
         self._current: dict[str, int] = {}
-        _fs.HOLDERS.add(self)
+        fs.HOLDERS.add(self)
         if self.meta.sealed is not None:
             self._take_sealed(self.meta.sealed)
 
@@ -198,7 +198,7 @@ class RemoteSegment(SegmentReader):
         if not path.exists():
             spec = self._specs[name]
             path.parent.mkdir(parents=True, exist_ok=True)
-            _fs.create_sized(path, spec.capacity * spec.dtype.itemsize, preallocate=False)
+            fs.create_sized(path, spec.capacity * spec.dtype.itemsize, preallocate=False)
         return path
 
     def _fetch(self, name: str) -> int:
@@ -234,7 +234,7 @@ class RemoteSegment(SegmentReader):
                     values = values + before.ends[axis]
                 else:
                     start = before.ends[axis]
-            _fs.pwrite(fd, values.view(np.uint8), start * values.itemsize)
+            fs.pwrite(fd, values.view(np.uint8), start * values.itemsize)
 
     def _before(self, commit: Commit) -> Commit | None:
         return self.history[commit.seq - 1] if commit.seq else None

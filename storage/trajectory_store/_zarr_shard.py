@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store._errors import CorruptionError
-from trajectory_store._record import crc32c
 from trajectory_store._remote import Remote, zarr_module, zstd
+from trajectory_store.errors import CorruptionError
+from trajectory_store.record import crc32c
 
 _EMPTY = (1 << 64) - 1
 _INDEX = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]

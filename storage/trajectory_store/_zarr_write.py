@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store._batch import Batch
-from trajectory_store._errors import BatchError
-from trajectory_store._layout import (
+from trajectory_store._remote import Remote, chunk_doc, encode
+from trajectory_store._zarr_catalog import RemoteCatalog
+from trajectory_store._zarr_commit import Commit, attributes_crc, commit_key
+from trajectory_store.batch import Batch
+from trajectory_store.errors import BatchError
+from trajectory_store.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
     PRESENT,
@@ -23,13 +26,10 @@ from trajectory_store._layout import (
     group_json,
     offsets_name,
 )
-from trajectory_store._ragged import offsets_of
-from trajectory_store._record import crc32c
-from trajectory_store._remote import Remote, chunk_doc, encode
-from trajectory_store._schema import Schema
-from trajectory_store._writer import segment_name
-from trajectory_store._zarr_catalog import RemoteCatalog
-from trajectory_store._zarr_commit import Commit, attributes_crc, commit_key
+from trajectory_store.ragged import offsets_of
+from trajectory_store.record import crc32c
+from trajectory_store.schema import Schema
+from trajectory_store.writer import segment_name
 
 
 def batch_arrays(batch: Batch, schema: Schema) -> dict[str, npt.NDArray[Any]]:

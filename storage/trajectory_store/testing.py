@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from trajectory_store._errors import (
+from trajectory_store.errors import (
     BatchError,
     MissingRowError,
     ReadOnlyError,
@@ -27,9 +27,9 @@ from trajectory_store._errors import (
     StoreNotFoundError,
     UnknownColumnError,
 )
-from trajectory_store._ragged import RaggedArray
-from trajectory_store._schema import Column, Schema
-from trajectory_store._store import TrajectoryStore
+from trajectory_store.ragged import RaggedArray
+from trajectory_store.schema import Column, Schema
+from trajectory_store.store import TrajectoryStore
 
 
 def example_schema() -> Schema:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore, _fs
+from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore, fs
 
 STATES = int(os.environ.get("STORE_STATES", "240"))
 SECTOR = 512
@@ -40,7 +40,7 @@ class Recorder:
         self.events: list[tuple] = []
         self.root = root.stat().st_ino
         for name in ("pwrite", "write_file", "create_sized", "mkdir", "rename", "datasync", "sync_path"):
-            monkeypatch.setattr(_fs, name, self.wrap(name, getattr(_fs, name)))
+            monkeypatch.setattr(fs, name, self.wrap(name, getattr(fs, name)))
 
     def wrap(self, name, real):
         """Do the operation, then note it."""
@@ -208,7 +208,7 @@ def run_power_losses(base, monkeypatch, durability):
     events = recorder.events
     renames = [i for i, e in enumerate(events) if e[0] == "entry" and e[5] is not None]
     assert len(renames) >= 6
-    monkeypatch.setattr(_fs, "boot_id", lambda: "the next boot")
+    monkeypatch.setattr(fs, "boot_id", lambda: "the next boot")
     lost_most = 0
     for state in range(STATES // 3):
         rng = random.Random(state)

@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 
-from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore, _fs, _writer
+from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore, fs, writer
 from trajectory_store.testing import example_rows, example_schema, same_rows
 
 SCHEMA = Schema([Column("x", "int64", ragged=True), Column("n", "int64")])
@@ -75,7 +75,7 @@ def test_disk_space_is_bounded(tmp_path):
         kept = store.read_scalars("n")
         assert 100 <= len(kept) < 1000
         assert kept.tolist() == list(range(1000 - len(kept), 1000))
-        assert _fs.disk_bytes(tmp_path / "s") < limit + 1_500_000
+        assert fs.disk_bytes(tmp_path / "s") < limit + 1_500_000
         assert store.verify().ok
 
 
@@ -171,7 +171,7 @@ def test_an_ordinal_that_came_and_went_is_not_claimed(tmp_path, monkeypatch):
     store = TrajectoryStore.create(tmp_path / "s", SCHEMA, segment_rows=10)
     store.append(rows(0, 10))
     other = TrajectoryStore.open(tmp_path / "s", "a")
-    real, asleep = _writer.list_ordinals, [True]
+    real, asleep = writer.list_ordinals, [True]
 
     def listing(root):
         found = real(root)
@@ -184,7 +184,7 @@ def test_an_ordinal_that_came_and_went_is_not_claimed(tmp_path, monkeypatch):
             asleep.append(False)
         return found
 
-    monkeypatch.setattr(_writer, "list_ordinals", listing)
+    monkeypatch.setattr(writer, "list_ordinals", listing)
     ids = other.append(rows(100, 1))
     for view in (store, other, TrajectoryStore.open(tmp_path / "s")):
         view.refresh()

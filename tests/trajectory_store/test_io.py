@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trajectory_store import Column, CorruptionError, Schema, TrajectoryStore, _fs
-from trajectory_store._io import PreadBytes, choose, file_system
+from trajectory_store import Column, CorruptionError, Schema, TrajectoryStore, fs
+from trajectory_store.maps import PreadBytes, choose, file_system
 
 MOUNTS = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -120,7 +120,7 @@ def test_maps_that_were_dropped_are_opened_again(tmp_path):
     with TrajectoryStore.create(tmp_path / "s", schema, segment_rows=2) as store:
         ids = np.concatenate([store.append({"x": [[i], [i] * 3], "n": [i, -i]}) for i in range(4)])[::-1]
         wanted = store.read_padded(ids)
-        for holder in list(_fs.HOLDERS):
+        for holder in list(fs.HOLDERS):
             holder.drop_maps()
         again = store.read_padded(ids)
     assert all((again[name] == wanted[name]).all() for name in ("x", "n", "lengths"))

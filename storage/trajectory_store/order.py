@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from trajectory_store._ragged import Int64Array
-from trajectory_store._reader import SegmentReader
-from trajectory_store._writer import ORDINAL_SHIFT
+from trajectory_store.ragged import Int64Array
+from trajectory_store.segment import SegmentReader
+from trajectory_store.writer import ORDINAL_SHIFT
 
 
 class ArrivalOrder:

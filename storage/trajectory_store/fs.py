@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 
 import numpy.typing as npt
 
-from trajectory_store._errors import WriteFailedError
+from trajectory_store.errors import WriteFailedError
 
 Data = bytes | memoryview | npt.NDArray[Any]
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}

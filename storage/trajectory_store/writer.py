@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from trajectory_store import _fs
-from trajectory_store._batch import Batch
-from trajectory_store._errors import BatchError
-from trajectory_store._layout import (
+from trajectory_store import fs
+from trajectory_store.batch import Batch
+from trajectory_store.errors import BatchError
+from trajectory_store.format import (
     FIRST_ELEMENTS,
     FIRST_ROWS,
     GROWTH,
@@ -33,8 +33,8 @@ from trajectory_store._layout import (
     offsets_name,
     write_segment,
 )
-from trajectory_store._record import KIND_END, KIND_ROWS, RECORD_SIZE, Record, crc32c, pack
-from trajectory_store._schema import Schema
+from trajectory_store.record import KIND_END, KIND_ROWS, RECORD_SIZE, Record, crc32c, pack
+from trajectory_store.schema import Schema
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -72,7 +72,7 @@ class SegmentWriter:
         self.elements = dict.fromkeys(meta.schema.axes, 0)
         self._meta_crc = meta_crc
         self._log_fd = log_fd
-        self._fds = {spec.name: _fs.open_fd(chunk_path(folder, spec.name), os.O_WRONLY) for spec in meta.arrays()}
+        self._fds = {spec.name: fs.open_fd(chunk_path(folder, spec.name), os.O_WRONLY) for spec in meta.arrays()}
         self._pool: ThreadPoolExecutor | None = None
         self._files = threading.Lock()
         self._sync = threading.Condition()
@@ -117,11 +117,11 @@ class SegmentWriter:
             meta_crc=self._meta_crc,
             data_crc=crc,
         )
-        _fs.pwrite(self._log_fd, pack(record, self.meta.salt), self.records * RECORD_SIZE)
+        fs.pwrite(self._log_fd, pack(record, self.meta.salt), self.records * RECORD_SIZE)
         self.rows, self.elements, self.last_time = record.rows_end, ends, record.time_ns
         self.records += 1
         if durable:
-            _fs.datasync(self._log_fd)
+            fs.datasync(self._log_fd)
         return first
 
     def _write_data(self, batch: Batch) -> tuple[list[str], dict[str, int], int]:
@@ -133,7 +133,7 @@ class SegmentWriter:
                 continue
             raw = array.view(np.uint8)
             start = first if column.axis is None else self.elements[column.axis]
-            _fs.pwrite(self._fds[column.name], raw, start * array.itemsize)
+            fs.pwrite(self._fds[column.name], raw, start * array.itemsize)
             if not column.mutable:  # after the write: the values are in the processor's cache then
                 crc = crc32c(raw, crc)
             touched.append(column.name)
@@ -144,13 +144,13 @@ class SegmentWriter:
             ends[axis] = int(edges[-1])
             name, raw = offsets_name(axis), edges.view(np.uint8)
             crc = crc32c(raw, crc)
-            _fs.pwrite(self._fds[name], raw, (first + 1) * 8)
+            fs.pwrite(self._fds[name], raw, (first + 1) * 8)
             touched.append(name)
         internal = {PRESENT: batch.present} if schema.optional else {}
         for name, array in {**internal, **batch.extra}.items():
             raw = array.view(np.uint8)
             crc = crc32c(raw, crc)
-            _fs.pwrite(self._fds[name], raw, first * 8)
+            fs.pwrite(self._fds[name], raw, first * 8)
             touched.append(name)
         return touched, ends, crc
 
@@ -187,22 +187,22 @@ class SegmentWriter:
                 return
             done = self.records
             self._datasync(list(self._fds.values()))
-            _fs.datasync(self._log_fd)
+            fs.datasync(self._log_fd)
             self._synced = max(self._synced, done)
 
     def _datasync(self, fds: list[int]) -> None:
         """Sync several files; at the same time they share the journal's commit and the disk's flush."""
         if len(fds) < 3:
             for fd in fds:
-                _fs.datasync(fd)
+                fs.datasync(fd)
             return
         if self._pool is None:
             from concurrent.futures import ThreadPoolExecutor
 
             self._pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="trajectory-sync")
-        others = [self._pool.submit(_fs.datasync, fd) for fd in fds[1:]]
+        others = [self._pool.submit(fs.datasync, fd) for fd in fds[1:]]
         try:
-            _fs.datasync(fds[0])
+            fs.datasync(fds[0])
         finally:  # nobody may close a file that is being synced
             errors = [other.exception() for other in others]
         for error in errors:
@@ -222,7 +222,7 @@ class SegmentWriter:
             data_crc=0,
         )
         try:
-            _fs.pwrite(self._log_fd, pack(record, self.meta.salt), self.records * RECORD_SIZE)
+            fs.pwrite(self._log_fd, pack(record, self.meta.salt), self.records * RECORD_SIZE)
         except OSError:
             pass
         finally:
@@ -302,7 +302,7 @@ class SegmentStream:
                 first = writer.commit(batch, time_ns)
             except OSError as error:
                 self._give_up()
-                raise _fs.failed(error, writer.folder, "appending") from error
+                raise fs.failed(error, writer.folder, "appending") from error
             records = writer.records
         if self.durability == "group":
             try:
@@ -310,7 +310,7 @@ class SegmentStream:
             except OSError as error:
                 with self._lock:
                     self._give_up()
-                raise _fs.failed(error, writer.folder, "syncing") from error
+                raise fs.failed(error, writer.folder, "syncing") from error
         return ordinal, first
 
     def _writer_for(self, batch: Batch) -> SegmentWriter:
@@ -325,7 +325,7 @@ class SegmentStream:
                     self._writer.sync()
                 except OSError as error:
                     self._give_up()
-                    raise _fs.failed(error, self.root, "syncing") from error
+                    raise fs.failed(error, self.root, "syncing") from error
             self._writer.finish()
             self._writer = None
         return self._roll(batch)
@@ -342,17 +342,17 @@ class SegmentStream:
             preallocated=self._preallocate,
             replaces=self.replaces,
         )
-        folder = self.root / f"{TEMPORARY}{os.getpid()}-{_fs.token(6)}"
+        folder = self.root / f"{TEMPORARY}{os.getpid()}-{fs.token(6)}"
         log_fd, meta_crc = write_segment(folder, meta)
         try:
             ordinal = claim(self.root, folder, self._removals)
             if self.durability != "process":
-                _fs.sync_path(self.root)
+                fs.sync_path(self.root)
             writer = SegmentWriter(self.root / segment_name(ordinal), meta, log_fd, meta_crc)
         except OSError as error:
             os.close(log_fd)
-            _fs.remove_tree(folder)
-            raise _fs.failed(error, folder, "creating a segment") from error
+            fs.remove_tree(folder)
+            raise fs.failed(error, folder, "creating a segment") from error
         self._made += 1
         self.ordinal = ordinal
         self._writer = writer
@@ -409,7 +409,7 @@ def claim(root: Path, folder: Path, removals: Callable[[], int]) -> int:
         if ordinal > MAX_ORDINAL:
             raise OSError(errno.EOVERFLOW, "the store has used all its segment numbers")
         try:
-            _fs.rename(folder, root / segment_name(ordinal))
+            fs.rename(folder, root / segment_name(ordinal))
         except OSError as error:
             if error.errno not in TAKEN:
                 raise

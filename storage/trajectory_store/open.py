@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-from trajectory_store._engine import Engine, MemmapEngine
-from trajectory_store._errors import ReadOnlyError, SchemaError
-from trajectory_store._io import Io
-from trajectory_store._layout import FIRST_ELEMENTS, MAX_ELEMENTS, MAX_ROWS, WHOLE_ELEMENTS, WHOLE_ROWS
-from trajectory_store._root import RootMeta, add_to_root, create_root, read_root, with_columns
-from trajectory_store._schema import Column, Schema
-from trajectory_store._writer import DURABILITIES, Durability
+from trajectory_store.engine import Engine, MemmapEngine
+from trajectory_store.errors import ReadOnlyError, SchemaError
+from trajectory_store.format import FIRST_ELEMENTS, MAX_ELEMENTS, MAX_ROWS, WHOLE_ELEMENTS, WHOLE_ROWS
+from trajectory_store.maps import Io
+from trajectory_store.root import RootMeta, add_to_root, create_root, read_root, with_columns
+from trajectory_store.schema import Column, Schema
+from trajectory_store.writer import DURABILITIES, Durability
 
 Mode = Literal["r", "a"]
 Backend = Literal["memmap", "zarr"]

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trajectory_store import _fs
-from trajectory_store._errors import (
+from trajectory_store import fs
+from trajectory_store.errors import (
     CorruptionError,
     NotAStoreError,
     SchemaError,
@@ -20,17 +20,17 @@ from trajectory_store._errors import (
     StoreExistsError,
     StoreNotFoundError,
 )
-from trajectory_store._layout import (
+from trajectory_store.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
     array_json,
     group_json,
     read_attributes,
 )
-from trajectory_store._local import REMOVED, REMOVED_CAP, removed_path
-from trajectory_store._record import RECORD_SIZE
-from trajectory_store._schema import Column, Schema
-from trajectory_store._writer import Durability
+from trajectory_store.local import REMOVED, REMOVED_CAP, removed_path
+from trajectory_store.record import RECORD_SIZE
+from trajectory_store.schema import Column, Schema
+from trajectory_store.writer import Durability
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class RootMeta:
     preallocate: bool = False
     backend: Literal["memmap", "zarr"] = "memmap"
     compress: bool = False
-    uuid: str = field(default_factory=lambda: _fs.token(16))
-    salt: int = field(default_factory=lambda: _fs.random_salt())
+    uuid: str = field(default_factory=lambda: fs.token(16))
+    salt: int = field(default_factory=lambda: fs.random_salt())
     created_ns: int = field(default_factory=time.time_ns)
 
     def to_json(self) -> bytes:
@@ -99,38 +99,38 @@ def create_root(path: Path, meta: RootMeta) -> None:
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise _taken(path)
-    temporary = path.parent / f".{path.name}.new-{_fs.token(6)}"
+    temporary = path.parent / f".{path.name}.new-{fs.token(6)}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for folder in (temporary, temporary / REMOVED, temporary / REMOVED / "c"):
-            _fs.mkdir(folder)
-        _fs.mkdir(temporary / REMOVED / "c" / "0")
+            fs.mkdir(folder)
+        fs.mkdir(temporary / REMOVED / "c" / "0")
         shape = [REMOVED_CAP, RECORD_SIZE]
         doc = array_json(shape, np.dtype("uint8"), ["removals", "bytes"])
-        _fs.write_file(temporary / REMOVED / "zarr.json", doc)
-        _fs.create_sized(removed_path(temporary), REMOVED_CAP * RECORD_SIZE, preallocate=False)
-        _fs.write_file(temporary / "zarr.json", meta.to_json())
+        fs.write_file(temporary / REMOVED / "zarr.json", doc)
+        fs.create_sized(removed_path(temporary), REMOVED_CAP * RECORD_SIZE, preallocate=False)
+        fs.write_file(temporary / "zarr.json", meta.to_json())
         if meta.durability != "process":
-            _fs.sync_tree(temporary)
+            fs.sync_tree(temporary)
         try:
-            _fs.rename(temporary, path)
+            fs.rename(temporary, path)
         except OSError as error:
             if path.exists():
                 raise _taken(path) from error
             raise
         if meta.durability != "process":
-            _fs.sync_path(path.parent)
+            fs.sync_path(path.parent)
     except OSError as error:
-        _fs.remove_tree(temporary)
+        fs.remove_tree(temporary)
         if isinstance(error, StoreError):
             raise
-        raise _fs.failed(error, path, "creating the store") from error
+        raise fs.failed(error, path, "creating the store") from error
 
 
 def add_to_root(path: Path, columns: Sequence[Column]) -> RootMeta:
     """Add columns to the schema that new segments get; columns that are there already are checked."""
     read_root(path)
-    with _fs.locked(removed_path(path), wait=True):
+    with fs.locked(removed_path(path), wait=True):
         before = read_root(path)
         root = with_columns(before, columns)
         if root is not before:
@@ -154,15 +154,15 @@ def with_columns(root: RootMeta, columns: Sequence[Column]) -> RootMeta:
 
 def rewrite_root(path: Path, meta: RootMeta) -> None:
     """Replace the store's zarr.json in one step."""
-    temporary = path / f".zarr.json.{os.getpid()}-{_fs.token(4)}"
+    temporary = path / f".zarr.json.{os.getpid()}-{fs.token(4)}"
     try:
-        _fs.write_file(temporary, meta.to_json())
-        _fs.sync_path(temporary)
-        _fs.rename(temporary, path / "zarr.json")
-        _fs.sync_path(path)
+        fs.write_file(temporary, meta.to_json())
+        fs.sync_path(temporary)
+        fs.rename(temporary, path / "zarr.json")
+        fs.sync_path(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise _fs.failed(error, path, "rewriting the store's metadata") from error
+        raise fs.failed(error, path, "rewriting the store's metadata") from error
 
 
 def read_root(path: Path) -> RootMeta:

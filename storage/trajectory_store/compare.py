@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store._errors import SchemaError
-from trajectory_store._ragged import Int64Array
-from trajectory_store._schema import Column
-from trajectory_store._store import TrajectoryStore
+from trajectory_store.errors import SchemaError
+from trajectory_store.ragged import Int64Array
+from trajectory_store.schema import Column
+from trajectory_store.store import TrajectoryStore
 
 CHUNK_ROWS = 1024
 CHUNK_ELEMENTS = 1 << 22

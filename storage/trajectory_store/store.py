@@ -10,20 +10,20 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store import _fs
-from trajectory_store._batch import Batch, cast_values, prepare
-from trajectory_store._engine import Stream
-from trajectory_store._errors import BatchError, ReadOnlyError
-from trajectory_store._gather import Gather
-from trajectory_store._io import Io
-from trajectory_store._layout import TARGET
-from trajectory_store._maintenance import CompactReport
-from trajectory_store._open import Backend, CacheOptions, Mode, Opened, create_store, open_store
-from trajectory_store._ragged import Int64Array
-from trajectory_store._reads import Ids, StoreReads, as_ids
-from trajectory_store._schema import Column, Schema
-from trajectory_store._verify import VerifyReport
-from trajectory_store._writer import ORDINAL_SHIFT, Durability
+from trajectory_store import fs
+from trajectory_store.batch import Batch, cast_values, prepare
+from trajectory_store.engine import Stream
+from trajectory_store.errors import BatchError, ReadOnlyError
+from trajectory_store.format import TARGET
+from trajectory_store.gather import Gather
+from trajectory_store.maps import Io
+from trajectory_store.open import Backend, CacheOptions, Mode, Opened, create_store, open_store
+from trajectory_store.ragged import Int64Array
+from trajectory_store.reads import Ids, StoreReads, as_ids
+from trajectory_store.schema import Column, Schema
+from trajectory_store.upkeep import CompactReport
+from trajectory_store.verify import VerifyReport
+from trajectory_store.writer import ORDINAL_SHIFT, Durability
 
 
 class TrajectoryStore(StoreReads):
@@ -308,7 +308,7 @@ class TrajectoryStore(StoreReads):
             for stream in (self._stream, *self._patch_streams.values()):
                 stream.sync()
         except OSError as error:
-            raise _fs.failed(error, self.path, "syncing") from error
+            raise fs.failed(error, self.path, "syncing") from error
 
     # Care
 

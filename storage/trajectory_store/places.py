@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store._ragged import Int64Array, offsets_of
+from trajectory_store.ragged import Int64Array, offsets_of
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store._errors import BatchError, UnknownColumnError, did_you_mean
-from trajectory_store._ragged import Int64Array, RaggedArray
-from trajectory_store._schema import Column, Schema
+from trajectory_store.errors import BatchError, UnknownColumnError, did_you_mean
+from trajectory_store.ragged import Int64Array, RaggedArray
+from trajectory_store.schema import Column, Schema
 
 
 @dataclass

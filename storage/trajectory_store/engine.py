@@ -6,17 +6,17 @@ from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
-from trajectory_store import _fs
-from trajectory_store._batch import Batch
-from trajectory_store._catalog import Catalog
-from trajectory_store._io import Io, choose
-from trajectory_store._layout import TEMPORARY, Kind
-from trajectory_store._local import LocalCatalog
-from trajectory_store._maintenance import CompactReport, compact, evict, sweep
-from trajectory_store._root import RootMeta
-from trajectory_store._schema import Schema
-from trajectory_store._verify import VerifyReport, leftovers, verify_segments
-from trajectory_store._writer import Durability, SegmentStream
+from trajectory_store import fs
+from trajectory_store.batch import Batch
+from trajectory_store.catalog import Catalog
+from trajectory_store.format import TEMPORARY, Kind
+from trajectory_store.local import LocalCatalog
+from trajectory_store.maps import Io, choose
+from trajectory_store.root import RootMeta
+from trajectory_store.schema import Schema
+from trajectory_store.upkeep import CompactReport, compact, evict, sweep
+from trajectory_store.verify import VerifyReport, leftovers, verify_segments
+from trajectory_store.writer import Durability, SegmentStream
 
 
 class Stream(Protocol):
@@ -124,7 +124,7 @@ class MemmapEngine:
     def clean_up(self) -> None:
         """Remove half-made segments, and finish removals."""
         for folder in leftovers(self._path, TEMPORARY):
-            _fs.remove_tree(folder)
+            fs.remove_tree(folder)
         sweep(self._catalog)
 
     def close(self) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from trajectory_store import _fs
-from trajectory_store._errors import StoreError
-from trajectory_store._layout import COMMITS, commits_json, commits_path, spec_json
-from trajectory_store._ragged import Int64Array
-from trajectory_store._reader import SegmentReader
-from trajectory_store._record import KIND_END, KIND_ROWS, RECORD_SIZE
+from trajectory_store import fs
+from trajectory_store.errors import StoreError
+from trajectory_store.format import COMMITS, commits_json, commits_path, spec_json
+from trajectory_store.ragged import Int64Array
+from trajectory_store.record import KIND_END, KIND_ROWS, RECORD_SIZE
+from trajectory_store.segment import SegmentReader
 
 
 @dataclass
@@ -158,7 +158,7 @@ def leftovers(root: Path, prefix: str, older_than_s: float = 60.0) -> list[Path]
     now = time.time()
     found: list[Path] = []
     for path in root.iterdir():
-        if not path.name.startswith(prefix) or _fs.is_locked(commits_path(path)):
+        if not path.name.startswith(prefix) or fs.is_locked(commits_path(path)):
             continue
         try:
             if now - path.stat().st_mtime > older_than_s:

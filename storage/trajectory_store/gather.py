@@ -13,16 +13,16 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store._catalog import Catalog
-from trajectory_store._errors import BatchError
-from trajectory_store._io import PreadBytes
-from trajectory_store._layout import PRESENT, offsets_name
-from trajectory_store._places import Places, Spans
-from trajectory_store._pool import BufferPool
-from trajectory_store._ragged import Int64Array, RaggedArray
-from trajectory_store._reader import SegmentReader
-from trajectory_store._schema import Column
-from trajectory_store._writer import ORDINAL_SHIFT, ROW_MASK
+from trajectory_store.catalog import Catalog
+from trajectory_store.errors import BatchError
+from trajectory_store.format import PRESENT, offsets_name
+from trajectory_store.maps import PreadBytes
+from trajectory_store.places import Places, Spans
+from trajectory_store.pool import BufferPool
+from trajectory_store.ragged import Int64Array, RaggedArray
+from trajectory_store.schema import Column
+from trajectory_store.segment import SegmentReader
+from trajectory_store.writer import ORDINAL_SHIFT, ROW_MASK
 
 Side = Literal["left", "right"]
 _UNSIGNED = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}

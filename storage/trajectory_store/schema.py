@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trajectory_store._errors import SchemaError, UnknownColumnError, did_you_mean
+from trajectory_store.errors import SchemaError, UnknownColumnError, did_you_mean
 
 NUMERIC_DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

@@ -13,10 +13,9 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store import _fs
-from trajectory_store._errors import CorruptionError, ReadFailedError, SegmentGoneError, StoreError
-from trajectory_store._io import FORMATS, Io, PreadBytes, PreadItems, open_file
-from trajectory_store._layout import (
+from trajectory_store import fs
+from trajectory_store.errors import CorruptionError, ReadFailedError, SegmentGoneError, StoreError
+from trajectory_store.format import (
     COMMITS,
     ROW_ID,
     ROW_TIME,
@@ -28,10 +27,11 @@ from trajectory_store._layout import (
     offsets_name,
     write_late,
 )
-from trajectory_store._ragged import Int64Array
-from trajectory_store._record import KIND_END, KIND_ROWS, MAGIC, Log, Record, crc32c
-from trajectory_store._schema import Column, Schema
-from trajectory_store._writer import ORDINAL_SHIFT
+from trajectory_store.maps import FORMATS, Io, PreadBytes, PreadItems, open_file
+from trajectory_store.ragged import Int64Array
+from trajectory_store.record import KIND_END, KIND_ROWS, MAGIC, Log, Record, crc32c
+from trajectory_store.schema import Column, Schema
+from trajectory_store.writer import ORDINAL_SHIFT
 
 VERIFIED = "verified"
 _TOO_MANY = {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
@@ -64,7 +64,7 @@ class SegmentReader:
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         size = (self.meta.rows_cap + 1) * 64
         self.log = Log(open_file(commits_path(folder), size, io), self.meta.salt)
-        _fs.HOLDERS.add(self)
+        fs.HOLDERS.add(self)
         self._limit = self._limit_after_reboot()
         self.refresh(first=True)
 
@@ -102,7 +102,7 @@ class SegmentReader:
 
     def _limit_after_reboot(self) -> int | None:
         """How many records to trust in a segment that was not synced before the machine went down."""
-        if self.meta.durability == "power" or self.meta.boot_id == _fs.boot_id():
+        if self.meta.durability == "power" or self.meta.boot_id == fs.boot_id():
             return None
         mark = self.folder / COMMITS / VERIFIED
         try:
@@ -112,8 +112,8 @@ class SegmentReader:
         good = self.check_prefix()
         temporary = mark.with_name(f"{VERIFIED}.{os.getpid()}")
         try:
-            _fs.write_file(temporary, json.dumps({"records": good}).encode())
-            _fs.rename(temporary, mark)
+            fs.write_file(temporary, json.dumps({"records": good}).encode())
+            fs.rename(temporary, mark)
         except OSError:
             pass
         return good
@@ -341,8 +341,8 @@ class SegmentReader:
 
     def disk_bytes(self) -> int:
         """The space that the segment takes."""
-        return _fs.disk_bytes(self.folder)
+        return fs.disk_bytes(self.folder)
 
     def is_live(self) -> bool:
         """Whether a living process may still append."""
-        return not self.finished and _fs.is_locked(commits_path(self.folder))
+        return not self.finished and fs.is_locked(commits_path(self.folder))

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from trajectory_store._layout import TARGET
-from trajectory_store._ragged import Int64Array
-from trajectory_store._reader import SegmentReader
-from trajectory_store._writer import ORDINAL_SHIFT, ROW_MASK
+from trajectory_store.format import TARGET
+from trajectory_store.ragged import Int64Array
+from trajectory_store.segment import SegmentReader
+from trajectory_store.writer import ORDINAL_SHIFT, ROW_MASK
 
 
 class Overlay:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store._errors import SchemaError
-from trajectory_store._ragged import Int64Array
-from trajectory_store._writer import ORDINAL_SHIFT, ROW_MASK
+from trajectory_store.errors import SchemaError
+from trajectory_store.ragged import Int64Array
+from trajectory_store.writer import ORDINAL_SHIFT, ROW_MASK
 
 
 @dataclass(frozen=True)

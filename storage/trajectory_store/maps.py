@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Literal, overload
 
-from trajectory_store import _fs
-from trajectory_store._errors import CorruptionError, ReadFailedError
+from trajectory_store import fs
+from trajectory_store.errors import CorruptionError, ReadFailedError
 
 Io = Literal["mmap", "pread"]
 NETWORK_TYPES = frozenset(
@@ -69,9 +69,9 @@ class PreadBytes:
     def __init__(self, path: Path, size: int, *, writable: bool = False) -> None:
         self._path = path
         self._size = size
-        self._fd = _fs.open_fd(path, os.O_RDWR if writable else os.O_RDONLY)
+        self._fd = fs.open_fd(path, os.O_RDWR if writable else os.O_RDONLY)
         check_size(path, os.fstat(self._fd).st_size, size)
-        _fs.count_file(self)
+        fs.count_file(self)
 
     def __len__(self) -> int:
         return self._size
@@ -155,7 +155,7 @@ def _map(fd: int, size: int, access: int) -> mmap.mmap:
     if sys.version_info >= (3, 13):
         return mmap.mmap(fd, size, access=access, trackfd=False)
     mapped = mmap.mmap(fd, size, access=access)
-    _fs.count_file(mapped)
+    fs.count_file(mapped)
     return mapped
 
 
@@ -166,7 +166,7 @@ def map_file(path: Path, size: int, *, writable: bool = False) -> memoryview:
         FileNotFoundError: the file is gone.
         CorruptionError: the file is shorter than the metadata says.
     """
-    fd = _fs.open_fd(path, os.O_RDWR if writable else os.O_RDONLY)
+    fd = fs.open_fd(path, os.O_RDWR if writable else os.O_RDONLY)
     try:
         check_size(path, os.fstat(fd).st_size, size)
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
@@ -175,7 +175,7 @@ def map_file(path: Path, size: int, *, writable: bool = False) -> memoryview:
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
-            _fs.make_room()
+            fs.make_room()
             return memoryview(_map(fd, size, access))
     finally:
         os.close(fd)

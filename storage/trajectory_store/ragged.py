@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store._errors import BatchError
+from trajectory_store.errors import BatchError
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-from trajectory_store import _fs
-from trajectory_store._errors import CorruptionError, FormatVersionError, NotAStoreError, StoreError
-from trajectory_store._record import RECORD_SIZE, crc32c
-from trajectory_store._schema import Column, Fill, Schema
+from trajectory_store import fs
+from trajectory_store.errors import CorruptionError, FormatVersionError, NotAStoreError, StoreError
+from trajectory_store.record import RECORD_SIZE, crc32c
+from trajectory_store.schema import Column, Fill, Schema
 
 FORMAT_NAME = "ragged-trajectories"
 FORMAT_VERSION = 1
@@ -87,9 +87,9 @@ class SegmentMeta:
     replaces: tuple[int, ...] = ()
     folded: Mapping[int, int] = field(default_factory=dict[int, int])
     sealed: Mapping[str, Any] | None = None
-    salt: int = field(default_factory=lambda: _fs.random_salt())
+    salt: int = field(default_factory=lambda: fs.random_salt())
     writer: str = field(default_factory=lambda: f"{os.getpid()}@{os.uname().nodename}")
-    boot_id: str = field(default_factory=_fs.boot_id)
+    boot_id: str = field(default_factory=fs.boot_id)
     created_ns: int = field(default_factory=time.time_ns)
 
     def internal_rows(self) -> tuple[str, ...]:
@@ -261,35 +261,35 @@ def write_segment(folder: Path, meta: SegmentMeta) -> tuple[int, int]:
         The open, locked file of its commits, and the CRC32C of its zarr.json.
     """
     try:
-        _fs.mkdir(folder)
-        _fs.mkdir(folder / COMMITS)
-        _fs.mkdir(folder / COMMITS / "c")
-        _fs.mkdir(folder / COMMITS / "c" / "0")
+        fs.mkdir(folder)
+        fs.mkdir(folder / COMMITS)
+        fs.mkdir(folder / COMMITS / "c")
+        fs.mkdir(folder / COMMITS / "c" / "0")
         size = commits_cap(meta.rows_cap) * RECORD_SIZE
-        _fs.create_sized(commits_path(folder), size, preallocate=False)
-        fd = _fs.open_fd(commits_path(folder), os.O_RDWR)
+        fs.create_sized(commits_path(folder), size, preallocate=False)
+        fd = fs.open_fd(commits_path(folder), os.O_RDWR)
         try:
-            if not _fs.try_lock(fd):
+            if not fs.try_lock(fd):
                 raise StoreError(f"{folder} was locked by another process while it was made.")
-            _fs.write_file(folder / COMMITS / "zarr.json", commits_json(meta.rows_cap))
+            fs.write_file(folder / COMMITS / "zarr.json", commits_json(meta.rows_cap))
             for spec in meta.arrays():
-                _fs.mkdir(folder / spec.name)
-                _fs.mkdir(folder / spec.name / "c")
-                _fs.write_file(folder / spec.name / "zarr.json", spec_json(spec))
+                fs.mkdir(folder / spec.name)
+                fs.mkdir(folder / spec.name / "c")
+                fs.write_file(folder / spec.name / "zarr.json", spec_json(spec))
                 nbytes = spec.capacity * spec.dtype.itemsize
-                _fs.create_sized(chunk_path(folder, spec.name), nbytes, meta.preallocated)
+                fs.create_sized(chunk_path(folder, spec.name), nbytes, meta.preallocated)
             raw = meta.to_json()
-            _fs.write_file(folder / "zarr.json", raw)
+            fs.write_file(folder / "zarr.json", raw)
             if meta.durability != "process":
-                _fs.sync_tree(folder)
+                fs.sync_tree(folder)
         except BaseException:
             os.close(fd)
             raise
     except OSError as error:
-        _fs.remove_tree(folder)
+        fs.remove_tree(folder)
         if isinstance(error, StoreError):
             raise
-        raise _fs.failed(error, folder, "creating a segment") from error
+        raise fs.failed(error, folder, "creating a segment") from error
     return fd, crc32c(raw)
 
 
@@ -300,20 +300,20 @@ def late_spec(column: Column, meta: SegmentMeta) -> ArraySpec:
 
 def write_late(folder: Path, spec: ArraySpec) -> None:
     """Add an array to an existing segment in one step; one that is there already is fine."""
-    temporary = folder.parent / f"{TEMPORARY}{os.getpid()}-{_fs.token(6)}"
+    temporary = folder.parent / f"{TEMPORARY}{os.getpid()}-{fs.token(6)}"
     try:
-        _fs.mkdir(temporary)
-        _fs.mkdir(temporary / "c")
-        _fs.write_file(temporary / "zarr.json", spec_json(spec))
+        fs.mkdir(temporary)
+        fs.mkdir(temporary / "c")
+        fs.write_file(temporary / "zarr.json", spec_json(spec))
         values = np.full(spec.capacity, spec.fill, spec.dtype)
-        _fs.write_file(temporary / "c" / "0", values.tobytes())
-        _fs.sync_tree(temporary)
+        fs.write_file(temporary / "c" / "0", values.tobytes())
+        fs.sync_tree(temporary)
         try:
-            _fs.rename(temporary, folder / spec.name)
+            fs.rename(temporary, folder / spec.name)
         except OSError as error:
             if error.errno not in TAKEN:
                 raise
-            _fs.remove_tree(temporary)
+            fs.remove_tree(temporary)
     except OSError as error:
-        _fs.remove_tree(temporary)
-        raise _fs.failed(error, folder, "adding a column to a segment") from error
+        fs.remove_tree(temporary)
+        raise fs.failed(error, folder, "adding a column to a segment") from error

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from trajectory_store import _fs
-from trajectory_store._catalog import Catalog
-from trajectory_store._errors import StoreError
-from trajectory_store._io import Io, open_file
-from trajectory_store._reader import SegmentReader
-from trajectory_store._record import RECORD_SIZE, Log, Record, pack
-from trajectory_store._writer import list_ordinals, segment_name
+from trajectory_store import fs
+from trajectory_store.catalog import Catalog
+from trajectory_store.errors import StoreError
+from trajectory_store.maps import Io, open_file
+from trajectory_store.record import RECORD_SIZE, Log, Record, pack
+from trajectory_store.segment import SegmentReader
+from trajectory_store.writer import list_ordinals, segment_name
 
 REMOVED = "removed"
 REMOVED_CAP = 1 << 18
@@ -38,7 +38,7 @@ class LocalCatalog(Catalog):
         super().__init__(root, warn=warn)
         self._io: Io = io
         self.keeps_arrays = io == "mmap"
-        _fs.HOLDERS.add(self)
+        fs.HOLDERS.add(self)
         self._writable = writable
         self._salt = salt
         self._removed_seen = 0
@@ -110,9 +110,9 @@ class LocalCatalog(Catalog):
         last = self._removed.get(end - 1) if end else None
         total = (last.elems_end if last is not None else 0) + rows
         record = Record(end, time_ns, rows, ordinal, total, KIND_REMOVED, 0, 0)
-        fd = _fs.open_fd(removed_path(self.root), os.O_WRONLY)
+        fd = fs.open_fd(removed_path(self.root), os.O_WRONLY)
         try:
-            _fs.pwrite(fd, pack(record, self._salt), end * RECORD_SIZE)
+            fs.pwrite(fd, pack(record, self._salt), end * RECORD_SIZE)
         finally:
             os.close(fd)
 

@@ -25,7 +25,7 @@ import google_crc32c as _crc  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store._io import PreadBytes
+from trajectory_store.maps import PreadBytes
 
 RECORD_SIZE = 64
 MAGIC = b"TRJ1"

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store._errors import MissingRowError, SegmentGoneError, StoreError
-from trajectory_store._order import ArrivalOrder
-from trajectory_store._overlay import Overlay
-from trajectory_store._ragged import Int64Array
-from trajectory_store._reader import SegmentReader
-from trajectory_store._writer import ORDINAL_SHIFT, ROW_MASK, segment_name
+from trajectory_store.errors import MissingRowError, SegmentGoneError, StoreError
+from trajectory_store.order import ArrivalOrder
+from trajectory_store.ragged import Int64Array
+from trajectory_store.segment import SegmentReader
+from trajectory_store.updates import Overlay
+from trajectory_store.writer import ORDINAL_SHIFT, ROW_MASK, segment_name
 
 _SHIFT = np.uint64(ORDINAL_SHIFT)
 

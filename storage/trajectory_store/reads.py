@@ -12,16 +12,16 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store._batch import Batch
-from trajectory_store._engine import Engine
-from trajectory_store._errors import BatchError, SchemaError, SegmentGoneError, StoreClosedError
-from trajectory_store._gather import Gather, Side
-from trajectory_store._maintenance import read_batch
-from trajectory_store._pool import BufferPool
-from trajectory_store._ragged import Int64Array, RaggedArray
-from trajectory_store._root import RootMeta
-from trajectory_store._schema import Column, Schema
-from trajectory_store._snapshot import Snapshot
+from trajectory_store.batch import Batch
+from trajectory_store.engine import Engine
+from trajectory_store.errors import BatchError, SchemaError, SegmentGoneError, StoreClosedError
+from trajectory_store.gather import Gather, Side
+from trajectory_store.pool import BufferPool
+from trajectory_store.ragged import Int64Array, RaggedArray
+from trajectory_store.root import RootMeta
+from trajectory_store.schema import Column, Schema
+from trajectory_store.snapshot import Snapshot
+from trajectory_store.upkeep import read_batch
 
 Ids = npt.ArrayLike
 Columns = Sequence[str] | str | None

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from trajectory_store import _fs
-from trajectory_store._batch import Batch
-from trajectory_store._catalog import Catalog
-from trajectory_store._gather import Gather
-from trajectory_store._layout import (
+from trajectory_store import fs
+from trajectory_store.batch import Batch
+from trajectory_store.catalog import Catalog
+from trajectory_store.format import (
     MAX_ELEMENTS,
     MAX_ROWS,
     ROW_ID,
@@ -24,12 +23,13 @@ from trajectory_store._layout import (
     SegmentMeta,
     write_segment,
 )
-from trajectory_store._local import LocalCatalog, removed_path
-from trajectory_store._ragged import Int64Array, RaggedArray
-from trajectory_store._reader import SegmentReader
-from trajectory_store._root import RootMeta
-from trajectory_store._schema import Schema
-from trajectory_store._writer import (
+from trajectory_store.gather import Gather
+from trajectory_store.local import LocalCatalog, removed_path
+from trajectory_store.ragged import Int64Array, RaggedArray
+from trajectory_store.root import RootMeta
+from trajectory_store.schema import Schema
+from trajectory_store.segment import SegmentReader
+from trajectory_store.writer import (
     LEAVING,
     ORDINAL_SHIFT,
     SegmentWriter,
@@ -70,7 +70,7 @@ def evict(catalog: LocalCatalog, meta: RootMeta) -> int:
     """
     if meta.max_trajectories is None and meta.max_bytes is None:
         return 0
-    with _fs.locked(removed_path(catalog.root), wait=False) as mine:
+    with fs.locked(removed_path(catalog.root), wait=False) as mine:
         if not mine:
             return 0
         catalog.refresh()
@@ -121,18 +121,18 @@ def _remove(catalog: LocalCatalog, segment: SegmentReader, rows_lost: int) -> No
     """Rename a segment away, note it, unlink it; a crash in between is finished by `sweep`."""
     old = catalog.root / f"{LEAVING}{segment.ordinal}-{rows_lost}"
     try:
-        _fs.rename(segment.folder, old)
+        fs.rename(segment.folder, old)
         catalog.note_removed(segment.ordinal, rows_lost, time.time_ns())
     except OSError as error:
-        raise _fs.failed(error, segment.folder, "removing a segment") from error
-    _fs.remove_tree(old)
+        raise fs.failed(error, segment.folder, "removing a segment") from error
+    fs.remove_tree(old)
 
 
 def sweep(catalog: LocalCatalog) -> None:
     """Finish removals that a killed process began; does nothing where another process is at it."""
     if not any(_OLD.match(p.name) for p in catalog.root.iterdir()) and not _replaced(catalog):
         return
-    with _fs.locked(removed_path(catalog.root), wait=False) as mine:
+    with fs.locked(removed_path(catalog.root), wait=False) as mine:
         if not mine:
             return
         noted = catalog.removed_ordinals()
@@ -143,12 +143,12 @@ def sweep(catalog: LocalCatalog) -> None:
             ordinal, rows = int(match.group(1)), int(match.group(2))
             if ordinal not in noted:
                 catalog.note_removed(ordinal, rows, time.time_ns())
-            _fs.remove_tree(path)
+            fs.remove_tree(path)
         for folder, ordinal in _replaced(catalog):
             old = catalog.root / f"{LEAVING}{ordinal}-0"
-            _fs.rename(folder, old)
+            fs.rename(folder, old)
             catalog.note_removed(ordinal, 0, time.time_ns())
-            _fs.remove_tree(old)
+            fs.remove_tree(old)
         catalog.refresh()
 
 
@@ -165,8 +165,8 @@ def compact(catalog: LocalCatalog, schema: Schema) -> CompactReport:
     their row may be lost.
     """
     before = len(catalog.segments) + len(catalog.patches)
-    bytes_before = _fs.disk_bytes(catalog.root)
-    with _fs.locked(removed_path(catalog.root), wait=False) as mine:
+    bytes_before = fs.disk_bytes(catalog.root)
+    with fs.locked(removed_path(catalog.root), wait=False) as mine:
         if not mine:
             reason = "another process compacts or evicts"
             return CompactReport(before, before, 0, bytes_before, bytes_before, reason)
@@ -186,7 +186,7 @@ def compact(catalog: LocalCatalog, schema: Schema) -> CompactReport:
             _remove(catalog, patch, 0)
         catalog.refresh()
         after = len(catalog.segments) + len(catalog.patches)
-        return CompactReport(before, after, moved, bytes_before, _fs.disk_bytes(catalog.root))
+        return CompactReport(before, after, moved, bytes_before, fs.disk_bytes(catalog.root))
 
 
 def folded_patches(catalog: Catalog, patches: Iterable[SegmentReader], old: set[int]) -> list[SegmentReader]:
@@ -260,7 +260,7 @@ def _merge(catalog: LocalCatalog, schema: Schema, group: list[SegmentReader]) ->
         replaces=tuple(replaces),
         folded=folded_by(catalog, group),
     )
-    folder = catalog.root / f"{TEMPORARY}{_fs.token(8)}"
+    folder = catalog.root / f"{TEMPORARY}{fs.token(8)}"
     log_fd, meta_crc = write_segment(folder, segment_meta)
     try:
         writer = SegmentWriter(folder, segment_meta, log_fd, meta_crc)
@@ -272,12 +272,12 @@ def _merge(catalog: LocalCatalog, schema: Schema, group: list[SegmentReader]) ->
             writer.sync()
         finally:
             writer.finish()
-        _fs.sync_tree(folder)
+        fs.sync_tree(folder)
         claim(catalog.root, folder, catalog.count_removals)
-        _fs.sync_path(catalog.root)
+        fs.sync_path(catalog.root)
     except OSError as error:
-        _fs.remove_tree(folder)
-        raise _fs.failed(error, folder, "compacting") from error
+        fs.remove_tree(folder)
+        raise fs.failed(error, folder, "compacting") from error
     catalog.refresh()
 
 
