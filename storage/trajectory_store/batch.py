@@ -20,17 +20,40 @@ class Batch:
 
     Attributes:
         n_rows: the number of trajectories.
-        values: per column the flat values `[elements]` or scalars `[n_rows]`, little-endian.
+        values: per column that was given the flat values `[elements * width]` or scalars `[n_rows]`, little-endian.
         lengths: per axis `[n_rows]` int64.
-        present: `[n_rows]` uint64, bit i set where the i-th optional column was given.
-        extra: internal per-row arrays by name (the targets of patch rows, the ids of moved rows).
+        partial: of a column that only some rows were given, `[n_rows]` bool; the values of the others are its fill.
+        extra: internal per-row arrays by name (the targets of updates, the ids and times of merged rows).
+        filled: columns that no row was given; their values are the fill.
     """
 
     n_rows: int
     values: dict[str, npt.NDArray[Any]]
     lengths: dict[str, Int64Array]
-    present: npt.NDArray[np.uint64]
+    partial: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict[str, "npt.NDArray[np.bool_]"])
     extra: dict[str, Int64Array] = field(default_factory=dict[str, "Int64Array"])
+    filled: frozenset[str] = frozenset()
+
+    def fitted(self, schema: Schema) -> Batch:
+        """These rows with a fill for every column of a schema that was not given."""
+        missing = [column for column in schema if column.name not in self.values]
+        if not missing:
+            return self
+        values, lengths = dict(self.values), dict(self.lengths)
+        for column in missing:
+            _fill(column, self.n_rows, values, lengths)
+        return Batch(self.n_rows, values, lengths, self.partial, self.extra, frozenset(c.name for c in missing))
+
+    def present(self, schema: Schema) -> npt.NDArray[np.uint64]:
+        """`[n_rows]` uint64: bit i is set where the i-th optional column of a schema was given."""
+        all_rows, bits = 0, np.zeros(self.n_rows, "<u8")
+        for i, column in enumerate(schema.optional):
+            mask = self.partial.get(column.name)
+            if mask is not None:
+                bits |= mask.astype("<u8") << np.uint64(i)
+            elif column.name in self.values and column.name not in self.filled:
+                all_rows |= 1 << i
+        return bits | np.uint64(all_rows)
 
 
 _LARGEST = {size: int(np.iinfo(f"i{size}").max) for size in (1, 2, 4, 8)}
@@ -54,7 +77,6 @@ def prepare(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) 
     values: dict[str, npt.NDArray[Any]] = {}
     lengths: dict[str, Int64Array] = {}
     first = ""
-    bits = 0
     for column in schema:
         if column.name not in data:
             if not column.optional:
@@ -77,14 +99,7 @@ def prepare(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) 
         elif count != n_rows:
             where = f"'{first}' has {n_rows}" if first else f"{n_rows} are expected"
             raise BatchError(f"column '{column.name}' has {count} rows, but {where}.")
-    if n_rows is None:
-        n_rows = 0
-    for i, column in enumerate(schema.optional):
-        if column.name in data:
-            bits |= 1 << i
-        else:
-            _fill(column, n_rows, values, lengths)
-    return Batch(n_rows, values, lengths, np.full(n_rows, bits, "<u8"))
+    return Batch(n_rows or 0, values, lengths)
 
 
 def _merge_lengths(column: Column, sizes: Int64Array, lengths: dict[str, Int64Array], schema: Schema) -> None:
@@ -110,7 +125,7 @@ def _fill(column: Column, n_rows: int, values: dict[str, npt.NDArray[Any]], leng
         lengths[column.axis] = np.full(n_rows, len(raw), np.int64)
     else:
         sizes = lengths.setdefault(column.axis, np.zeros(n_rows, np.int64))
-        values[column.name] = np.full(int(sizes.sum()), column.fill_value, column.np_dtype)
+        values[column.name] = np.full(int(sizes.sum()) * column.width, column.fill_value, column.np_dtype)
 
 
 def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -159,7 +174,12 @@ def _scalars(column: Column, given: Any) -> npt.NDArray[Any]:
 
 def _ragged(column: Column, given: Any) -> tuple[npt.NDArray[Any], Int64Array]:
     if isinstance(given, RaggedArray):
-        return cast_values(column, given.values), given.lengths
+        if given.values.shape[1:] != column.shape:
+            raise BatchError(
+                f"column '{column.name}' holds elements of shape {list(column.shape)}; the values given have shape "
+                f"{list(given.values.shape)}."
+            )
+        return cast_values(column, given.values.reshape(-1)), given.lengths
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise BatchError(f"column '{column.name}' is ragged: give a RaggedArray or a list of 1-D rows.")
     rows: list[npt.NDArray[Any]] = []
@@ -168,27 +188,34 @@ def _ragged(column: Column, given: Any) -> tuple[npt.NDArray[Any], Int64Array]:
             array: npt.NDArray[Any] = np.asarray(row)
         except (ValueError, TypeError) as error:
             raise BatchError(f"row {i} of column '{column.name}' is not an array: {error}") from None
-        if array.ndim != 1:
-            raise BatchError(f"row {i} of column '{column.name}' has shape {list(array.shape)}; a ragged row is 1-D.")
+        if column.shape and array.size == 0:
+            array = array.reshape(0, *column.shape)
+        if array.shape[1:] != column.shape or not array.ndim:
+            wanted = (
+                f"rows have shape [T, {', '.join(map(str, column.shape))}]" if column.shape else "a ragged row is 1-D"
+            )
+            raise BatchError(f"row {i} of column '{column.name}' has shape {list(array.shape)}; {wanted}.")
         rows.append(array)
     sizes = np.array([len(row) for row in rows], np.int64)
     filled = [row for row in rows if row.size]
     kinds = {row.dtype for row in filled}
     if len(kinds) > 1:
         filled = [cast_values(column, row) for row in filled]
-    flat: npt.NDArray[Any] = np.concatenate(filled) if filled else np.empty(0, column.np_dtype)
+    flat: npt.NDArray[Any] = np.concatenate(filled).reshape(-1) if filled else np.empty(0, column.np_dtype)
     return cast_values(column, flat), sizes
 
 
 def _text(column: Column, given: Any) -> tuple[npt.NDArray[Any], Int64Array]:
+    """Texts or strings of bytes as one flat array and the length of each in bytes."""
+    kind = str if column.dtype == "str" else bytes
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
-        raise BatchError(f"column '{column.name}' is text: give a list of str, one per row.")
+        raise BatchError(f"column '{column.name}' is {column.dtype}: give a list of {kind.__name__}, one per row.")
     parts: list[bytes] = []
     for i, item in enumerate(cast("Sequence[Any]", given)):
-        if not isinstance(item, str):
-            raise BatchError(f"row {i} of column '{column.name}' is {type(item).__name__}, not str.")
+        if not isinstance(item, kind):
+            raise BatchError(f"row {i} of column '{column.name}' is {type(item).__name__}, not {kind.__name__}.")
         try:
-            parts.append(item.encode())
+            parts.append(item.encode() if isinstance(item, str) else item)
         except UnicodeEncodeError as error:
             raise BatchError(
                 f"row {i} of column '{column.name}' is not valid Unicode text: {error.reason} at "

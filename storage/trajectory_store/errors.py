@@ -9,9 +9,10 @@
     +-- NotAStoreError (ValueError)           the folder holds something else
     +-- FormatVersionError (ValueError)       written by another version of the format
     +-- StoreClosedError (ValueError)         used after close()
-    +-- ReadOnlyError (PermissionError)       a write through a reader, or to an immutable column
+    +-- ReadOnlyError (PermissionError)       a write through a reader
     +-- MissingRowError (LookupError)         an id that is not, or no longer, in the store
     |   +-- SegmentGoneError                  its segment left since the last refresh
+    |   +-- SnapshotGoneError                 the values as of a snapshot were folded into later ones
     +-- WriteFailedError (OSError)            the disk is full or failing; nothing acknowledged is lost
     +-- ReadFailedError (OSError)             the file system failed to deliver bytes
     +-- CorruptionError (ValueError)          the files contradict themselves
@@ -61,7 +62,7 @@ class StoreClosedError(StoreError, ValueError):
 
 
 class ReadOnlyError(StoreError, PermissionError):
-    """A write through a reader, or to a column that does not change."""
+    """A write through a reader."""
 
 
 class MissingRowError(StoreError, LookupError):
@@ -70,6 +71,10 @@ class MissingRowError(StoreError, LookupError):
 
 class SegmentGoneError(MissingRowError):
     """A segment was evicted or compacted away since the last refresh; reading tries again after one."""
+
+
+class SnapshotGoneError(MissingRowError):
+    """The values as of a snapshot were folded into later ones."""
 
 
 class WriteFailedError(StoreError, OSError):

@@ -1,7 +1,7 @@
 """The few file operations that the store is built on, each with its errors said in words.
 
 Everything that writes goes through this module, so a test can record the order of writes and syncs and
-replay every power loss in between.
+replay every power loss in between. Files are opened as regular files and links are never followed.
 """
 
 from __future__ import annotations
@@ -10,21 +10,20 @@ import errno
 import fcntl
 import functools
 import os
-import resource
-import weakref
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy.typing as npt
 
-from trajectory_store.errors import WriteFailedError
+from trajectory_store.errors import CorruptionError, WriteFailedError
 
 Data = bytes | memoryview | npt.NDArray[Any]
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-MOST_FILES = 1 << 19
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def failed(error: OSError, path: Path | str, doing: str) -> WriteFailedError:
@@ -32,6 +31,9 @@ def failed(error: OSError, path: Path | str, doing: str) -> WriteFailedError:
     if error.errno in _FULL:
         why = "the disk, the quota or the file size limit is exhausted"
         way_out = "Free space (or raise `ulimit -f`), then append again"
+    elif error.errno in (errno.EMFILE, errno.ENFILE):
+        why = "too many files are open"
+        way_out = "Raise `ulimit -n`, then append again"
     else:
         why = os.strerror(error.errno or 0)
         way_out = "Check the disk, then open the store again"
@@ -42,73 +44,43 @@ def failed(error: OSError, path: Path | str, doing: str) -> WriteFailedError:
     return WriteFailedError(error.errno, message, str(path))
 
 
-def raise_file_limit() -> bool:
-    """Raise the soft limit of open files to the hard one; every map of a file holds one of them.
+def open_fd(path: Path | str, flags: int) -> int:
+    """Open a regular file.
 
-    Returns:
-        Whether there is more room now.
+    Raises:
+        CorruptionError: the path is a link, a pipe or a device.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return False
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (OSError, ValueError):
-        return False
-    _soft_limit.cache_clear()
-    return True
-
-
-@functools.cache
-def _soft_limit() -> int:
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return MOST_FILES if soft == resource.RLIM_INFINITY else soft
-
-
-class HoldsFiles(Protocol):
-    """Something that keeps files open only because opening them again costs time."""
-
-    def drop_maps(self) -> None:
-        """Close them."""
-        ...
-
-
-HOLDERS: weakref.WeakSet[HoldsFiles] = weakref.WeakSet()
-
-
-HELD = [0]
-
-
-def make_room() -> None:
-    """Get away from the limit of open files: raise it, and where that is not possible close idle maps."""
-    if not raise_file_limit():
-        for holder in list(HOLDERS):
-            holder.drop_maps()
-
-
-def open_fd(path: Path, flags: int) -> int:
-    """Open a file; where the process is out of descriptors, room is made first."""
-    try:
-        fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, flags | _SAFE, 0o666)
     except OSError as error:
-        if error.errno != errno.EMFILE:
-            raise
-        make_room()
-        fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise CorruptionError(
+                f"{path} is a link or a pipe, not a regular file. Put the file itself back."
+            ) from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CorruptionError(f"{path} is not a regular file. Put the file itself back.")
     return fd
 
 
-def count_file(owner: object) -> None:
-    """Count an object that holds a file; where they get near the limit, room is made."""
-    HELD[0] += 1
-    weakref.finalize(owner, _uncount)
-    if HELD[0] >= _soft_limit() // 2:
-        make_room()
+def read_file(path: Path | str) -> bytes:
+    """The content of a small regular file."""
+    fd = open_fd(path, os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size
+        data = os.read(fd, size)
+        while len(data) < size and (more := os.read(fd, size - len(data))):
+            data += more
+        return data
+    finally:
+        os.close(fd)
 
 
-def _uncount() -> None:
-    HELD[0] -= 1
+def check_folder(path: Path | str) -> None:
+    """Refuse a folder that is a link to some other place."""
+    if stat.S_ISLNK(os.lstat(path).st_mode):
+        raise CorruptionError(f"{path} is a link, not a folder. Put the folder itself back.")
 
 
 def pwrite(fd: int, data: Data, offset: int) -> None:
@@ -151,6 +123,16 @@ def rename(source: Path, target: Path) -> None:
     os.rename(source, target)
 
 
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name that nothing has yet."""
+    os.link(source, target, follow_symlinks=False)
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file; one that is already gone is fine."""
+    path.unlink(missing_ok=True)
+
+
 def datasync(fd: int) -> None:
     """Wait until the content of a file is on the disk."""
     os.fdatasync(fd)
@@ -158,7 +140,7 @@ def datasync(fd: int) -> None:
 
 def sync_path(path: Path) -> None:
     """Wait until a file, or the entries of a folder, are on the disk."""
-    fd = open_fd(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
@@ -193,7 +175,10 @@ def try_lock(fd: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a living process holds the lock of a file; the kernel drops it when the process dies."""
+    """Whether a living process may hold the lock of a file; the kernel drops it when the process dies.
+
+    A file system that knows no locks counts as locked: nobody can tell that the writer is gone.
+    """
     try:
         fd = open_fd(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -205,21 +190,18 @@ def is_locked(path: Path) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
+        return True
     finally:
         os.close(fd)
     return False
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool) -> Generator[bool]:
-    """Hold the exclusive lock of a file; yields False where another process has it and `wait` is off."""
+def locked(path: Path) -> Generator[bool]:
+    """Hold the exclusive lock of a file; yields False where another process has it."""
     fd = open_fd(path, os.O_RDONLY)
     try:
-        if wait:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield True
-        else:
-            yield try_lock(fd)
+        yield try_lock(fd)
     finally:
         os.close(fd)
 
@@ -249,7 +231,7 @@ def disk_bytes(root: Path) -> int:
     for folder, _, files in os.walk(root):
         for name in files:
             try:
-                total += os.stat(os.path.join(folder, name)).st_blocks * 512
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
             except FileNotFoundError:
                 continue
     return total

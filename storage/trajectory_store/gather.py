@@ -6,8 +6,7 @@ own memmap objects cost twelve times as much per slice. What does not depend on 
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -15,14 +14,14 @@ import numpy.typing as npt
 
 from trajectory_store.catalog import Catalog
 from trajectory_store.errors import BatchError
-from trajectory_store.format import PRESENT, offsets_name
-from trajectory_store.maps import PreadBytes
+from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, offsets_name
+from trajectory_store.maps import will_need
 from trajectory_store.places import Places, Spans
 from trajectory_store.pool import BufferPool
 from trajectory_store.ragged import Int64Array, RaggedArray
 from trajectory_store.schema import Column
-from trajectory_store.segment import SegmentReader
-from trajectory_store.writer import ORDINAL_SHIFT, ROW_MASK
+from trajectory_store.segment import Segment
+from trajectory_store.updates import Later
 
 Side = Literal["left", "right"]
 _UNSIGNED = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}
@@ -37,52 +36,62 @@ class Gather:
     Args:
         catalog: where the segments are.
         ids: `[B]` int64.
+        limits: the updates that count, per update segment, where values as of a snapshot are read: none where it is
+            empty; None for all.
     """
 
-    def __init__(self, catalog: Catalog, ids: Int64Array) -> None:
+    def __init__(self, catalog: Catalog, ids: Int64Array, limits: Mapping[int, int] | None = None) -> None:
         self._catalog = catalog
         self._ids = ids
-        self._base = Places(*catalog.locate(ids))
+        self._limits = limits
+        self._base = self._wanting(Places(*catalog.locate(ids)))
         self._spans: dict[str, Spans] = {}
-        self._patched: dict[str, Places] = {}
+        self._updated: dict[str, Places] = {}
+
+    @classmethod
+    def of_rows(cls, catalog: Catalog, ordinals: Int64Array, rows: Int64Array) -> Gather:
+        """Read rows of segments as they were committed, also those of updates."""
+        gather = cls(catalog, np.empty(0, np.int64), {})
+        gather._ids = rows
+        gather._base = gather._wanting(Places(ordinals, rows))
+        return gather
 
     def __len__(self) -> int:
         return len(self._ids)
 
+    def _wanting(self, places: Places) -> Places:
+        """Tell segments whose columns have to be fetched which rows of them will be read."""
+        if not self._catalog.medium.complete:
+            for ordinal, rows in places.runs:
+                self._catalog.any_segment(ordinal).want(rows)
+        return places
+
+    def _later(self, column: Column) -> Later | None:
+        if self._limits is None:
+            return self._catalog.later(column)
+        return self._catalog.later_as_of(column, self._limits)
+
     def _places(self, column: Column) -> Places:
         """Where the newest values of a column are; the base itself where no row has later ones."""
-        if not self._catalog.patches:
+        if not self._catalog.updates or (self._limits is not None and not self._limits):
             return self._base
-        found = self._patched.get(column.name)
+        found = self._updated.get(column.name)
         if found is None:
-            found = self._patched[column.name] = self._find_places(column)
+            found = self._updated[column.name] = self._find_places(column)
         return found
 
     def _find_places(self, column: Column) -> Places:
-        in_place = column.mutable and self._catalog.mutable_in_place
-        overlay = None if in_place else self._catalog.overlay(column.name)
-        if overlay is None:
+        later = self._later(column)
+        if later is None:
             return self._base
-        later = overlay.lookup(self._ids)
-        self._leave_out_folded(later)
-        hit = later >= 0
+        at = later.lookup(self._ids)
+        hit = at >= 0
         if not hit.any():
             return self._base
-        return Places(
-            np.where(hit, later >> ORDINAL_SHIFT, self._base.ordinals),
-            np.where(hit, later & ROW_MASK, self._base.rows),
-        )
+        ordinals = np.where(hit, at >> ORDINAL_SHIFT, self._base.ordinals)
+        return self._wanting(Places(ordinals, np.where(hit, at & ROW_MASK, self._base.rows)))
 
-    def _leave_out_folded(self, later: Int64Array) -> None:
-        """A compacted segment holds patches up to a point; those must not cover it again."""
-        for ordinal, _ in self._base.runs:
-            folded = self._catalog.any_segment(ordinal).meta.folded
-            for patch, rows in folded.items():
-                first = patch << ORDINAL_SHIFT
-                inside = (later >= first) & (later < first + rows)
-                later[inside & (self._base.ordinals == ordinal)] = -1
-
-    def _look_up(self, key: str, places: Places, find: Callable[[SegmentReader], Any]) -> dict[int, Any]:
+    def _look_up(self, key: str, places: Places, find: Callable[[Segment], Any]) -> dict[int, Any]:
         """By ordinal the array of each segment of the rows; without those that have none."""
         table = self._catalog.table(key)
         for ordinal, _ in places.runs:
@@ -95,7 +104,7 @@ class Gather:
     def _edges(self, axis: str, places: Places) -> dict[int, npt.NDArray[np.void]]:
         """Per row where it begins and where it ends, as one item: both are read in one step."""
 
-        def edges(segment: SegmentReader) -> npt.NDArray[np.void] | None:
+        def edges(segment: Segment) -> npt.NDArray[np.void] | None:
             if axis not in segment.schema.axes:
                 return None
             offsets = segment.offsets(axis)
@@ -105,11 +114,11 @@ class Gather:
 
     def _items(self, column: Column, places: Places) -> dict[int, memoryview]:
         """The values of a ragged column; those of `io="pread"` are sliced like memoryviews."""
-        return self._look_up(column.name, places, lambda s: s.items(column.name) if s.has(column) else None)
+        return self._look_up(column.name, places, lambda s: s.items(column.name) if s.has(column.name) else None)
 
     def _arrays(self, column: Column, places: Places) -> dict[int, npt.NDArray[Any]]:
         """The values of a scalar column."""
-        return self._look_up(column.name, places, lambda s: s.array(column.name) if s.has(column) else None)
+        return self._look_up(column.name, places, lambda s: s.array(column.name) if s.has(column.name) else None)
 
     def _touch(self, column: Column, spans: Spans) -> None:
         """Look at the first element of every row at once: these waits for memory overlap, those of the copies do not.
@@ -117,34 +126,25 @@ class Gather:
         A tenth of a warm batch's time, a third of one from a store much larger than the processor's caches.
         """
         places = spans.places
-        if not self._catalog.keeps_arrays:
+        if not self._catalog.medium.keeps_arrays:
             return
         arrays = self._look_up(
-            f"{column.name}.values", places, lambda s: s.array(column.name) if s.has(column) else None
+            f"{column.name}.values", places, lambda s: s.array(column.name) if s.has(column.name) else None
         )
         at = 0
         for ordinal, rows in places.runs:
             firsts = spans.starts[at : at + len(rows)]
             at += len(rows)
             array = arrays.get(ordinal) if len(rows) > FEW else None
-            if array is not None:
-                array.take(firsts, mode="clip")  # an empty row may begin at the very end
+            if array is not None and len(array):
+                array.take(firsts * column.width, mode="clip")  # an empty row may begin at the very end
 
     def present(self, column: Column) -> npt.NDArray[np.bool_]:
-        """`[B]` bool: whether a value was given at the append or by a patch."""
+        """`[B]` bool: whether a value was given at the append or by an update."""
         places = self._places(column)
         if not column.optional or not len(places):
             return np.ones(len(places), bool)
-        parts: list[npt.NDArray[Any]] = []
-        for owner, rows in places.runs:
-            segment = self._catalog.any_segment(owner)
-            names = [c.name for c in segment.schema.optional]
-            if column.name in names:
-                bit = np.uint64(names.index(column.name))
-                parts.append((segment.array(PRESENT)[rows] >> bit & np.uint64(1)).astype(bool))
-            else:
-                parts.append(np.full(len(rows), column.name in segment.schema))
-        return places.join(parts)
+        return places.join([self._catalog.any_segment(o).present(column, rows) for o, rows in places.runs])
 
     def spans(self, column: Column) -> Spans:
         """Where the rows of a ragged column are."""
@@ -176,6 +176,10 @@ class Gather:
 
     def scalars(self, column: Column) -> npt.NDArray[Any]:
         """`[B]` values of a scalar column."""
+        if self._catalog.updates and self._catalog.medium.complete and self._limits is None:
+            later = self._catalog.later(column)
+            if later is not None:
+                return self._newest(column, later)
         places = self._places(column)
         if not places.runs:
             return np.empty(0, column.np_dtype)
@@ -191,14 +195,16 @@ class Gather:
         ]
         return places.join(parts)
 
-    def assign(self, column: Column, values: npt.NDArray[Any]) -> None:
-        """Store values of a mutable column in place, through the shared map."""
-        for (owner, rows), part in zip(self._base.runs, self._base.split(values), strict=True):
-            segment = self._catalog.any_segment(owner)
-            if not segment.has(column):
-                segment.add_mutable(column)
-                segment.has(column)
-            segment.assign(column.name, rows, part)
+    def _newest(self, column: Column, later: Later) -> npt.NDArray[Any]:
+        """The same from arrays that updates are folded into."""
+        if not self._base.runs:
+            return np.empty(0, column.np_dtype)
+        catalog = self._catalog
+        parts = [
+            later.folded(catalog.any_segment(ordinal), lambda at: catalog.values_at(column, at))[rows]
+            for ordinal, rows in self._base.runs
+        ]
+        return self._base.join(parts)
 
     def prefetch(self, columns: Sequence[Column]) -> None:
         """Ask the kernel for the pages of the rows, all at once, before the first one is touched."""
@@ -208,11 +214,11 @@ class Gather:
             for ordinal, rows in self._places(column).runs:
                 segment = self._catalog.any_segment(ordinal)
                 if axis is None:
-                    if segment.has(column):
-                        _will_need(segment.raw(column.name), rows * item, (rows + 1) * item)
+                    if segment.has(column.name):
+                        will_need(segment.raw(column.name), rows * item, (rows + 1) * item)
                 elif axis in segment.schema.axes and (ordinal, axis) not in axes:
                     axes.add((ordinal, axis))
-                    _will_need(segment.raw(offsets_name(axis)), rows * 8, (rows + 2) * 8)
+                    will_need(segment.raw(offsets_name(axis)), rows * 8, (rows + 2) * 8)
         for column in columns:
             if column.axis is None:
                 continue
@@ -221,27 +227,33 @@ class Gather:
                 segment = self._catalog.any_segment(ordinal)
                 parts = spans.slices[at : at + len(rows)]
                 at += len(rows)
-                if segment.has(column):
-                    edges = np.array([(part.start, part.stop) for part in parts], np.int64) * item
-                    _will_need(segment.raw(column.name), edges[:, 0], edges[:, 1])
+                if segment.has(column.name):
+                    edges = np.array([(part.start, part.stop) for part in parts], np.int64) * (item * column.width)
+                    will_need(segment.raw(column.name), edges[:, 0], edges[:, 1])
 
     def ragged(self, column: Column) -> RaggedArray:
         """The rows of a ragged column in one new flat array."""
         spans = self.spans(column)
-        flat = np.empty(int(spans.lengths.sum()), column.np_dtype)
+        flat = np.empty(int(spans.lengths.sum()) * column.width, column.np_dtype)
         if len(flat):
-            _copy(column, flat, *spans.flat(self._items(column, spans.places)))
-        return RaggedArray(flat, spans.lengths)
+            sources, parts, targets = spans.flat(self._items(column, spans.places))
+            _copy(column, flat, sources, _scaled(parts, column.width), _scaled(targets, column.width))
+        return RaggedArray(flat.reshape(-1, *column.shape) if column.shape else flat, spans.lengths)
 
-    def text(self, column: Column) -> list[str]:
-        """The rows of a text column."""
+    def text(self, column: Column) -> list[Any]:
+        """The rows of a column of text or bytes."""
         spans = self.spans(column)
-        sources, fill = spans.places.spread(self._items(column, spans.places)), str(column.fill_value)
+        sources = spans.places.spread(self._items(column, spans.places))
         pieces = zip(sources, spans.slices, strict=True)
-        texts = [fill if source is None else str(source[part], "utf-8") for source, part in pieces]
+        texts: list[Any]
+        if column.dtype == "bytes":
+            texts = [b"" if source is None else bytes(source[part]) for source, part in pieces]
+        else:
+            fill = str(column.fill_value)
+            texts = [fill if source is None else str(source[part], "utf-8") for source, part in pieces]
         if spans.places.order is None:
             return texts
-        placed = [""] * len(texts)
+        placed: list[Any] = [None] * len(texts)
         for place, value in zip(spans.places.order.tolist(), texts, strict=True):
             placed[place] = value
         return placed
@@ -255,11 +267,11 @@ class Gather:
         pool: BufferPool,
         out: npt.NDArray[Any] | None,
     ) -> npt.NDArray[Any]:
-        """`[B, width]`: the rows of a ragged column with `pad` beside them."""
+        """`[B, width, *shape]`: the rows of a ragged column with `pad` beside them."""
         spans = self.spans(column)
         n, dtype = len(self._ids), column.np_dtype
         if out is None:
-            base = array = pool.take((n, width), dtype)
+            base = array = pool.take((n, width, *column.shape), dtype)
         else:
             base, array = out, _fit(out, column, n, width)
         flat = base.reshape(-1)
@@ -271,8 +283,52 @@ class Gather:
             targets = spans.targets(base.shape[1], width, left=side == "left")
             sources = spans.places.spread(self._items(column, spans.places))
             self._touch(column, spans)
-            _copy(column, flat, sources, spans.slices, targets)
+            _copy(column, flat, sources, _scaled(spans.slices, column.width), _scaled(targets, column.width))
         return array
+
+
+def scan(catalog: Catalog, column: Column, skip: int) -> npt.NDArray[Any] | None:
+    """`[N]`: a scalar column of all rows in the order of arrival, less the first `skip`, copied run by run.
+
+    None where the rows lie in too many runs for that, or have to be fetched.
+    """
+    runs = _few_runs(catalog, skip)
+    if runs is None:
+        return None
+    later = catalog.later(column)
+    parts: list[npt.NDArray[Any]] = []
+    for ordinal, first, count in runs:
+        segment = catalog.any_segment(ordinal)
+        if later is not None:
+            array = later.folded(segment, lambda at: catalog.values_at(column, at))
+        elif segment.has(column.name):
+            array = segment.array(column.name)
+        else:
+            array = np.full(first + count, column.fill_value, column.np_dtype)
+        parts.append(array[first : first + count])
+    return np.concatenate(parts) if parts else np.empty(0, column.np_dtype)
+
+
+def scan_lengths(catalog: Catalog, column: Column, skip: int) -> Int64Array | None:
+    """The same for the lengths of a ragged column."""
+    runs = _few_runs(catalog, skip)
+    if runs is None or catalog.later(column) is not None:
+        return None
+    parts: list[Int64Array] = []
+    for ordinal, first, count in runs:
+        segment = catalog.any_segment(ordinal)
+        if (column.axis or "") in segment.schema.axes:
+            parts.append(np.diff(segment.offsets(column.axis or "")[first : first + count + 1]))
+        else:
+            parts.append(np.zeros(count, np.int64))
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def _few_runs(catalog: Catalog, skip: int) -> list[tuple[int, int, int]] | None:
+    if not catalog.medium.complete:
+        return None
+    runs = catalog.runs(skip)
+    return runs if len(runs) <= max(64, sum(count for _, _, count in runs) // 64) else None
 
 
 def _copy(
@@ -291,23 +347,18 @@ def _copy(
             flat[target] = column.fill_value
 
 
-def _will_need(raw: memoryview | PreadBytes, starts: Int64Array, ends: Int64Array) -> None:
-    """Ask for the pages of some ranges of bytes of a map."""
-    mapped = raw.obj if isinstance(raw, memoryview) else None
-    if not isinstance(mapped, mmap.mmap):
-        return
-    starts = starts & -mmap.PAGESIZE
-    for start, size in {*zip(starts.tolist(), (ends - starts).tolist(), strict=True)}:
-        if size > 0:
-            mapped.madvise(mmap.MADV_WILLNEED, start, size)
+def _scaled(parts: list[slice], width: int) -> list[slice]:
+    """From elements to values."""
+    return parts if width == 1 else [slice(part.start * width, part.stop * width) for part in parts]
 
 
 def _fit(out: npt.NDArray[Any], column: Column, n: int, width: int) -> npt.NDArray[Any]:
-    fits = out.ndim == 2 and out.shape[0] >= n and out.shape[1] >= width
+    fits = out.ndim == 2 + len(column.shape) and out.shape[0] >= n and out.shape[1] >= width
+    fits = fits and out.shape[2:] == column.shape
     if not fits or out.dtype != column.np_dtype or not out.flags.c_contiguous or not out.flags.writeable:
         raise BatchError(
             f"out['{column.name}'] is {out.dtype} {list(out.shape)}; this batch needs a writable, "
-            f"contiguous {column.dtype} array of at least [{n}, {width}]. Bound the width with "
+            f"contiguous {column.dtype} array of at least {[n, width, *column.shape]}. Bound the width with "
             "lengths() first, or leave `out` away: buffers are reused by themselves."
         )
     return out[:n, :width]

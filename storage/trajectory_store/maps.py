@@ -1,17 +1,22 @@
-"""How the bytes of a file reach a reader: through a shared map, or by positional reads.
+"""How the bytes of a file reach a reader: through a shared map, by positional reads, or loaded whole.
 
 Maps are the fast way on a local disk. A network file system may take a page away under a map, which ends
-the process with SIGBUS, so there the reader asks for bytes instead and gets an error it can report.
+the process with SIGBUS, so there the reader asks for bytes instead and gets an error it can report. A small file
+that no longer changes is loaded: it costs neither a map nor a fault per page.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
-import sys
+import weakref
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, cast, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from trajectory_store import fs
 from trajectory_store.errors import CorruptionError, ReadFailedError
@@ -28,6 +33,8 @@ ALLOCATING_TYPES = frozenset(["tmpfs", "ramfs"])
 written yet ends the process with SIGBUS. A positional read of a hole gives zeros and takes nothing."""
 
 MOUNTS = Path("/proc/self/mountinfo")
+LOADED = 1 << 20
+"""Bytes of a finished file up to which it is loaded and not mapped."""
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> str:
@@ -63,15 +70,13 @@ class PreadBytes:
     Args:
         path: the file.
         size: bytes that it must have.
-        writable: whether `write` will be called.
     """
 
-    def __init__(self, path: Path, size: int, *, writable: bool = False) -> None:
+    def __init__(self, path: Path, size: int) -> None:
         self._path = path
         self._size = size
-        self._fd = fs.open_fd(path, os.O_RDWR if writable else os.O_RDONLY)
+        self._fd = fs.open_fd(path, os.O_RDONLY)
         check_size(path, os.fstat(self._fd).st_size, size)
-        fs.count_file(self)
 
     def __len__(self) -> int:
         return self._size
@@ -84,21 +89,7 @@ class PreadBytes:
         if isinstance(where, int):
             return self[where : where + 1][0]
         start, stop, _ = where.indices(self._size)
-        parts: list[bytes] = []
-        while start < stop:
-            try:
-                part = os.pread(self._fd, stop - start, start)
-            except OSError as error:
-                raise ReadFailedError(
-                    error.errno,
-                    f"reading failed: {error.strerror}. Check the mount, then open the store again",
-                    str(self._path),
-                ) from error
-            if not part:
-                raise CorruptionError(f"{self._path} ends at byte {start}, before byte {stop}.")
-            parts.append(part)
-            start += len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return read_range(self._fd, start, stop, self._path)
 
     def read_once(self, nbytes: int, offset: int) -> bytes:
         """What one call gives: fewer bytes, or none, where a slice has to find out why."""
@@ -106,10 +97,6 @@ class PreadBytes:
             return os.pread(self._fd, nbytes, offset)
         except OSError:
             return b""
-
-    def write(self, data: bytes, offset: int) -> None:
-        """Change a few bytes in place."""
-        os.pwrite(self._fd, data, offset)
 
     def __del__(self) -> None:
         fd = getattr(self, "_fd", -1)
@@ -142,6 +129,30 @@ class PreadItems:
         return memoryview(data).cast(self._format)
 
 
+def read_range(fd: int, start: int, stop: int, path: Path) -> bytes:
+    """Bytes `start` to `stop` of an open file.
+
+    Raises:
+        ReadFailedError: the file system failed.
+        CorruptionError: the file ends before.
+    """
+    parts: list[bytes] = []
+    while start < stop:
+        try:
+            part = os.pread(fd, stop - start, start)
+        except OSError as error:
+            raise ReadFailedError(
+                error.errno,
+                f"reading failed: {error.strerror}. Check the mount, then open the store again",
+                str(path),
+            ) from error
+        if not part:
+            raise CorruptionError(f"{path} ends at byte {start}, before byte {stop}.")
+        parts.append(part)
+        start += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
 def check_size(path: Path, found: int, size: int) -> None:
     """Refuse a file that is shorter than its metadata says."""
     if found < size:
@@ -151,38 +162,67 @@ def check_size(path: Path, found: int, size: int) -> None:
         )
 
 
-def _map(fd: int, size: int, access: int) -> mmap.mmap:
-    if sys.version_info >= (3, 13):
-        return mmap.mmap(fd, size, access=access, trackfd=False)
-    mapped = mmap.mmap(fd, size, access=access)
-    fs.count_file(mapped)
-    return mapped
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_FAILED = ctypes.c_void_p(-1).value
 
 
-def map_file(path: Path, size: int, *, writable: bool = False) -> memoryview:
-    """Map a file of at least `size` bytes.
+def _map(fd: int, size: int) -> memoryview | None:
+    """Map a file for reading; None where there is no room. Python's own `mmap` keeps a descriptor open per map."""
+    address = cast("int | None", _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0))
+    if address is None or address == _FAILED:
+        number = ctypes.get_errno()
+        if number in (errno.ENOMEM, errno.EAGAIN, errno.ENODEV):
+            return None
+        raise OSError(number, os.strerror(number))
+    block = (ctypes.c_ubyte * size).from_address(address)
+    array = np.frombuffer(block, np.uint8)
+    array.flags.writeable = False
+    weakref.finalize(block, _libc.munmap, address, size).atexit = False
+    return memoryview(cast("bytes", array))
+
+
+def will_need(view: object, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
+    """Ask the kernel for the pages of some ranges of bytes of a map."""
+    array = view.obj if isinstance(view, memoryview) else None
+    if not isinstance(array, np.ndarray):
+        return
+    base = cast("npt.NDArray[Any]", array).ctypes.data
+    starts = starts & -mmap.PAGESIZE
+    for start, size in {*zip(starts.tolist(), (ends - starts).tolist(), strict=True)}:
+        if size > 0:
+            _libc.madvise(base + start, size, mmap.MADV_WILLNEED)
+
+
+def open_file(path: Path, size: int, io: Io, *, used: int | None = None) -> memoryview | PreadBytes:
+    """Open a file of at least `size` bytes in the chosen way.
+
+    Args:
+        path: a regular file; links are not followed.
+        size: bytes that it must have.
+        io: `"mmap"` or `"pread"`.
+        used: of a file that no longer changes, the bytes that hold values; a small one is loaded.
 
     Raises:
         FileNotFoundError: the file is gone.
-        CorruptionError: the file is shorter than the metadata says.
+        CorruptionError: the file is shorter than the metadata says, or no regular file.
     """
-    fd = fs.open_fd(path, os.O_RDWR if writable else os.O_RDONLY)
+    if used is not None and used <= LOADED:
+        fd = fs.open_fd(path, os.O_RDONLY)
+        try:
+            check_size(path, os.fstat(fd).st_size, size)
+            return memoryview(read_range(fd, 0, used, path))
+        finally:
+            os.close(fd)
+    if io == "pread" or not size:
+        return PreadBytes(path, size)
+    fd = fs.open_fd(path, os.O_RDONLY)
     try:
         check_size(path, os.fstat(fd).st_size, size)
-        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        try:
-            return memoryview(_map(fd, size, access))
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
-            fs.make_room()
-            return memoryview(_map(fd, size, access))
+        found = _map(fd, size)
     finally:
         os.close(fd)
-
-
-def open_file(path: Path, size: int, io: Io, *, writable: bool = False) -> memoryview | PreadBytes:
-    """Open a file in the chosen way."""
-    if io == "pread":
-        return PreadBytes(path, size, writable=writable)
-    return map_file(path, size, writable=writable)
+    return PreadBytes(path, size) if found is None else found

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from trajectory_store.ragged import Int64Array
-from trajectory_store.segment import SegmentReader
-from trajectory_store.writer import ORDINAL_SHIFT
+from trajectory_store.segment import Segment
 
 
 class ArrivalOrder:
@@ -20,19 +19,37 @@ class ArrivalOrder:
     """
 
     def __init__(self) -> None:
+        self._firsts: Int64Array = np.empty(0, np.int64)
+        self._ends: Int64Array = np.empty(0, np.int64)
         self._ids: Int64Array = np.empty(0, np.int64)
         self._count = 0
         self._last = (-1, -1)
         self._seen: dict[int, tuple[int, int]] = {}
 
     def reset(self) -> None:
-        """Forget everything: segments were removed or replaced."""
+        """Forget everything: segments were removed."""
         self.__init__()
 
-    def update(self, segments: Iterable[SegmentReader]) -> None:
+    def replace(self, sources: Iterable[int], merged: Segment) -> None:
+        """The rows of some segments are in another one now. Where all of them were known, the order is as before."""
+        seen = [self._seen.pop(source, (0, 0))[1] for source in sources]
+        if sum(seen) == merged.rows:
+            self._seen[merged.ordinal] = (merged.records, merged.rows)
+        else:
+            self.reset()
+
+    def update(self, segments: Iterable[Segment]) -> None:
         """Take in what the segments hold beyond what is known."""
         segments = list(segments)
-        times, firsts, counts, loose = self._new_runs(segments)
+        news: list[tuple[Int64Array, Int64Array, Int64Array]] = []
+        for segment in segments:
+            records, rows = self._seen.get(segment.ordinal, (0, 0))
+            if segment.records != records:
+                self._seen[segment.ordinal] = (segment.records, segment.rows)
+                news.append(segment.runs(records, rows))
+        if not news:
+            return
+        times, firsts, counts = (np.concatenate(parts) for parts in zip(*news, strict=True))
         if not len(times):
             return
         order = np.lexsort((firsts, times))
@@ -42,38 +59,7 @@ class ArrivalOrder:
             self.update(segments)
             return
         self._last = (int(times[-1]), int(firsts[-1]))
-        self._append(firsts if loose else expand(firsts, counts))
-
-    def _new_runs(self, segments: list[SegmentReader]) -> tuple[Int64Array, Int64Array, Int64Array, bool]:
-        times: list[Int64Array] = []
-        firsts: list[Int64Array] = []
-        counts: list[Int64Array] = []
-        compacted = any(s.meta.kind == "compacted" for s in segments)
-        for segment in segments:
-            records, rows = self._seen.get(segment.ordinal, (0, 0))
-            if segment.records == records:
-                continue
-            self._seen[segment.ordinal] = (segment.records, segment.rows)
-            if segment.meta.kind == "compacted":
-                ids = segment.row_ids(rows, segment.rows)
-                times.append(np.array(segment.row_times()[rows:]))
-                firsts.append(ids)
-                counts.append(np.ones(len(ids), np.int64))
-                continue
-            table = segment.commits(records)
-            count = table["n_rows"].astype(np.int64)
-            first = table["rows_end"].astype(np.int64) - count + (segment.ordinal << ORDINAL_SHIFT)
-            time = table["time_ns"].astype(np.int64)
-            if compacted:
-                time, first = np.repeat(time, count), expand(first, count)
-                count = np.ones(len(first), np.int64)
-            times.append(time)
-            firsts.append(first)
-            counts.append(count)
-        if not times:
-            empty = np.empty(0, np.int64)
-            return empty, empty, empty, compacted
-        return np.concatenate(times), np.concatenate(firsts), np.concatenate(counts), compacted
+        self._append(expand(firsts, counts))
 
     def _append(self, ids: Int64Array) -> None:
         need = self._count + len(ids)
@@ -89,6 +75,20 @@ class ArrivalOrder:
         view = self._ids[: self._count]
         view.flags.writeable = False
         return view
+
+    def runs(self) -> tuple[Int64Array, Int64Array]:
+        """The same as runs of consecutive ids: the first of each, and how many. Found when they are asked for."""
+        known = int(self._ends[-1]) if len(self._ends) else 0
+        if known < self._count:
+            start = max(known - 1, 0)
+            ids = self._ids[start : self._count]
+            ends = np.append(np.flatnonzero(ids[1:] != ids[:-1] + 1) + 1, len(ids)) + start
+            if known:  # the last run may go on
+                self._ends, self._firsts = self._ends[:-1], self._firsts[:-1]
+            begins = np.concatenate([self._ends[-1:] if len(self._ends) else [0], ends[:-1]])
+            self._firsts = np.concatenate([self._firsts, self._ids[begins]])
+            self._ends = np.concatenate([self._ends, ends])
+        return self._firsts, np.diff(self._ends, prepend=0)
 
 
 def expand(firsts: Int64Array, counts: Int64Array) -> Int64Array:

@@ -29,7 +29,7 @@ class RaggedArray:
     """Rows of different lengths in one flat array: the fast form of a ragged column.
 
     Args:
-        values: `[sum(lengths)]`, the rows one after another.
+        values: `[sum(lengths)]`, or `[sum(lengths), *shape]` where elements have a shape: the rows one after another.
         lengths: `[N]` int64, the length of each row.
 
     Raises:
@@ -47,9 +47,9 @@ class RaggedArray:
         counts: npt.NDArray[Any] = np.asarray(lengths)
         if counts.size == 0:
             counts = counts.astype(np.int64)
-        if self.values.ndim != 1 or counts.ndim != 1 or counts.dtype.kind not in "iu":
+        if not self.values.ndim or counts.ndim != 1 or counts.dtype.kind not in "iu":
             raise BatchError(
-                f"a RaggedArray takes 1-D values and 1-D integer lengths; got {self.values.ndim}-D "
+                f"a RaggedArray takes flat values and 1-D integer lengths; got {self.values.ndim}-D "
                 f"values and {counts.ndim}-D {counts.dtype} lengths."
             )
         self.lengths: Int64Array = counts.astype(np.int64, copy=False)

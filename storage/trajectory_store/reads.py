@@ -5,23 +5,27 @@ from __future__ import annotations
 import functools
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.batch import Batch
-from trajectory_store.engine import Engine
-from trajectory_store.errors import BatchError, SchemaError, SegmentGoneError, StoreClosedError
-from trajectory_store.gather import Gather, Side
+from trajectory_store.catalog import Catalog
+from trajectory_store.errors import BatchError, CorruptionError, SchemaError, SegmentGoneError, StoreClosedError
+from trajectory_store.gather import Gather, Side, scan, scan_lengths
 from trajectory_store.pool import BufferPool
 from trajectory_store.ragged import Int64Array, RaggedArray
-from trajectory_store.root import RootMeta
+from trajectory_store.root import Root
 from trajectory_store.schema import Column, Schema
 from trajectory_store.snapshot import Snapshot
 from trajectory_store.upkeep import read_batch
+from trajectory_store.where import evaluate
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Ids = npt.ArrayLike
 Columns = Sequence[str] | str | None
@@ -36,15 +40,23 @@ R = TypeVar("R")
 
 
 def _following(read: Callable[Concatenate[StoreReads, P], R]) -> Callable[Concatenate[StoreReads, P], R]:
-    """Read again after a refresh where a segment left in between; compacted rows are found in their new place."""
+    """Read again where a segment left in between, until the catalog stands still: merged rows have a new place."""
 
     @functools.wraps(read)
     def wrapper(self: StoreReads, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return read(self, *args, **kwargs)
-        except SegmentGoneError:
-            self.refresh()
-            return read(self, *args, **kwargs)
+        looks = 0
+        while True:
+            number = self._catalog.state.number
+            try:
+                return read(self, *args, **kwargs)
+            except SegmentGoneError as error:
+                self._catalog.refresh()
+                looks += self._catalog.state.number == number
+                if looks > 2:
+                    raise CorruptionError(
+                        f"{self.path}: {error} The catalog says that the segment counts, so its files were removed by "
+                        "somebody else. Run verify(), and restore the segment from a copy."
+                    ) from None
 
     return wrapper
 
@@ -55,17 +67,17 @@ class StoreReads:
     Args:
         path: the folder, or a name for an object store.
         root: what the root's zarr.json says.
-        engine: the backend.
+        catalog: what this process sees of the store.
+        limits: the updates that count, where values as of a snapshot are read; None for all.
     """
 
-    def __init__(self, path: Path, root: RootMeta, engine: Engine) -> None:
+    def __init__(self, path: Path, root: Root, catalog: Catalog, limits: Mapping[int, int] | None = None) -> None:
         self.path = path
-        self.schema = root.schema
         self._root = root
-        self._engine = engine
-        self._catalog = engine.catalog
+        self._catalog = catalog
+        self._limits = limits
         self._pool = BufferPool()
-        self._cold = COLD_BATCHES if engine.catalog.keeps_arrays else 0  # what a cache just got is in memory
+        self._cold = COLD_BATCHES if catalog.medium.keeps_arrays else 0  # what a cache just got is in memory
         self._blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
         self._closed = False
 
@@ -73,6 +85,11 @@ class StoreReads:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
+
+    @property
+    def schema(self) -> Schema:
+        """The columns of the store, as of the last `refresh`."""
+        return self._catalog.state.schema
 
     # Following
 
@@ -89,7 +106,7 @@ class StoreReads:
         It never falls: evicted trajectories still count.
         """
         self._check_open()
-        return self._catalog.evicted_rows + self._catalog.total_rows()
+        return self._catalog.watermark()
 
     def __len__(self) -> int:
         self._check_open()
@@ -98,9 +115,20 @@ class StoreReads:
         return total if limit is None else min(total, limit)
 
     def snapshot(self) -> Snapshot:
-        """Name the rows that this reader sees now, for `ids` of any reader at any later time."""
+        """Name the rows and updates that this reader sees now, for any reader at any later time.
+
+        `ids(snapshot)` gives the rows of then, `as_of(snapshot)` their values of then.
+        """
         self._check_open()
-        return Snapshot(self._catalog.row_limits(), self.watermark)
+        return Snapshot(self._catalog.row_limits(), self.watermark, self._catalog.update_limits())
+
+    def as_of(self, snapshot: Snapshot) -> StoreReads:
+        """A view that reads values as of a snapshot: later updates do not count.
+
+        Updates that were folded into later ones meanwhile (`compact` does that) raise SnapshotGoneError.
+        """
+        self._check_open()
+        return StoreReads(self.path, self._root, self._catalog, {-1: 0, **snapshot.updates})
 
     def ids(self, snapshot: Snapshot | None = None) -> Int64Array:
         """`[len(self)]` int64, read-only: the ids in the order of arrival, the same for every reader.
@@ -114,6 +142,53 @@ class StoreReads:
             ids = snapshot.select(ids)
         limit = self._root.max_trajectories
         return ids if limit is None else ids[max(0, len(ids) - limit) :]
+
+    def where(self, condition: str, ids: Ids | None = None) -> Int64Array:
+        """`[K]` int64: the ids of the trajectories whose scalars meet a condition, in the order of arrival.
+
+        Args:
+            condition: for example `"task_reward >= 0.5 and policy_version < 100"`; comparisons of scalar columns with
+                numbers, texts or each other, joined by `and`, `or` and `not`.
+            ids: where to look; None for all.
+
+        Raises:
+            SchemaError: the condition cannot be read, or names a column that is not a scalar.
+        """
+        among = self.ids() if ids is None else as_ids(ids)
+        found = evaluate(condition, lambda name: self.read_scalars(name, ids if ids is None else among))
+        return among[np.broadcast_to(found, among.shape)]
+
+    def batches(self, rows: int, columns: Columns = None, ids: Ids | None = None) -> Iterator[dict[str, Any]]:
+        """Yield what `read` gives, some rows at a time, with `"ids"` beside the columns.
+
+        Args:
+            rows: rows per batch; the last one may have fewer.
+            columns: names; None for all.
+            ids: which trajectories; None for all in the order of arrival.
+        """
+        if rows < 1:
+            raise SchemaError(f"rows={rows} must be 1 or more.")
+        among = self.ids() if ids is None else as_ids(ids)
+        for first in range(0, len(among), rows):
+            part = among[first : first + rows]
+            yield {"ids": part, **self.read(part, columns)}
+
+    def __getitem__(self, ids: Ids) -> dict[str, Any]:
+        return self.read(ids)
+
+    def to_arrow(self, columns: Columns = None, ids: Ids | None = None) -> pa.Table:
+        """The trajectories as an Arrow table: ragged columns are lists, elements with a shape fixed-size lists.
+
+        Args:
+            columns: names; None for all.
+            ids: which trajectories; None for all in the order of arrival.
+
+        Raises:
+            ImportError: pyarrow is not installed.
+        """
+        from trajectory_store.arrow import to_table
+
+        return to_table(self, self.schema.select(columns), self.ids() if ids is None else as_ids(ids))
 
     # Reading
 
@@ -146,8 +221,7 @@ class StoreReads:
     @_following
     def read_batch(self, ids: Ids, schema: Schema | None = None) -> Batch:
         """Read whole rows in the form in which they are written, later values folded in."""
-        self._check_open()
-        return read_batch(self._catalog, schema or self.schema, as_ids(ids))
+        return read_batch(self._gather(ids), schema or self.schema)
 
     @_following
     def read_ragged(self, column: str, ids: Ids | None = None) -> RaggedArray:
@@ -182,7 +256,7 @@ class StoreReads:
             out: arrays to write into, by column: contiguous, at least `[B, T]`.
 
         Returns:
-            Per ragged column `[B, T]`, T the longest row of the column's axis; text as a list of str,
+            Per ragged column `[B, T]` or `[B, T, *shape]`, T the longest row of the column's axis; text as a list,
             scalars as `[B]`; `"lengths"` `[B]` int64 of the first ragged axis asked for, and
             `"<axis>.lengths"` for any further axis.
         """
@@ -229,22 +303,28 @@ class StoreReads:
         """
         self._check_open()
         found = self.schema[column]
-        gather = self._gather(self.ids() if ids is None else ids)
-        if found.is_text:
-            return np.array(gather.text(found), dtype=object)
-        if found.axis is not None:
+        if found.axis is not None and not found.is_text:
             raise SchemaError(f"column '{column}' is ragged; use read_ragged or read_padded.")
-        return gather.scalars(found)
+        if ids is None and not found.is_text and self._limits is None:
+            values = scan(self._catalog, found, self._skip())
+            if values is not None:
+                return values
+        gather = self._gather(self.ids() if ids is None else ids)
+        return np.array(gather.text(found), dtype=object) if found.is_text else gather.scalars(found)
 
     @_following
     def lengths(self, column: str, ids: Ids | None = None) -> Int64Array:
         """`[B]` int64: the length of each row of a ragged column (UTF-8 bytes for text)."""
         found = self._ragged_column(column)
+        if ids is None and self._limits is None:
+            lengths = scan_lengths(self._catalog, found, self._skip())
+            if lengths is not None:
+                return lengths
         return self._gather(self.ids() if ids is None else ids).lengths(found)
 
     @_following
     def present(self, column: str, ids: Ids | None = None) -> npt.NDArray[np.bool_]:
-        """`[B]` bool: whether a value was given, at the append or by a patch, and not filled in."""
+        """`[B]` bool: whether a value was given, at the append or by an update, and not filled in."""
         self._check_open()
         found = self.schema[column]
         return self._gather(self.ids() if ids is None else ids).present(found)
@@ -263,7 +343,12 @@ class StoreReads:
 
     def _gather(self, ids: Ids) -> Gather:
         self._check_open()
-        return Gather(self._catalog, as_ids(ids))
+        return Gather(self._catalog, as_ids(ids), self._limits)
+
+    def _skip(self) -> int:
+        """Rows that are there and no longer part of the store, oldest first."""
+        limit = self._root.max_trajectories
+        return 0 if limit is None else max(0, self._catalog.total_rows() - limit)
 
     def _ragged_column(self, name: str) -> Column:
         self._check_open()

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,11 @@ NUMERIC_DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64"),
 )
-DTYPES = (*NUMERIC_DTYPES, "str")
+DTYPES = (*NUMERIC_DTYPES, "str", "bytes")
 DEFAULT_AXIS = "tokens"
 MAX_OPTIONAL = 64
-RESERVED = frozenset({"commits", "removed", "present", "row_id", "row_time", "target", "lengths"})
+MAX_WIDTH = 1 << 16
+RESERVED = frozenset({"catalog", "commits", "present", "row_id", "row_time", "target", "lengths"})
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*\Z")
 
 Fill = bool | int | float | str
@@ -33,21 +34,23 @@ class Column:
 
     Args:
         name: letters, digits, `_` and `-`, starting with a letter.
-        dtype: a numpy name (`"int32"`, `"float32"`, `"bool"`, ...) or `"str"` for UTF-8 text.
-        ragged: one 1-D array of any length per trajectory instead of one value.
-        mutable: the value may change after the commit (`TrajectoryStore.update`); scalars only.
+        dtype: a numpy name (`"int32"`, `"float32"`, `"bool"`, ...), `"str"` for UTF-8 text or `"bytes"`.
+        ragged: one array of any length per trajectory instead of one value.
+        mutable: the value is expected to change (`TrajectoryStore.update`), so `append` may leave it out: it begins as
+            0 unless a fill is given. Columns without it can be updated just as well.
         axis: ragged columns that share an axis have the same length in each trajectory and share one
-            offsets array. Default `"tokens"`; a text column has an axis of its own.
-        fill: what `append` writes where the column is left out, and what rows older than the column
-            read as. A column without a fill must be in every batch; mutable columns default to 0.
+            offsets array. Default `"tokens"`; text and bytes have an axis of their own.
+        fill: what a row reads as where the column is left out of its append, and what rows older than the column
+            read as. A column without a fill must be in every batch.
+        shape: of a ragged column, the shape of one element: `(8,)` for the 8 experts of each token.
 
     Raises:
         SchemaError: the definition contradicts itself.
 
     >>> Column("input_ids", "int32", ragged=True).axis
     'tokens'
-    >>> Column("priority", "float32", mutable=True).optional
-    True
+    >>> Column("experts", "int16", ragged=True, shape=(8,), fill=0).width
+    8
     """
 
     name: str
@@ -56,6 +59,7 @@ class Column:
     mutable: bool = False
     axis: str | None = None
     fill: Fill | None = None
+    shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not _NAME.match(self.name) or self.name in RESERVED:
@@ -68,15 +72,21 @@ class Column:
                 f"column '{self.name}' has dtype {self.dtype!r}, which the format does not hold."
                 + did_you_mean(str(self.dtype), DTYPES)
             )
-        if self.mutable and (self.ragged or self.is_text):
-            raise SchemaError(
-                f"column '{self.name}' cannot be mutable: only scalars change in place. Give later "
-                "values of ragged and text columns with TrajectoryStore.patch."
-            )
         if self.is_text and self.ragged:
-            raise SchemaError(f"column '{self.name}' is text: leave out ragged=True.")
+            raise SchemaError(f"column '{self.name}' is {self.dtype}: leave out ragged=True.")
         self._set_axis()
+        self._set_shape()
         self._check_fill()
+
+    def _set_shape(self) -> None:
+        shape = tuple(self.shape)
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
+            raise SchemaError(f"column '{self.name}' has shape {self.shape!r}: give sizes of 1 or more.")
+        if shape and not self.ragged:
+            raise SchemaError(f"column '{self.name}' has a shape per element, so it must be ragged: set ragged=True.")
+        if math.prod(shape) > MAX_WIDTH:
+            raise SchemaError(f"column '{self.name}' has {math.prod(shape)} values per element; at most {MAX_WIDTH}.")
+        object.__setattr__(self, "shape", shape)
 
     def _set_axis(self) -> None:
         if self.axis is None:
@@ -91,8 +101,12 @@ class Column:
         if self.fill is None:
             return
         if self.is_text:
-            if not isinstance(self.fill, str):
-                raise SchemaError(f"fill {self.fill!r} of text column '{self.name}' is not a str.")
+            if not isinstance(self.fill, str) or (self.dtype == "bytes" and self.fill):
+                raise SchemaError(
+                    f"fill {self.fill!r} of column '{self.name}' is not a str."
+                    if self.dtype == "str"
+                    else f"fill {self.fill!r} of column '{self.name}': bytes are filled with nothing, so give fill=''."
+                )
             return
         try:
             kept = np.asarray(self.fill).astype(self.dtype)
@@ -104,8 +118,13 @@ class Column:
 
     @property
     def is_text(self) -> bool:
-        """Whether the column holds UTF-8 text."""
-        return self.dtype == "str"
+        """Whether the column holds one text, or one string of bytes, per row."""
+        return self.dtype in ("str", "bytes")
+
+    @functools.cached_property
+    def width(self) -> int:
+        """Values per element: the product of the shape."""
+        return math.prod(self.shape)
 
     @property
     def optional(self) -> bool:
@@ -114,7 +133,7 @@ class Column:
 
     @functools.cached_property
     def np_dtype(self) -> np.dtype[Any]:
-        """The little-endian dtype on disk; uint8 for text."""
+        """The little-endian dtype on disk; uint8 for text and bytes."""
         return np.dtype("uint8") if self.is_text else np.dtype(self.dtype).newbyteorder("<")
 
     @property
@@ -137,6 +156,8 @@ class Column:
             out["mutable"] = True
         if self.axis is not None:
             out["axis"] = self.axis
+        if self.shape:
+            out["shape"] = list(self.shape)
         if self.fill is not None:
             odd = isinstance(self.fill, float) and not math.isfinite(self.fill)
             out["fill"] = {"float": repr(self.fill)} if odd else self.fill
@@ -145,13 +166,16 @@ class Column:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Column:
         """Rebuild a column from `to_json`."""
-        fields = dict(data)
-        if isinstance(fields.get("fill"), dict):
-            fields["fill"] = float(fields["fill"]["float"])
         try:
+            fields = dict(data)
+            if isinstance(fields.get("fill"), dict):
+                fields["fill"] = float(fields["fill"]["float"])
+            fields["shape"] = tuple(fields.get("shape", ()))
             return cls(**fields)
-        except TypeError as error:
-            raise SchemaError(f"a column definition cannot be read: {dict(data)!r} ({error})") from None
+        except (TypeError, ValueError, KeyError) as error:
+            if isinstance(error, SchemaError):
+                raise
+            raise SchemaError(f"a column definition cannot be read: {data!r} ({error})") from None
 
 
 class Schema:
@@ -185,7 +209,7 @@ class Schema:
         for axis, members in axes.items():
             if len(members) > 1 and any(c.is_text for c in members):
                 names = ", ".join(c.name for c in members)
-                raise SchemaError(f"axis '{axis}' is shared by {names}: text has an axis of its own.")
+                raise SchemaError(f"axis '{axis}' is shared by {names}: text and bytes have an axis of their own.")
         self.axes: dict[str, tuple[Column, ...]] = {a: tuple(m) for a, m in axes.items()}
         self.optional: tuple[Column, ...] = tuple(c for c in self.columns if c.optional)
         if len(self.optional) > MAX_OPTIONAL:
@@ -242,6 +266,10 @@ class Schema:
         known = self._by_name
         return tuple([known[name] if name in known else self[name] for name in names])
 
+    def only(self, names: Collection[str]) -> Schema:
+        """Return a schema with the columns of these names, in the order of this one."""
+        return self if len(names) == len(self.columns) else _subset(self, frozenset(names))
+
     def with_columns(self, columns: Iterable[Column]) -> Schema:
         """Return a schema with more columns; every new one needs a fill for the rows that exist."""
         added = list(columns)
@@ -260,10 +288,15 @@ class Schema:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Schema:
         """Rebuild a schema from `to_json`."""
-        columns: Any = data.get("columns")
+        columns: Any = data.get("columns") if isinstance(data, Mapping) else None  # pyright: ignore[reportUnnecessaryIsInstance]
         if not isinstance(columns, list):
-            raise SchemaError(f"a schema cannot be read: no list of columns in {dict(data)!r}")
+            raise SchemaError(f"a schema cannot be read: no list of columns in {str(data)[:200]}")
         return _schema_of(json.dumps(columns))
+
+
+@functools.lru_cache(maxsize=256)
+def _subset(schema: Schema, names: frozenset[str]) -> Schema:
+    return Schema(c for c in schema if c.name in names)
 
 
 @functools.lru_cache(maxsize=256)

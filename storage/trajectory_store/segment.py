@@ -1,4 +1,8 @@
-"""Reading one segment: its files mapped read-only, its rows as far as the records go."""
+"""Reading one segment: its arrays, as far as its commits go.
+
+`Segment` is what the rest of the store sees; `LocalSegment` is one on a local disk, and `objects.segment` has the one
+whose commits are objects and whose columns are fetched into files of the same layout.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import errno
 import functools
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,59 +22,61 @@ from trajectory_store import fs
 from trajectory_store.errors import CorruptionError, ReadFailedError, SegmentGoneError, StoreError
 from trajectory_store.format import (
     COMMITS,
+    KIND_END,
+    KIND_ROWS,
+    MAGIC,
+    ORDINAL_SHIFT,
+    PRESENT,
     ROW_ID,
+    ROW_MASK,
     ROW_TIME,
     ArraySpec,
+    Log,
+    Record,
     SegmentMeta,
     chunk_path,
     commits_path,
-    late_spec,
+    crc32c,
+    mark_path,
     offsets_name,
-    write_late,
+    parse_mark,
+    read_attributes,
 )
+from trajectory_store.journal import Entry
 from trajectory_store.maps import FORMATS, Io, PreadBytes, PreadItems, open_file
 from trajectory_store.ragged import Int64Array
-from trajectory_store.record import KIND_END, KIND_ROWS, MAGIC, Log, Record, crc32c
 from trajectory_store.schema import Column, Schema
-from trajectory_store.writer import ORDINAL_SHIFT
 
 VERIFIED = "verified"
-_TOO_MANY = {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 
-class SegmentReader:
+class Segment(ABC):
     """One segment as a reader sees it.
 
     Attributes:
-        rows: rows that the valid records cover.
-        records: valid records seen.
+        ordinal: its number.
+        name: of its folder, for messages.
+        meta: what its metadata says.
+        rows: rows that its commits cover.
+        records: commits seen.
         finished: nothing more will come.
     """
 
-    def __init__(self, folder: Path, ordinal: int, *, io: Io = "mmap", writable: bool = False) -> None:
-        self._io: Io = io
-        self.folder = folder
+    def __init__(self, ordinal: int, name: str, meta: SegmentMeta) -> None:
         self.ordinal = ordinal
+        self.name = name
+        self.meta = meta
         self.rows = 0
         self.records = 0
         self.finished = False
-        self._writable = writable
-        raw = (folder / "zarr.json").read_bytes()
-        self.meta = SegmentMeta.from_json(raw, folder / "zarr.json")
-        self.meta_crc = crc32c(raw)
-        self._late: set[str] = set()
         self._maps: dict[str, memoryview | PreadBytes] = {}
         self._items: dict[str, tuple[memoryview | PreadBytes, memoryview | PreadItems]] = {}
-        self._loaded: dict[str, int] = {}
         self._arrays: dict[str, npt.NDArray[Any]] = {}
-        size = (self.meta.rows_cap + 1) * 64
-        self.log = Log(open_file(commits_path(folder), size, io), self.meta.salt)
-        fs.HOLDERS.add(self)
-        self._limit = self._limit_after_reboot()
-        self.refresh(first=True)
+        self._loaded: dict[str, int] = {}
 
     @functools.cached_property
-    def _specs(self) -> dict[str, ArraySpec]:
+    def specs(self) -> dict[str, ArraySpec]:
+        """The arrays of the segment by name."""
         return {spec.name: spec for spec in self.meta.arrays()}
 
     @property
@@ -77,28 +84,242 @@ class SegmentReader:
         """The columns of this segment."""
         return self.meta.schema
 
-    def drop_maps(self) -> None:
-        """Close the arrays; they are opened again when they are read. Views that are in use stay valid."""
-        for table in (self._items, self._arrays, self._loaded, self._maps):
-            table.clear()
+    # What a medium defines
 
-    def refresh(self, *, first: bool = False) -> bool:
+    @abstractmethod
+    def refresh(self) -> bool:
+        """Take in new commits; returns whether rows were added."""
+
+    @abstractmethod
+    def commits(self, start: int = 0) -> npt.NDArray[Any]:
+        """The commits of rows from number `start` on: `rows_end`, `n_rows` and `time_ns` of each."""
+
+    @abstractmethod
+    def is_live(self) -> bool:
+        """Whether somebody may still append."""
+
+    @abstractmethod
+    def disk_bytes(self) -> int:
+        """The space that the segment takes."""
+
+    @abstractmethod
+    def _open(self, name: str) -> memoryview | PreadBytes:
+        """The bytes of an array."""
+
+    def want(self, rows: Int64Array) -> None:  # noqa: B027 - nothing has to be fetched on a local disk
+        """Note that these rows will be read."""
+
+    # What every medium shares
+
+    def has(self, name: str) -> bool:
+        """Whether the segment holds values of a column."""
+        return name in self.schema
+
+    def raw(self, name: str) -> memoryview | PreadBytes:
+        """The bytes of an array, opened at first use."""
+        found = self._maps.get(name)
+        if found is None:
+            found = self._maps[name] = self._open(name)
+        return found
+
+    def drop(self, name: str) -> None:
+        """Forget an array; it is opened again when it is read, and views that are in use stay valid."""
+        for table in (self._maps, self._items, self._arrays, self._loaded):
+            table.pop(name, None)
+
+    def items(self, name: str) -> memoryview | PreadItems:
+        """The values of an array as unsigned integers: what rows are copied from.
+
+        Elements with a shape count as that many items; 8-byte integers, where an element is no power of two.
+        """
+        raw = self.raw(name)
+        found = self._items.get(name)
+        if found is None or found[0] is not raw:
+            size = self.specs[name].dtype.itemsize
+            view = PreadItems(raw, size) if isinstance(raw, PreadBytes) else raw.cast(FORMATS[size])
+            found = self._items[name] = (raw, view)
+        return found[1]
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """A per-row array of the segment as numpy sees it; valid as far as the rows go."""
+        raw = self.raw(name)
+        found = self._arrays.get(name)
+        if isinstance(raw, PreadBytes):
+            return self._load(name, found)
+        if found is None:
+            found = self._arrays[name] = np.frombuffer(raw, self.specs[name].dtype)
+        return found
+
+    def _load(self, name: str, found: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+        """Read what is new of a per-row array."""
+        spec = self.specs[name]
+        start, end = self._loaded.get(name, 0), min(self.rows + 1, spec.capacity)
+        if found is None or len(found) < end:
+            grown = np.empty(min(spec.capacity, max(2 * end, 64)), spec.dtype)
+            if found is not None:
+                grown[: len(found)] = found
+            found = grown
+        if start < end:
+            found[start:end] = self.part(name, start, end)
+            self._loaded[name] = end - 1
+        self._arrays[name] = found
+        return found
+
+    def part(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """The values of a range of elements of any array, flat."""
+        spec = self.specs[name]
+        raw = self.raw(name)[start * spec.itemsize : stop * spec.itemsize]
+        return np.frombuffer(raw, spec.dtype) if len(raw) else np.empty(0, spec.dtype)
+
+    def offsets(self, axis: str) -> Int64Array:
+        """Int64, element `i` and `i + 1` of which say where row `i` of an axis begins and ends."""
+        return self.array(offsets_name(axis))
+
+    def present(self, column: Column, rows: Int64Array) -> npt.NDArray[np.bool_]:
+        """Whether rows were given a value of a column."""
+        names = [c.name for c in self.schema.optional]
+        if column.name not in names or not self.meta.has_present:
+            return np.full(len(rows), column.name in self.schema)
+        bit = np.uint64(names.index(column.name))
+        return (self.array(PRESENT)[rows] >> bit & np.uint64(1)).astype(bool)
+
+    def row_ids(self, first: int, end: int) -> Int64Array:
+        """The ids of a range of rows; of updates, where each was first written."""
+        if self.meta.merged:
+            return np.array(self.array(ROW_ID)[first:end])
+        base = self.ordinal << ORDINAL_SHIFT
+        return np.arange(base + first, base + end, dtype=np.int64)
+
+    def row_times(self, first: int = 0) -> Int64Array:
+        """The commit times of the rows from `first` on."""
+        if self.meta.merged:
+            return np.array(self.array(ROW_TIME)[first : self.rows])
+        table = self.commits()
+        times = np.repeat(table["time_ns"].astype(np.int64), table["n_rows"].astype(np.int64))
+        return times[first:]
+
+    def runs(self, records: int, rows: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Times, first ids and counts of the runs of rows that came together, behind what was seen before."""
+        if self.meta.merged:
+            ids, times = self.row_ids(rows, self.rows), self.row_times(rows)
+            new = np.ones(len(ids), bool)
+            new[1:] = (times[1:] != times[:-1]) | (ids[1:] != ids[:-1] + 1)
+            starts = np.flatnonzero(new)
+            return times[starts], ids[starts], np.diff(np.append(starts, len(ids)))
+        table = self.commits(records)
+        counts = table["n_rows"].astype(np.int64)
+        firsts = table["rows_end"].astype(np.int64) - counts + (self.ordinal << ORDINAL_SHIFT)
+        return table["time_ns"].astype(np.int64), firsts, counts
+
+    def row_limits(self) -> Mapping[int, int]:
+        """Per original segment how many of its rows there are."""
+        if not self.meta.merged:
+            return {self.ordinal: self.rows}
+        ids = np.sort(self.row_ids(0, self.rows))
+        owners = ids >> ORDINAL_SHIFT
+        lasts = np.flatnonzero(np.append(owners[1:] != owners[:-1], True)) if len(ids) else owners
+        return dict(zip(owners[lasts].tolist(), ((ids[lasts] & ROW_MASK) + 1).tolist(), strict=True))
+
+    def elements(self) -> dict[str, int]:
+        """Per axis the number of elements in use."""
+        return {axis: int(self.offsets(axis)[self.rows]) for axis in self.schema.axes}
+
+    def time_span(self) -> tuple[int, int]:
+        """The times of the first and the last commit."""
+        times = self.row_times() if self.meta.merged else self.commits()["time_ns"]
+        if not len(times):
+            return self.meta.created_ns, self.meta.created_ns
+        return int(times.min()), int(times.max())
+
+    def newest_ns(self) -> int:
+        """The time of the newest commit seen."""
+        return self.time_span()[1] if self.rows else 0
+
+
+class LocalSegment(Segment):
+    """A segment on a local disk.
+
+    Attributes:
+        limit: records that can be trusted, where the machine went down before they were synced; else None.
+
+    Args:
+        folder: where it is.
+        entry: what the catalog says of it.
+        io: how its files are read.
+
+    Raises:
+        FileNotFoundError: the folder is gone.
+        CorruptionError: it is damaged, or another segment lies in its place.
+    """
+
+    def __init__(self, folder: Path, entry: Entry, io: Io) -> None:
+        fs.check_folder(folder)
+        raw = fs.read_file(folder / "zarr.json")
+        meta = SegmentMeta.from_attributes(read_attributes(raw, folder / "zarr.json", "segment"), str(folder))
+        super().__init__(entry.ordinal, folder.name, meta)
+        if (meta.salt, meta.kind, meta.merged) != (entry.salt, entry.kind, entry.merged):
+            raise CorruptionError(
+                f"{folder} holds another segment than the catalog says (salt {meta.salt}, expected {entry.salt}): "
+                "folders were swapped or replaced. Put the right one back from a copy."
+            )
+        self.folder = folder
+        self.meta_crc = crc32c(raw)
+        self._io: Io = io
+        self._last_time = 0
+        self._log: Log | None = None
+        self.limit = self._limit_after_reboot()
+        self.refresh()
+        if not self.finished and not fs.is_locked(commits_path(folder)):
+            self.refresh()  # its writer is gone for good, but may have written until just now
+            self.finished = True
+        self._let_log_go()
+
+    @property
+    def log(self) -> Log:
+        """The commit records."""
+        if self._log is None:
+            size = (self.meta.rows_cap + 1) * 64
+            self._log = Log(open_file(commits_path(self.folder), size, self._io), self.meta.salt)
+        return self._log
+
+    def _let_log_go(self) -> None:
+        if self.finished:
+            self._log = None
+
+    def refresh(self) -> bool:
         """Take in new records; returns whether rows were added."""
-        if self.finished or (not first and self.log.is_blank(self.records)):
+        if self.finished or (self.records and self.log.is_blank(self.records)):
             return False
         end, _ = self.log.find_end(self.records)
-        if self._limit is not None:
-            end, self.finished = min(end, self._limit), True
+        if self.limit is not None:
+            end, self.finished = min(end, self.limit), True
         if end == self.records:
             return False
         before, self.records = self.rows, end
         last = self.log.get(end - 1)
         if last is not None:
             self.rows = last.rows_end
-            self.finished |= last.kind == KIND_END or last.rows_end == self.meta.rows_cap
+            self._last_time = last.time_ns
+            self.finished |= last.kind == KIND_END
         if self.rows > self.meta.rows_cap:
             raise CorruptionError(f"{self.folder}: a record covers {self.rows} rows of {self.meta.rows_cap}.")
         return self.rows > before
+
+    def acknowledged(self) -> int | None:
+        """How many records were acknowledged, as far as the mark says; None where it is damaged or missing."""
+        try:
+            return parse_mark(fs.read_file(mark_path(self.folder)))
+        except (OSError, StoreError):
+            return None
+
+    def newest_ns(self) -> int:
+        """The time of the newest commit seen."""
+        return super().newest_ns() if self.meta.merged else self._last_time
+
+    @property
+    def survived_reboot(self) -> bool:
+        """Whether the machine went down since the segment was written without being synced."""
+        return self.meta.durability == "process" and self.meta.boot_id != fs.boot_id()
 
     def _limit_after_reboot(self) -> int | None:
         """How many records to trust in a segment that was not synced before the machine went down."""
@@ -106,13 +327,15 @@ class SegmentReader:
             return None
         mark = self.folder / COMMITS / VERIFIED
         try:
-            return int(json.loads(mark.read_bytes())["records"])
-        except (OSError, ValueError, KeyError, TypeError):
+            kept = json.loads(fs.read_file(mark))
+            if kept["crc"] == crc32c(str(kept["records"]).encode()):
+                return int(kept["records"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             pass
         good = self.check_prefix()
-        temporary = mark.with_name(f"{VERIFIED}.{os.getpid()}")
+        temporary = mark.with_name(f"{VERIFIED}.{os.getpid()}-{fs.token(4)}")
         try:
-            fs.write_file(temporary, json.dumps({"records": good}).encode())
+            fs.write_file(temporary, json.dumps({"records": good, "crc": crc32c(str(good).encode())}).encode())
             fs.rename(temporary, mark)
         except OSError:
             pass
@@ -123,8 +346,8 @@ class SegmentReader:
         seq = 0
         edges = dict.fromkeys(self.schema.axes, 0)
         try:
-            for column in self.schema:
-                self.raw(column.name)
+            for name in self.specs:
+                self.raw(name)
         except (StoreError, OSError):
             return 0
         while (record := self.log.get(seq)) is not None:
@@ -136,7 +359,7 @@ class SegmentReader:
     def _holds(self, record: Record, edges: dict[str, int]) -> bool:
         try:
             crc = self.data_crc(record.rows_end - record.n_rows, record.rows_end, edges)
-        except (StoreError, OSError, IndexError):
+        except (StoreError, OSError, IndexError, ValueError):
             return False
         return crc == record.data_crc and record.meta_crc == self.meta_crc
 
@@ -165,123 +388,42 @@ class SegmentReader:
                 edges[axis] = stop
             spans[axis] = (start, stop)
         for column in self.schema:
-            if column.mutable:
-                continue
             start, stop = (first, end) if column.axis is None else spans[column.axis]
             crc = crc32c(self.part(column.name, start, stop).view(np.uint8), crc)
         for axis in self.schema.axes:
             crc = crc32c(self.part(offsets_name(axis), first + 1, end + 1).view(np.uint8), crc)
-        for name in (*(("present",) if self.schema.optional else ()), *self.meta.internal_rows()):
+        for name in (*((PRESENT,) if self.meta.has_present else ()), *self.meta.internal_rows()):
             crc = crc32c(self.part(name, first, end).view(np.uint8), crc)
         return crc
 
-    def has(self, column: Column) -> bool:
-        """Whether the segment holds values of a column; a mutable one may have been added later."""
-        if column.name in self._specs:
-            return column.name in self.schema or column.name in self._late
-        if not column.mutable or not chunk_path(self.folder, column.name).exists():
-            return False
-        self._specs[column.name] = late_spec(column, self.meta)
-        self._late.add(column.name)
-        return True
+    def _open(self, name: str) -> memoryview | PreadBytes:
+        spec = self.specs[name]
+        path = chunk_path(self.folder, name, spec.shape)
+        try:
+            for folder in (path.parent.parent, path.parent):
+                fs.check_folder(folder)
+            return open_file(path, spec.capacity * spec.itemsize, self._io, used=self._used(spec))
+        except FileNotFoundError:
+            raise SegmentGoneError(
+                f"segment {self.name} was evicted or compacted away before its column '{name}' was read. "
+                "Call refresh() and take ids from ids()."
+            ) from None
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise ReadFailedError(error.errno, _why(error), str(path)) from None
 
-    def add_mutable(self, column: Column) -> None:
-        """Give the segment an array for a mutable column that is younger than the segment."""
-        if not self.has(column):
-            write_late(self.folder, late_spec(column, self.meta))
-
-    def _changes(self, name: str) -> bool:
-        return name in self._late or (name in self.schema and self.schema[name].mutable)
-
-    def raw(self, name: str) -> memoryview | PreadBytes:
-        """The bytes of an array, opened at first use."""
-        view = self._maps.get(name)
-        if view is None:
-            spec = self._specs[name]
-            writable = self._writable and self._changes(name)
-            path = chunk_path(self.folder, name)
-            size = spec.capacity * spec.dtype.itemsize
-            try:
-                view = open_file(path, size, self._io, writable=writable)
-            except FileNotFoundError:
-                raise SegmentGoneError(
-                    f"segment {self.folder.name} was evicted or compacted away before its column "
-                    f"'{name}' was read. Call refresh() and take ids from ids()."
-                ) from None
-            except OSError as error:
-                if error.errno not in _TOO_MANY:
-                    raise
-                raise ReadFailedError(
-                    error.errno,
-                    "too many files or maps are open. Run compact, or raise `ulimit -n` and vm.max_map_count",
-                    str(path),
-                ) from None
-            self._maps[name] = view
-        return view
-
-    def items(self, name: str) -> memoryview | PreadItems:
-        """The values of an array as unsigned integers of their size: what rows are copied from."""
-        raw = self.raw(name)
-        found = self._items.get(name)
-        if found is None or found[0] is not raw:
-            size = self._specs[name].dtype.itemsize
-            view = PreadItems(raw, size) if isinstance(raw, PreadBytes) else raw.cast(FORMATS[size])
-            found = self._items[name] = (raw, view)
-        return found[1]
-
-    def array(self, name: str) -> npt.NDArray[Any]:
-        """A per-row array of the segment as numpy sees it; valid as far as the rows go."""
-        found = self._arrays.get(name)
-        if isinstance(self.raw(name), PreadBytes):
-            return self._load(name, found)
-        if found is None:
-            view = cast("memoryview", self.raw(name))
-            found = self._arrays[name] = np.frombuffer(view, self._specs[name].dtype)
-        return found
-
-    def _load(self, name: str, found: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
-        """Read what is new of a per-row array; all of it where values change in place."""
-        spec = self._specs[name]
-        if found is None:
-            found = np.empty(spec.capacity, spec.dtype)
-        start = 0 if self._changes(name) else self._loaded.get(name, 0)
-        end = min(self.rows + 1, spec.capacity)
-        if start < end:
-            found[start:end] = self.part(name, start, end)
-            self._loaded[name] = end - 1
-        self._arrays[name] = found
-        return found
-
-    def part(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """A range of the values of any array."""
-        spec = self._specs[name]
-        item = spec.dtype.itemsize
-        raw = self.raw(name)[start * item : stop * item]
-        return np.frombuffer(raw, spec.dtype) if len(raw) else np.empty(0, spec.dtype)
-
-    def assign(self, name: str, rows: Int64Array, values: npt.NDArray[Any]) -> None:
-        """Change values of a mutable column in place."""
-        raw = self.raw(name)
-        if isinstance(raw, PreadBytes):
-            item = values.itemsize
-            for row, value in zip(rows.tolist(), values, strict=True):
-                raw.write(value.tobytes(), row * item)
-        else:
-            self.array(name)[rows] = values
-
-    def offsets(self, axis: str) -> Int64Array:
-        """`[rows_cap + 1]` int64: where the rows of an axis begin."""
-        return self.array(offsets_name(axis))
-
-    def offset_view(self, axis: str) -> memoryview:
-        """The same as a memoryview of int64: the fast form for single rows."""
-        raw = self.raw(offsets_name(axis))
-        if isinstance(raw, PreadBytes):
-            return memoryview(cast("bytearray", self.offsets(axis).view(np.uint8))).cast("q")
-        return raw.cast("q")
+    def _used(self, spec: ArraySpec) -> int | None:
+        """The bytes of an array that hold values; None while more may come."""
+        if not self.finished:
+            return None
+        axis = self.schema[spec.name].axis if spec.name in self.schema else None
+        edges = self.rows + (spec.dimension == "row_edges")
+        count = edges if axis is None else int(self.offsets(axis)[self.rows])
+        return min(max(count, 0), spec.capacity) * spec.itemsize
 
     def commits(self, start: int = 0) -> npt.NDArray[Any]:
-        """The row commits from record `start` on, as a structured array.
+        """The commits of rows from record `start` on, as a structured array.
 
         A damaged record that valid ones follow is stood in for by one with its rows and the time before it.
         """
@@ -298,6 +440,7 @@ class SegmentReader:
         good[1:] &= table["time_ns"][1:] > table["time_ns"][:-1]
         if not good.all():
             table = self._mend(table, start)
+        self._let_log_go()
         return table[table["kind"] == KIND_ROWS]
 
     def _mend(self, table: npt.NDArray[Any], start: int) -> npt.NDArray[Any]:
@@ -314,31 +457,6 @@ class SegmentReader:
             rows, time = int(table[i]["rows_end"]), int(table[i]["time_ns"])
         return table
 
-    def row_ids(self, first: int, end: int) -> Int64Array:
-        """The ids of a range of rows."""
-        if self.meta.kind == "compacted":
-            return np.array(self.array(ROW_ID)[first:end])
-        base = self.ordinal << ORDINAL_SHIFT
-        return np.arange(base + first, base + end, dtype=np.int64)
-
-    def row_times(self) -> Int64Array:
-        """The commit times of a compacted segment's rows."""
-        return self.array(ROW_TIME)[: self.rows]
-
-    def elements(self) -> Mapping[str, int]:
-        """Per axis the number of elements in use."""
-        return {axis: int(self.offsets(axis)[self.rows]) for axis in self.schema.axes}
-
-    def time_span(self) -> tuple[int, int]:
-        """The times of the first and the last commit."""
-        if self.meta.kind == "compacted":
-            times = self.row_times()
-            return int(times.min()), int(times.max())
-        table = self.commits()
-        if not len(table):
-            return self.meta.created_ns, self.meta.created_ns
-        return int(table["time_ns"][0]), int(table["time_ns"][-1])
-
     def disk_bytes(self) -> int:
         """The space that the segment takes."""
         return fs.disk_bytes(self.folder)
@@ -346,3 +464,12 @@ class SegmentReader:
     def is_live(self) -> bool:
         """Whether a living process may still append."""
         return not self.finished and fs.is_locked(commits_path(self.folder))
+
+
+def _why(error: OSError) -> str:
+    """What kept a file from being opened, and what to do."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "too many files are open. Raise `ulimit -n`, or run compact"
+    if error.errno == errno.ENOMEM:
+        return "the address space or memory is exhausted. Raise `ulimit -v`, or free memory"
+    return f"opening failed: {os.strerror(error.errno or 0)}. Check the disk, then open the store again"

@@ -1,20 +1,23 @@
-"""Recomputing every checksum."""
+"""Recomputing every checksum, and comparing what is there with what the catalog says must be there."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trajectory_store import fs
 from trajectory_store.errors import StoreError
-from trajectory_store.format import COMMITS, commits_json, commits_path, spec_json
 from trajectory_store.ragged import Int64Array
-from trajectory_store.record import KIND_END, KIND_ROWS, RECORD_SIZE
-from trajectory_store.segment import SegmentReader
+
+if TYPE_CHECKING:
+    from trajectory_store.catalog import Catalog
+
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass
@@ -29,6 +32,7 @@ class VerifyReport:
         segments: segments checked.
         problems: each in words; empty where all is well.
         damaged_ids: `[N]` int64, the rows that cannot be trusted.
+        catalog_numbers: the records of the catalog that commits refer to.
     """
 
     path: Path
@@ -38,6 +42,7 @@ class VerifyReport:
     segments: int = 0
     problems: list[str] = field(default_factory=list[str])
     damaged_ids: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    catalog_numbers: set[int] = field(default_factory=set[int], repr=False)
 
     @property
     def ok(self) -> bool:
@@ -59,110 +64,51 @@ class VerifyReport:
             "Damaged rows cannot be repaired; restore the segment from a copy, or leave these ids out."
         )
 
+    def problem(self, words: str) -> None:
+        """Note that something is wrong."""
+        if words not in self.problems:
+            self.problems.append(words)
 
-def verify_segments(path: Path, segments: Iterable[SegmentReader], broken: list[str]) -> VerifyReport:
-    """Check segments: metadata, records, offsets, data.
+    def damaged(self, ids: Int64Array) -> None:
+        """Note rows that cannot be trusted."""
+        self.damaged_ids = np.union1d(self.damaged_ids, ids)
 
-    Args:
-        path: the store, for the report.
-        segments: what could be opened.
-        broken: problems met before.
-    """
-    report = VerifyReport(path, problems=list(broken))
-    damaged: list[Int64Array] = []
-    for segment in segments:
+
+Findings = VerifyReport
+
+
+def verify(look_in: Callable[[], AbstractContextManager[Catalog]], path: Path) -> VerifyReport:
+    """Check a store that others may write, evict and compact meanwhile: damage is only what two looks agree on."""
+    with look_in() as catalog:
+        report = _look(catalog, path)
+    if report.ok:
+        return report
+    with look_in() as catalog:
+        again = _look(catalog, path)
+    known = {_NUMBER.sub("#", problem) for problem in report.problems}
+    again.problems = [problem for problem in again.problems if _NUMBER.sub("#", problem) in known]
+    if not again.problems:
+        again.damaged_ids = np.empty(0, np.int64)
+    return again
+
+
+def _look(catalog: Catalog, path: Path) -> VerifyReport:
+    report = VerifyReport(path, problems=list(catalog.problems))
+    for segment in (*catalog.row_segments(), *catalog.updates.values()):
         report.segments += 1
         try:
-            damaged.extend(_verify_segment(segment, report))
-        except (StoreError, OSError, ValueError, IndexError) as error:
-            report.problems.append(f"{segment.folder.name}: cannot be checked: {error}")
-            damaged.append(segment.row_ids(0, segment.rows))
-    if damaged:
-        report.damaged_ids = np.unique(np.concatenate(damaged))
+            catalog.medium.check(segment, report)
+        except (StoreError, OSError, ValueError, IndexError, OverflowError) as error:
+            report.problem(f"{segment.name}: cannot be checked: {error}")
+            if segment.meta.kind == "rows" and not segment.meta.merged:
+                report.damaged(segment.row_ids(0, segment.rows))
+    for problem in (*catalog.journal.missing(), *catalog.medium.check_root()):
+        report.problem(problem)
+    catalog.journal.follow()
+    newest = max(report.catalog_numbers, default=0)
+    if newest > catalog.state.number:
+        report.problem(
+            f"the catalog ends with record {catalog.state.number}, but commits refer to record {newest}: newer records "
+            "are missing"
+        )
     return report
-
-
-def _verify_segment(segment: SegmentReader, report: VerifyReport) -> list[Int64Array]:
-    name = segment.folder.name
-    for part, expected in _expected_metadata(segment):
-        try:
-            same = part.read_bytes() == expected
-        except OSError:
-            same = False
-        if not same:
-            report.problems.append(f"{name}: {part.relative_to(segment.folder)} is damaged or missing")
-    damaged: list[Int64Array] = []
-    covered = 0
-    edges = dict.fromkeys(segment.schema.axes, 0)
-    end = _last_written(segment)
-    for seq in range(end):
-        record = segment.log.get(seq)
-        if record is None:
-            if seq == end - 1 and segment.is_live():
-                break
-            report.problems.append(f"{name}: commit record {seq} is damaged")
-            continue
-        if record.meta_crc != segment.meta_crc:
-            report.problems.append(f"{name}: zarr.json is not the one that record {seq} was written with")
-        first = record.rows_end - record.n_rows
-        if covered < first <= segment.meta.rows_cap:
-            damaged.append(segment.row_ids(covered, first))
-            report.problems.append(f"{name}: rows {covered} to {first - 1} have no valid record")
-            edges = {axis: int(segment.offsets(axis)[first]) for axis in edges}
-            covered = first
-        if record.kind == KIND_END:
-            if seq != end - 1:
-                report.problems.append(f"{name}: records follow the end record {seq}")
-            continue
-        if record.kind != KIND_ROWS or first < covered or record.rows_end > segment.meta.rows_cap:
-            report.problems.append(f"{name}: commit record {seq} contradicts the one before it")
-            continue
-        covered = record.rows_end
-        crc = segment.data_crc(first, record.rows_end, edges)
-        report.rows += record.n_rows
-        if crc != record.data_crc or sum(edges.values()) != record.elems_end:
-            damaged.append(segment.row_ids(first, record.rows_end))
-            report.problems.append(
-                f"{name}: the data of commit {seq} (rows {first} to {record.rows_end - 1}) is damaged"
-            )
-            edges = {axis: int(segment.offsets(axis)[record.rows_end]) for axis in edges}
-    report.bytes += _used_bytes(segment)
-    return damaged
-
-
-def _expected_metadata(segment: SegmentReader) -> list[tuple[Path, bytes]]:
-    folder = segment.folder
-    out = [(folder / spec.name / "zarr.json", spec_json(spec)) for spec in segment.meta.arrays()]
-    out.append((folder / COMMITS / "zarr.json", commits_json(segment.meta.rows_cap)))
-    return out
-
-
-def _last_written(segment: SegmentReader) -> int:
-    """One past the last record slot that holds anything, valid or not."""
-    table = segment.log.everything()
-    used = np.flatnonzero(table.reshape(-1, RECORD_SIZE).any(axis=1))
-    return int(used[-1]) + 1 if len(used) else 0
-
-
-def _used_bytes(segment: SegmentReader) -> int:
-    elements = segment.elements()
-    total = segment.records * RECORD_SIZE
-    for column in segment.schema:
-        count = segment.rows if column.axis is None else elements[column.axis]
-        total += count * column.np_dtype.itemsize
-    return total + 8 * segment.rows * len(elements)
-
-
-def leftovers(root: Path, prefix: str, older_than_s: float = 60.0) -> list[Path]:
-    """Folders of segments whose maker died before they were named."""
-    now = time.time()
-    found: list[Path] = []
-    for path in root.iterdir():
-        if not path.name.startswith(prefix) or fs.is_locked(commits_path(path)):
-            continue
-        try:
-            if now - path.stat().st_mtime > older_than_s:
-                found.append(path)
-        except FileNotFoundError:
-            continue
-    return found
