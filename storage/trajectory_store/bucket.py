@@ -246,6 +246,17 @@ class FolderBucket(Bucket):
                     break
                 folder = folder.parent
 
+    def sweep(self, older_than_s: float) -> None:
+        """Remove files that killed processes left half written."""
+        now = time.time()
+        for folder, _, names in os.walk(self.root):
+            for name in names:
+                if name.startswith(PARTIAL):
+                    path = Path(folder, name)
+                    with suppress(OSError):
+                        if now - path.lstat().st_mtime > older_than_s:
+                            fs.remove_file(path)
+
     def stamp(self, key: str) -> int | None:
         """Two calls of stat: when its folder was changed, and whether the file is there."""
         path = f"{self.where}/{key}"

@@ -57,6 +57,7 @@ class Catalog:
         self.newest_ns = 0
         self._watermark = 0
         self._taken = -1
+        self.claim: str | None = None
         self.order = ArrivalOrder()
         self._order_generation = -1
         self._lock = threading.RLock()
@@ -99,8 +100,9 @@ class Catalog:
             segment = self.segments.get(ordinal) or self.updates.get(ordinal)
             if segment is None:
                 self.refresh()
-            elif segment.refresh():
-                self._grew(segment)
+            else:
+                for grown in self.medium.refresh([segment]):
+                    self._grew(grown)
 
     def _take_state(self) -> None:
         """Follow the newest record: open segments that are new in it, forget those that left."""

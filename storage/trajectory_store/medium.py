@@ -41,6 +41,10 @@ class SegmentWriter(Protocol):
         """Write a batch that fits, and return its first row; readers see it then."""
         ...
 
+    def resolve(self, batch: Batch) -> int | None:
+        """Find out what became of a commit in doubt; its first row, if it holds just these rows and is there now."""
+        ...
+
     def wait_durable(self, records: int) -> None:
         """Return once that many commits have the durability that was promised."""
         ...
@@ -56,6 +60,10 @@ class SegmentWriter(Protocol):
     def abandon(self) -> None:
         """Close without a word: after a fork the segment belongs to the parent."""
         ...
+
+
+class SealedError(StoreError):
+    """The segment was ended by somebody who took its writer for dead; the commit is not in it."""
 
 
 class MergeTarget(Protocol):

@@ -358,6 +358,10 @@ class LocalWriter:
             touched.append(name)
         return touched, ends, crc
 
+    def resolve(self, batch: Batch) -> int | None:
+        """Nothing is ever in doubt on a local disk."""
+        return None
+
     def wait_durable(self, records: int) -> None:
         """With durability "group", return once that many records are on the disk; one waiting thread syncs for all."""
         if self.meta.durability != "group" or self.meta.merged:

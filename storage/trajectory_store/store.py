@@ -180,8 +180,10 @@ class TrajectoryStore(StoreReads):
         store = cls(path, root, medium, mode, durability or root.durability)
         if add_columns:
             store._add_columns(add_columns)
-        if mode == "a":
-            medium.sweep(store._catalog.state)
+        if mode == "a" and medium.bucket.local:
+            with medium.bucket.upkeep_lock() as mine:
+                if mine:
+                    medium.sweep(store._catalog.state)
         return store
 
     def _add_columns(self, columns: Sequence[Column]) -> None:

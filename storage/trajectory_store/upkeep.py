@@ -37,6 +37,9 @@ FANOUT = 8
 SUPERSEDED = 1 << 16
 """Updates from which on a merge leaves out those that a newer one covers."""
 
+MANY = 64
+"""Objects from which on a single finished segment is merged: a reader that opens asks for each."""
+
 LEASE_S = 120.0
 log = logging.getLogger("trajectory_store")
 
@@ -183,7 +186,7 @@ def fold(catalog: Catalog, root: Root, stop: Callable[[], bool] = lambda: False)
             empty = {s.ordinal for s in group if not s.rows}
             _drop(catalog, empty, {})
             group = [s for s in group if s.rows]
-            if len(group) < 2:
+            if not group:
                 done = bool(empty)
             elif group[0].meta.kind == "rows":
                 done = _merge(catalog, group)
@@ -208,6 +211,10 @@ def _due(catalog: Catalog, root: Root, *, sealing: bool) -> list[Segment]:
     most = _most(catalog, root)
     kinds = [catalog.row_segments(), *_by_columns(catalog.updates.values())]
     for segments in kinds:
+        if not catalog.medium.complete:
+            for segment in segments:
+                if segment.records >= MANY and segment.finished and not segment.meta.merged:
+                    return [segment]
         tiers: dict[int, list[Segment]] = {}
         for segment in segments:
             tiers.setdefault(_tier(segment), []).append(segment)
@@ -354,6 +361,8 @@ def _write_merged(
         old = [e for e in state.entries if e.ordinal in sources]
         if len(old) < len(sources):
             return None
+        if catalog.claim is not None and (state.claim is None or state.claim[0] != catalog.claim):
+            return None  # the claim ran out, and whoever has it now may have swept the new segment away
         return state.without(sources).with_entry(replace(entry, owners=owners_of(old)))
 
     before = {e.ordinal: e for e in catalog.state.entries if e.ordinal in sources}
@@ -405,7 +414,7 @@ def _disk_bytes(catalog: Catalog) -> int:
 
 @contextmanager
 def _claim(catalog: Catalog) -> Generator[bool]:
-    """The claim of whoever tidies up; it saves double work, and nothing rests on it."""
+    """The claim of whoever tidies up. It saves double work, and keeps a sweep from what a merge is making."""
     with catalog.medium.bucket.upkeep_lock() as mine:
         if mine is not None:
             yield mine
@@ -414,9 +423,11 @@ def _claim(catalog: Catalog) -> Generator[bool]:
         if not _take_lease(catalog, owner):
             yield False
             return
+        catalog.claim = owner
         try:
             yield True
         finally:
+            catalog.claim = None
             catalog.journal.change(lambda s: replace(s, claim=None) if s.claim and s.claim[0] == owner else None)
 
 

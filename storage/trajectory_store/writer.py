@@ -13,7 +13,7 @@ from trajectory_store.batch import Batch
 from trajectory_store.errors import BatchError, StoreError
 from trajectory_store.format import Durability, Kind, SegmentMeta
 from trajectory_store.journal import Entry, State
-from trajectory_store.medium import SegmentWriter
+from trajectory_store.medium import SealedError, SegmentWriter
 from trajectory_store.root import Root
 from trajectory_store.schema import Schema
 
@@ -82,15 +82,19 @@ class Stream:
         if batch.n_rows == 0:
             raise BatchError("a commit needs at least one row.")
         with self._lock:
-            writer = self._writer_for(batch, schema)
-            try:
-                first = writer.commit(batch.fitted(writer.meta.schema), self._now(), self._catalog.state.number)
-            except OSError as error:
-                if not writer.in_doubt:
-                    self._give_up()
-                if isinstance(error, StoreError):
-                    raise
-                raise fs.failed(error, self._catalog.medium.where, "appending") from error
+            writer, first = self._settled(batch)
+            while writer is None:
+                writer = self._writer_for(batch, schema)
+                try:
+                    first = writer.commit(batch.fitted(writer.meta.schema), self._now(), self._catalog.state.number)
+                except SealedError:  # it was taken for dead: the rows go to a segment that counts
+                    self._writer = writer = None
+                except OSError as error:
+                    if not writer.in_doubt:
+                        self._give_up()
+                    if isinstance(error, StoreError):
+                        raise
+                    raise fs.failed(error, self._catalog.medium.where, "appending") from error
             records = writer.records
         try:
             writer.wait_durable(records)
@@ -99,6 +103,18 @@ class Stream:
                 self._give_up()
             raise fs.failed(error, self._catalog.medium.where, "syncing") from error
         return writer.ordinal, first
+
+    def _settled(self, batch: Batch) -> tuple[SegmentWriter | None, int]:
+        """Find out what became of a commit whose outcome was not known; these rows may be the ones that were in it."""
+        writer = self._writer
+        if writer is not None and writer.in_doubt:
+            try:
+                first = writer.resolve(batch)
+            except SealedError:
+                self._writer, first = None, None
+            if first is not None:
+                return writer, first
+        return None, -1
 
     def _now(self) -> int:
         """A time behind every commit that this process has seen, whatever the clock says."""
@@ -109,9 +125,7 @@ class Stream:
             self._drop()
             self._pid = os.getpid()
         writer = self._writer
-        if writer is not None and (
-            writer.in_doubt or (self._names.issuperset(batch.values) and writer.has_room(batch))
-        ):
+        if writer is not None and self._names.issuperset(batch.values) and writer.has_room(batch):
             return writer
         self._end_segment()
         return self._roll(batch, schema)
