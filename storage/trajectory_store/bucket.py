@@ -84,6 +84,10 @@ class Bucket(ABC):
         """The lock of whoever tidies up: True held, False taken by another process, None where the bucket has none."""
         yield None
 
+    def is_empty(self) -> bool:
+        """Whether there are no objects at all."""
+        return not self.keys("")
+
     def get(self, key: str) -> bytes | None:
         """Get one object, or None."""
         return self.get_many([key])[0]
@@ -177,6 +181,10 @@ class FolderBucket(Bucket):
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Read files."""
         return [self._read(key) for key in keys]
+
+    def is_empty(self) -> bool:
+        """Whether the folder is empty or not there."""
+        return not self.root.exists() or (self.root.is_dir() and not any(os.scandir(self.root)))
 
     def _read(self, key: str) -> bytes | None:
         try:

@@ -171,8 +171,16 @@ class Gather:
         return self._find_spans(axis, self._base).lengths
 
     def lengths(self, column: Column) -> Int64Array:
-        """`[B]` int64: elements per row."""
-        return self.spans(column).lengths
+        """`[B]` int64: elements per row; of text and bytes the bytes."""
+        lengths = self.spans(column).lengths
+        if not _fill_length(column):
+            return lengths
+        places, missing = self._places(column), np.full(len(lengths), _fill_length(column))
+        parts = [
+            part if self._catalog.any_segment(ordinal).has(column.name) else missing[: len(part)]
+            for (ordinal, _), part in zip(places.runs, places.split(lengths), strict=True)
+        ]
+        return places.join(parts) if parts else lengths
 
     def scalars(self, column: Column) -> npt.NDArray[Any]:
         """`[B]` values of a scalar column."""
@@ -320,8 +328,13 @@ def scan_lengths(catalog: Catalog, column: Column, skip: int) -> Int64Array | No
         if (column.axis or "") in segment.schema.axes:
             parts.append(np.diff(segment.offsets(column.axis or "")[first : first + count + 1]))
         else:
-            parts.append(np.zeros(count, np.int64))
+            parts.append(np.full(count, _fill_length(column)))
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def _fill_length(column: Column) -> int:
+    """Bytes that a row reads as where its segment lacks a column."""
+    return len(str(column.fill_value).encode()) if column.is_text else 0
 
 
 def _few_runs(catalog: Catalog, skip: int) -> list[tuple[int, int, int]] | None:

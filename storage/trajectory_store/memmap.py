@@ -503,6 +503,7 @@ def check_segment(segment: LocalSegment, report: Findings) -> None:
     elif mark > end and not segment.survived_reboot:
         report.problem(f"{name}: {mark} commits were acknowledged, and {end} are there: records are missing")
     report.bytes += _used_bytes(segment)
+    segment.let_log_go()
 
 
 def _check_records(segment: LocalSegment, report: Findings) -> tuple[int, int]:

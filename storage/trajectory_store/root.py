@@ -119,7 +119,7 @@ def read_root(bucket: Bucket) -> Root:
     raw = bucket.get(KEY)
     if raw is not None:
         return Root.from_json(raw, f"{bucket.where}/{KEY}")
-    if bucket.keys("")[:1]:
+    if not bucket.is_empty():
         raise NotAStoreError(
             f"{bucket.where} holds no trajectory store: it has no zarr.json. Give the folder that "
             "TrajectoryStore.create made."

@@ -272,7 +272,7 @@ class LocalSegment(Segment):
         if not self.finished and not fs.is_locked(commits_path(folder)):
             self.refresh()  # its writer is gone for good, but may have written until just now
             self.finished = True
-        self._let_log_go()
+        self.let_log_go()
 
     @property
     def log(self) -> Log:
@@ -282,7 +282,8 @@ class LocalSegment(Segment):
             self._log = Log(open_file(commits_path(self.folder), size, self._io), self.meta.salt)
         return self._log
 
-    def _let_log_go(self) -> None:
+    def let_log_go(self) -> None:
+        """Close the commit records where nothing more will come."""
         if self.finished:
             self._log = None
 
@@ -301,6 +302,10 @@ class LocalSegment(Segment):
             self.rows = last.rows_end
             self._last_time = last.time_ns
             self.finished |= last.kind == KIND_END
+        if self.finished:  # what is small is loaded from now on, and holds no descriptor
+            for table in (self._maps, self._items, self._arrays, self._loaded):
+                table.clear()
+            self.let_log_go()
         if self.rows > self.meta.rows_cap:
             raise CorruptionError(f"{self.folder}: a record covers {self.rows} rows of {self.meta.rows_cap}.")
         return self.rows > before
@@ -440,7 +445,7 @@ class LocalSegment(Segment):
         good[1:] &= table["time_ns"][1:] > table["time_ns"][:-1]
         if not good.all():
             table = self._mend(table, start)
-        self._let_log_go()
+        self.let_log_go()
         return table[table["kind"] == KIND_ROWS]
 
     def _mend(self, table: npt.NDArray[Any], start: int) -> npt.NDArray[Any]:

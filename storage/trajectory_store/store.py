@@ -210,7 +210,7 @@ class TrajectoryStore(StoreReads):
             return
         self._closed = True
         if self._pid == os.getpid():
-            self._background.close()
+            self._background.pause()
         for stream in (self._stream, *self._update_streams.values()):
             stream.close()
         self._catalog.close()
@@ -341,6 +341,7 @@ class TrajectoryStore(StoreReads):
         until they refresh.
         """
         self._check_writable("compact")
+        self._background.pause()
         for stream in (self._stream, *self._update_streams.values()):
             stream.close()
         with self._look_in() as catalog:

@@ -238,7 +238,9 @@ def _most(catalog: Catalog, root: Root) -> tuple[int, int]:
     """Rows, and elements per axis, of the largest merged segment."""
     whole = root.preallocate or catalog.medium.whole_segments
     rows, elements = (WHOLE_ROWS, WHOLE_ELEMENTS) if whole else (MAX_ROWS, MAX_ELEMENTS)
-    return root.segment_rows or rows, root.segment_elements or elements
+    if root.max_trajectories is not None or root.max_bytes is not None:  # segments leave as a whole
+        return root.segment_rows or rows, root.segment_elements or elements
+    return rows, elements
 
 
 def _by_columns(updates: Iterable[Segment]) -> list[list[Segment]]:
@@ -377,9 +379,7 @@ def _write_merged(
 
 def _elements(gather: Gather, schema: Schema, axis: str) -> int:
     """Elements that rows have on an axis, as they will be written."""
-    column = schema.axes[axis][0]
-    fill = len(str(column.fill_value).encode()) * len(gather) if column.is_text else 0
-    return int(gather.lengths(column).sum()) + fill
+    return int(gather.lengths(schema.axes[axis][0]).sum())
 
 
 def read_batch(gather: Gather, schema: Schema) -> Batch:
@@ -468,8 +468,10 @@ class Background:
         except (StoreError, OSError) as error:
             log.warning("merging small segments failed, and is tried again later: %s", error)
 
-    def close(self) -> None:
-        """Wait for the merge that is under way."""
+    def pause(self) -> None:
+        """Wait for the merge that is under way; the next one begins when there is enough again."""
         self._stop.set()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()
+        self._thread = None
+        self._stop.clear()

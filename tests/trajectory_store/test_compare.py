@@ -14,7 +14,7 @@ def source(tmp_path):
     """A store with patches, updates and columns left out."""
     with TrajectoryStore.create(tmp_path / "source", example_schema(), segment_rows=9) as store:
         ids = np.concatenate([store.append(example_rows(5, seed=s)) for s in range(5)])
-        store.patch(ids[3:5], advantage=[1.0, 2.0], meta=["a", "b"])
+        store.update(ids[3:5], advantage=[1.0, 2.0], meta=["a", "b"])
         store.update(ids[:4], use_count=3)
         yield store
 
@@ -42,8 +42,8 @@ def test_differences_are_named(tmp_path, source):
     schema = Schema([*source.schema.columns, Column("extra", "int8", fill=1)])
     with TrajectoryStore.create(tmp_path / "other", schema) as other:
         ids = copy_rows(source, other, source.ids()[:20])
-        other.patch(ids[4:5], task_reward=[99.0])
-        other.patch(ids[6:8], prompt=["x", "y"])
+        other.update(ids[4:5], task_reward=[99.0])
+        other.update(ids[6:8], prompt=["x", "y"])
         found = diff(source, other)
         assert not found.same
         assert found.only_left.tolist() == source.ids()[20:].tolist()
