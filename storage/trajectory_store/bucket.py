@@ -184,7 +184,7 @@ class FolderBucket(Bucket):
 
     def is_empty(self) -> bool:
         """Whether the folder is empty or not there."""
-        return not self.root.exists() or (self.root.is_dir() and not any(os.scandir(self.root)))
+        return not self.root.exists() or (self.root.is_dir() and not os.listdir(self.root))
 
     def _read(self, key: str) -> bytes | None:
         try:
@@ -247,7 +247,7 @@ class FolderBucket(Bucket):
                 fs.remove_file(path)
             folders.add(path.parent)
         for folder in sorted(folders, key=lambda f: -len(f.parts)):
-            while folder != self.root and folder.parent != self.root:
+            while folder != self.root:
                 try:
                     os.rmdir(folder)
                 except OSError:

@@ -106,19 +106,20 @@ class Catalog:
 
     def _take_state(self) -> None:
         """Follow the newest record: open segments that are new in it, forget those that left."""
-        while True:
+        opened: dict[int, Segment | Exception] = {}
+        while True:  # what is there when the catalog stands still, was not removed while it was opened
             state = self.state
             wanted = {entry.ordinal: entry for entry in state.entries}
             new = [e for e in state.entries if self._known.get(e.ordinal) is None and e != self._failed.get(e.ordinal)]
-            opened = self.medium.open_segments(new)
-            missing = [e for e, found in zip(new, opened, strict=True) if isinstance(found, (OSError, StoreError))]
-            self.journal.follow()
-            if not missing or self.state is state:
-                break  # damage is only what a second look finds as well
+            looked = [e for e in new if not isinstance(opened.get(e.ordinal), Segment)]
+            opened.update(zip([e.ordinal for e in looked], self.medium.open_segments(looked), strict=True))
+            if not new or not self.journal.follow():
+                break
         self._taken = state.number
         self._make_room(state.next_ordinal)
         gone = [ordinal for ordinal in self._known if ordinal not in wanted]
-        for entry, found in zip(new, opened, strict=True):
+        for entry in new:
+            found = opened[entry.ordinal]
             if isinstance(found, Segment):
                 self._add(entry, found)
             else:

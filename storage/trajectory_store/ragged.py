@@ -85,7 +85,7 @@ class RaggedArray:
         Raises:
             BatchError: their number is not that of the values here.
         """
-        if values.shape != self.values.shape:
+        if values.shape[:1] != self.values.shape[:1]:
             raise BatchError(f"the lengths add up to {len(self.values)}, but the values are {list(values.shape)}.")
         other = RaggedArray.__new__(RaggedArray)
         other.values, other.lengths, other._offsets = values, self.lengths, self._offsets

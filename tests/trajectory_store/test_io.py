@@ -7,10 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from trajectory_store import Column, CorruptionError, Schema, TrajectoryStore, fs
+from trajectory_store import Column, CorruptionError, Schema, TrajectoryStore
 from trajectory_store.maps import PreadBytes, choose, file_system
 
 MOUNTS = """\

@@ -311,7 +311,12 @@ class ObjectSegment(Segment):
                         raise FileNotFoundError(self.key(seq))
                     total += self._land(seq, list(self.specs), raw)
             return total
-        except FileNotFoundError as error:
+        except BaseException as error:
+            if not self._whole:  # the next read may be of other rows
+                self._wanted[seqs] = False
+                self._version += 1
+            if not isinstance(error, FileNotFoundError):
+                raise
             raise SegmentGoneError(
                 f"object {error} was evicted or compacted away before it was read. Call refresh(), and take ids from "
                 "ids()."
