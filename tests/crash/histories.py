@@ -369,6 +369,7 @@ def live(history: History, log: Log, rng: random.Random) -> Counter[str]:
         pid = rng.choice(list(running))
         if os.waitpid(pid, os.WNOHANG)[0]:  # it noted why
             del running[pid]
+            stopped.pop(pid, None)
             counts["ended by themselves"] += 1
             if counts["ended by themselves"] > 20:
                 break
