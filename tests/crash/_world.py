@@ -329,7 +329,8 @@ class Judge:
         self.counts[f"{kind} in {call}"] += 1
         evicted = kind == "MissingRowError" and self.limit is not None
         held = call == "compact" and kind != "CorruptionError"
-        if not (evicted or held or kind in self.allowed):
+        folded = kind == "SnapshotGoneError"
+        if not (evicted or held or folded or kind in self.allowed):
             self._note("alarm" if kind == "CorruptionError" else "refused", f"{name}: {call}: {kind}: {words}")
 
     def _did(self, _name: str, _view: View, what: str) -> None:

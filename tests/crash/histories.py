@@ -243,7 +243,7 @@ class Actor:
         assert self.store is not None
         ids = self.store.ids().tolist()[-30:]
         snapshot = self.store.snapshot()
-        self.snapshot = (snapshot, self.cells(ids))
+        self.snapshot = (snapshot, self.cells(ids, self.store))
 
     def read_snapshot(self) -> None:
         """The ids and values are those of then, whatever was updated, folded or refreshed since."""
@@ -255,15 +255,14 @@ class Actor:
         if self.history.limit is None and not before.keys() <= still:
             self.log(self.view, "bad", "snapshot", f"rows {sorted(before.keys() - still)} left the snapshot")
         ids = [row for row in before if row in still]
-        now = self.cells(ids, snapshot=snapshot)
+        now = self.cells(ids, self.store.as_of(snapshot))
         wrong = [(row, before[row], now[row]) for row in ids if now[row] != before[row]]
         if wrong:
             self.log(self.view, "bad", "snapshot", f"values of then, values read: {wrong[:3]}")
         self.log(self.view, "did", "snapshots")
 
-    def cells(self, ids: list[int], **options: Any) -> dict[int, Any]:
-        assert self.store is not None
-        keys, stamps = stamps_of(self.store.read(ids, **options))
+    def cells(self, ids: list[int], store: Any) -> dict[int, Any]:
+        keys, stamps = stamps_of(store.read(ids))
         return {row: (keys[at], *(stamps[name][at] for name in UPDATED)) for at, row in enumerate(ids)}
 
     def read_fresh(self) -> None:
