@@ -133,6 +133,9 @@ class Actor:
                 call()
             except TornError as error:
                 self.log(self.view, "bad", "torn", f"{call.__name__}: {error}")
+            except RuntimeWarning as warning:
+                self.log(self.view, "bad", "alarm", f"{call.__name__}: {warning}")
+                self.store = self.snapshot = None
             except StoreError as error:
                 self.log(self.view, "err", call.__name__, type(error).__name__, str(error)[:400])
                 if isinstance(error, MissingRowError) and self.store is not None:
