@@ -23,7 +23,7 @@ FLIPS = int(os.environ.get("STORE_FLIPS", "400"))
 
 
 def plain_values(path):
-    """Every array that plain zarr-python finds in a folder, also in archives: by place, its values or what it raises."""
+    """Every array that plain zarr-python finds, also in archives: by place, its values or what it raises."""
     found = {}
 
     def walk(name, open_group):

@@ -79,15 +79,15 @@ def test_a_url_is_never_taken_for_a_folder(tmp_path, monkeypatch, url):
     (tmp_path / "room").mkdir()
     url = url.replace("/TMP", str(tmp_path / "room"))
     for backend in ("zarr", "memmap"):
+        refusal = ""
         try:
             with TrajectoryStore.create(url, SCHEMA, backend=backend) as store:
                 ids = store.append(some(5))
             with TrajectoryStore.open(url) as store:
                 assert store.read(ids)["text"] == ["row 5"]
-            assert backend == "zarr", f"{url} was taken for a folder"
         except StoreError as error:
-            assert url in str(error)
-            assert backend == "memmap" or url.split(":")[0] not in ("memory", "file"), str(error)
+            refusal = str(error)
+        assert url in refusal or (backend == "zarr" and not refusal), f"{backend}: {refusal or 'taken for a folder'}"
         with pytest.raises(StoreError, match="elsewhere"):
             TrajectoryStore.open(url + "/elsewhere")
         assert [entry.name for entry in tmp_path.iterdir()] == ["room"]
@@ -125,7 +125,8 @@ def test_many_restarts_of_a_writer_stay_cheap(tmp_path, backend):
 LEFT_OPEN = """
 import sys, threading
 from trajectory_store import Column, Schema, TrajectoryStore
-store = TrajectoryStore.create(sys.argv[1], Schema([Column("tag", "int64"), Column("text", "str")]), backend=sys.argv[2])
+schema = Schema([Column("tag", "int64"), Column("text", "str")])
+store = TrajectoryStore.create(sys.argv[1], schema, backend=sys.argv[2])
 ids = store.append({"tag": [1, 2], "text": ["a", "b"]})
 store.update(ids, text=["c", "d"])
 reader = TrajectoryStore.open(sys.argv[1])
