@@ -94,10 +94,24 @@ class Log:
     """An event per line, appended by any number of processes in the order in which they happen."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+        self._seen = self._events = 0
 
     def __call__(self, view: str, kind: str, *rest: Any) -> None:
         os.write(self._fd, b"\n" + json.dumps([view, kind, *rest]).encode() + b"\n")
+
+    def events(self) -> int:
+        """How many events there are by now."""
+        while found := os.pread(self._fd, 1 << 20, self._seen):
+            self._seen += len(found)
+            self._events += found.count(b"\n[")
+        return self._events
+
+    def wait(self, more: int, seconds: float) -> None:
+        """Wait for so many more events, or so long."""
+        end, wanted = time.monotonic() + seconds, self.events() + more
+        while self.events() < wanted and time.monotonic() < end:
+            time.sleep(0.003)
 
 
 class Actor:
@@ -359,11 +373,12 @@ def live(history: History, log: Log, rng: random.Random) -> Counter[str]:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
-    pace = 1.0 if history.medium == "s3" else 0.25
+    pace = 2.0 if history.medium == "s3" else 0.5
     while counts["kills"] < history.kills:
         while len(running) < history.processes:
             start()
-        time.sleep(rng.random() * 2 * pace / history.processes)
+        log.wait(int(rng.random() ** 2 * 60), 4 * pace)  # how fast a machine is does not matter
+        time.sleep(rng.random() ** 2 * 0.05)
         for pid, until in list(stopped.items()):
             if time.monotonic() > until:
                 os.kill(pid, signal.SIGCONT)
@@ -383,7 +398,7 @@ def live(history: History, log: Log, rng: random.Random) -> Counter[str]:
             counts["kills"] += 1
         elif pid not in stopped:
             os.kill(pid, signal.SIGSTOP)
-            stopped[pid] = time.monotonic() + rng.random() ** 2 * 6 * pace
+            stopped[pid] = time.monotonic() + rng.random() ** 2 * 3 * pace
             counts["stops"] += 1
     for pid in running:
         os.kill(pid, signal.SIGCONT)
