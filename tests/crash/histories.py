@@ -26,6 +26,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ class History:
     most_rows: int = 500
     """About how many rows there will be without a limit."""
     clocks_s: tuple[float, ...] = CLOCKS_S
+    before_the_end: Callable[[], None] = lambda: None
+    """Called in the process that looks at what is left."""
 
     @classmethod
     def draw(cls, where: str, medium: str, seed: int, processes: int, kills: int) -> History:
@@ -330,6 +333,7 @@ def fork(history: History, number: int, log: Log, *, last: bool = False) -> int:
         faulthandler.register(signal.SIGUSR1, file=sys.stderr)
         warnings.simplefilter("error", RuntimeWarning)
         if last:
+            history.before_the_end()
             at_the_end(history, log)
         else:
             actor = Actor(history, number, log)
@@ -477,12 +481,14 @@ def main() -> int:
             writers = args.writers or 1 + number % 4
             with contextlib.ExitStack() as stack:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="history-", dir=room(seed))))
-                where = str(folder / "s")
                 if medium == "s3":
                     from _s3 import serve
 
-                    where = stack.enter_context(serve(folder, seed=seed)).url
-                history = History.draw(where, medium, seed, writers, kills)
+                    rig = stack.enter_context(serve(folder, seed=seed))
+                    history = History.draw(rig.url, medium, seed, writers, kills)
+                    history = replace(history, before_the_end=rig.calm)
+                else:
+                    history = History.draw(str(folder / "s"), medium, seed, writers, kills)
                 if args.one_clock:
                     history = replace(history, clocks_s=(0,))
                 judge, more = play(history, folder)
