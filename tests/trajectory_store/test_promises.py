@@ -125,10 +125,10 @@ def test_many_restarts_of_a_writer_stay_cheap(tmp_path, backend):
 LEFT_OPEN = """
 import sys, threading
 from trajectory_store import Column, Schema, TrajectoryStore
-schema = Schema([Column("tag", "int64"), Column("text", "str")])
+schema = Schema([Column("tag", "int64"), Column("text", "str"), Column("score", "float64", mutable=True)])
 store = TrajectoryStore.create(sys.argv[1], schema, backend=sys.argv[2])
 ids = store.append({"tag": [1, 2], "text": ["a", "b"]})
-store.update(ids, text=["c", "d"])
+store.update(ids, score=0.5)
 reader = TrajectoryStore.open(sys.argv[1])
 kept = reader.read(ids)
 class Holder:
@@ -138,6 +138,14 @@ holder.store.append({"tag": [3], "text": ["e"]})
 ending = sys.argv[3]
 if ending == "error":
     raise SystemExit(3)
+if ending == "removed":
+    import shutil
+    shutil.rmtree(sys.argv[1])
+if ending == "thread":
+    kept = threading.local()
+    kept.store = holder.store
+    import builtins
+    builtins.kept_for_ever = [store, reader]
 if ending == "fork":
     import os
     if not os.fork():
@@ -146,7 +154,7 @@ if ending == "fork":
 """
 
 
-@pytest.mark.parametrize("ending", ["end", "error", "fork"])
+@pytest.mark.parametrize("ending", ["end", "error", "fork", "removed", "thread"])
 @BACKENDS
 def test_a_process_that_ends_without_closing_says_nothing(tmp_path, backend, ending):
     """No traceback at exit, and everything acknowledged is there."""
@@ -158,6 +166,9 @@ def test_a_process_that_ends_without_closing_says_nothing(tmp_path, backend, end
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (3 if ending == "error" else 0, "", "")
+    if ending == "removed":
+        return
     with TrajectoryStore.open(tmp_path / "s") as store:
-        assert store.read(store.ids())["text"] == ["c", "d", "e"]
+        assert store.read(store.ids())["text"] == ["a", "b", "e"]
+        assert store.read_scalars("score").tolist() == [0.5, 0.5, 0.0]
         assert store.verify().ok
