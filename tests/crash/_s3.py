@@ -1,0 +1,175 @@
+"""An S3-speaking server on loopback, and before it a network that fails in every way a network does.
+
+`serve` starts moto's server and, as a process of its own, a proxy that adds 20 ms to each request and now and then
+
+- answers 503 (before the request was done, or after), cuts the connection before it,
+- does the request and loses the reply, or
+- loses the connection and does the request half a second later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+BUCKET = "trajectories"
+DELAY_S = 0.02
+LATE_S = 0.5
+FAULTS = {"503": 0.015, "cut": 0.015, "lost": 0.02, "late": 0.01, "503 after": 0.01}
+BUSY = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+def missing() -> str | None:
+    """Why the rig cannot run here, or None."""
+    absent = [name for name in ("moto", "flask", "obstore") if importlib.util.find_spec(name) is None]
+    return f"{' and '.join(absent)} not installed: pip install 'moto[server]' obstore" if absent else None
+
+
+@dataclass(frozen=True)
+class Rig:
+    """A bucket behind the bad network; `calm` and `rough` choose by the environment how this process reaches it."""
+
+    url: str
+    server: int
+    proxy: int
+
+    def rough(self) -> None:
+        """This process, and those it starts, go through the proxy."""
+        self._use(self.proxy)
+
+    def calm(self) -> None:
+        """This process, and those it starts, go to the server itself."""
+        self._use(self.server)
+
+    def _use(self, port: int) -> None:
+        os.environ["AWS_ENDPOINT_URL"] = os.environ["AWS_ENDPOINT"] = f"http://127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def serve(folder: Path, *, seed: int = 0, faults: dict[str, float] | None = None) -> Generator[Rig]:
+    """Start both, with an empty bucket and the credentials in the environment; `faults` in shares of the requests."""
+    server, proxy = _free_port(), _free_port()
+    shares = [str((FAULTS if faults is None else faults).get(name, 0.0)) for name in FAULTS]
+    moto = [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(server)]
+    front = [sys.executable, str(Path(__file__).resolve()), str(proxy), str(server), str(seed), *shares]
+    before = dict(os.environ)
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(open(folder / "server.log", "wb"))
+        for command in (moto, front):
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=_without_proxies())
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        _wait_for(server, folder)
+        _wait_for(proxy, folder)
+        request = urllib.request.Request(f"http://127.0.0.1:{server}/{BUCKET}", method="PUT", data=b"")
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request).close()
+        rig = Rig(f"s3://{BUCKET}/run-{seed}", server, proxy)
+        os.environ.update(
+            AWS_ACCESS_KEY_ID="test", AWS_SECRET_ACCESS_KEY="test", AWS_REGION="us-east-1", AWS_ALLOW_HTTP="true"
+        )
+        rig.rough()
+        try:
+            yield rig
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def _without_proxies() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_for(port: int, folder: Path) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.5):
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"nothing listens at port {port}:\n{(folder / 'server.log').read_text()[-2000:]}")
+
+
+class Proxy:
+    """Passes requests on, one per connection to the server, and lets some of them go wrong."""
+
+    def __init__(self, server: int, seed: int, shares: list[float]) -> None:
+        self.server = server
+        self.rng = random.Random(seed)
+        self.shares = shares
+        self.late: set[asyncio.Task[bytes]] = set()
+
+    def fault(self) -> str | None:
+        """What happens to the next request."""
+        drawn = self.rng.random()
+        for name, share in zip(FAULTS, self.shares, strict=True):
+            if drawn < share:
+                return name
+            drawn -= share
+        return None
+
+    async def ask(self, head: bytes, body: bytes, delay: float = 0.0) -> bytes:
+        """Do the request and return the whole reply."""
+        await asyncio.sleep(delay)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.server)
+        lines = [
+            line for line in head.split(b"\r\n") if line and not line.lower().startswith((b"connection:", b"expect:"))
+        ]
+        writer.write(b"\r\n".join([*lines, b"Connection: close"]) + b"\r\n\r\n" + body)
+        await writer.drain()
+        reply = await reader.read(-1)
+        writer.close()
+        return reply
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, which ends after each reply."""
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            sizes = [line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
+            if b"expect: 100-continue" in head.lower():
+                writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            body = await reader.readexactly(int(sizes[0].split(b":")[1])) if sizes else b""
+            fault = self.fault()
+            await asyncio.sleep(DELAY_S)
+            reply = b""
+            if fault == "503":
+                reply = BUSY
+            elif fault == "late":
+                task = asyncio.create_task(self.ask(head, body, LATE_S))
+                self.late.add(task)
+                task.add_done_callback(self.late.discard)
+            elif fault != "cut":
+                reply = await self.ask(head, body)
+                reply = {"lost": b"", "503 after": BUSY}.get(fault or "", reply)
+            head_end = reply.find(b"\r\n\r\n")
+            if head_end > 0 and b"connection: close" not in reply[:head_end].lower():
+                reply = reply[:head_end] + b"\r\nConnection: close" + reply[head_end:]
+            writer.write(reply)
+            await writer.drain()
+        writer.close()
+
+
+async def _main() -> None:
+    port, server, seed, *shares = sys.argv[1:]
+    proxy = Proxy(int(server), int(seed), [float(share) for share in shares])
+    async with await asyncio.start_server(proxy.serve, "127.0.0.1", int(port), limit=1 << 20):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

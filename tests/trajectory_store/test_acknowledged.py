@@ -1,0 +1,381 @@
+"""What was acknowledged is there, once and for every reader, whoever compacts, evicts or has the wrong clock."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trajectory_store import Column, MissingRowError, Schema, StoreError, TrajectoryStore
+
+STORAGE = Path(__file__).resolve().parents[2] / "storage"
+SCHEMA = Schema(
+    [
+        Column("tag", "int64"),
+        Column("x", "int32", ragged=True),
+        Column("text", "str"),
+        Column("ref", "float32", ragged=True, fill=-1.0),
+        Column("priority", "float64", mutable=True),
+    ]
+)
+
+pytestmark = pytest.mark.parametrize("backend", ["memmap", "zarr"])
+
+
+def rows(tags):
+    """A batch in which every value follows from the tag."""
+    tags = [int(tag) for tag in tags]
+    return {"tag": tags, "x": [[tag] * (tag % 4) for tag in tags], "text": [f"row {tag}" for tag in tags]}
+
+
+def create(path, backend, **options):
+    """A store without rows, closed."""
+    TrajectoryStore.create(path, SCHEMA, backend=backend, **options).close()
+    return path
+
+
+def append_and_close(path, tags):
+    """Append in a session of its own."""
+    with TrajectoryStore.open(path, "a") as store:
+        return store.append(rows(tags))
+
+
+def tags_of(path):
+    """What a fresh reader sees, whole; `verify` has nothing to say."""
+    with TrajectoryStore.open(path) as store:
+        found = store.read(store.ids())
+        assert found["text"] == [f"row {tag}" for tag in found["tag"]]
+        assert [x.tolist() for x in found["x"]] == [[tag] * (tag % 4) for tag in found["tag"].tolist()]
+        report = store.verify()
+        assert report.ok, str(report)
+        return found["tag"].tolist()
+
+
+def at_once(*calls):
+    """Run calls in threads that start together; returns what they raised."""
+    barrier, errors = threading.Barrier(len(calls)), []
+
+    def run(call):
+        barrier.wait()
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - the test looks at them
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Sets how far ahead the clock is, in seconds, of the real one."""
+    real, offset = time.time_ns, [0.0]
+    monkeypatch.setattr(time, "time_ns", lambda: real() + int(offset[0] * 1e9))
+
+    def move(seconds):
+        offset[0] = seconds
+
+    return move
+
+
+LIVES = """
+import json, os, signal, sys
+from trajectory_store import TrajectoryStore
+path, killed, ended = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def life(number):
+    read, write = os.pipe()
+    if not os.fork():
+        store = TrajectoryStore.open(path, "a")
+        ids = store.append({"tag": [number], "x": [[number] * (number % 4)], "text": [f"row {number}"]})
+        if number % 3 == 0:
+            store.update(ids, priority=float(number))
+        os.write(write, str(int(ids[0])).encode())
+        if number < killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        store.close()
+        os._exit(0)
+    os.wait()
+    return int(os.read(read, 99))
+print(json.dumps([life(number) for number in range(killed + ended)]))
+"""
+
+
+def live(path, killed, ended):
+    """Writers one after another, the first of them killed after their acknowledgement; returns their ids."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIVES, str(path), str(killed), str(ended)],
+        env={"PYTHONPATH": str(STORAGE), "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_rows_of_many_killed_writers_stay_after_a_compaction(tmp_path, backend):
+    """17 writers killed, two that end well: every row, every update and the watermark, before and after."""
+    path = create(tmp_path / "s", backend)
+    ids = live(path, 17, 2)
+    for compacted in (False, True, True):
+        if compacted:
+            with TrajectoryStore.open(path, "a") as store:
+                store.compact()
+        assert tags_of(path) == list(range(19))
+        with TrajectoryStore.open(path) as store:
+            assert store.watermark == 19
+            assert store.ids().tolist() == ids
+            assert store.read_scalars("priority", ids).tolist() == [i if i % 3 == 0 else 0 for i in range(19)]
+
+
+def test_rows_of_slow_writers_stay_after_an_eviction(tmp_path, backend):
+    """18 writers of unequal pace in a ring: the newest rows are the same for an old and for a fresh reader."""
+    path = create(tmp_path / "s", backend, max_trajectories=200, segment_rows=20)
+    writers = [TrajectoryStore.open(path, "a") for _ in range(18)]
+    total = 0
+    newest: list[int] = []
+    for turn in range(60):
+        for number, writer in enumerate(writers):
+            if turn % 30 == 0 or number == 17:
+                count = 5 if number == 17 else 1
+                writer.refresh()
+                newest += writer.append(rows(range(total, total + count))).tolist()
+                total += count
+    newest = newest[-200:]
+    old = writers[0]
+    old.refresh()
+    with TrajectoryStore.open(path) as fresh:
+        for store in (old, fresh):
+            assert store.ids().tolist() == newest
+            assert store.watermark == total
+            assert store.read_scalars("tag").tolist() == list(range(total - 200, total))
+        assert fresh.verify().ok
+    for writer in writers:
+        writer.close()
+
+
+def test_two_compactions_at_once_double_nothing(tmp_path, backend):
+    """Whoever wins, every row is there once and as it was."""
+    for attempt in range(3):
+        path = create(tmp_path / f"s{attempt}", backend)
+        for number in range(8):
+            append_and_close(path, range(20 * number, 20 * number + 20))
+        stores = [TrajectoryStore.open(path, "a") for _ in range(2)]
+        errors = at_once(*(store.compact for store in stores))
+        assert all(isinstance(error, StoreError) for error in errors), errors
+        for store in stores:
+            store.refresh()
+            assert len(store) == store.watermark == 160
+            store.close()
+        assert tags_of(path) == list(range(160))
+
+
+@pytest.mark.parametrize("upkeep", ["compact", "evict"])
+def test_a_writer_that_was_idle_for_hours_appends_what_all_can_see(tmp_path, backend, clock, upkeep):
+    """Its segment was compacted or evicted meanwhile, by a process whose clock is two hours ahead."""
+    limit = 5 if upkeep == "evict" else None
+    path = create(tmp_path / "s", backend, max_trajectories=limit, segment_rows=4)
+    idle = TrajectoryStore.open(path, "a")
+    idle.append(rows([1]))
+    clock(7200)
+    append_and_close(path, range(2, 12))
+    append_and_close(path, [12])
+    if upkeep == "compact":
+        with TrajectoryStore.open(path, "a") as store:
+            store.compact()
+    clock(0)
+    idle.refresh()
+    ids = idle.append(rows([13]))
+    idle.update(ids, priority=3.5)
+    assert int(ids[0]) in idle.ids().tolist()
+    wanted = list(range(9, 14)) if upkeep == "evict" else list(range(1, 14))
+    assert tags_of(path) == wanted
+    with TrajectoryStore.open(path) as fresh:
+        assert fresh.read(ids)["tag"].tolist() == [13]
+        assert fresh.read(ids)["priority"].tolist() == [3.5]
+        assert fresh.watermark == 13
+    idle.close()
+    assert tags_of(path) == wanted
+
+
+@pytest.mark.parametrize("upkeep", ["compact", "evict"])
+def test_an_idle_writer_that_has_not_refreshed_loses_nothing(tmp_path, backend, clock, upkeep):
+    """What it appends next is there for every reader, or older than the newest `max_trajectories`."""
+    limit = 5 if upkeep == "evict" else None
+    path = create(tmp_path / "s", backend, max_trajectories=limit, segment_rows=4)
+    idle = TrajectoryStore.open(path, "a")
+    idle.append(rows([1]))
+    append_and_close(path, range(2, 6))
+    clock(7200)
+    with TrajectoryStore.open(path, "a") as store:
+        if upkeep == "compact":
+            store.compact()
+        else:
+            store.append(rows(range(6, 12)))
+    ids = idle.append(rows([20]))
+    with TrajectoryStore.open(path) as fresh:
+        assert int(ids[0]) in fresh.ids().tolist()
+        assert fresh.read(ids)["tag"].tolist() == [20]
+        assert fresh.watermark == (6 if upkeep == "compact" else 12)
+        assert fresh.verify().ok
+    idle.close()
+    assert tags_of(path)[-1] == 20
+
+
+def test_an_update_after_another_process_compacted_is_there(tmp_path, backend):
+    """The updating process has not refreshed since: its update is seen by all, and outlives further compactions."""
+    path = create(tmp_path / "s", backend)
+    ids = append_and_close(path, range(10))
+    append_and_close(path, [10])
+    learner = TrajectoryStore.open(path, "a")
+    learner.update(ids, priority=1.0)
+    for value in (5.0, 6.0):
+        with TrajectoryStore.open(path, "a") as store:
+            store.compact()
+        learner.update(ids, priority=value)
+        assert learner.read_scalars("priority", ids).tolist() == [value] * 10
+        learner.refresh()
+        with TrajectoryStore.open(path) as fresh:
+            for store in (learner, fresh):
+                assert store.read_scalars("priority", ids).tolist() == [value] * 10
+    learner.close()
+    with TrajectoryStore.open(path, "a") as store:
+        store.compact()
+        assert store.read_scalars("priority", ids).tolist() == [6.0] * 10
+    assert tags_of(path) == list(range(11))
+
+
+def test_a_clock_that_is_behind_hides_no_row_and_no_update(tmp_path, backend, clock):
+    """Five seconds behind, a full ring: new rows are the newest, and the later of two updates wins."""
+    path = create(tmp_path / "s", backend, max_trajectories=10)
+    with TrajectoryStore.open(path, "a") as store:
+        ids = store.append(rows(range(10)))
+        store.update(ids[5:], priority=100.0)
+    clock(-5)
+    with TrajectoryStore.open(path, "a") as store:
+        store.update(ids[5:], priority=200.0)
+        new = store.append(rows([10, 11]))
+        assert store.ids().tolist() == [*ids[2:].tolist(), *new.tolist()]
+        assert store.read_scalars("priority", ids[5:]).tolist() == [200.0] * 5
+        store.refresh()
+        assert store.ids()[-2:].tolist() == new.tolist()
+    assert tags_of(path) == list(range(2, 12))
+    with TrajectoryStore.open(path) as fresh:
+        assert fresh.read_scalars("priority", ids[5:]).tolist() == [200.0] * 5
+
+
+def test_updates_take_ids_and_values_of_any_memory_layout(tmp_path, backend):
+    """Every second id, every second value, one value for all; text and ragged columns as well as scalars."""
+    path = create(tmp_path / "s", backend)
+    with TrajectoryStore.open(path, "a") as store:
+        ids = store.append(rows(range(10)))
+        assert not ids[::2].flags["C_CONTIGUOUS"]
+        store.update(ids[::2], priority=np.arange(10.0)[::2])
+        store.update(ids[::-2], text=[f"new {i}" for i in range(5)])
+        store.update(ids[::3], ref=[np.arange(2 * (i % 4), dtype=np.float32)[::2] for i in range(0, 10, 3)])
+        store.update(ids[1::2], priority=-1)
+        more = store.append({**rows([10, 11]), "tag": np.arange(10, 14)[::2], "priority": np.arange(4.0)[::2]})
+        assert store.read_scalars("tag", more).tolist() == [10, 12]
+    with TrajectoryStore.open(path) as store:
+        assert store.read_scalars("priority", ids).tolist() == [0, -1, 2, -1, 4, -1, 6, -1, 8, -1]
+        texts = store.read(ids, "text")["text"]
+        assert texts[::-2] == [f"new {i}" for i in range(5)]
+        assert texts[::2] == [f"row {i}" for i in range(0, 10, 2)]
+        ref = store.read(ids, "ref")["ref"]
+        assert [r.tolist() for r in ref[::3]] == [[2.0 * j for j in range(i % 4)] for i in range(0, 10, 3)]
+        assert ref[1].tolist() == [-1.0]
+
+
+def test_a_snapshot_keeps_the_values_of_then(tmp_path, backend):
+    """Reads as of the snapshot give its ids and its values, or say that a compaction has folded them; never others."""
+    path = create(tmp_path / "s", backend)
+    with TrajectoryStore.open(path, "a") as store:
+        ids = store.append(rows(range(10)))
+        store.update(ids[:2], text=["first"] * 2)
+        snapshot = store.snapshot()
+        store.update(ids[:3], text=["second"] * 3, priority=2.0)
+        store.append(rows(range(10, 15)))
+    append_and_close(path, [15])
+    with TrajectoryStore.open(path, "a") as store:
+        for compacted in (False, True):
+            assert store.ids(snapshot).tolist() == ids.tolist()
+            assert store.read(ids[:4], "text")["text"] == ["second"] * 3 + ["row 3"]
+            try:
+                then = store.as_of(snapshot).read(ids[:4], ["text", "priority"])
+            except StoreError:
+                assert compacted
+            else:
+                assert then["text"] == ["first", "first", "row 2", "row 3"]
+                assert then["priority"].tolist() == [0.0] * 4
+            store.compact()
+            store.refresh()
+
+
+@pytest.mark.timeout(120)
+def test_no_reader_mistakes_a_compaction_for_damage(tmp_path, backend):
+    """For some seconds one process compacts without pause; reads, updates and `verify` of others never fail."""
+    path = create(tmp_path / "s", backend, segment_rows=8)
+    ids = append_and_close(path, range(8))
+    append_and_close(path, range(8, 16))
+    end, counts = time.monotonic() + 4, dict.fromkeys(["compacted", "read", "updated", "verified"], 0)
+
+    def compact():
+        tag = 16
+        while time.monotonic() < end:
+            append_and_close(path, [tag])
+            with TrajectoryStore.open(path, "a") as store:
+                store.compact()
+            tag += 1
+            counts["compacted"] += 1
+
+    def read():
+        with TrajectoryStore.open(path) as store:
+            while time.monotonic() < end:
+                known = store.ids()
+                found = store.read(known)["tag"]
+                assert found.tolist() == list(range(len(known)))
+                counts["read"] += 1
+                if counts["read"] % 3 == 0:
+                    store.refresh()
+
+    def update():
+        with TrajectoryStore.open(path, "a") as store:
+            while time.monotonic() < end:
+                counts["updated"] += 1
+                time.sleep(0.001)
+                store.update(ids[:4], priority=float(counts["updated"]))
+                assert store.read_scalars("priority", ids[:4]).tolist() == [counts["updated"]] * 4
+
+    def verify():
+        with TrajectoryStore.open(path) as store:
+            while time.monotonic() < end:
+                report = store.verify()
+                assert report.ok, str(report)
+                counts["verified"] += 1
+
+    errors = at_once(compact, read, update, verify)
+    assert not errors, errors
+    assert min(counts.values()) > 2, counts
+    with TrajectoryStore.open(path) as store:
+        assert store.read_scalars("priority", ids[:4]).tolist() == [counts["updated"]] * 4
+
+
+def test_ids_that_were_evicted_are_said_to_be_gone(tmp_path, backend):
+    """Reading or updating one names it, and nothing else happens to the others."""
+    path = create(tmp_path / "s", backend, max_trajectories=6, segment_rows=3)
+    ids = append_and_close(path, range(6))
+    more = append_and_close(path, range(6, 12))
+    with TrajectoryStore.open(path, "a") as store:
+        assert store.ids().tolist() == more.tolist()
+        with pytest.raises(MissingRowError, match=str(int(ids[0]))):
+            store.update([int(ids[0]), int(more[0])], priority=1.0)
+        assert store.read_scalars("priority").tolist() == [0.0] * 6
+    assert tags_of(path) == list(range(6, 12))
