@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store.errors import MissingRowError, SegmentGoneError, StoreError
+from trajectory_store.errors import MissingRowError, SegmentGoneError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, segment_name
 from trajectory_store.journal import Entry, Journal, State
 from trajectory_store.medium import Medium

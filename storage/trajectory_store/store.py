@@ -308,7 +308,7 @@ class TrajectoryStore(StoreReads):
                 _same_lengths(column, batch.lengths[column.axis], gather.base_lengths(column.axis))
         if not len(wanted):
             return
-        batch.extra = {TARGET: wanted}
+        batch.extra = {TARGET: np.ascontiguousarray(wanted)}
         stream = self._update_streams.get(names)
         if stream is None:
             stream = self._update_streams[names] = Stream(self._catalog, self._root, "update", self.durability)

@@ -160,7 +160,7 @@ def test_one_bad_file_costs_what_it_holds(copies, backend):
     copy, wanted = copies(backend, "wide")
     known = dict(zip(wanted["ids"], zip(wanted["tag"], wanted["x"], wanted["mask"], strict=True), strict=True))
     inner = [number for number, file in enumerate(files(copy())) if file.parent != copy()]
-    for number in random.Random(0).sample(inner, min(len(inner), 40)):
+    for number in random.Random(0).sample(inner, min(len(inner), 16)):
         path = copy()
         file = files(path)[number]
         file.write_bytes(b"\xff{garbage")

@@ -41,6 +41,7 @@ from trajectory_store.segment import Segment
 from trajectory_store.verify import Findings
 
 HEADER = "zarr.json"
+LOOK_AHEAD = 8
 _OLD_S = 60.0
 
 
@@ -110,7 +111,9 @@ class ObjectMedium(Medium):
             except StoreError as error:
                 out.append(error)
         try:
-            self.refresh([s for s in out if isinstance(s, Segment)])
+            found = [s for s in out if isinstance(s, ObjectSegment)]
+            self.refresh(found)
+            self._look_ahead([s for s in found if not s.finished and s.ordinal not in self._own])
         except StoreError as error:
             out = [error if isinstance(s, Segment) and not s.records else s for s in out]
         return out
@@ -152,6 +155,24 @@ class ObjectMedium(Medium):
                     more.append(segment)
             asking, wave = more, wave + 1
         return [s for s in objects if s.rows != before[s]]
+
+    def _look_ahead(self, segments: Sequence[ObjectSegment]) -> None:
+        """Tell the end of a segment from an object that is missing or damaged in its middle."""
+        while segments:
+            keys = [s.key(s.records + i) for s in segments for i in range(1, LOOK_AHEAD + 1)]
+            tails = iter(self.bucket.tails(keys, TAIL))
+            more: list[ObjectSegment] = []
+            for s in segments:
+                first = s.records
+                ahead = [s.parse(first + i, next(tails)) for i in range(1, LOOK_AHEAD + 1)]
+                following = next((c for c in ahead if c is not None), None)
+                if following is None:
+                    continue
+                now = s.parse(first, self.bucket.tails([s.key(first)], TAIL)[0])  # it may have been put meanwhile
+                s.skip_to(following) if now is None else s.add(now)
+                more.append(s)
+            self.refresh(more)
+            segments = [s for s in more if not s.finished]
 
     def forget(self, segment: Segment) -> None:
         """Give back the cached columns of a segment that left."""

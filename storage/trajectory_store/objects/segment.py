@@ -132,19 +132,26 @@ class ObjectSegment(Segment):
                 last = self.history[-1] if self.history else None
                 starts = last.ends if last else (0,) * len(self._axes)
                 self._add(Brief(n_rows, (last.rows_end if last else 0) + n_rows, time_ns, starts, tuple(ends)))
-        if commit.seq == self.records + 1:  # the one before cannot be read; this one says what it must have held
-            self._stand_in(commit)
         if commit.seq != self.records:
             return
         starts = tuple(commit.starts[axis] for axis in self._axes)
         ends = tuple(commit.ends[axis] for axis in self._axes)
         self._add(Brief(commit.n_rows, commit.rows_end, commit.time_ns, starts, ends))
+        self.finished |= commit.n_rows == 0
 
-    def _stand_in(self, following: Commit) -> None:
+    def skip_to(self, following: Commit) -> None:
+        """Commits are missing or cannot be read: the one behind them says what they must have held."""
         last = self.history[-1] if self.history else Brief(0, 0, 0, (0,) * len(self._axes), (0,) * len(self._axes))
         rows_end = following.rows_end - following.n_rows
         ends = tuple(following.starts[axis] for axis in self._axes)
-        self._add(Brief(rows_end - last.rows_end, rows_end, last.time_ns, last.ends, ends))
+        for seq in range(self.records, following.seq):
+            key = self.key(seq)
+            if key not in self._unreadable:
+                self.damaged.append(f"object {key} is missing.")
+            n_rows = rows_end - last.rows_end
+            self._add(Brief(n_rows, rows_end, last.time_ns, last.ends, ends))
+            last = self.history[-1]
+        self.add(following)
 
     def _add(self, brief: Brief) -> None:
         if brief.n_rows < 0 or brief.rows_end > self.meta.rows_cap:
@@ -157,7 +164,6 @@ class ObjectSegment(Segment):
             self._wanted[self.records - 1] = True
             self._version += 1
         self.rows = brief.rows_end
-        self.finished |= brief.n_rows == 0
 
     def next_seqs(self, wave: int) -> list[int]:
         """The commits to ask for: the next ones, and the ends of the blocks ahead."""
@@ -175,13 +181,9 @@ class ObjectSegment(Segment):
             n = self.records
             block = n - n % BLOCK + BLOCK - 1
             commit = commits.get(block) or commits.get(n)
-            if commit is None and n in seqs and self.key(n) in self._unreadable:
-                commit = commits.get(n + 1)
             if commit is None:
                 break
             self.add(commit)
-            if self.records == n:
-                break
         return not self.finished and bool(commits) and max(commits) == max(seqs)
 
     def key(self, seq: int) -> str:
