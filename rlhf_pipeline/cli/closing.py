@@ -7,10 +7,10 @@ import shutil
 
 from rlhf_pipeline.cli.plan import Plan
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.events import RunFinished
 from rlhf_pipeline.report.replayed import sources_of
 from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.words import count, duration, number
+from rlhf_pipeline.run.events import RunFinished
 
 
 def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:

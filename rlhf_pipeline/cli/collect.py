@@ -13,8 +13,8 @@ from rlhf_pipeline.cli.plan import Plan, make_joining_plan
 from rlhf_pipeline.cli.process import TRY_AGAIN, import_torch, signals_seen, stopped_code, view_of_stdout
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import RewardError, RunExistsError, RunStorageError
-from rlhf_pipeline.events import CollectorFinished, Event, RolloutDone
 from rlhf_pipeline.report.words import count, duration, number
+from rlhf_pipeline.run.events import CollectorFinished, Event, RolloutDone
 from trajectory_store import StoreError
 
 _SECONDS_BETWEEN_LINES: Final = 1.0
@@ -29,7 +29,7 @@ def execute(args: argparse.Namespace) -> int:
     try:
         with signals_seen(seen):
             import_torch(plan.device)
-            from rlhf_pipeline.service.collect import collect
+            from rlhf_pipeline.run.processes.collect import collect
 
             definitions.share_with_workers()
             finished = collect(

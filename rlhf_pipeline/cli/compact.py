@@ -18,7 +18,7 @@ from rlhf_pipeline.report.inspect import disk_usage
 from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.stored import open_run_or_store
 from rlhf_pipeline.report.words import count, duration
-from rlhf_pipeline.run_lock import run_lock
+from rlhf_pipeline.run.locks import run_lock
 from trajectory_store import CompactReport, TrajectoryStore
 
 _SAY_EVERY_S = 5.0

@@ -10,7 +10,7 @@ from rlhf_pipeline.cli.closing import finish
 from rlhf_pipeline.cli.plan import make_joining_plan
 from rlhf_pipeline.cli.process import TRY_AGAIN, import_torch, signals_seen, stopped_code, view_of_stdout
 from rlhf_pipeline.errors import RunExistsError, RunStorageError
-from rlhf_pipeline.service.weights import reopen
+from rlhf_pipeline.run.processes.weights import reopen
 from trajectory_store import StoreError
 
 
@@ -23,7 +23,7 @@ def execute(args: argparse.Namespace) -> int:
     try:
         with signals_seen(seen):
             import_torch(plan.device)
-            from rlhf_pipeline.service.learn import learn
+            from rlhf_pipeline.run.processes.learn import learn
 
             definitions.share_with_workers()
             finished = learn(

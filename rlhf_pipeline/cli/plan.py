@@ -13,8 +13,8 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunMismatchError
 from rlhf_pipeline.report.replayed import has_chosen
 from rlhf_pipeline.report.run_folder import RunFolder, is_run
-from rlhf_pipeline.run_record import check_processes, check_unchanged
-from rlhf_pipeline.service.heartbeat import read_heartbeat
+from rlhf_pipeline.run.folder import check_processes, check_unchanged
+from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

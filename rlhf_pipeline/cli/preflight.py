@@ -23,7 +23,7 @@ from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.prompts import Prompt
 from rlhf_pipeline.report.run_folder import RunFolder, is_run, not_found
 from rlhf_pipeline.report.stored import Stored, open_run_or_store
-from rlhf_pipeline.run_record import is_free
+from rlhf_pipeline.run.folder import is_free
 
 _DEVICES = ("cpu", "cuda", "mps")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TextIO
 
-from rlhf_pipeline.events import Event, Notice, RunFinished, RunStarted, StepDone
 from rlhf_pipeline.report.sparkline import sparkline
 from rlhf_pipeline.report.words import count, number, plain
+from rlhf_pipeline.run.events import Event, Notice, RunFinished, RunStarted, StepDone
 
 _NOTICES_OF_A_KIND = 3
 _STEPS_BETWEEN_LINES = 10

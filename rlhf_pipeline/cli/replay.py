@@ -12,7 +12,7 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError
 from rlhf_pipeline.report.run_folder import RunConfig, RunFolder, is_run, not_found
 from rlhf_pipeline.report.words import count
-from rlhf_pipeline.run_record import check_unchanged
+from rlhf_pipeline.run.folder import check_unchanged
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -47,15 +47,15 @@ def replay_run(folder: Path, *, from_step: int, num_steps: int | None, device: s
     device = device or config.device
     preflight.check_device(device)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # about how libraries use torch's internals
-    from rlhf_pipeline import rerun
+    from rlhf_pipeline.run import retake
 
-    plan = rerun.plan_rerun(folder, from_step=from_step, num_steps=num_steps)
+    plan = retake.plan_rerun(folder, from_step=from_step, num_steps=num_steps)
     before = plan.first - 1 - plan.start
     lead = f", after taking {count(before, 'step')} before it again" if before else ""
     print(f"{folder}: steps {plan.first} to {plan.last}, from checkpoint {plan.checkpoint.name}{lead}, on {device}")
     print(f"{'step':>6}  {'trajectories':>12}  {'recorded loss':>22}  {'recomputed loss':>22}  result")
     bad, inexact = 0, 0
-    for found in rerun.retake(pipeline, plan, run_dir=folder, seed=config.seed, device=device):
+    for found in retake.retake(pipeline, plan, run_dir=folder, seed=config.seed, device=device):
         bad, inexact = bad + (not found.ok), inexact + (found.ok and not found.same_bits)
         losses = f"{_figure(found.recorded):>22}  {_figure(found.computed):>22}"
         print(f"{found.step:>6}  {found.num_trajectories:>12,}  {losses}  {_result(found)}", flush=True)
@@ -69,7 +69,7 @@ def replay_run(folder: Path, *, from_step: int, num_steps: int | None, device: s
     return 1 if bad else 0
 
 
-def _result(found) -> str:  # noqa: ANN001 - a rerun.Retaken, whose module needs torch
+def _result(found) -> str:  # noqa: ANN001 - a retake.Retaken, whose module needs torch
     if found.batch_problem is not None:
         return f"DIFFERENT BATCH: {found.batch_problem}"
     if found.same_bits:

@@ -12,9 +12,9 @@ from rlhf_pipeline.cli.closing import finish
 from rlhf_pipeline.cli.plan import Plan, make_plan
 from rlhf_pipeline.cli.process import import_torch, signals_seen, stopped_code, view_of_stdout
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.events import RunFinished
 from rlhf_pipeline.report.run_folder import is_run
 from rlhf_pipeline.report.words import duration
+from rlhf_pipeline.run.events import RunFinished
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -60,11 +60,11 @@ def _run(plan: Plan, view: RunView, started: float, seen: list[int]) -> RunFinis
     """Import torch and run; `seen` collects the signals that arrived."""
     with signals_seen(seen):
         import_torch(plan.device)
-        from rlhf_pipeline import runtime
+        from rlhf_pipeline.run import start
 
         definitions.share_with_workers()
         view.say(f"torch is there ({duration(time.perf_counter() - started)}); building the model and the store ...")
-        return runtime.run(
+        return start.run(
             plan.pipeline,
             run_dir=plan.out,
             seed=plan.seed,

@@ -1,7 +1,1 @@
-"""Learning from stores alone: gather the trajectories, then take steps on them; nothing is sampled."""
-
-from __future__ import annotations
-
-from rlhf_pipeline.offline.run import replay_stores
-
-__all__ = ["replay_stores"]
+"""A run: its folder, the loop that takes its steps, what they learn from, and its processes."""

@@ -14,7 +14,7 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.config_text import to_json
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError
 from rlhf_pipeline.jsonl import write_atomically
-from rlhf_pipeline.run_inputs import check_inputs, describe_inputs
+from rlhf_pipeline.run.inputs import check_inputs, describe_inputs
 
 FILE_NAME: Final = "config.json"
 

@@ -19,13 +19,13 @@ import torch
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.events import EventHandler
 from rlhf_pipeline.functional.advantage import group_advantage
 from rlhf_pipeline.keys import ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS, REWARD, TASK_REWARD, Key
-from rlhf_pipeline.offline.sources import Choice, Limits, check_vocabulary, open_sources
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.schema import INTERNAL, PENDING, REWARD_COLUMN, SLOT, trajectory_schema
-from rlhf_pipeline.run_loop import tell
+from rlhf_pipeline.run.choice import Choice, Limits, check_vocabulary, open_sources
+from rlhf_pipeline.run.events import EventHandler
+from rlhf_pipeline.run.loop import tell
 from rlhf_pipeline.transforms._columns import Columns, Flat
 from rlhf_pipeline.transforms._groups import read
 from rlhf_pipeline.transforms._rebuild import td_of

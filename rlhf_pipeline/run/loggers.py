@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.events import Event, EventHandler, StepDone
 from rlhf_pipeline.jsonl import read_rows
+from rlhf_pipeline.run.events import Event, EventHandler, StepDone
 
 _INSTALL = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from rlhf_pipeline.checkpoint import list_checkpoints
 from rlhf_pipeline.config import Learn
-from rlhf_pipeline.events import EventHandler, Notice, StepDone
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.run_progress import MetricsFile, Progress, replaced
-from rlhf_pipeline.signals import StopRequest
+from rlhf_pipeline.run.events import EventHandler, Notice, StepDone
+from rlhf_pipeline.run.progress import MetricsFile, Progress, replaced
+from rlhf_pipeline.run.signals import StopRequest
 
 logger = logging.getLogger(__name__)
 

@@ -13,25 +13,25 @@ import torch
 
 from rlhf_pipeline.config import Pipeline, Replay
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.events import EventHandler, RunFinished, RunStarted, ignore_events
 from rlhf_pipeline.jsonl import write_atomically
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.ledger import Ledger
-from rlhf_pipeline.learner.loggers import with_logger
-from rlhf_pipeline.offline.gather import GatherCounts, Gatherer, gather_schema
-from rlhf_pipeline.offline.sources import Choice, Limits, choose, gathered, mark_gathered
-from rlhf_pipeline.offline.steps import RECORDED_LEDGER, ledger_to_follow, steps_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
-from rlhf_pipeline.run_lock import run_lock
-from rlhf_pipeline.run_log import log_file, named_disk_errors
-from rlhf_pipeline.run_loop import Loop, Reason, tell
-from rlhf_pipeline.run_progress import Progress
-from rlhf_pipeline.run_record import check_folder, check_processes, check_unchanged, make_record, write_record
-from rlhf_pipeline.runtime_build import build_loss, build_policy
-from rlhf_pipeline.runtime_state import restore, save_run
-from rlhf_pipeline.signals import StopRequest, stop_on_signals
+from rlhf_pipeline.run.build import build_loss, build_policy
+from rlhf_pipeline.run.choice import Choice, Limits, choose, gathered, mark_gathered
+from rlhf_pipeline.run.events import EventHandler, RunFinished, RunStarted, ignore_events
+from rlhf_pipeline.run.folder import check_folder, check_processes, check_unchanged, make_record, write_record
+from rlhf_pipeline.run.gather import GatherCounts, Gatherer, gather_schema
+from rlhf_pipeline.run.locks import run_lock
+from rlhf_pipeline.run.log import log_file, named_disk_errors
+from rlhf_pipeline.run.loggers import with_logger
+from rlhf_pipeline.run.loop import Loop, Reason, tell
+from rlhf_pipeline.run.progress import Progress
+from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
+from rlhf_pipeline.run.sources import RECORDED_LEDGER, ledger_to_follow, steps_of
+from rlhf_pipeline.run.state import restore, save_run
 from trajectory_store import Schema
 
 

@@ -16,10 +16,10 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, MissingPathError
 from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.offline.batches import Batches
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
-from rlhf_pipeline.runtime_build import build_loss, build_policy
+from rlhf_pipeline.run.batches import Batches
+from rlhf_pipeline.run.build import build_loss, build_policy
 from trajectory_store import MissingRowError, TrajectoryStore
 
 _OWN_FIELDS = frozenset({"step", "row_ids", "trajectory_ids", "watermark", "seed", "ages", "ess"})

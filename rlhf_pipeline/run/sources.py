@@ -13,9 +13,9 @@ from rlhf_pipeline.config import Pipeline, Replay
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.offline.batches import Batches
-from rlhf_pipeline.run_loop import Loop
-from rlhf_pipeline.run_progress import MetricsFile
+from rlhf_pipeline.run.batches import Batches
+from rlhf_pipeline.run.loop import Loop
+from rlhf_pipeline.run.progress import MetricsFile
 from trajectory_store import TrajectoryStore
 
 RECORDED_LEDGER: Final = "recorded_ledger.jsonl"

@@ -8,17 +8,17 @@ from pathlib import Path
 
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Learn, Pipeline
-from rlhf_pipeline.events import EventHandler, RunFinished, RunStarted, ignore_events
-from rlhf_pipeline.learner.loggers import with_logger
-from rlhf_pipeline.offline import replay_stores
-from rlhf_pipeline.run_lock import run_lock
-from rlhf_pipeline.run_log import log_file, named_disk_errors
-from rlhf_pipeline.run_loop import Loop, tell
-from rlhf_pipeline.run_progress import MetricsFile, Progress
-from rlhf_pipeline.run_record import check_folder, check_processes, check_unchanged, make_record, write_record
-from rlhf_pipeline.runtime_build import Parts, build_models, build_parts
-from rlhf_pipeline.runtime_state import restore, save_run
-from rlhf_pipeline.signals import stop_on_signals
+from rlhf_pipeline.run.build import Parts, build_models, build_parts
+from rlhf_pipeline.run.events import EventHandler, RunFinished, RunStarted, ignore_events
+from rlhf_pipeline.run.folder import check_folder, check_processes, check_unchanged, make_record, write_record
+from rlhf_pipeline.run.locks import run_lock
+from rlhf_pipeline.run.log import log_file, named_disk_errors
+from rlhf_pipeline.run.loggers import with_logger
+from rlhf_pipeline.run.loop import Loop, tell
+from rlhf_pipeline.run.progress import MetricsFile, Progress
+from rlhf_pipeline.run.replay_stores import replay_stores
+from rlhf_pipeline.run.signals import stop_on_signals
+from rlhf_pipeline.run.state import restore, save_run
 
 
 def run(

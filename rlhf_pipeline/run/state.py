@@ -9,7 +9,7 @@ from rlhf_pipeline.checkpoint import list_checkpoints
 from rlhf_pipeline.jsonl import sync_file
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
-from rlhf_pipeline.run_progress import Progress
+from rlhf_pipeline.run.progress import Progress
 
 
 class Saved(Protocol):

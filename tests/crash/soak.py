@@ -31,7 +31,7 @@ from _soak_checks import GOAL, Line, Witness, check_run, mean_reward
 
 from rlhf_pipeline import definitions
 from rlhf_pipeline.report.run_folder import RunFolder
-from rlhf_pipeline.service.heartbeat import read_heartbeat
+from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
 
 ROLES = ("supervisor", "learner", "collector-0", "collector-1")
 KILL_EVERY_S = (5.0, 12.0)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.service.heartbeat import holder, is_alive, read_heartbeat
+from rlhf_pipeline.run.processes.heartbeat import holder, is_alive, read_heartbeat
 
 logger = logging.getLogger(__name__)
 

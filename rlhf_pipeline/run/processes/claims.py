@@ -23,8 +23,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.service.admission import may_start
-from rlhf_pipeline.service.weights import Published
+from rlhf_pipeline.run.processes.admission import may_start
+from rlhf_pipeline.run.processes.weights import Published
 from trajectory_store import Column, Schema, TrajectoryStore
 
 ROLLOUTS_SCHEMA: Final = Schema(

@@ -18,17 +18,17 @@ from rlhf_pipeline.checkpoint import load_weights
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import RewardError, RunExistsError
-from rlhf_pipeline.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.slot_engine import WeightRefresh
-from rlhf_pipeline.run_log import log_file
-from rlhf_pipeline.run_loop import tell
-from rlhf_pipeline.runtime_build import Parts, build_models, build_parts
-from rlhf_pipeline.service.claims import Claims, Flow
-from rlhf_pipeline.service.heartbeat import Heartbeat, Pause, is_alive, process_lock
-from rlhf_pipeline.service.run_files import shared_run
-from rlhf_pipeline.service.weights import Published, read_published, version_folder
-from rlhf_pipeline.signals import StopRequest, stop_on_signals
+from rlhf_pipeline.run.build import Parts, build_models, build_parts
+from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
+from rlhf_pipeline.run.log import log_file
+from rlhf_pipeline.run.loop import tell
+from rlhf_pipeline.run.processes.claims import Claims, Flow
+from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause, is_alive, process_lock
+from rlhf_pipeline.run.processes.run_files import shared_run
+from rlhf_pipeline.run.processes.weights import Published, read_published, version_folder
+from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from trajectory_store import TrajectoryStore
 
 logger = logging.getLogger(__name__)

@@ -15,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.events import EventHandler, RunFinished, RunStarted, ignore_events
-from rlhf_pipeline.learner.loggers import with_logger
-from rlhf_pipeline.run_log import log_file, named_disk_errors
-from rlhf_pipeline.run_loop import take_step, tell
-from rlhf_pipeline.run_progress import MetricsFile, Progress
-from rlhf_pipeline.runtime_build import Models, Parts, build_models, build_parts
-from rlhf_pipeline.runtime_state import restore, save_run
-from rlhf_pipeline.service.heartbeat import Heartbeat, Pause, is_alive, process_lock
-from rlhf_pipeline.service.run_files import shared_run
-from rlhf_pipeline.service.weights import Published, publish, read_published
-from rlhf_pipeline.signals import StopRequest, stop_on_signals
+from rlhf_pipeline.run.build import Models, Parts, build_models, build_parts
+from rlhf_pipeline.run.events import EventHandler, RunFinished, RunStarted, ignore_events
+from rlhf_pipeline.run.log import log_file, named_disk_errors
+from rlhf_pipeline.run.loggers import with_logger
+from rlhf_pipeline.run.loop import take_step, tell
+from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause, is_alive, process_lock
+from rlhf_pipeline.run.processes.run_files import shared_run
+from rlhf_pipeline.run.processes.weights import Published, publish, read_published
+from rlhf_pipeline.run.progress import MetricsFile, Progress
+from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
+from rlhf_pipeline.run.state import restore, save_run
 from trajectory_store import TrajectoryStore
 
 logger = logging.getLogger(__name__)

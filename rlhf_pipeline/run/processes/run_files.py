@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.run_lock import run_lock
-from rlhf_pipeline.run_record import (
+from rlhf_pipeline.run.folder import (
     check_folder,
     check_processes,
     check_unchanged,
@@ -18,7 +17,8 @@ from rlhf_pipeline.run_record import (
     make_record,
     write_record,
 )
-from rlhf_pipeline.service.claims import ROLLOUTS_SCHEMA
+from rlhf_pipeline.run.locks import run_lock
+from rlhf_pipeline.run.processes.claims import ROLLOUTS_SCHEMA
 from trajectory_store import StoreNotFoundError, TrajectoryStore
 
 if TYPE_CHECKING:

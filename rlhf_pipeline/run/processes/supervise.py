@@ -17,14 +17,14 @@ from typing import Any, Literal
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import ProcessFailedError
-from rlhf_pipeline.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
-from rlhf_pipeline.run_log import log_file, named_disk_errors
-from rlhf_pipeline.service.children import Child, Exit, SupervisorConfig
-from rlhf_pipeline.service.heartbeat import Heartbeat, process_lock
-from rlhf_pipeline.service.metrics_tail import MetricsTail
-from rlhf_pipeline.service.run_files import shared_run
-from rlhf_pipeline.service.weights import read_published, reopen
-from rlhf_pipeline.signals import StopRequest, stop_on_signals
+from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
+from rlhf_pipeline.run.log import log_file, named_disk_errors
+from rlhf_pipeline.run.processes.children import Child, Exit, SupervisorConfig
+from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
+from rlhf_pipeline.run.processes.metrics_tail import MetricsTail
+from rlhf_pipeline.run.processes.run_files import shared_run
+from rlhf_pipeline.run.processes.weights import read_published, reopen
+from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from trajectory_store import StoreNotFoundError, TrajectoryStore
 
 __all__ = ["Supervisor", "SupervisorConfig", "supervise"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.jsonl import sync_file, sync_folder, write_atomically
-from rlhf_pipeline.service.heartbeat import is_alive
+from rlhf_pipeline.run.processes.heartbeat import is_alive
 
 _VERSION = re.compile(r"version-(\d{8})")
 

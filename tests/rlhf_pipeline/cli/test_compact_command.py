@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_pipeline.exchange import TrajectoryRecorder
-from rlhf_pipeline.run_lock import run_lock
+from rlhf_pipeline.run.locks import run_lock
 from trajectory_store import TrajectoryStore, copy_rows
 
 from .conftest import Cli

@@ -13,7 +13,7 @@ from rlhf_pipeline.learner.lora import AdaptersOff, add_adapters
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.report.run_folder import RunFolder
-from rlhf_pipeline.runtime import run
+from rlhf_pipeline.run.start import run
 from trajectory_store import TrajectoryStore
 
 

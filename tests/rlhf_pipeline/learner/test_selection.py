@@ -26,8 +26,8 @@ from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.policies.new_model import scratch_policy
-from rlhf_pipeline.rerun import plan_rerun, retake
-from rlhf_pipeline.runtime import run
+from rlhf_pipeline.run.retake import plan_rerun, retake
+from rlhf_pipeline.run.start import run
 
 
 def trajectory(number: int, reward: float, version: int, log_prob: float = -2.0) -> TensorDict:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.learner.ledger import Ledger
-from rlhf_pipeline.run_progress import MetricsFile, Progress, replaced
+from rlhf_pipeline.run.progress import MetricsFile, Progress, replaced
 
 
 def row(step: int, ids: list[int], **more: object) -> dict:

@@ -5,9 +5,9 @@ import multiprocessing
 
 import pytest
 
-from rlhf_pipeline.service.admission import may_start
-from rlhf_pipeline.service.claims import ROLLOUTS_SCHEMA, Claims, Flow
-from rlhf_pipeline.service.weights import Published, publish, read_published, version_folder
+from rlhf_pipeline.run.processes.admission import may_start
+from rlhf_pipeline.run.processes.claims import ROLLOUTS_SCHEMA, Claims, Flow
+from rlhf_pipeline.run.processes.weights import Published, publish, read_published, version_folder
 from trajectory_store import TrajectoryStore
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from rlhf_pipeline import CopyDigits, JsonlPrompts, Pipeline, PretrainedPolicy, TinyPolicy, token_match
 from rlhf_pipeline.errors import RunMismatchError
-from rlhf_pipeline.run_inputs import check_inputs, describe_inputs
-from rlhf_pipeline.run_record import check_unchanged, make_record, write_record
+from rlhf_pipeline.run.folder import check_unchanged, make_record, write_record
+from rlhf_pipeline.run.inputs import check_inputs, describe_inputs
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline import KLRewardTransform, MCAdvantage, Replay, RetrieveLogProb, TrajectoryReplayBuffer
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
-from rlhf_pipeline.events import ignore_events
-from rlhf_pipeline.offline import sources
-from rlhf_pipeline.offline.gather import Gatherer, gather_schema
-from rlhf_pipeline.offline.run import limits_of
-from rlhf_pipeline.offline.sources import Choice, Limits, choose
 from rlhf_pipeline.replay.schema import trajectory_schema
-from rlhf_pipeline.runtime_build import build_policy
+from rlhf_pipeline.run import choice as sources
+from rlhf_pipeline.run.build import build_policy
+from rlhf_pipeline.run.choice import Choice, Limits, choose
+from rlhf_pipeline.run.events import ignore_events
+from rlhf_pipeline.run.gather import Gatherer, gather_schema
+from rlhf_pipeline.run.replay_stores import limits_of
 from trajectory_store import Column, TrajectoryStore, copy_rows, diff
 
 from ._stores import VOCABULARY, make_store, offline

@@ -30,13 +30,13 @@ def definition() -> Pipeline:
 
 
 def collecting(run_dir: Path) -> None:
-    from rlhf_pipeline.service.collect import collect
+    from rlhf_pipeline.run.processes.collect import collect
 
     collect(definition(), run_dir=run_dir)
 
 
 def learning(run_dir: Path) -> None:
-    from rlhf_pipeline.service.learn import learn
+    from rlhf_pipeline.run.processes.learn import learn
 
     learn(definition(), run_dir=run_dir)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.jsonl import append_row, keep_rows
-from rlhf_pipeline.service.claims import ROLLOUTS_SCHEMA, Claims, Flow
-from rlhf_pipeline.service.collect import _named
-from rlhf_pipeline.service.heartbeat import process_lock
-from rlhf_pipeline.service.metrics_tail import MetricsTail
-from rlhf_pipeline.service.weights import Published, publish, read_published, reopen, version_folder
+from rlhf_pipeline.run.processes.claims import ROLLOUTS_SCHEMA, Claims, Flow
+from rlhf_pipeline.run.processes.collect import _named
+from rlhf_pipeline.run.processes.heartbeat import process_lock
+from rlhf_pipeline.run.processes.metrics_tail import MetricsTail
+from rlhf_pipeline.run.processes.weights import Published, publish, read_published, reopen, version_folder
 from trajectory_store import TrajectoryStore
 
 PUBLISHED = Published(version=0, next_version=0, rollouts_done=0)

@@ -17,23 +17,23 @@ import pytest
 from rlhf_pipeline import definitions
 from rlhf_pipeline.errors import DefinitionError, ProcessFailedError, RunExistsError
 from rlhf_pipeline.jsonl import append_row, keep_rows
-from rlhf_pipeline.service import supervise
-from rlhf_pipeline.service.heartbeat import Heartbeat, is_alive, process_lock, read_heartbeat
-from rlhf_pipeline.service.metrics_tail import MetricsTail
-from rlhf_pipeline.service.supervise import Supervisor, SupervisorConfig, share_cores
-from rlhf_pipeline.signals import StopRequest
+from rlhf_pipeline.run.processes import supervise
+from rlhf_pipeline.run.processes.heartbeat import Heartbeat, is_alive, process_lock, read_heartbeat
+from rlhf_pipeline.run.processes.metrics_tail import MetricsTail
+from rlhf_pipeline.run.processes.supervise import Supervisor, SupervisorConfig, share_cores
+from rlhf_pipeline.run.signals import StopRequest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 NAMES = ("learner", "collector-0")
 
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 from rlhf_pipeline.jsonl import append_row
-from rlhf_pipeline.service import supervise
-from rlhf_pipeline.service.heartbeat import Heartbeat, process_lock
-from rlhf_pipeline.service.weights import Published, publish, read_published
-from rlhf_pipeline.signals import stop_on_signals
+from rlhf_pipeline.run.processes import supervise
+from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
+from rlhf_pipeline.run.processes.weights import Published, publish, read_published
+from rlhf_pipeline.run.signals import stop_on_signals
 
 run_dir, name, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 with (run_dir / f"{name}.starts").open("a") as file:
@@ -75,7 +75,7 @@ while not stop and not has_ended():
 def _importable(monkeypatch, caplog):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'storage'}")
     monkeypatch.setattr(supervise, "_TICK_S", 0.05)
-    caplog.set_level(logging.INFO, logger="rlhf_pipeline.service")
+    caplog.set_level(logging.INFO, logger="rlhf_pipeline.run.processes")
 
 
 def command(run_dir: Path, name: str, body: str, parent: int | None = None) -> list[str]:
@@ -199,10 +199,10 @@ ALONE = """
 import os
 import sys
 from pathlib import Path
-from rlhf_pipeline.service import supervise
-from rlhf_pipeline.service.heartbeat import Heartbeat
-from rlhf_pipeline.service.supervise import Supervisor, SupervisorConfig
-from rlhf_pipeline.signals import stop_on_signals
+from rlhf_pipeline.run.processes import supervise
+from rlhf_pipeline.run.processes.heartbeat import Heartbeat
+from rlhf_pipeline.run.processes.supervise import Supervisor, SupervisorConfig
+from rlhf_pipeline.run.signals import stop_on_signals
 
 run_dir = Path(sys.argv[1])
 names = ["learner", "collector-0"]

@@ -11,8 +11,8 @@ from rlhf_pipeline.checkpoint import list_checkpoints
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, MissingPathError
 from rlhf_pipeline.jsonl import read_rows
-from rlhf_pipeline.rerun import RerunPlan, Retaken, plan_rerun, retake
-from rlhf_pipeline.runtime import run
+from rlhf_pipeline.run.retake import RerunPlan, Retaken, plan_rerun, retake
+from rlhf_pipeline.run.start import run
 from trajectory_store import TrajectoryStore
 
 

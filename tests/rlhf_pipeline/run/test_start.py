@@ -25,10 +25,10 @@ from rlhf_pipeline import (
     token_match,
 )
 from rlhf_pipeline.errors import MissingPathError, RewardError, RunExistsError, RunMismatchError
-from rlhf_pipeline.events import Event, Notice, RunFinished, RunStarted, StepDone
 from rlhf_pipeline.jsonl import read_rows
-from rlhf_pipeline.run_lock import run_lock
-from rlhf_pipeline.runtime import run
+from rlhf_pipeline.run.events import Event, Notice, RunFinished, RunStarted, StepDone
+from rlhf_pipeline.run.locks import run_lock
+from rlhf_pipeline.run.start import run
 from trajectory_store import TrajectoryStore
 
 SWITCH = {"fail": ()}
@@ -106,7 +106,7 @@ def test_a_run_leaves_everything_it_promises(tmp_path):
 
 def test_every_sampled_log_prob_is_what_the_policy_scores(tmp_path):
     """Stored behaviour log-probs equal teacher forcing with the weights that sampled them, within 1e-5."""
-    from rlhf_pipeline.runtime_build import build_models
+    from rlhf_pipeline.run.build import build_models
 
     run(tiny(learn__steps="1", learn__updates_per_rollout="1", collect__temperature="0.7"), run_dir=tmp_path / "run")
     policy = build_models(tiny(collect__temperature="0.7"), seed=0, device="cpu").policy
