@@ -3,6 +3,8 @@
     PipelineError
     +-- DefinitionError (ValueError)      a pipeline definition, a --set override or an argument is wrong
     +-- DataError (ValueError)            a prompt file, a trajectory or a batch is not what it must be
+    |   +-- MissingKeyError (KeyError)    a batch or a store has not the key that is asked for
+    |   +-- IncompleteError (RuntimeError)  a trajectory has no end
     +-- MissingPathError (FileNotFoundError)   a folder or file that the definition names is not there
     +-- RunExistsError (FileExistsError)  the run folder is taken
     +-- RunMismatchError (ValueError)     a resumed run or replay does not match what was recorded
@@ -30,6 +32,18 @@ class DefinitionError(PipelineError, ValueError):
 
 class DataError(PipelineError, ValueError):
     """A prompt file, a trajectory or a batch is not what it must be."""
+
+
+class MissingKeyError(DataError, KeyError):
+    """A batch or a store has not the key that is asked for."""
+
+    def __str__(self) -> str:
+        """Return the message as it is; a KeyError would quote it."""
+        return str(self.args[0]) if self.args else ""
+
+
+class IncompleteError(DataError, RuntimeError):
+    """A trajectory has no end."""
 
 
 class MissingPathError(PipelineError, FileNotFoundError):

@@ -9,7 +9,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rlhf_pipeline import keys
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.padding import Side
 
 __all__ = ["LossBatch", "MaskingStrategy", "read_batch"]
@@ -72,7 +72,7 @@ class _Reader:
         value = self.get(key)
         if value is None:
             found = sorted(str(k) for k in self.td.keys(include_nested=True, leaves_only=True) if k != key)
-            raise DataError(f"the batch has no {key!r}. {advice} It has: {', '.join(found[:12]) or 'nothing'}.")
+            raise MissingKeyError(f"the batch has no {key!r}. {advice} It has: {', '.join(found[:12]) or 'nothing'}.")
         return value
 
     def per_token(self, value: torch.Tensor | None, key: NestedKey, like: torch.Tensor) -> Any:
@@ -190,7 +190,7 @@ def _token_mask(
         lengths = prompt.to(tokens.device).reshape(len(tokens), -1)[:, :1]
         return attention.cumsum(1) > lengths
     if assistant is None:
-        raise DataError(
+        raise MissingKeyError(
             f"masking_strategy='sft' needs {keys.NUM_PROMPT_TOKENS!r}, {_PROMPT_TOKENS!r} or "
             f"{names.assistant_mask!r} to tell the response from the prompt; the batch has none of them."
         )

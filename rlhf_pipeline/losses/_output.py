@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
-from tensordict import TensorClass
+from tensordict import TensorDict
+from torchrl.objectives.llm.grpo import GRPOLossOutput as _TorchRLOutput
 
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.diagnostics import ess_from_sums
@@ -22,18 +25,11 @@ _MEANS = (
     "kl_to_ref",
     "kl_to_inference",
 )
-_SUMS = (
-    "loss_objective",
-    "loss_entropy",
-    "loss_kl_to_ref",
-    "loss_kl_to_inference",
-    "num_tokens",
-    "weight_sum",
-    "weight_square_sum",
-)
+_TERMS = ("loss_objective", "loss_entropy", "loss_kl_to_ref", "loss_kl_to_inference")
+_SUMS = (*_TERMS, "num_tokens", "weight_sum", "weight_square_sum")
 
 
-class GRPOLossOutput(TensorClass["nocast"]):
+class GRPOLossOutput(_TorchRLOutput):
     """Loss terms with gradient, and diagnostics without. All scalars, but for losses that are not reduced ([B, T]).
 
     Every diagnostic is a mean over the tokens that the mask keeps: prompt and padding dilute nothing. In nats where
@@ -62,16 +58,6 @@ class GRPOLossOutput(TensorClass["nocast"]):
     tensor(0.2500)
     """
 
-    loss_objective: torch.Tensor
-    clip_fraction: torch.Tensor
-    kl_approx: torch.Tensor
-    ESS: torch.Tensor
-    entropy: torch.Tensor | None = None
-    loss_entropy: torch.Tensor | None = None
-    loss_kl_to_ref: torch.Tensor | None = None
-    kl_to_ref: torch.Tensor | None = None
-    loss_kl_to_inference: torch.Tensor | None = None
-    kl_to_inference: torch.Tensor | None = None
     clip_fraction_low: torch.Tensor | None = None
     clip_fraction_high: torch.Tensor | None = None
     ess_sequence: torch.Tensor | None = None
@@ -79,13 +65,26 @@ class GRPOLossOutput(TensorClass["nocast"]):
     weight_sum: torch.Tensor | None = None
     weight_square_sum: torch.Tensor | None = None
 
+    @property
+    def _terms(self) -> dict[str, torch.Tensor]:
+        """The loss terms that there are."""
+        return {name: value for name in _TERMS if (value := getattr(self, name)) is not None}
+
     def total_loss(self) -> torch.Tensor:
         """The sum of all loss terms, to call `backward` on."""
-        terms = (self.loss_entropy, self.loss_kl_to_ref, self.loss_kl_to_inference)
-        total = self.loss_objective
-        for term in terms:
-            total = total if term is None else total + term
-        return total
+        return reduce(add, self._terms.values())
+
+    def mean(self, *args: Any, reduce: bool | None = None, **kwargs: Any) -> Any:
+        """With `reduce=True` the mean of the loss terms, to call `backward` on; else `TensorDict.mean` of every field.
+
+        TorchRL's recipes step on `loss.mean(reduce=True)`. Diagnostics are no part of it, so the step does not depend
+        on how many of them there are.
+        """
+        return TensorDict(self._terms).mean(reduce=True, **kwargs) if reduce else super().mean(*args, **kwargs)
+
+    def sum(self, *args: Any, reduce: bool | None = None, **kwargs: Any) -> Any:
+        """With `reduce=True` the sum of the loss terms, as `total_loss`; else `TensorDict.sum` of every field."""
+        return TensorDict(self._terms).sum(reduce=True, **kwargs) if reduce else super().sum(*args, **kwargs)
 
     @classmethod
     def merge(cls, outputs: Sequence[GRPOLossOutput]) -> GRPOLossOutput:

@@ -12,7 +12,7 @@ from torch import nn
 from torchrl.objectives.common import LossModule
 
 from rlhf_pipeline import keys
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.errors import MissingKeyError
 from rlhf_pipeline.functional.fused_head import fused_token_loss
 from rlhf_pipeline.functional.logprob import token_log_probs
 from rlhf_pipeline.functional.policy_loss import clip_bounds
@@ -283,7 +283,7 @@ class GRPOLoss(LossModule):
             decoupled=self.decoupled,
         )
         if self.kl_to_ref_coeff and batch.ref is None:
-            raise DataError(
+            raise MissingKeyError(
                 f"kl_to_ref_coeff is {self.kl_to_ref_coeff} but the batch has no {self.tensor_keys.ref_log_probs!r}. "
                 "Put RetrieveLogProb on the write path, or leave the coefficient out."
             )

@@ -22,7 +22,7 @@ from torchrl.modules.llm.policies.common import (
 )
 from torchrl.modules.llm.policies.common import LLMWrapperBase as _TorchRLWrapperBase
 
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.padding import Side
 from rlhf_pipeline.policies._batches import Key, TokenBatch, leaf, pad_like, prompt_lengths, read_ids
 from rlhf_pipeline.policies.distribution import LogProbDistribution
@@ -87,7 +87,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         batch = read_ids(tensordict, _sub(self.tokens_key, "full"), self._mask_key(tensordict), padding_side)
         if batch is None:
             names = sorted(str(k) for k in tensordict.keys(include_nested=True, leaves_only=True))
-            raise DataError(
+            raise MissingKeyError(
                 f"The TensorDict has no {_sub(self.tokens_key, 'full')!r} (it has: {', '.join(names) or 'nothing'}). "
                 "Write the token ids of prompt and completion there, [B, T] or ragged."
             )

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.keys import ADVANTAGE, DEGENERATE, PENDING_ID, RETURN, TOKENS, Key
 from rlhf_pipeline.replay._pending_home import Home, in_use, take_homes
 from rlhf_pipeline.replay._write import key_of, stored_array
@@ -123,7 +123,7 @@ class PendingLog:
         columns = ragged_tokens(saved.columns)
         tokens, reward = columns.get(TOKENS), saved.reward
         if not isinstance(tokens, Flat) or tokens.lengths is None:
-            raise DataError(f"the batch has no token ids under {TOKENS!r}, so it can not be stored")
+            raise MissingKeyError(f"the batch has no token ids under {TOKENS!r}, so it can not be stored")
         n = columns.n
         data: dict[str, Any] = {}
         plan = {key_of(c.name): c for c in self.store.schema if c.name not in _LEFT_OUT}

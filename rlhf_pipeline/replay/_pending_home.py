@@ -214,7 +214,7 @@ def in_use(writer: str | None, root: Path) -> RunExistsError:
     """The error of a name that a living process has."""
     return RunExistsError(
         f"the writer {writer!r} of {root.parent} is in use by a living process. Give each collector a name of its "
-        "own: TrajectoryReplayBuffer(writer=...)."
+        "own: TrajectoryReplayBuffer(writer_name=...)."
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from rlhf_pipeline.errors import DataError, did_you_mean
+from rlhf_pipeline.errors import DataError, IncompleteError, MissingKeyError, did_you_mean
 from rlhf_pipeline.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
@@ -73,7 +73,7 @@ def merge_steps(columns: Columns) -> Columns:
     last = torch.nonzero(ended).reshape(-1)
     if not last.numel() or int(last[-1]) != columns.n - 1:
         first = int(last[-1]) + 1 if last.numel() else 0
-        raise DataError(
+        raise IncompleteError(
             f"the last trajectory is not complete: steps {first} to {columns.n - 1} of {columns.n} have no {DONE!r}. "
             "Write whole trajectories, so that nothing is lost."
         )
@@ -127,7 +127,7 @@ def append_data(columns: Columns, schema: Schema) -> dict[str, Any]:
     """
     tokens = columns.get(TOKENS)
     if not isinstance(tokens, Flat) or tokens.lengths is None:
-        raise DataError(
+        raise MissingKeyError(
             f"the batch has no token ids under {TOKENS!r}. A trajectory is stored as its token ids; keys seen: "
             f"{list(columns)[:12]}"
         )

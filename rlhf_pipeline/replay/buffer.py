@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data.replay_buffers import ReplayBuffer, RoundRobinWriter, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
+from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter, Writer
 from torchrl.envs.transforms import Compose, Transform
 
 from rlhf_pipeline.errors import DataError, DefinitionError
@@ -72,9 +73,10 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         sampler: of `sample()`: a TorchRL sampler, or a strategy of `rlhf_pipeline.replay.samplers` or its name. None
             draws uniformly with replacement, as TorchRL does.
         seed: of all draws.
-        writer: a name for this process among several that collect into one store. Groups whose trajectories come over
-            several calls belong to one writer; after a crash a process of the same name goes on with them. Without a
-            name, the first process that writes takes over what dead processes without a name left behind.
+        writer: a TorchRL `Writer`, or a function that makes one. None appends, which is what this storage is made for.
+        writer_name: a name for this process among several that collect into one store. Groups whose trajectories come
+            over several calls belong to one writer; after a crash a process of the same name goes on with them. Without
+            a name, the first process that writes takes over what dead processes without a name left behind.
         device: where `sample`, `sample_step` and `read` put batches; a CUDA device is fed through pinned buffers with
             asynchronous copies. None leaves batches on the CPU.
         **kwargs: passed to TorchRL's `TensorDictReplayBuffer` (`prefetch`, `pin_memory`, ...).
@@ -110,7 +112,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         transform: Transform | None = None,
         sampler: Sampler | str | None = None,
         seed: int = 0,
-        writer: str | None = None,
+        writer: Writer | Callable[[], Writer] | None = None,
+        writer_name: str | None = None,
         device: str | torch.device | None = None,
         **kwargs: Any,
     ) -> None:
@@ -119,20 +122,21 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         if not isinstance(storage, TrajectoryStorage):
             raise DefinitionError(f"the storage is a {type(storage).__name__}; pass a TrajectoryStorage or a path.")
         self.seed = int(seed)
-        self.writer_name = writer
+        self.writer_name = writer_name
         self._ring = None if device is None else DeviceRing(device)
         if sampler is None:
             sampler = RandomSampler()
         elif isinstance(sampler, str):
             sampler = as_sampler(sampler, seed=self.seed)
         check_consuming(sampler)
+        writer = _writer(writer, storage)
         super().__init__(
             storage=storage,
             sampler=sampler,
             batch_size=batch_size,
             transform=transform,
             **{
-                "writer": TrajectoryWriter(),
+                "writer": writer,
                 "collate_fn": collated if self._ring is None else self._ring,
                 "generator": torch.Generator().manual_seed(self.seed),
                 **kwargs,
@@ -311,6 +315,13 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         """Take in what other processes wrote; returns the watermark."""
         return self.trajectories.refresh()
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write trajectories to slots, or with a key the value of every trajectory, see `set_`."""
+        if isinstance(index, str) or (isinstance(index, tuple) and all(isinstance(part, str) for part in index)):
+            self.set_(index, value)
+            return
+        super().__setitem__(index, value)
+
     # -- reading -----------------------------------------------------------------------------------------------
 
     def view(
@@ -449,6 +460,31 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         super().__setstate__(state)
         if self.initialized:
             self._storage.attach(self)
+
+
+def _writer(given: Any, storage: TrajectoryStorage) -> Writer:
+    """The writer of a buffer.
+
+    Raises:
+        DefinitionError: it is none, or cannot do its work on a store that only appends.
+    """
+    if given is None:
+        return TrajectoryWriter()
+    if isinstance(given, str):
+        raise DefinitionError(
+            f"writer={given!r} is a name; pass writer_name={given!r}. writer= takes a TorchRL Writer."
+        )
+    writer = given if isinstance(given, Writer) else given()
+    if not isinstance(writer, Writer):
+        raise DefinitionError(f"writer gave a {type(writer).__name__}; pass a TorchRL Writer, or leave it out.")
+    if isinstance(writer, TensorDictMaxValueWriter):
+        raise DefinitionError(
+            "TensorDictMaxValueWriter keeps the best rows by overwriting the others; a trajectory store keeps the "
+            "newest and overwrites none. Keep all, and draw by value: sampler='priority' with the column 'priority'."
+        )
+    if isinstance(writer, RoundRobinWriter):
+        writer._cursor = storage.next_slot  # after what the store holds already
+    return writer
 
 
 def _as_batch(td: TensorDictBase) -> TensorDictBase:

@@ -16,7 +16,8 @@ from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, R
 from rlhf_pipeline.keys import Key
 from rlhf_pipeline.replay._copy import copy_rows, dump_store, find_dump
 from rlhf_pipeline.replay._jagged import jagged_batch
-from rlhf_pipeline.replay._read import padded_batch, scalar_batch, single
+from rlhf_pipeline.replay._read import padded_batch, single
+from rlhf_pipeline.replay._scalar_view import ScalarView
 from rlhf_pipeline.replay._slots import UNBOUNDED, SlotMap
 from rlhf_pipeline.replay._stack import stack_data
 from rlhf_pipeline.replay._write import append_data, trajectories_of
@@ -49,9 +50,9 @@ class TrajectoryStorage(Storage):
     samplers may scan whole storages. Reopening a path shows all rows again. Several processes may write: each
     opens the path itself, and `refresh()` shows what the others wrote.
 
-    In TorchRL's own `ReplayBuffer` and in a `torch.utils.data.DataLoader`, which reads the storage as a map-style
-    dataset, pass `collate_fn=collated`, as batches are collated already. Another process that gets the storage opens
-    the store again, with this process's slots; buffers that use it do not travel with it.
+    It works in TorchRL's own `ReplayBuffer` too. In a `torch.utils.data.DataLoader`, which reads the storage as a
+    map-style dataset, pass `collate_fn=collated`, as batches are collated already. Another process that gets the
+    storage opens the store again, with this process's slots; buffers that use it do not travel with it.
 
     Args:
         path_or_store: folder of the store (made if it is not there), or an open `TrajectoryStore`.
@@ -118,6 +119,12 @@ class TrajectoryStorage(Storage):
         self._slots.sync(self.store)
 
     # -- TorchRL's interface -----------------------------------------------------------------------------------
+
+    def attach(self, buffer: Any) -> None:
+        """Take up a buffer that reads from here; one without a `collate_fn` gets batches as they are read."""
+        super().attach(buffer)
+        if getattr(buffer, "_init_collate_fn", collated) is None:  # TorchRL knows defaults for its own storages only
+            buffer._init_collate_fn = collated
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Append trajectories in one atomic commit; they are durable when this returns.
@@ -188,7 +195,7 @@ class TrajectoryStorage(Storage):
         """
         index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
         if isinstance(index, slice):
-            return scalar_batch(self.store, self._slots.rows[index], text=self.text)
+            return ScalarView.of(self, self._slots.rows[index])
         if _is_one(index):
             return single(self.store, int(self.row_ids([int(index)])[0]))
         return self.read(index)
@@ -239,9 +246,20 @@ class TrajectoryStorage(Storage):
         return self.store.read(np.asarray(row_ids, dtype=np.int64), [column])[column]
 
     def update(self, row_ids: Any, **values: Any) -> None:
-        """Change mutable columns (`use_count`, `priority`) of some rows, for all processes at once."""
+        """Give columns later values for some rows, for all processes at once.
+
+        Args:
+            row_ids: the rows.
+            **values: by column name: one value per row, one for all, or ragged ones as `TrajectoryStore.patch` takes.
+        """
+        ids = np.asarray(row_ids, dtype=np.int64).reshape(-1)
         arrays = {k: v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-        self.store.update(np.asarray(row_ids, dtype=np.int64).reshape(-1), **arrays)
+        mutable = {k: v for k, v in arrays.items() if k in self.store.schema and self.store.schema[k].mutable}
+        fixed = {k: v for k, v in arrays.items() if k not in mutable}
+        if mutable:
+            self.store.update(ids, **mutable)
+        if fixed:
+            self.patch(ids, **fixed)
 
     def patch(self, row_ids: Any, **values: Any) -> None:
         """Give later values of columns that are fixed once written, such as reference log-probs scored elsewhere.

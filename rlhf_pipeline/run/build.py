@@ -224,7 +224,7 @@ def build_parts(
     try:
         if models.shards is not None:
             models.shards.barrier()  # those that follow open the store now
-        buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=seed, writer=writer)
+        buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=seed, writer_name=writer)
         yield Parts(
             policy=models.policy,
             buffer=buffer,

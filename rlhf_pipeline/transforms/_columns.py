@@ -17,7 +17,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_ten
 from tensordict.tensorclass import NonTensorData, NonTensorStack
 from torch import Tensor
 
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.errors import DataError, MissingKeyError
 from rlhf_pipeline.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
@@ -223,7 +223,7 @@ def token_level(td: TensorDictBase) -> TensorDictBase:
     out.batch_size = out.batch_size[:1]  # pyright: ignore[reportAttributeAccessIssue]  # it has a setter
     tokens = out.get(TOKENS, None)
     if tokens is None:
-        raise DataError(
+        raise MissingKeyError(
             f"a TensorDict of batch size {tuple(td.batch_size)} has no {TOKENS} leaf, so its rows are not "
             "trajectories of tokens; pass [n] trajectories, or steps that end with ('next', 'done')"
         )

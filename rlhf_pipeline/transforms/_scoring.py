@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.keys import ASSISTANT_MASK, LOG_PROBS, NUM_PROMPT_TOKENS, TOKENS, Key
 from rlhf_pipeline.padding import pad_flat, plan_batches
 from rlhf_pipeline.transforms._columns import Flat
@@ -71,7 +71,7 @@ def scored_positions(td: TensorDictBase, like: Flat, assistant_only: bool) -> Te
     """
     lengths = like.lengths
     if lengths is None:
-        raise DataError(f"the batch has no ragged token column to score: pass {TOKENS!r} per trajectory")
+        raise MissingKeyError(f"the batch has no ragged token column to score: pass {TOKENS!r} per trajectory")
     starts = lengths.cumsum(0) - lengths
     first = starts[lengths > 0]  # no token has a log-prob without one before it
     mask = per_token(td, ASSISTANT_MASK, like) if assistant_only else None

@@ -15,7 +15,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Transform
 from torchrl.modules.llm.policies.common import LLMWrapperBase
 
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.keys import Key
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController, KLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
@@ -125,10 +125,10 @@ class ActorKLRewardTransform(KLRewardTransform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         action = tensordict.get(self._action(), None)
         if action is None:
-            raise DataError(f"the step has no action under {self._action()!r}; pass action_key=")
+            raise MissingKeyError(f"the step has no action under {self._action()!r}; pass action_key=")
         log_prob = tensordict.get(self.log_prob_key, None)
         if log_prob is None:
-            raise DataError(
+            raise MissingKeyError(
                 f"the step has no log-prob under {self.log_prob_key!r}; build the actor with return_log_prob=True"
             )
         with contextlib.nullcontext() if self.requires_grad else torch.no_grad():

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
 from rlhf_pipeline.keys import (
     KL_COEF,
@@ -194,7 +194,7 @@ class KLRewardTransform(Transform):
             return td  # read from a store, with the reward as the write path shaped it
         log_probs = per_token(td, self.log_prob_key)
         if log_probs is None or log_probs.lengths is None:
-            raise DataError(
+            raise MissingKeyError(
                 f"the batch has no behaviour log-probs under {self.log_prob_key!r}; the collector gives them, or "
                 "RetrieveLogProb(..., behaviour_model=...)"
             )
@@ -240,13 +240,13 @@ class KLRewardTransform(Transform):
     def _reference(self, td: TensorDictBase, like: Flat, mask: Tensor, *, fill: float) -> Flat:
         model: Any = self.ref_model
         if model is None:
-            raise DataError(
+            raise MissingKeyError(
                 f"the batch has no reference log-probs under {self.ref_log_prob_key!r} and KLRewardTransform has no "
                 "model: put RetrieveLogProb(reference) after it in the list, or pass ref_model="
             )
         tokens = per_token(td, TOKENS, like)
         if tokens is None:
-            raise DataError(f"the batch has no token ids under {TOKENS!r}")
+            raise MissingKeyError(f"the batch has no token ids under {TOKENS!r}")
         values = score(model, tokens, mask, token_budget=self.token_budget, fill=fill, device=self.device)
         return Flat(values, like.lengths)
 
@@ -258,7 +258,7 @@ class KLRewardTransform(Transform):
         reward = read(td, self.reward_key)
         reward = reward if isinstance(reward, Flat) else read(td, TASK_REWARD)
         if not isinstance(reward, Flat):
-            raise DataError(f"the batch has neither {self.reward_key!r} nor {TASK_REWARD!r}")
+            raise MissingKeyError(f"the batch has neither {self.reward_key!r} nor {TASK_REWARD!r}")
         values, total = reward.values.detach().double(), int(lengths.sum())
         if reward.lengths is not None and torch.equal(reward.lengths, lengths) and values.numel() == total:
             return values.reshape(-1), tuple(values.shape)

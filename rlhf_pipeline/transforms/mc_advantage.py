@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.objectives.llm import MCAdvantageSelector
 
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.errors import DataError, IncompleteError, MissingKeyError
 from rlhf_pipeline.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
@@ -221,7 +221,7 @@ class MCAdvantage(GroupLedger):
             return list(range(n + 1))
         bounds = [0, *(torch.nonzero(ended).reshape(-1) + 1).tolist()]
         if bounds[-1] != n:
-            raise DataError(
+            raise IncompleteError(
                 f"the last trajectory of the batch is not complete: steps {bounds[-1]} to {n - 1} of {n} have no "
                 f"{self.done_key!r}. Pass whole trajectories, so that nothing is lost."
             )
@@ -245,7 +245,7 @@ class MCAdvantage(GroupLedger):
         found = reward if reward is not None else read(td, self.rewards_key)
         reward = found if isinstance(found, Flat) else _task_reward(td)
         if reward is None:
-            raise DataError(f"the batch has neither {self.rewards_key!r} nor {TASK_REWARD!r}: there is nothing to rank")
+            raise MissingKeyError(f"the batch has neither {self.rewards_key!r} nor {TASK_REWARD!r}, to rank by")
         returns, per_trajectory = trajectory_returns(reward, bounds, self.trajectory_return)
         mask = read(td, ASSISTANT_MASK)
         if isinstance(mask, Flat) and mask.lengths is not None:

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.envs.transforms import Transform
 
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.keys import LOG_PROBS, REF_LOG_PROBS, TOKENS, Key
 from rlhf_pipeline.padding import Side
 from rlhf_pipeline.policies.encoding import tokenizer_with_template, with_tokens
@@ -146,7 +146,7 @@ class RetrieveLogProb(Transform):
     def _scores(self, td: TensorDictBase, model: Any, fill: float) -> Flat:
         tokens = per_token(td, TOKENS)
         if tokens is None:
-            raise DataError(f"the batch has no token ids under {TOKENS!r}")
+            raise MissingKeyError(f"the batch has no token ids under {TOKENS!r}")
         scored = scored_positions(td, tokens, self.assistant_only)
         values = score(model, tokens, scored, token_budget=self.token_budget, fill=fill, device=self.device)
         return Flat(values, tokens.lengths)

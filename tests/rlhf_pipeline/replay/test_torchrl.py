@@ -12,6 +12,11 @@ from torchrl.data.replay_buffers import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import ConsumingSampler as TorchRLConsumingSampler
 from torchrl.data.replay_buffers.samplers import PromptGroupSampler, RandomSampler, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.samplers import StalenessAwareSampler as TorchRLStaleness
+from torchrl.data.replay_buffers.writers import (
+    ImmutableDatasetWriter,
+    TensorDictMaxValueWriter,
+    TensorDictRoundRobinWriter,
+)
 
 from rlhf_pipeline import keys
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
@@ -32,8 +37,6 @@ def make(tmp_path, make_rows):
         if storage is None:
             storage = TrajectoryStorage(tmp_path / f"store{len(made)}", text=text)
         made.append(storage)
-        if kind is not TrajectoryReplayBuffer:
-            kwargs["collate_fn"] = collated
         rb = kind(storage=storage, **kwargs)
         if rows:
             rb.extend(lazy_stack(make_rows([4 + i % 3 for i in range(rows)])))
@@ -362,3 +365,67 @@ def test_data_loader_with_workers(make, make_rows, method):
     del loader
     assert rb.storage.store.verify().ok
     assert len(rb) == 12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_place_writes_reach_the_store(make, kind, tmp_path):
+    """`set_`, `set_at_` and `update_` are seen by another reader of the store, mutable column or not."""
+    rb = make(kind)
+    rb.set_("priority", torch.arange(8.0))
+    rb.set_at_("priority", torch.tensor([20.0, 30.0]), [2, 3])
+    rb.update_({"task_reward": torch.full((8,), 0.5), "use_count": torch.ones(8, dtype=torch.int64)})
+    rb.update_({"priority": torch.zeros(8), "advantage": torch.arange(8.0)}, keys_to_update=["advantage"])
+    other = TrajectoryStorage(rb.storage.store.path, mode="r")[:]
+    assert other["priority"].tolist() == [0.0, 1.0, 20.0, 30.0, 4.0, 5.0, 6.0, 7.0]
+    assert other["task_reward"].tolist() == [0.5] * 8
+    assert other["use_count"].tolist() == [1] * 8
+    assert other["advantage"].tolist() == list(range(8))
+
+
+def test_keys_are_set_as_columns(make):
+    """`rb["priority"] = ...` writes the column, in the slots' order; what is taken out of `rb[:]` is a copy."""
+    rb = make()
+    rb["priority"] = torch.arange(8.0)
+    assert rb[:]["priority"].tolist() == list(range(8))
+    taken = rb[:].clone()
+    taken.set_("priority", torch.zeros(8))
+    assert rb[:]["priority"].tolist() == list(range(8))
+    assert pickled(rb[:])["priority"].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("key", ["nothing", ("next", "reward"), keys.ROW_ID])
+def test_what_no_column_holds_cannot_be_set(make, key):
+    """The message names the columns; nothing is written."""
+    rb = make()
+    with pytest.raises(KeyError, match="not a column"):
+        rb.set_(key, torch.zeros(8))
+    with pytest.raises(DataError, match=r"storage\.update\(row_ids, log_probs="):
+        rb.set_(keys.LOG_PROBS, torch.zeros(8))
+    with pytest.raises(DataError, match="3 values for 8"):
+        rb.set_("priority", torch.zeros(3))
+    assert rb[:]["priority"].tolist() == [1.0] * 8
+
+
+def test_a_writer_of_torchrl_keeps_its_meaning(make, make_rows, tmp_path):
+    """A read-only buffer does not write; round robin goes on after what is there; a name is told its own argument."""
+    filled = make()
+    immutable = make(storage=filled.storage, rows=0, writer=ImmutableDatasetWriter())
+    with pytest.raises(RuntimeError, match="doesn't allow writing"):
+        immutable.extend(lazy_stack(make_rows([4])))
+    assert len(filled) == 8
+    turning = make(storage=filled.storage, rows=0, writer=TensorDictRoundRobinWriter)
+    assert turning.extend(lazy_stack(make_rows([4, 5], first_group=9))).tolist() == [8, 9]
+    with pytest.raises(DefinitionError, match="writer_name='collector-0'"):
+        make(storage=filled.storage, rows=0, writer="collector-0")
+    with pytest.raises(DefinitionError, match="keeps the newest"):
+        make(storage=filled.storage, rows=0, writer=TensorDictMaxValueWriter(rank_key="task_reward"))
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+def test_torchrl_buffers_need_no_collate_fn(tmp_path, make_rows, kind):
+    """A storage of trajectories gives batches that are ready, in TorchRL's own buffers too."""
+    rb = kind(storage=TrajectoryStorage(tmp_path / "store"), batch_size=4)
+    rb.extend(lazy_stack(make_rows([4, 5, 6])))
+    assert rb.sample()[keys.TOKENS].shape == (4, 6)
+    assert rb[[0, 2]][keys.TOKENS].shape == (2, 6)
+    rb.storage.close()

@@ -312,16 +312,16 @@ def test_two_writers_keep_their_own(open_buffer, make_rows):
 def test_named_writers(open_buffer, make_rows):
     """A name is taken by one living process; its groups wait for a process of the same name."""
     rows = make_rows([4, 5])
-    rb = open_buffer(MCAdvantage(2), writer="collector-0")
+    rb = open_buffer(MCAdvantage(2), writer_name="collector-0")
     rb.extend(lazy_stack(rows[:1]))
     with pytest.raises(RunExistsError, match="collector-0"):
-        open_buffer(MCAdvantage(2), writer="collector-0").waiting()
+        open_buffer(MCAdvantage(2), writer_name="collector-0").waiting()
     crash(rb)
     assert open_buffer(MCAdvantage(2)).waiting() == []
-    again = open_buffer(MCAdvantage(2), writer="collector-0")
+    again = open_buffer(MCAdvantage(2), writer_name="collector-0")
     assert again.waiting() == [0]
     with pytest.raises(DefinitionError, match="letter or digit"):
-        open_buffer(MCAdvantage(2), writer="../evil")
+        open_buffer(MCAdvantage(2), writer_name="../evil")
 
 
 def test_a_buffer_that_only_reads_takes_nothing(open_buffer, make_rows):
