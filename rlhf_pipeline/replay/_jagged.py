@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from rlhf_pipeline.data.trajectories import Flat, jagged, last_position, text_stack
 from rlhf_pipeline.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
@@ -24,9 +25,6 @@ from rlhf_pipeline.keys import (
 )
 from rlhf_pipeline.replay._read import columns_for, nest
 from rlhf_pipeline.replay._write import key_of
-from rlhf_pipeline.transforms._columns import Flat
-from rlhf_pipeline.transforms._rebuild import jagged, text_stack
-from rlhf_pipeline.transforms._segments import last_position
 from trajectory_store import TrajectoryStore
 
 

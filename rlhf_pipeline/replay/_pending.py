@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, ragged_tokens
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.keys import ADVANTAGE, DEGENERATE, PENDING_ID, RETURN, TOKENS, Key
 from rlhf_pipeline.replay._pending_home import Home, in_use, take_homes
 from rlhf_pipeline.replay._write import key_of, stored_array
 from rlhf_pipeline.replay.schema import PENDING, REWARD_COLUMN, SLOT
-from rlhf_pipeline.transforms._columns import Columns, Flat, Text, ragged_tokens
 from rlhf_pipeline.transforms._ledger import hashable
 from rlhf_pipeline.transforms._queue import Failure, Saved
 from trajectory_store import Column, RaggedArray, Schema, StoreError, TrajectoryStore
@@ -276,7 +276,7 @@ class PendingLog:
         out = []
         for kind in dict.fromkeys(which.tolist()):
             rows = ids[which == kind]
-            columns = Columns(len(rows))
+            columns = Trajectories(len(rows))
             *there, rewarded = given[:, which == kind][:, 0].tolist()
             for name, present in zip(names, there, strict=True):
                 if present:
@@ -284,7 +284,7 @@ class PendingLog:
             out.append(self._saved(home, columns, rows, rewarded))
         return out
 
-    def _saved(self, home: Home, columns: Columns, rows: np.ndarray, rewarded: bool) -> Saved:
+    def _saved(self, home: Home, columns: Trajectories, rows: np.ndarray, rewarded: bool) -> Saved:
         own = home.read(rows, ["pending_group", PENDING.name, "pending_since", "pending_last"])
         ends = np.flatnonzero(own["pending_last"])
         reward = home.ragged("pending_reward", rows)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from rlhf_pipeline.data.trajectories import text_stack
 from rlhf_pipeline.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
@@ -28,7 +29,6 @@ from rlhf_pipeline.keys import (
 from rlhf_pipeline.replay._derive import attention_mask, derive
 from rlhf_pipeline.replay._write import key_of
 from rlhf_pipeline.replay.schema import INTERNAL, REWARD_COLUMN
-from rlhf_pipeline.transforms._rebuild import text_stack
 from trajectory_store import BufferPool, TrajectoryStore
 
 _INT64 = np.dtype(np.int64)

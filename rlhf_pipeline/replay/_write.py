@@ -11,6 +11,17 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from rlhf_pipeline.data.trajectories import (
+    Flat,
+    Text,
+    Trajectories,
+    as_ragged,
+    columns_of,
+    last_position,
+    ragged_tokens,
+    segment_any,
+    segment_sum,
+)
 from rlhf_pipeline.errors import DataError, IncompleteError, MissingKeyError, did_you_mean
 from rlhf_pipeline.keys import (
     ADVANTAGE,
@@ -32,8 +43,6 @@ from rlhf_pipeline.keys import (
     Key,
 )
 from rlhf_pipeline.replay.schema import REWARD_COLUMN, SLOT
-from rlhf_pipeline.transforms._columns import Columns, Flat, Text, as_ragged, columns_of, ragged_tokens
-from rlhf_pipeline.transforms._segments import last_position, segment_any, segment_sum
 from trajectory_store import Column, RaggedArray, Schema
 
 _log = logging.getLogger("rlhf_pipeline")
@@ -49,7 +58,7 @@ def key_of(column: str) -> Key:
     return REWARD if column == REWARD_COLUMN else KEY_OF_COLUMN.get(column, column)
 
 
-def trajectories_of(data: TensorDictBase) -> Columns:
+def trajectories_of(data: TensorDictBase) -> Trajectories:
     """One row per trajectory, whatever the form: multi-step trajectories are merged.
 
     Raises:
@@ -58,7 +67,7 @@ def trajectories_of(data: TensorDictBase) -> Columns:
     return merge_steps(ragged_tokens(columns_of(data)))
 
 
-def merge_steps(columns: Columns) -> Columns:
+def merge_steps(columns: Trajectories) -> Trajectories:
     """One row per trajectory of rows that may be steps.
 
     Raises:
@@ -80,7 +89,7 @@ def merge_steps(columns: Columns) -> Columns:
     return _merge(columns, last)
 
 
-def ends(columns: Columns) -> torch.Tensor | None:
+def ends(columns: Trajectories) -> torch.Tensor | None:
     """Bool `[n]`: whether a trajectory ends with each row; None where nothing says so."""
     done = columns.get(DONE)
     if not isinstance(done, Flat) or columns.n == 0:
@@ -91,7 +100,7 @@ def ends(columns: Columns) -> torch.Tensor | None:
     return segment_any(flags, done.lengths)
 
 
-def _merge(columns: Columns, last: torch.Tensor) -> Columns:
+def _merge(columns: Trajectories, last: torch.Tensor) -> Trajectories:
     """Multi-step trajectories: the last step holds the whole conversation, rewards of the steps add up."""
     first = torch.cat([last.new_zeros(1), last[:-1] + 1])
     out = columns.select(last)
@@ -115,7 +124,7 @@ def _merge(columns: Columns, last: torch.Tensor) -> Columns:
     return out
 
 
-def append_data(columns: Columns, schema: Schema) -> dict[str, Any]:
+def append_data(columns: Trajectories, schema: Schema) -> dict[str, Any]:
     """What `TrajectoryStore.append` takes.
 
     Args:
@@ -153,7 +162,7 @@ def column_of_key(schema: Schema) -> dict[Key, Column]:
     return {key_of(column.name): column for column in schema if column.name != SLOT}
 
 
-def _derive(columns: Columns, tokens: Flat, schema: Schema) -> None:
+def _derive(columns: Trajectories, tokens: Flat, schema: Schema) -> None:
     """Fill in what follows from the rest."""
     mask, prompt = columns.get(ASSISTANT_MASK), columns.get(NUM_PROMPT_TOKENS)
     lengths = tokens.lengths
@@ -182,7 +191,7 @@ def _per_trajectory(advantage: Flat, mask: Any, n: int) -> Flat:
     return Flat(advantage.values.reshape(-1)[last_position(keep, advantage.lengths)])
 
 
-def _derive_reward(columns: Columns, schema: Schema) -> None:
+def _derive_reward(columns: Trajectories, schema: Schema) -> None:
     """Where only rewards per token came, keep what the store can: their sum, before the penalty."""
     reward = columns.get(REWARD)
     if not isinstance(reward, Flat) or TASK_REWARD in columns:

@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter, Writer
 from torchrl.envs.transforms import Compose, Transform
 
+from rlhf_pipeline.data.trajectories import columns_of, is_stack, is_token_level, ragged_tokens, td_of, token_level
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.keys import TOKENS, TRAJECTORY_ID, Key
 from rlhf_pipeline.replay._pending import PendingLog
@@ -24,8 +25,6 @@ from rlhf_pipeline.replay._write import ends, merge_steps, trajectories_of
 from rlhf_pipeline.replay.samplers import Ints, StoreView, TrajectorySampler, as_sampler
 from rlhf_pipeline.replay.schema import PENDING
 from rlhf_pipeline.replay.storage import Layout, TrajectoryStorage, collated
-from rlhf_pipeline.transforms._columns import columns_of, is_stack, is_token_level, ragged_tokens, token_level
-from rlhf_pipeline.transforms._rebuild import td_of
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from trajectory_store import Snapshot, TrajectoryStore
 

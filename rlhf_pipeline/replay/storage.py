@@ -12,6 +12,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 from torchrl.data.replay_buffers.storages import Storage
 
+from rlhf_pipeline.data.trajectories import Trajectories, is_stack, rows_of
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
 from rlhf_pipeline.keys import Key
 from rlhf_pipeline.replay._copy import copy_rows, dump_store, find_dump
@@ -22,7 +23,6 @@ from rlhf_pipeline.replay._slots import UNBOUNDED, SlotMap
 from rlhf_pipeline.replay._stack import stack_data
 from rlhf_pipeline.replay._write import append_data, trajectories_of
 from rlhf_pipeline.replay.schema import NEWEST_VERSION, PENDING, SLOT, trajectory_schema
-from rlhf_pipeline.transforms._columns import Columns, is_stack, rows_of
 from trajectory_store import BufferPool, Schema, StoreNotFoundError, TrajectoryStore
 
 Layout = Literal["padded", "jagged"]
@@ -149,7 +149,7 @@ class TrajectoryStorage(Storage):
             if set_cursor:
                 self._set_last_cursor(int(slots[-1]))
 
-    def extend(self, data: TensorDictBase | Columns) -> np.ndarray:
+    def extend(self, data: TensorDictBase | Trajectories) -> np.ndarray:
         """Append trajectories to the next slots, which are returned, int64 `[n]`; see `set`."""
         n, rows = self._append_data(data)
         slots = self._slots.expected(n)
@@ -160,14 +160,14 @@ class TrajectoryStorage(Storage):
 
     def _append_data(self, data: Any) -> tuple[int, dict[str, Any]]:
         """The number of trajectories, and their columns as the store takes them."""
-        if not isinstance(data, (TensorDictBase, Columns)):
+        if not isinstance(data, (TensorDictBase, Trajectories)):
             raise DataError(f"a storage of trajectories takes TensorDicts, not {type(data).__name__}")
         if is_stack(data):
             rows = rows_of(data)
             straight = stack_data(rows, self.store.schema) if rows else None
             if straight is not None:
                 return len(rows), straight
-        columns = data if isinstance(data, Columns) else trajectories_of(data)
+        columns = data if isinstance(data, Trajectories) else trajectories_of(data)
         return columns.n, append_data(columns, self.store.schema) if columns.n else {}
 
     def _append(self, rows: dict[str, Any], slots: np.ndarray, *, in_turn: bool) -> None:

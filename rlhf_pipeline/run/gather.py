@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.data.trajectories import Flat, Trajectories, segment_sum, td_of
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.advantage import group_advantage
 from rlhf_pipeline.keys import ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS, REWARD, TASK_REWARD, Key
@@ -26,11 +27,8 @@ from rlhf_pipeline.replay.schema import INTERNAL, PENDING, REWARD_COLUMN, SLOT, 
 from rlhf_pipeline.run.choice import Choice, Limits, check_vocabulary, open_sources
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.loop import tell
-from rlhf_pipeline.transforms._columns import Columns, Flat
 from rlhf_pipeline.transforms._groups import read
-from rlhf_pipeline.transforms._rebuild import td_of
 from rlhf_pipeline.transforms._scoring import score
-from rlhf_pipeline.transforms._segments import segment_sum
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore
 
@@ -289,7 +287,7 @@ class Gatherer:
         n, coef = batch.n_rows, self.pipeline.write.kl_coef
         if coef > 0:
             columns[REF_LOG_PROBS] = Flat(torch.from_numpy(np.array(values["ref_log_probs"], np.float32)), lengths)
-            shaped = read(KLRewardTransform(coef=coef)(td_of(Columns(n, columns))), REWARD)
+            shaped = read(KLRewardTransform(coef=coef)(td_of(Trajectories(n, columns))), REWARD)
             rewards = shaped if isinstance(shaped, Flat) else rewards
         returns = columns[TASK_REWARD].values.double()
         if rewards is not None:

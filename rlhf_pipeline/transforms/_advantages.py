@@ -7,11 +7,11 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.data.trajectories import Flat, segment_sum, step_sum
 from rlhf_pipeline.functional.advantage import group_advantage
 from rlhf_pipeline.keys import ASSISTANT_MASK
-from rlhf_pipeline.transforms._columns import Flat
 from rlhf_pipeline.transforms._groups import Chunk, read
-from rlhf_pipeline.transforms._segments import segment_sum, step_sum, whitened
+from rlhf_pipeline.transforms._segments import whitened
 
 
 def trajectory_returns(reward: Flat, bounds: Sequence[int], how: str | None) -> tuple[Tensor, Tensor]:

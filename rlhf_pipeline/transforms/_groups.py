@@ -10,22 +10,25 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.keys import ATTENTION_MASK, Key
-from rlhf_pipeline.transforms._columns import (
-    Columns,
+from rlhf_pipeline.data.trajectories import (
     Flat,
     Text,
+    Trajectories,
     columns_of,
+    concat,
+    concat_flat,
     entries_of,
     flatten_leaves,
     is_jagged,
     is_stack,
+    jagged,
     leaves_of,
     rows_of,
+    td_of,
     unjagged,
 )
-from rlhf_pipeline.transforms._rebuild import concat, concat_flat, jagged, td_of
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.keys import ATTENTION_MASK, Key
 
 
 def read(td: TensorDictBase, key: Key) -> Flat | Text | None:
@@ -240,13 +243,13 @@ def _has_jagged(td: TensorDictBase) -> bool:
     return not is_stack(td) and any(is_jagged(leaf) for leaf in td.values(True, True))
 
 
-def _alike(chunks: Sequence[Chunk]) -> list[Columns]:
+def _alike(chunks: Sequence[Chunk]) -> list[Trajectories]:
     """Their columns; beside trajectories from disk, others leave out what is not on disk either."""
     columns = [columns_of(chunk.td) for chunk in chunks]
     kept = next((set(found) for found, chunk in zip(columns, chunks, strict=True) if chunk.stored), None)
     if kept is None:
         return columns
-    return [Columns(found.n, {key: found[key] for key in found if key in kept}) for found in columns]
+    return [Trajectories(found.n, {key: found[key] for key in found if key in kept}) for found in columns]
 
 
 def group_ids(column: Flat | Text, first: Sequence[int], key: Key) -> list[Hashable]:

@@ -12,13 +12,12 @@ from typing import Any, Self
 import torch
 from tensordict import TensorDictBase
 
+from rlhf_pipeline.data.trajectories import Flat, columns_from_state, columns_of, columns_state, td_of
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.keys import TRAJECTORY_ID, Key
-from rlhf_pipeline.transforms._columns import Flat, columns_of
 from rlhf_pipeline.transforms._figures import GroupFigures
 from rlhf_pipeline.transforms._groups import Chunk, read
 from rlhf_pipeline.transforms._queue import Change, Entry, Failure, GroupLog, GroupQueue, Saved, Waiting
-from rlhf_pipeline.transforms._rebuild import columns_from_state, columns_state, td_of
 
 
 class _PerThread(threading.local):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tensordict import TensorDictBase
 
-from rlhf_pipeline.transforms._columns import Columns, Flat
+from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.transforms._groups import Chunk, select
 
 MOST_LATE = 4096
@@ -85,7 +85,7 @@ class Saved(NamedTuple):
         reward: the reward column, by step, exactly as it was.
     """
 
-    columns: Columns
+    columns: Trajectories
     bounds: list[int]
     groups: list[Hashable]
     tickets: list[int]

@@ -8,10 +8,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from rlhf_pipeline.data.trajectories import Flat
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.keys import ASSISTANT_MASK, LOG_PROBS, NUM_PROMPT_TOKENS, TOKENS, Key
 from rlhf_pipeline.padding import pad_flat, plan_batches
-from rlhf_pipeline.transforms._columns import Flat
 from rlhf_pipeline.transforms._groups import read
 
 

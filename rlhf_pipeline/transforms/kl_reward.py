@@ -10,6 +10,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
+from rlhf_pipeline.data.trajectories import Flat, last_position, segment_sum, token_level
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
 from rlhf_pipeline.keys import (
@@ -23,10 +24,8 @@ from rlhf_pipeline.keys import (
     TOKENS,
     Key,
 )
-from rlhf_pipeline.transforms._columns import Flat, token_level
 from rlhf_pipeline.transforms._groups import read, write
 from rlhf_pipeline.transforms._scoring import as_scorer, per_token, score, scored_positions
-from rlhf_pipeline.transforms._segments import last_position, segment_sum
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController, KLController
 
 

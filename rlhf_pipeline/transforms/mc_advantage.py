@@ -12,6 +12,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.objectives.llm import MCAdvantageSelector
 
+from rlhf_pipeline.data.trajectories import Flat, is_token_level, segment_any, segment_sum, step_sum, token_level
 from rlhf_pipeline.errors import DataError, IncompleteError, MissingKeyError
 from rlhf_pipeline.keys import (
     ADVANTAGE,
@@ -36,11 +37,9 @@ from rlhf_pipeline.transforms._advantages import (
     trajectory_returns,
 )
 from rlhf_pipeline.transforms._arguments import check_arguments
-from rlhf_pipeline.transforms._columns import Flat, is_token_level, token_level
 from rlhf_pipeline.transforms._groups import Chunk, gather, group_ids, read, write
 from rlhf_pipeline.transforms._ledger import GroupLedger
 from rlhf_pipeline.transforms._queue import ClosedGroup, Entry, Waiting
-from rlhf_pipeline.transforms._segments import segment_any, segment_sum, step_sum
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
 

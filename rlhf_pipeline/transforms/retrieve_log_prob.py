@@ -8,11 +8,11 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.envs.transforms import Transform
 
+from rlhf_pipeline.data.trajectories import Flat, token_level
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.keys import LOG_PROBS, REF_LOG_PROBS, TOKENS, Key
 from rlhf_pipeline.padding import Side
 from rlhf_pipeline.policies.encoding import tokenizer_with_template, with_tokens
-from rlhf_pipeline.transforms._columns import Flat, token_level
 from rlhf_pipeline.transforms._groups import read, write
 from rlhf_pipeline.transforms._scoring import as_scorer, per_token, score, scored_positions
 

@@ -9,9 +9,9 @@ import torch
 from tensordict import lazy_stack
 
 from rlhf_pipeline.config import WritePath
+from rlhf_pipeline.data.trajectories import columns_of
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
-from rlhf_pipeline.transforms._columns import columns_of
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 
 

@@ -11,8 +11,8 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline import keys
+from rlhf_pipeline.data.trajectories import Flat, Text, columns_of
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.transforms._columns import Flat, Text, columns_of
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 
 

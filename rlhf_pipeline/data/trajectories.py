@@ -1,4 +1,4 @@
-"""Trajectories as flat columns: the one place that knows the shapes a TensorDict may come in.
+"""THE batch of trajectories: flat columns and lengths, from and to every form of a TensorDict.
 
 A batch of trajectories reaches the write path in one of three forms: a lazy stack with ragged leaves, a
 TensorDict with `torch.jagged` leaves, or a padded TensorDict with an attention mask. Reading a leaf per
@@ -7,13 +7,13 @@ trajectory costs more than the arithmetic, so every form is flattened once per c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection, lazy_stack
 from tensordict.tensorclass import NonTensorData, NonTensorStack
 from torch import Tensor
 
@@ -29,7 +29,6 @@ from rlhf_pipeline.keys import (
     TOKENS,
     Key,
 )
-from rlhf_pipeline.transforms._segments import segment_sum
 
 TOKEN_KEYS: tuple[Key, ...] = (TOKENS, ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS)
 """Keys that always hold one value per token."""
@@ -91,17 +90,17 @@ class Text:
         return Text([self.items[i] for i in index.tolist()])
 
 
-class Columns(dict[Key, Flat | Text]):
-    """The columns of `n` trajectories (or of `n` steps), by key."""
+class Trajectories(dict[Key, Flat | Text]):
+    """A batch of `n` trajectories (or of `n` steps): its columns by key."""
 
     def __init__(self, n: int, columns: Mapping[Key, Flat | Text] | None = None) -> None:
         super().__init__(columns or {})
         self.n = n
 
-    def select(self, index: Tensor) -> Columns:
+    def select(self, index: Tensor) -> Trajectories:
         """The rows `index` of every column."""
         shared: dict[int, tuple[Tensor, Tensor]] = {}
-        return Columns(
+        return Trajectories(
             int(index.numel()),
             {k: c.select(index) if isinstance(c, Text) else c.select(index, shared) for k, c in self.items()},
         )
@@ -173,7 +172,7 @@ def rows_of(td: Any) -> list[TensorDictBase]:
     return td.tensordicts
 
 
-def columns_of(td: TensorDictBase) -> Columns:
+def columns_of(td: TensorDictBase) -> Trajectories:
     """Flatten a batch of trajectories in any of the accepted forms.
 
     Args:
@@ -237,8 +236,8 @@ def token_level(td: TensorDictBase) -> TensorDictBase:
     return out
 
 
-def _from_rows(rows: Sequence[Any]) -> Columns:
-    out = Columns(len(rows))
+def _from_rows(rows: Sequence[Any]) -> Trajectories:
+    out = Trajectories(len(rows))
     shared: dict[tuple[int, ...], Tensor] = {}
     for key, leaves in _transpose(rows, ()):
         out[key] = flatten_leaves(key, leaves, shared)
@@ -333,13 +332,13 @@ def _stacked(column: list[Tensor]) -> Tensor:
     return torch.from_numpy(np.array(items, dtype)) if len(set(map(type, items))) == 1 else torch.stack(column)
 
 
-def _from_dense(td: TensorDictBase) -> Columns:
-    out = Columns(td.shape[0])
+def _from_dense(td: TensorDictBase) -> Trajectories:
+    out = Trajectories(td.shape[0])
     _collect(td, (), out, {})
     return out
 
 
-def _collect(td: Any, prefix: tuple[str, ...], out: Columns, shared: dict[int, Tensor]) -> None:
+def _collect(td: Any, prefix: tuple[str, ...], out: Trajectories, shared: dict[int, Tensor]) -> None:
     for name, leaf in entries_of(td).items():
         key: Key = (*prefix, name) if prefix else name
         if isinstance(leaf, Tensor):
@@ -357,7 +356,7 @@ def _collect(td: Any, prefix: tuple[str, ...], out: Columns, shared: dict[int, T
             _collect(leaf, (*prefix, name), out, shared)
 
 
-def _drop_padding(columns: Columns) -> Columns:
+def _drop_padding(columns: Trajectories) -> Trajectories:
     """Turn padded or dense token columns ragged, with the lengths that the attention mask tells."""
     mask = columns.pop(ATTENTION_MASK, None)
     if isinstance(mask, Flat) and mask.lengths is None:
@@ -367,7 +366,7 @@ def _drop_padding(columns: Columns) -> Columns:
     return columns
 
 
-def ragged_tokens(columns: Columns) -> Columns:
+def ragged_tokens(columns: Trajectories) -> Trajectories:
     """Give every token column lengths, also where all trajectories of the batch are equally long; in place."""
     for key in RAGGED_KEYS:
         column = columns.get(key)
@@ -376,7 +375,7 @@ def ragged_tokens(columns: Columns) -> Columns:
     return columns
 
 
-def _unpad(columns: Columns, keep: Tensor) -> None:
+def _unpad(columns: Trajectories, keep: Tensor) -> None:
     lengths, width = keep.sum(1), keep.shape[1]
     for key, column in columns.items():
         if not isinstance(column, Flat) or column.lengths is not None or column.values.ndim < 2:
@@ -385,7 +384,7 @@ def _unpad(columns: Columns, keep: Tensor) -> None:
             columns[key] = Flat(column.values[keep], lengths)
 
 
-def _strip(columns: Columns, keep: Tensor, padded: Tensor) -> None:
+def _strip(columns: Trajectories, keep: Tensor, padded: Tensor) -> None:
     lengths = segment_sum(keep, padded).to(torch.int64)
     for key, column in columns.items():
         if not isinstance(column, Flat) or column.lengths is None:
@@ -402,3 +401,231 @@ def as_ragged(column: Flat, n: int) -> Flat:
         return Flat(column.values, torch.ones(n, dtype=torch.int64))
     width = column.values.shape[1]
     return Flat(column.values.flatten(0, 1), torch.full((n,), width))
+
+
+def jagged(flat: Flat, offsets: Tensor | None = None) -> Tensor:
+    """A `torch.jagged` nested tensor over the values of a ragged column."""
+    if flat.lengths is None:
+        raise DataError("a column with one entry per trajectory has no jagged form")
+    if offsets is None:
+        offsets = torch.zeros(flat.lengths.numel() + 1, dtype=torch.int64)
+        torch.cumsum(flat.lengths, 0, out=offsets[1:])
+    return torch.nested.nested_tensor_from_jagged(flat.values, offsets)
+
+
+def text_stack(items: Sequence[Any]) -> Any:
+    """A NonTensorStack of one object per row, wrapped or not."""
+    stack: Any = NonTensorStack
+    return stack(*items)
+
+
+def td_of(columns: Trajectories) -> TensorDictBase:
+    """A TensorDict of batch size `[n]` with jagged leaves, the fast form of the write path.
+
+    Rows that differ in more than their first dimension cannot be jagged: those batches come back as a lazy stack.
+    """
+    if any(isinstance(column, Flat) and column.shapes is not None for column in columns.values()):
+        return stack_of(columns)
+    tree: dict[str, Any] = {}
+    offsets: list[tuple[Tensor, Tensor]] = []
+    for key, column in columns.items():
+        if isinstance(column, Text):
+            leaf: Any = text_stack(column.items)
+        elif column.lengths is None:
+            leaf = column.values
+        else:
+            shared = next((o for ls, o in offsets if ls is column.lengths or torch.equal(ls, column.lengths)), None)
+            leaf = jagged(column, shared)
+            if shared is None:
+                offsets.append((column.lengths, leaf.offsets()))
+        _plant(tree, key, leaf)
+    return TensorDict(tree, batch_size=[columns.n])
+
+
+def stack_of(columns: Trajectories) -> TensorDictBase:
+    """A lazy stack `[n]`, one TensorDict per row."""
+    trees: list[dict[str, Any]] = [{} for _ in range(columns.n)]
+    for key, column in columns.items():
+        for tree, leaf in zip(trees, column.items if isinstance(column, Text) else column.rows(), strict=True):
+            _plant(tree, key, leaf)
+    return lazy_stack([TensorDict(tree, batch_size=[]) for tree in trees])  # pyright: ignore[reportReturnType]
+
+
+def _plant(tree: dict[str, Any], key: Key, leaf: Any) -> None:
+    names = key if isinstance(key, tuple) else (key,)
+    for name in names[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[names[-1]] = leaf
+
+
+def concat(parts: Sequence[Trajectories]) -> Trajectories:
+    """Put several batches one after the other.
+
+    Raises:
+        DataError: if the parts do not hold the same keys.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    out = Trajectories(sum(part.n for part in parts))
+    keys = {key for part in parts for key in part}
+    shared: dict[tuple[int, ...], Tensor] = {}
+    for key in sorted(keys, key=str):
+        missing = next((part for part in parts if key not in part), None)
+        if missing is not None:
+            raise DataError(f"{missing.n} of {out.n} trajectories lack the key {key!r} that others have")
+        out[key] = _concat_one([part[key] for part in parts], [part.n for part in parts], key)
+        _share_lengths(out[key], [part[key] for part in parts], shared)
+    return out
+
+
+def _share_lengths(whole: Flat | Text, parts: Sequence[Flat | Text], shared: dict[tuple[int, ...], Tensor]) -> None:
+    """Trajectories whose parts share their lengths share them when put together, too."""
+    if not isinstance(whole, Flat) or whole.lengths is None:
+        return
+    found = [part.lengths for part in parts if isinstance(part, Flat)]
+    if all(lengths is not None for lengths in found):
+        whole.lengths = shared.setdefault(tuple(map(id, found)), whole.lengths)
+
+
+def _concat_one(columns: Sequence[Flat | Text], counts: Sequence[int], key: Key) -> Flat | Text:
+    if all(isinstance(c, Text) for c in columns):
+        return Text([item for c in columns if isinstance(c, Text) for item in c.items])
+    flats = [c for c in columns if isinstance(c, Flat)]
+    if len(flats) != len(columns):
+        raise DataError(f"{key!r} is text in some trajectories and a tensor in others")
+    return concat_flat(flats, counts)
+
+
+def concat_flat(flats: Sequence[Flat], counts: Sequence[int]) -> Flat:
+    """Put several columns of `counts` rows one after the other."""
+    if all(c.lengths is None for c in flats) and len({c.values.shape[1:] for c in flats}) == 1:
+        return Flat(torch.cat([c.values for c in flats]))
+    ragged = [as_ragged(c, n) for c, n in zip(flats, counts, strict=True)]
+    lengths = torch.cat([c.lengths for c in ragged if c.lengths is not None])
+    if all(c.shapes is None for c in ragged) and len({c.values.shape[1:] for c in ragged}) == 1:
+        return Flat(torch.cat([c.values for c in ragged]), lengths)
+    rows = [row for c in flats for row in c.rows()]
+    return Flat(
+        torch.cat([row.reshape(-1) for row in rows]),
+        torch.tensor([row.numel() for row in rows]),
+        [row.shape for row in rows],
+    )
+
+
+def columns_state(columns: Trajectories) -> dict[str, Any]:
+    """Plain tensors, lists and strings that `torch.load(weights_only=True)` reads back.
+
+    Raises:
+        DataError: if a non-tensor value is not plain data.
+    """
+    entries = []
+    for key, column in columns.items():
+        path = list(key) if isinstance(key, tuple) else [key]
+        if isinstance(column, Text):
+            items = column.plain()
+            _check_plain(items, key)
+            entries.append({"key": path, "text": items})
+        else:
+            lengths = None if column.lengths is None else column.lengths.clone()
+            shapes = None if column.shapes is None else [list(shape) for shape in column.shapes]
+            values = column.values.detach().clone()
+            entries.append({"key": path, "values": values, "lengths": lengths, "shapes": shapes})
+    return {"n": columns.n, "columns": entries}
+
+
+def columns_from_state(state: Mapping[str, Any]) -> Trajectories:
+    """The inverse of `columns_state`."""
+    out = Trajectories(int(state["n"]))
+    for entry in state["columns"]:
+        path = entry["key"]
+        key = path[0] if len(path) == 1 else tuple(path)
+        if "text" in entry:
+            out[key] = Text(list(entry["text"]))
+        else:
+            shapes = entry["shapes"]
+            shapes = None if shapes is None else [torch.Size(shape) for shape in shapes]
+            out[key] = Flat(entry["values"], entry["lengths"], shapes)
+    return out
+
+
+def _check_plain(items: Iterable[Any], key: Key) -> None:
+    for item in items:
+        if isinstance(item, (list, tuple)):
+            _check_plain(item, key)
+        elif isinstance(item, dict):
+            _check_plain([*item.keys(), *item.values()], key)
+        elif item is not None and not isinstance(item, (str, int, float, bool, bytes, Tensor)):
+            raise DataError(
+                f"a pending trajectory holds a {type(item).__name__} under {key!r}, which a checkpoint cannot "
+                "carry; store JSON text instead"
+            )
+
+
+def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
+    """Sum of each row in float64.
+
+    Args:
+        values: flat, any number of elements per position; `lengths` counts elements.
+        lengths: int64 `[n]`; a row without elements sums to 0.
+
+    Returns:
+        float64 `[n]`.
+
+    >>> segment_sum(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 0, 1])).tolist()
+    [3.0, 0.0, 4.0]
+    """
+    flat = values.detach().reshape(-1).to(torch.float64).numpy()
+    counts = lengths.numpy()
+    filled = counts > 0
+    out = np.zeros(len(counts))
+    if filled.any():
+        starts = np.cumsum(counts) - counts
+        out[filled] = np.add.reduceat(flat, starts[filled])
+    return torch.from_numpy(out)
+
+
+def step_sum(values: Tensor, bounds: Sequence[int]) -> Tensor:
+    """Sum of the steps of each trajectory, in the dtype of the values.
+
+    Args:
+        values: `[n]`, one per step.
+        bounds: `k + 1` step offsets of the trajectories.
+
+    >>> step_sum(torch.tensor([1, 2, 4]), [0, 2, 3]).tolist()
+    [3, 4]
+    """
+    total = torch.zeros(values.numel() + 1, dtype=values.dtype)
+    torch.cumsum(values, 0, out=total[1:])
+    return total[torch.tensor(bounds)].diff()
+
+
+def segment_any(flags: Tensor, lengths: Tensor) -> Tensor:
+    """Whether any flag of each row is set, bool `[n]`.
+
+    >>> segment_any(torch.tensor([False, True, False]), torch.tensor([2, 1])).tolist()
+    [True, False]
+    """
+    return segment_sum(flags, lengths) > 0
+
+
+def last_position(mask: Tensor, lengths: Tensor) -> Tensor:
+    """Flat index of the last True of each row; the row's last position where there is none.
+
+    Args:
+        mask: bool, flat.
+        lengths: int64 `[n]`, all at least 1.
+
+    Raises:
+        DataError: if a row has no tokens.
+
+    >>> last_position(torch.tensor([True, True, False, False, False]), torch.tensor([3, 2])).tolist()
+    [1, 4]
+    """
+    if bool((lengths <= 0).any()):
+        raise DataError(f"trajectory {int((lengths <= 0).nonzero()[0])} has no tokens")
+    ends = lengths.cumsum(0) - 1
+    if bool(mask[ends].all()):
+        return ends
+    flat = np.where(mask.numpy(), np.arange(mask.numel()), -1)
+    last = torch.from_numpy(np.maximum.reduceat(flat, (ends + 1 - lengths).numpy()))
+    return torch.where(last < 0, ends, last)
