@@ -144,15 +144,16 @@ Exit code 1 if something should come out the same and does not."""
 IMPORT = """\
 Reads (prompt, completion, reward) groups from JSONL, Parquet and Hugging Face datasets (save_to_disk),
 and the dumps of other trainers: trl (completions/*.parquet), verl (rollout_data_dir), open-instruct
-(--save_traces), prime-rl (traces.jsonl, token exports), tinker (capture/sample.jsonl with its
-rollout summaries), gsm8k-solutions; and what `export` wrote. The format is told by the field names.
+(--save_traces), prime-rl (traces.jsonl, token exports), verifiers, skyrl, nemo-rl, openrlhf, tinker
+(capture/sample.jsonl with its rollout summaries), gsm8k-solutions; and what `export` wrote. The format
+is recognised by the field names. Rewards are named, or told by the table's advantages; else you are asked.
 
 Token ids and log-probs in the file are kept; text is encoded once, with --tokenizer. An import that
 was stopped is typed again and goes on; nothing is imported twice, and a broken line is named.
 
 examples:
   rlhf-pipeline import example_model_solutions.jsonl --into runs/gsm8k-store --tokenizer model
-  rlhf-pipeline import outputs/completions --into runs/trl-store --tokenizer model
+  rlhf-pipeline import outputs/completions --into runs/trl-store --tokenizer model --field reward=accuracy
   rlhf-pipeline import answers.parquet --into runs/mine --field prompt=question --field reward=score"""
 
 EXPORT = """\

@@ -208,8 +208,8 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         "--format",
         default="auto",
         metavar="NAME",
-        help="auto, jsonl, parquet, hf, trl, verl, open-instruct, prime-rl, tinker, gsm8k-solutions, store "
-        "(default: auto)",
+        help="auto, jsonl, parquet, hf, trl, verl, skyrl, nemo-rl, openrlhf, open-instruct, prime-rl, "
+        "verifiers, tinker, gsm8k-solutions, store (default: auto)",
     )
     imported.add_argument("--tokenizer", metavar="FOLDER", help="encodes text that has no token ids")
     imported.add_argument(
@@ -219,7 +219,8 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         action="append",
         default=[],
         metavar="WHAT=NAME",
-        help="the field that holds the prompt, completion, reward, group, ...; may be given several times",
+        help="the field that holds the prompt, completion, reward, group, ...; none leaves it out, and reward may be "
+        "a sum: accuracy+0.5*format; may be given several times",
     )
     imported.add_argument(
         "--group-by",

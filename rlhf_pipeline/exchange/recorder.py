@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
-from rlhf_pipeline.exchange._encode import Encoder, columns_of, load_tokenizer
+from rlhf_pipeline.exchange._encode import Encoder, columns_of, load_tokenizer, meta_of
 from rlhf_pipeline.exchange._rollout import Messages, Rollout, as_answer, as_text
 from rlhf_pipeline.exchange._target import SOURCE_BITS
 from rlhf_pipeline.replay.schema import trajectory_schema
@@ -183,7 +183,7 @@ class TrajectoryRecorder:
         if not num:
             return np.empty(0, np.int64)
         encoder = Encoder(self._tokenizer, self._name)
-        more: list[dict[str, Any]] = []
+        more: list[str] = []
         rollouts: list[Rollout] = []
         now = time.time()
         for i in range(num):
@@ -201,7 +201,8 @@ class TrajectoryRecorder:
                 **fields,
             )
             encoded = encoder.encode(rollout)
-            more.append({"source": {"recorder": source}} | ({} if encoded is None else {"encoded": encoded}))
+            said = {"source": {"recorder": source}} | ({} if encoded is None else {"encoded": encoded})
+            more.append(meta_of(rollout, said))
             rollouts.append(rollout)
         first = offset + self.rank * num
         places = np.arange(first, first + num, dtype=np.int64)
