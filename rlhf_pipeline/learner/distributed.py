@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf_pipeline.checkpoint import NamedOptimizer
-from rlhf_pipeline.checkpoint_sharded import save_shards
 from rlhf_pipeline.config import Learn
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.learner.sharded_state import save_shards
+from rlhf_pipeline.learner.state import NamedOptimizer
 from rlhf_pipeline.losses.grpo import GRPOLossOutput
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 

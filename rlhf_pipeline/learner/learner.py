@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDict
 
 from rlhf_pipeline import keys
-from rlhf_pipeline.checkpoint import load_checkpoint, load_tensors, save_checkpoint
 from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.functional.aggregation import spread_token_weights
@@ -22,6 +21,7 @@ from rlhf_pipeline.learner.metrics import ModelCost, StepMeter, data_metrics, kn
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.learner.selection import UseCounts, sampler_of
+from rlhf_pipeline.learner.state import load_checkpoint, load_tensors, save_checkpoint
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_pipeline.checkpoint import list_checkpoints, read_state
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, MissingPathError
 from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.learner.state import list_checkpoints, read_state
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.batches import Batches

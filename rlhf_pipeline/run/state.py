@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf_pipeline.checkpoint import list_checkpoints
 from rlhf_pipeline.jsonl import sync_file
 from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.learner.state import list_checkpoints
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.run.progress import Progress
 

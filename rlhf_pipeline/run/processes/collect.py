@@ -14,10 +14,10 @@ from typing import Literal
 import torch
 from safetensors import SafetensorError
 
-from rlhf_pipeline.checkpoint import load_weights
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import RewardError, RunExistsError
+from rlhf_pipeline.learner.state import load_weights
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.slot_engine import WeightRefresh
 from rlhf_pipeline.run.build import Parts, build_models, build_parts

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from rlhf_pipeline.checkpoint import (
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.learner.state import (
     NamedOptimizer,
     Optimizer,
     checkpoint_path,
@@ -30,7 +31,6 @@ from rlhf_pipeline.checkpoint import (
     temporary_path,
     write_state,
 )
-from rlhf_pipeline.errors import DataError
 
 _RNG = "rng/torch"
 

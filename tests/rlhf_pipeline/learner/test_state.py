@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_model
 from torch import nn
 
-from rlhf_pipeline.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from rlhf_pipeline.errors import DataError, MissingPathError
+from rlhf_pipeline.learner.state import list_checkpoints, load_checkpoint, save_checkpoint
 
 
 class Holder:

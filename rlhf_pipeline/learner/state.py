@@ -169,7 +169,7 @@ def load_checkpoint(path: Path, *, policy: SavesPretrained, optimizer: Optimizer
     """
     state = read_state(path)  # before anything is changed
     if is_sharded(path):
-        from rlhf_pipeline.checkpoint_sharded import load_shards
+        from rlhf_pipeline.learner.sharded_state import load_shards
 
         load_shards(path, policy.model, optimizer, state.pop("param_groups"))
         return state
