@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.files import write_atomically
 
 Row = dict[str, Any]
 
@@ -114,34 +115,3 @@ def keep_rows(path: Path, keep: Callable[[Row], bool]) -> list[Row]:
     if path.is_file():
         write_atomically(path, b"".join(json.dumps(row, separators=(",", ":")).encode() + b"\n" for row in kept))
     return [row for row in rows if not keep(row)]
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a whole file so that a reader, or a restart after a crash, sees the old content or the new."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_file(path: Path) -> None:
-    """Make a file's content survive a power loss; a file that is not there is nothing to lose."""
-    if not path.exists():
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_pipeline.config import Learn
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.learner.sharded_state import save_shards
+from rlhf_pipeline.learner.sharded_state import write_shards
 from rlhf_pipeline.learner.state import NamedOptimizer
 from rlhf_pipeline.losses.grpo import GRPOLossOutput
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
@@ -83,6 +83,11 @@ class Shards:
         self._leads = False
         self._mirror: nn.Module | None = None
         self._mirrors = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether the other processes of the group do what this one does, as it tells them."""
+        return self._leads
 
     @property
     def is_first(self) -> bool:
@@ -178,11 +183,9 @@ class Shards:
             rows.append(GRPOLossOutput(**fields))
         return rows
 
-    def save(
-        self, folder: Path, step: int, *, policy: CausalLMPolicy, optimizer: NamedOptimizer, state: Any, keep: int
-    ) -> Path:
-        """Write a sharded checkpoint; every process must call this. See `save_shards`."""
-        return save_shards(folder, step, policy=policy, optimizer=optimizer, state=state, keep=keep)
+    def write(self, folder: Path, *, policy: CausalLMPolicy, optimizer: NamedOptimizer) -> None:
+        """Write weights and optimizer in shards; every process must call this. See `write_shards`."""
+        write_shards(folder, policy=policy, optimizer=optimizer)
 
     def barrier(self) -> None:
         """Wait for all processes."""

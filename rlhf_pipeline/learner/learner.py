@@ -21,7 +21,7 @@ from rlhf_pipeline.learner.metrics import ModelCost, StepMeter, data_metrics, kn
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.learner.selection import UseCounts, sampler_of
-from rlhf_pipeline.learner.state import load_checkpoint, load_tensors, save_checkpoint
+from rlhf_pipeline.learner.state import read_state, read_tensors, write_state
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
@@ -144,34 +144,35 @@ class Learner:
         self._ledger = ledger
         self._uses = UseCounts(ledger) if ledger is not None and self.sample.max_uses is not None else None
 
-    def save(self, folder: Path, step: int, *, state: dict[str, Any], keep: int) -> Path:
-        """Write a checkpoint of weights, optimizer and moving reference; see `save_checkpoint`."""
-        if self.shards is not None:
-            self.shards.tell("save", folder=str(folder), step=step, keep=keep)
-            return self.shards.save(folder, step, policy=self.policy, optimizer=self.optimizer, state=state, keep=keep)
-        tensors = {"reference": self.reference.state_tensors()} if self.reference is not None else None
-        return save_checkpoint(
-            folder, step, policy=self.policy, optimizer=self.optimizer, state=state, keep=keep, tensors=tensors
-        )
+    def write(self, folder: Path) -> None:
+        """Write weights, optimizer, random generator and moving reference into an empty folder; see `write_state`.
 
-    def load(self, path: Path) -> dict[str, Any]:
-        """Load what `save` wrote and return its state; see `load_checkpoint`.
+        `run.checkpoint.save_checkpoint` makes a checkpoint of it, whole or absent.
+        """
+        if self.shards is not None:
+            self.shards.tell("write", folder=str(folder))
+            self.shards.write(folder, policy=self.policy, optimizer=self.optimizer)
+            return
+        tensors = {"reference": self.reference.state_tensors()} if self.reference is not None else None
+        write_state(folder, policy=self.policy, optimizer=self.optimizer, tensors=tensors)
+
+    def read(self, folder: Path) -> None:
+        """Load what `write` wrote.
 
         Raises:
-            DataError: the checkpoint is damaged, or of another model.
+            DataError: the folder is damaged, or of another model.
         """
-        moved = load_tensors(path, "reference")
+        moved = read_tensors(folder, "reference")
         if self.shards is not None:
-            self.shards.tell("load", path=str(path))
-        state = load_checkpoint(path, policy=self.policy, optimizer=self.optimizer)
+            self.shards.tell("read", folder=str(folder))
+        read_state(folder, policy=self.policy, optimizer=self.optimizer)
         if self.shards is not None:
             self.shards.refresh_mirror()
         if self.reference is not None and moved is not None:
             self.reference.load_state_tensors(moved)
-        return state
 
     def follow(self) -> None:
-        """Do what the first process does, until it tells to stop: the same steps, checkpoints and loads.
+        """Do what the first process does, until it tells to stop: the same steps, writes and reads.
 
         For the other processes of a group whose first one leads; see `Shards.lead`.
         """
@@ -181,10 +182,10 @@ class Learner:
             if message["what"] == "step":
                 self.buffer.refresh()
                 self.step(message["step"], row_ids=np.asarray(message["row_ids"], dtype=np.int64))
-            elif message["what"] == "save":
-                self.save(Path(message["folder"]), message["step"], state={}, keep=message["keep"])
+            elif message["what"] == "write":
+                self.write(Path(message["folder"]))
             else:
-                self.load(Path(message["path"]))
+                self.read(Path(message["folder"]))
 
     def take_notices(self) -> list[str]:
         """Return what a person should know about the steps since the last call, and forget it."""

@@ -1,13 +1,12 @@
-"""Checkpoints that several processes write together, each its shards, and any number of processes load again.
+"""What a learner is where several processes hold it: each writes its shards, and any number of processes load them.
 
-`torch.distributed.checkpoint` writes and reads the tensors. The folder is built, synced and renamed like any other
-checkpoint, by the first process, when all have written.
+`torch.distributed.checkpoint` writes and reads the tensors. The first process makes the folder before, and makes it
+whole when all have written.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,64 +20,46 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.learner.state import (
+    SHARDS,
     NamedOptimizer,
     Optimizer,
-    checkpoint_path,
     load_groups,
-    new_checkpoint,
     parts_of,
     plain_tensors,
-    temporary_path,
-    write_state,
+    write_groups,
 )
 
 _RNG = "rng/torch"
 
 
-def save_shards(
-    folder: Path, step: int, *, policy: Any, optimizer: NamedOptimizer, state: Mapping[str, Any], keep: int
-) -> Path:
-    """Write a checkpoint from every process of the group; each must call this.
+def write_shards(folder: Path, *, policy: Any, optimizer: NamedOptimizer) -> None:
+    """Write what this process holds of the weights and the optimizer; every process of the group must call this.
 
     Args:
-        folder: the run's `checkpoints` folder.
-        step: optimizer steps done.
+        folder: made by the first process.
         policy: its model's trained parameters are written, from float32; the config and tokenizer as well.
         optimizer: its moments are written by parameter name.
-        state: JSON-ready values, given back by `load_checkpoint`; those of the first process count.
-        keep: how many checkpoints to keep, this one included.
-
-    Returns:
-        The new checkpoint's folder.
     """
-    temporary = temporary_path(folder, step)
-    if dist.get_rank() == 0:
-        with new_checkpoint(folder, step, keep=keep):
-            temporary.mkdir()
-            dist.barrier()
-            save(_tensors(policy.model, optimizer), checkpoint_id=temporary / "shards")
-            write_state(temporary, step, _groups(optimizer), state)
-            config = getattr(policy.model, "config", None)
-            if config is not None:
-                config.save_pretrained(temporary)
-            if policy.tokenizer is not None:
-                policy.tokenizer.save_pretrained(temporary)
-    else:
-        dist.barrier()
-        save(_tensors(policy.model, optimizer), checkpoint_id=temporary / "shards")
     dist.barrier()
-    return checkpoint_path(folder, step)
+    save(_tensors(policy.model, optimizer), checkpoint_id=folder / SHARDS)
+    if dist.get_rank() == 0:
+        write_groups(folder, _groups(optimizer))
+        config = getattr(policy.model, "config", None)
+        if config is not None:
+            config.save_pretrained(folder)
+        if policy.tokenizer is not None:
+            policy.tokenizer.save_pretrained(folder)
 
 
 @torch.no_grad()
-def load_shards(path: Path, model: nn.Module, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Load what `save_shards` wrote, into one process or into any number of them.
+def read_shards(path: Path, model: nn.Module, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Load what `write_shards` wrote, into one process or into any number of them.
 
     Args:
         path: the checkpoint.
         model: whole, or in the shards of this process.
         optimizer: of the model's parameters; weights go into its float32 masters where it has them.
-        groups: the parameter groups of `state.json`.
+        groups: the parameter groups of the optimizer.
 
     Raises:
         DataError: the shards are damaged, or are of another model or optimizer.
@@ -87,7 +68,7 @@ def load_shards(path: Path, model: nn.Module, optimizer: Optimizer, groups: list
         raise DataError(f"{path} was saved in shards; it is loaded into a PolicyOptimizer, not {type(optimizer)}.")
     alone = not dist.is_initialized()
     try:
-        saved = FileSystemReader(path / "shards").read_metadata().state_dict_metadata.keys()
+        saved = FileSystemReader(path / SHARDS).read_metadata().state_dict_metadata.keys()
     except (OSError, CheckpointException) as error:
         raise DataError(f"the checkpoint {path} is damaged: its shards cannot be read ({error}).") from error
     load_groups(optimizer.inner, groups)
@@ -111,7 +92,7 @@ def load_shards(path: Path, model: nn.Module, optimizer: Optimizer, groups: list
         with warnings.catch_warnings():
             # One process is what was asked for.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            load(targets, checkpoint_id=path / "shards", no_dist=alone)
+            load(targets, checkpoint_id=path / SHARDS, no_dist=alone)
     except (CheckpointException, ValueError, RuntimeError) as error:
         raise DataError(f"the checkpoint {path} is damaged or of another model: {error}") from error
     torch.set_rng_state(targets[_RNG])

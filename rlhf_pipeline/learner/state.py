@@ -1,40 +1,36 @@
-"""Checkpoints: one folder per saved step, whole or absent, without pickle.
+"""What a learner is, as files in a folder, without pickle: weights, optimizer, random generator.
 
-    checkpoints/step-00000010/
-        config.json, tokenizer files, model.safetensors    a checkpoint folder that `from_pretrained` loads
-        adapter_config.json, adapter_model.safetensors     in their place where LoRA adapters are trained
-        optimizer.safetensors                              by parameter name: moments, float32 master weights; RNG state
-        reference.safetensors                              the reference model, where it moves
-        state.json                                         step, counters, controllers, write-path state
-        shards/                                            in place of weights and optimizer, where several processes
-                                                           saved them (`checkpoint_sharded`)
+    config.json, tokenizer files, model.safetensors    a checkpoint folder that `from_pretrained` loads
+    adapter_config.json, adapter_model.safetensors     in their place where LoRA adapters are trained
+    optimizer.safetensors                              by parameter name: moments, float32 master weights; RNG state
+    optimizer.json                                     the optimizer's parameter groups
+    reference.safetensors                              the reference model, where it moves
+    shards/                                            in place of weights and optimizer, where several processes
+                                                       write them (`sharded_state`)
 
-A checkpoint is built under a temporary name, synced and renamed in. A kill at any moment leaves the earlier
-checkpoints whole, and a half-written one is swept away by the next save.
+`run.checkpoint` makes the folder whole, checks it and finds it again.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 
-from rlhf_pipeline.errors import DataError, MissingPathError
-from rlhf_pipeline.jsonl import sync_file, sync_folder
+from rlhf_pipeline.errors import DataError
 
-_NAME = re.compile(r"step-(\d{8})")
-_RNG = "rng/torch"
-_MASTER = "master"
-_WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
+SHARDS: Final = "shards"
+"""The folder of what several processes wrote together."""
+
+_RNG: Final = "rng/torch"
+_MASTER: Final = "master"
+_GROUPS: Final = "optimizer.json"
 
 
 class SavesPretrained(Protocol):
@@ -67,175 +63,92 @@ class NamedOptimizer(Protocol):
 Optimizer = torch.optim.Optimizer | NamedOptimizer
 
 
-def save_checkpoint(
+def write_state(
     folder: Path,
-    step: int,
     *,
     policy: SavesPretrained,
     optimizer: Optimizer,
-    state: dict[str, Any],
-    keep: int,
     tensors: Mapping[str, Mapping[str, Tensor]] | None = None,
-) -> Path:
-    """Write `folder/step-XXXXXXXX` and drop all but the newest `keep`.
+) -> None:
+    """Write weights, optimizer and the state of torch's random generator into a folder.
 
     Args:
-        folder: the run's `checkpoints` folder; made if absent.
-        step: optimizer steps done.
+        folder: an empty folder.
         policy: its model and tokenizer are written with `save_pretrained`.
         optimizer: its tensors are written by parameter name.
-        state: JSON-ready values, given back by `load_checkpoint`.
-        keep: how many checkpoints to keep, this one included.
         tensors: more tensors by name, one file `KEY.safetensors` for each key.
 
-    Returns:
-        The new checkpoint's folder.
-
     Raises:
-        OSError: the disk is full; earlier checkpoints are as they were.
+        OSError: the disk is full.
     """
-    with new_checkpoint(folder, step, keep=keep) as temporary:
-        policy.save_pretrained(temporary)
+    try:
+        policy.save_pretrained(folder)
         saved, groups = optimizer_tensors(optimizer, policy.model)
         saved[_RNG] = torch.get_rng_state()
-        save_file(saved, temporary / "optimizer.safetensors")
+        save_file(saved, folder / "optimizer.safetensors")
         for name, more in (tensors or {}).items():
             copies = {key: value.detach().contiguous().clone() for key, value in more.items()}
-            save_file(copies, temporary / f"{name}.safetensors")
-        write_state(temporary, step, groups, state)
-    return checkpoint_path(folder, step)
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of a step is."""
-    return folder / f"step-{step:08d}"
-
-
-def temporary_path(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of a step is built."""
-    return folder / f".{checkpoint_path(folder, step).name}.tmp"
-
-
-@contextmanager
-def new_checkpoint(folder: Path, step: int, *, keep: int) -> Iterator[Path]:
-    """Give a temporary folder to build a checkpoint in, and rename it in when it is whole.
-
-    Raises:
-        OSError: the disk is full; earlier checkpoints are as they were.
-    """
-    final, temporary = checkpoint_path(folder, step), temporary_path(folder, step)
-    folder.mkdir(parents=True, exist_ok=True)
-    for left_over in folder.glob(".step-*.tmp"):
-        shutil.rmtree(left_over)
-    try:
-        yield temporary
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                sync_file(file)
-        sync_folder(temporary)
+            save_file(copies, folder / f"{name}.safetensors")
     except SafetensorError as error:  # the library's own type hides that the disk is full
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(f"{temporary}: {error}") from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    if final.exists():  # the same step again, after a resume: equal content, newer files
-        shutil.rmtree(final)
-    temporary.rename(final)
-    sync_folder(folder)
-    for old in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        raise OSError(f"{folder}: {error}") from error
+    write_groups(folder, groups)
 
 
-def write_state(folder: Path, step: int, groups: list[dict[str, Any]], state: Mapping[str, Any]) -> None:
-    """Write `state.json` of a checkpoint."""
-    content = json.dumps({"step": step, "param_groups": groups, **state}, indent=1)
-    (folder / "state.json").write_text(content, encoding="utf-8")
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the whole checkpoints of a run, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
-
-
-def load_checkpoint(path: Path, *, policy: SavesPretrained, optimizer: Optimizer) -> dict[str, Any]:
-    """Load weights, optimizer and RNG state in place and return the JSON state.
+def read_state(folder: Path, *, policy: SavesPretrained, optimizer: Optimizer) -> None:
+    """Load in place what `write_state` or `write_shards` wrote.
 
     Raises:
-        MissingPathError: a file of the checkpoint is not there.
-        DataError: a file is damaged, or the checkpoint belongs to another model.
+        DataError: a file is missing or damaged, or the folder belongs to another model.
     """
-    state = read_state(path)  # before anything is changed
-    if is_sharded(path):
-        from rlhf_pipeline.learner.sharded_state import load_shards
+    groups = read_groups(folder)  # before anything is changed
+    if (folder / SHARDS).is_dir():
+        from rlhf_pipeline.learner.sharded_state import read_shards
 
-        load_shards(path, policy.model, optimizer, state.pop("param_groups"))
-        return state
-    if not any((path / name).is_file() for name in _WEIGHT_FILES):
-        raise MissingPathError(f"the checkpoint {path} has no model.safetensors. {_instead(path)}")
-    if not (path / "optimizer.safetensors").is_file():
-        raise MissingPathError(f"the checkpoint {path} has no optimizer.safetensors. {_instead(path)}")
+        read_shards(folder, policy.model, optimizer, groups)
+        return
     try:
-        load_weights(path, policy.model)
-        tensors = load_file(path / "optimizer.safetensors")
-    except SafetensorError as error:
-        raise DataError(f"the checkpoint {path} is damaged: {error}. {_instead(path)}") from error
+        load_weights(folder, policy.model)
+        tensors = load_file(folder / "optimizer.safetensors")
+    except (SafetensorError, FileNotFoundError) as error:
+        raise DataError(f"{folder} is damaged: {error}. Run `rlhf-pipeline verify` on its run.") from error
     except RuntimeError as error:
-        raise DataError(f"the checkpoint {path} belongs to another model: {error}") from error
-    torch.set_rng_state(tensors.pop(_RNG))
-    load_optimizer(optimizer, policy.model, tensors, state.pop("param_groups"))
-    return state
+        raise DataError(f"the checkpoint {folder} belongs to another model: {error}") from error
+    generator = tensors.pop(_RNG)
+    load_optimizer(optimizer, policy.model, tensors, groups)
+    torch.set_rng_state(generator)
 
 
-def is_sharded(path: Path) -> bool:
-    """Return True if a checkpoint was saved by several processes, in shards."""
-    return (path / "shards").is_dir()
+def write_groups(folder: Path, groups: list[dict[str, Any]]) -> None:
+    """Write the parameter groups of an optimizer, with parameters by name."""
+    (folder / _GROUPS).write_text(json.dumps(groups, indent=1), encoding="utf-8")
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """Return the JSON state of a checkpoint.
+def read_groups(folder: Path) -> list[dict[str, Any]]:
+    """Return what `write_groups` wrote.
 
     Raises:
-        MissingPathError: it has none.
-        DataError: it is not JSON, or lacks what every checkpoint has.
+        DataError: it is missing or not JSON.
     """
-    file = path / "state.json"
-    if not file.is_file():
-        raise MissingPathError(f"the checkpoint {path} has no state.json. {_instead(path)}")
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(
-            f"the checkpoint {path} is damaged: state.json is not JSON ({error}). {_instead(path)}"
-        ) from error
-    if not (isinstance(state, dict) and isinstance(state.get("step"), int) and "param_groups" in state):
-        raise DataError(f"the checkpoint {path} is damaged: state.json lacks step or param_groups. {_instead(path)}")
-    return state
+        groups = json.loads((folder / _GROUPS).read_bytes())
+    except (FileNotFoundError, ValueError) as error:
+        raise DataError(f"{folder} is damaged: {_GROUPS}: {error}. Run `rlhf-pipeline verify` on its run.") from error
+    return groups
 
 
-def load_tensors(path: Path, name: str) -> dict[str, Tensor] | None:
-    """Return the tensors that `save_checkpoint` was given under a name, or None if there are none.
+def read_tensors(folder: Path, name: str) -> dict[str, Tensor] | None:
+    """Return the tensors that `write_state` was given under a name, or None if there are none.
 
     Raises:
         DataError: the file is damaged.
     """
-    file = path / f"{name}.safetensors"
+    file = folder / f"{name}.safetensors"
     if not file.is_file():
         return None
     try:
         return load_file(file)
     except SafetensorError as error:
-        raise DataError(f"the checkpoint {path} is damaged: {file.name}: {error}. {_instead(path)}") from error
-
-
-def _instead(path: Path) -> str:
-    """Say what to do without a checkpoint."""
-    older = [other.name for other in list_checkpoints(path.parent) if other.name < path.name]
-    if older:
-        return f"Delete that folder to resume from the one before it, {older[-1]}."
-    return "There is no older one: restore it from a copy, or start the run again with --out OTHER_FOLDER."
+        raise DataError(f"{file} is damaged: {error}. Run `rlhf-pipeline verify` on its run.") from error
 
 
 def load_weights(path: Path, model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.files import folder_problem
 from rlhf_pipeline.report.run_folder import Row, RunFolder, is_store
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.words import count
+from rlhf_pipeline.run.checkpoint import list_checkpoints
 from trajectory_store import StoreError
-
-_WHOLE_MODEL = ("model.safetensors", "optimizer.safetensors", "state.json", "config.json")
-_SHARDS = ("shards/.metadata", "state.json")
-_ADAPTERS = ("adapter_model.safetensors", "optimizer.safetensors", "state.json", "adapter_config.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,41 +122,14 @@ def _check_ahead(metrics: Sequence[Row], ledger: Sequence[Row]) -> Iterator[Find
 
 
 def _check_checkpoints(folder: Path) -> Iterator[Finding]:
-    found = sorted(folder.glob("step-*"))
+    found = list_checkpoints(folder)
     for checkpoint in found:
-        if (checkpoint / "shards").is_dir():
-            if not all((checkpoint / name).is_file() for name in _SHARDS):
-                yield Finding(part="checkpoints", ok=False, text=f"{checkpoint.name} lacks one of {', '.join(_SHARDS)}")
-                return
-            continue
-        expected = _ADAPTERS if (checkpoint / "adapter_config.json").is_file() else _WHOLE_MODEL
-        missing = [name for name in expected if not (checkpoint / name).is_file()]
-        if missing:
-            yield Finding(part="checkpoints", ok=False, text=f"{checkpoint.name} lacks {', '.join(missing)}")
+        problem = folder_problem(checkpoint)
+        if problem is not None:
+            yield Finding(part="checkpoints", ok=False, text=f"{checkpoint.name}: {problem}")
             return
-        for name in expected[:2]:
-            problem = _safetensors_problem(checkpoint / name)
-            if problem:
-                yield Finding(part="checkpoints", ok=False, text=f"{checkpoint.name}/{name} {problem}")
-                return
     newest = f", the newest {found[-1].name}" if found else ""
-    yield Finding(part="checkpoints", ok=True, text=f"{count(len(found), 'checkpoint')}{newest}")
-
-
-def _safetensors_problem(file: Path) -> str | None:
-    """Return what is wrong with a safetensors file's length or header, or None. Its values carry no checksum."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        head = int.from_bytes(stream.read(8), "little")
-        if head > size - 8:
-            return f"has {size} bytes, too few for its own header"
-        try:
-            entries = json.loads(stream.read(head))
-        except ValueError:
-            return "has a damaged header"
-    ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
-    expected = 8 + head + max(ends, default=0)
-    return None if size == expected else f"has {size} bytes; its header says {expected}"
+    yield Finding(part="checkpoints", ok=True, text=f"{count(len(found), 'checkpoint')}{newest}: every checksum holds")
 
 
 def _is_torn(file: Path) -> bool:

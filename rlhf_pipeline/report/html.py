@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_pipeline.jsonl import write_atomically
+from rlhf_pipeline.files import write_atomically
 from rlhf_pipeline.report.page import SCRIPT, STYLE
 from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.samples import Trajectory, read_trajectories, typical_of_first_and_last

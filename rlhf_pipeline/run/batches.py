@@ -28,7 +28,7 @@ def shares(weights: Sequence[float], total: int) -> Ints:
 
     Source `s` gets its draw number `j` at the time `(j - 1/2) / weight`, and draws are taken in the order of time
     (Webster's method; of two at one time, the earlier source's first). So a larger total takes nothing back, and every
-    share is within one draw of what its weight says.
+    share of up to five sources is less than two draws from what its weight says.
 
     >>> [shares([3.0, 1.0], total).tolist() for total in (4, 5, 8)]
     [[3, 1], [4, 1], [6, 2]]

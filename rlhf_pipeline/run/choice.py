@@ -16,7 +16,7 @@ import numpy.typing as npt
 from rlhf_pipeline.config import Replay
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.exchange.filters import select
-from rlhf_pipeline.jsonl import write_atomically
+from rlhf_pipeline.files import write_atomically
 from trajectory_store import StoreNotFoundError, TrajectoryStore
 
 Ints = npt.NDArray[np.int64]

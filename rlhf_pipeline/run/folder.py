@@ -13,7 +13,7 @@ from rlhf_pipeline import __version__
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.config_text import to_json
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError
-from rlhf_pipeline.jsonl import write_atomically
+from rlhf_pipeline.files import write_atomically
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs
 
 FILE_NAME: Final = "config.json"

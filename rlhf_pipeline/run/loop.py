@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhf_pipeline.config import Learn
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.learner.state import list_checkpoints
+from rlhf_pipeline.run.checkpoint import list_checkpoints
 from rlhf_pipeline.run.events import EventHandler, Notice, StepDone
 from rlhf_pipeline.run.progress import MetricsFile, Progress, replaced
 from rlhf_pipeline.run.signals import StopRequest

@@ -13,7 +13,7 @@ import torch
 
 from rlhf_pipeline.config import Pipeline, Replay
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.jsonl import write_atomically
+from rlhf_pipeline.files import write_atomically
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
@@ -118,7 +118,7 @@ def replay_stores(
             if gathered(run_dir) is not None or _gather(gatherer, run_dir, stop):
                 storage.refresh()
                 parts = _build(pipeline, policy, storage, run_dir=run_dir, seed=seed)
-                progress = restore(run_dir, parts)
+                progress = restore(run_dir, parts, on_event)
                 reason = _learn(pipeline, pipeline.replay, parts, progress, run_dir, stop, on_event)
             finished = RunFinished(
                 run_dir=run_dir,

@@ -15,11 +15,11 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, MissingPathError
 from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.learner.state import list_checkpoints, read_state
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.batches import Batches
 from rlhf_pipeline.run.build import build_loss, build_policy
+from rlhf_pipeline.run.checkpoint import list_checkpoints, load_checkpoint, step_of
 from trajectory_store import MissingRowError, TrajectoryStore
 
 _OWN_FIELDS = frozenset({"step", "row_ids", "trajectory_ids", "watermark", "seed", "ages", "ess"})
@@ -109,7 +109,7 @@ def plan_rerun(run_dir: Path, *, from_step: int, num_steps: int | None = None) -
             if taken
             else f"{run_dir} has no steps to replay: its ledger or its metrics are empty."
         )
-    checkpoints = [(read_state(path)["step"], path) for path in list_checkpoints(run_dir / "checkpoints")]
+    checkpoints = [(step_of(path), path) for path in list_checkpoints(run_dir / "checkpoints")]
     before = [(step, path) for step, path in checkpoints if step < from_step]
     if not before:
         oldest = min((step for step, _ in checkpoints), default=None)
@@ -160,7 +160,7 @@ def retake(pipeline: Pipeline, plan: RerunPlan, *, run_dir: Path, seed: int, dev
             sample=pipeline.sample,
             batch_size=pipeline.collect.rollout_size,
         )
-        learner.load(plan.checkpoint)
+        load_checkpoint(plan.checkpoint, learner)
         batches = _batches(pipeline, storage.store, seed)
         for step in range(plan.start + 1, plan.last + 1):
             row, line = plan.ledger[step], plan.metrics[step]

@@ -80,7 +80,7 @@ def run(
         check_folder(run_dir, resume=resume)  # again under the lock: another process may have been quicker
         write_record(run_dir, record)
         with build_parts(pipeline, models, run_dir=run_dir, seed=seed) as parts, stop_on_signals() as stop:
-            progress = restore(run_dir, parts)
+            progress = restore(run_dir, parts, on_event)
             on_event = with_logger(pipeline.learn.logger, run_dir, on_event)
             on_event(
                 RunStarted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,7 +17,7 @@ from safetensors import SafetensorError
 
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.errors import RewardError, RunExistsError
+from rlhf_pipeline.errors import DataError, RewardError, RunExistsError
 from rlhf_pipeline.learner.state import load_weights
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.slot_engine import WeightRefresh
@@ -27,11 +28,14 @@ from rlhf_pipeline.run.loop import tell
 from rlhf_pipeline.run.processes.claims import Claims, Flow
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause, is_alive, process_lock
 from rlhf_pipeline.run.processes.run_files import shared_run
-from rlhf_pipeline.run.processes.weights import Published, read_published, version_folder
+from rlhf_pipeline.run.processes.weights import Published, read_published, version_folder, weights_problem
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from trajectory_store import TrajectoryStore
 
 logger = logging.getLogger(__name__)
+
+_TRIES = 20
+_LOOK_AGAIN_S = 0.05
 
 
 def collect(
@@ -216,24 +220,31 @@ class _Worker:
 
     def _take_weights(self, published: Published) -> None:
         """Load the published weights; if they have been replaced in the meantime, the newest ones."""
+        folder, tries = self.run_dir / "weights", 0
         while published.version != self.version:
             try:
-                load_policy(self.parts.policy, version_folder(self.run_dir / "weights", published.version))
+                load_policy(self.parts.policy, folder, published.version)
                 self.version = published.version
-            except (OSError, SafetensorError):
-                newest = read_published(self.run_dir / "weights")
-                if newest is None or newest.version == published.version:
+            except (OSError, SafetensorError, DataError):
+                newest = read_published(folder)
+                tries += newest is None or newest.version == published.version
+                if tries > _TRIES:
                     raise
-                published = newest
+                time.sleep(_LOOK_AGAIN_S)  # the learner may be replacing this very version
+                published = newest or published
 
 
-def load_policy(policy: CausalLMPolicy, folder: Path) -> None:
-    """Load published weights in place.
+def load_policy(policy: CausalLMPolicy, folder: Path, version: int) -> None:
+    """Load the published weights of a version in place.
 
     Raises:
-        FileNotFoundError: the folder has been replaced by a newer version's.
+        DataError: a file is damaged, or the folder is gone: a newer version may have replaced it.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(folder)
+    problem = weights_problem(folder, version)
+    if problem is not None:
+        raise DataError(
+            f"the published weights {version_folder(folder, version)} cannot be used: {problem}. Start the learner "
+            f"again, which publishes them again: rlhf-pipeline learn --run {shlex.quote(str(folder.parent))}"
+        )
     with torch.no_grad():
-        load_weights(folder, policy.model)
+        load_weights(version_folder(folder, version), policy.model)

@@ -7,7 +7,7 @@ import math
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,13 +16,14 @@ import numpy.typing as npt
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.build import Models, Parts, build_models, build_parts
+from rlhf_pipeline.run.checkpoint import list_checkpoints
 from rlhf_pipeline.run.events import EventHandler, RunFinished, RunStarted, ignore_events
 from rlhf_pipeline.run.log import log_file, named_disk_errors
 from rlhf_pipeline.run.loggers import with_logger
 from rlhf_pipeline.run.loop import take_step, tell
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause, is_alive, process_lock
 from rlhf_pipeline.run.processes.run_files import shared_run
-from rlhf_pipeline.run.processes.weights import Published, publish, read_published
+from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_problem
 from rlhf_pipeline.run.progress import MetricsFile, Progress
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from rlhf_pipeline.run.state import restore, save_run
@@ -91,7 +92,7 @@ def learn(
             build_parts(pipeline, models, run_dir=run_dir, seed=seed) as parts,
             TrajectoryStore.open(run_dir / "rollouts") as rollouts,
         ):
-            progress = restore(run_dir, parts)
+            progress = restore(run_dir, parts, on_event)
             num_parameters = sum(p.numel() for p in models.policy.parameters())
             heartbeat.facts = {"num_parameters": num_parameters, "first_step": progress.step}
             on_event = with_logger(pipeline.learn.logger, run_dir, on_event)
@@ -153,7 +154,8 @@ class _Worker:
         self.metrics = MetricsFile(run_dir / "metrics.jsonl")
         self.done = self._learned_from()
         self.published = self._published_before()
-        self.saved = -1
+        # What was just loaded is not saved again.
+        self.saved = progress.step if list_checkpoints(run_dir / "checkpoints") else -1
         self.current: _Arrived | None = None
 
     def work(self, stop: StopRequest) -> Literal["target", "steps", "interrupted"]:
@@ -303,9 +305,18 @@ class _Worker:
         return {row["rollout"] for row in rows if "rollout" in row and row["step"] <= self.progress.step}
 
     def _published_before(self) -> int | None:
-        """Return the version that collectors use now; None if they have to be told again."""
-        before = read_published(self.run_dir / "weights")
-        return None if before is None or before.finished is not None else before.version
+        """Return the version that collectors use now; None if there is none, or if its files are damaged."""
+        folder = self.run_dir / "weights"
+        before = read_published(folder)
+        if before is None:
+            return None
+        problem = weights_problem(folder, before.version)
+        if problem is not None:
+            tell(self.on_event, f"the published weights of step {before.version} are damaged: {problem}.")
+            return None
+        if before.finished is not None:  # the run goes on
+            publish(folder, replace(before, finished=None), save=None)
+        return before.version
 
     def _publish(self, finished: str | None = None) -> None:
         step, updates = self.progress.step, self.pipeline.learn.updates_per_rollout

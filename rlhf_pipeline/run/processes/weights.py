@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.jsonl import sync_file, sync_folder, write_atomically
+from rlhf_pipeline.files import folder_problem, new_folder, remove_folder, write_atomically
 from rlhf_pipeline.run.processes.heartbeat import is_alive
 
+_POINTER = "latest.json"
 _VERSION = re.compile(r"version-(\d{8})")
 
 
@@ -53,32 +53,18 @@ def publish(
     folder.mkdir(parents=True, exist_ok=True)
     target = version_folder(folder, published.version)
     if save is not None:
-        temporary = folder / f".{target.name}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        save(temporary)
-        if target.exists():  # published before a crash; on some devices the new one differs in its last bits
-            shutil.rmtree(target)
-        if sync:
-            for file in temporary.iterdir():
-                sync_file(file)
-            sync_folder(temporary)
-        temporary.rename(target)
-    if sync:
-        sync_folder(folder)
-        write_atomically(folder / "latest.json", json.dumps(asdict(published)).encode())
-    else:
-        pointer = folder / ".latest.json.tmp"
-        pointer.write_text(json.dumps(asdict(published)), encoding="utf-8")
-        pointer.replace(folder / "latest.json")
+        with new_folder(target, sync=sync) as temporary:
+            save(temporary)
+    write_atomically(folder / _POINTER, json.dumps(asdict(published)).encode(), sync=sync)
     for old in sorted(path for path in folder.iterdir() if _VERSION.fullmatch(path.name))[:-keep]:
         if old != target:
-            shutil.rmtree(old, ignore_errors=True)
+            remove_folder(old)
 
 
 def read_published(folder: Path) -> Published | None:
     """Return what was published last, or None if nothing was (or a power loss took it; it is not synced)."""
     try:
-        return Published(**json.loads((folder / "latest.json").read_text(encoding="utf-8")))
+        return Published(**json.loads((folder / _POINTER).read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
         return None
 
@@ -93,3 +79,8 @@ def reopen(run_dir: Path) -> None:
 def version_folder(folder: Path, version: int) -> Path:
     """Return where the weights of a version are, or were."""
     return folder / f"version-{version:08d}"
+
+
+def weights_problem(folder: Path, version: int) -> str | None:
+    """Say what is wrong with the published weights of a version, every checksum compared, or return None."""
+    return folder_problem(version_folder(folder, version))

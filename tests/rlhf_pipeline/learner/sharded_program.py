@@ -21,6 +21,7 @@ from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.run.checkpoint import load_checkpoint, save_checkpoint
 
 
 def main() -> None:
@@ -50,13 +51,13 @@ def main() -> None:
         shards=shards,
     )
     if start != "-":
-        state = learner.load(Path(start))
+        state = load_checkpoint(Path(start), learner)
         assert state["note"] == "kept"
     lines = []
     path = Path(checkpoints)
     for step in range(int(first), int(last) + 1):
         lines.append(learner.step(step))
-        path = learner.save(Path(checkpoints), step, state={"note": "kept"}, keep=2)
+        path = save_checkpoint(Path(checkpoints), step, learner, state={"note": "kept"}, keep=2)
     if is_first:
         kept = ("loss", "grad_norm", "entropy", "ess", "clip_fraction", "num_tokens", "num_trajectories")
         found = [{name: line[name] for name in kept} for line in lines]

@@ -18,7 +18,7 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.learner.distributed import Shards, shard_policy
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
-from rlhf_pipeline.learner.state import load_checkpoint
+from rlhf_pipeline.learner.state import read_state
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.report.check import check_run, check_store
 from rlhf_pipeline.report.run_folder import RunFolder
@@ -97,7 +97,7 @@ def test_two_processes_learn_like_one(tmp_path, store):
     policy = scratch_policy("0123456789", hidden_size=16, num_layers=2, num_heads=2, seed=0)
     optimizer = PolicyOptimizer(policy.model, Learn())
     with pytest.raises(DataError, match=r"is damaged: its shards cannot be read"):
-        load_checkpoint(Path(two["path"]), policy=policy, optimizer=optimizer)
+        read_state(Path(two["path"]), policy=policy, optimizer=optimizer)
 
 
 @pytest.mark.slow

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_model
+import torch.distributed as dist
+from safetensors.torch import load_file, save_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from rlhf_pipeline.errors import DataError, MissingPathError
-from rlhf_pipeline.learner.state import list_checkpoints, load_checkpoint, save_checkpoint
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.learner.state import load_weights, read_state, write_state
 
 
 class Holder:
@@ -21,7 +23,6 @@ class Holder:
         self.model[1].weight = self.model[0].weight
 
     def save_pretrained(self, folder: str | Path) -> None:
-        Path(folder).mkdir(parents=True)
         save_model(self.model, str(Path(folder) / "model.safetensors"))
 
 
@@ -46,69 +47,96 @@ def test_a_restored_run_continues_bit_for_bit(tmp_path):
     first = Holder(0)
     optimizer = optimizer_of(first)
     train(first, optimizer, 3)
-    path = save_checkpoint(tmp_path, 3, policy=first, optimizer=optimizer, state={"note": [1, "x"]}, keep=2)
+    write_state(tmp_path, policy=first, optimizer=optimizer)
 
     second = Holder(1)
     optimizer = optimizer_of(second)
-    state = load_checkpoint(path, policy=second, optimizer=optimizer)
-    assert state == {"step": 3, "note": [1, "x"]}
+    read_state(tmp_path, policy=second, optimizer=optimizer)
     train(second, optimizer, 4)
     assert torch.equal(second.model[0].weight, straight.model[0].weight)
     assert second.model[0].weight is second.model[1].weight
 
 
-def test_only_the_newest_are_kept_and_half_written_ones_are_swept(tmp_path):
-    """Old checkpoints go, and what a killed save left behind is not taken for a checkpoint."""
-    holder = Holder(0)
-    optimizer = optimizer_of(holder)
-    (tmp_path / ".step-00000001.tmp").mkdir()
-    for step in (2, 4, 6):
-        save_checkpoint(tmp_path, step, policy=holder, optimizer=optimizer, state={}, keep=2)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000004", "step-00000006"]
-    assert not list(tmp_path.glob(".step-*"))
-
-
-def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path):
-    """If the state cannot be written, the temporary folder goes and the last checkpoint stays."""
-    holder = Holder(0)
-    optimizer = optimizer_of(holder)
-    save_checkpoint(tmp_path, 1, policy=holder, optimizer=optimizer, state={}, keep=2)
-    with pytest.raises(TypeError):
-        save_checkpoint(tmp_path, 2, policy=holder, optimizer=optimizer, state={"bad": object()}, keep=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-
-
 def test_a_missing_file_and_another_model_are_explained(tmp_path):
-    """The message names the folder and what to do with it."""
+    """The message names the folder and what is wrong with it; the model stays as it was where nothing was loaded."""
     holder = Holder(0)
-    path = save_checkpoint(tmp_path, 1, policy=holder, optimizer=optimizer_of(holder), state={}, keep=2)
+    write_state(tmp_path, policy=holder, optimizer=optimizer_of(holder))
     other = Holder(0, size=6)
     with pytest.raises(DataError, match="belongs to another model"):
-        load_checkpoint(path, policy=other, optimizer=optimizer_of(other))
-    whole = (path / "model.safetensors").read_bytes()
-    (path / "model.safetensors").write_bytes(whole[:20])
+        read_state(tmp_path, policy=other, optimizer=optimizer_of(other))
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:20])
     with pytest.raises(DataError, match="is damaged"):
-        load_checkpoint(path, policy=holder, optimizer=optimizer_of(holder))
-    (path / "model.safetensors").write_bytes(whole)
-    (path / "optimizer.safetensors").unlink()
-    with pytest.raises(MissingPathError, match=r"has no optimizer\.safetensors. There is no older one"):
-        load_checkpoint(path, policy=holder, optimizer=optimizer_of(holder))
-    shutil.rmtree(path)
-    assert list_checkpoints(tmp_path) == []
-
-
-@pytest.mark.parametrize("content", ["", '{"step": 2', "[]", '{"step": 2}', '{"step": "two", "param_groups": []}'])
-def test_a_damaged_state_names_the_checkpoint_before_it(tmp_path, content):
-    """A truncated or emptied state.json is said as damage, with the folder to delete and the one that is then used."""
-    holder = Holder(0)
-    optimizer = optimizer_of(holder)
-    save_checkpoint(tmp_path, 1, policy=holder, optimizer=optimizer, state={}, keep=2)
-    train(holder, optimizer, 1)
-    path = save_checkpoint(tmp_path, 2, policy=holder, optimizer=optimizer, state={}, keep=2)
-    (path / "state.json").write_text(content)
+        read_state(tmp_path, policy=holder, optimizer=optimizer_of(holder))
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    (tmp_path / "optimizer.safetensors").unlink()
+    with pytest.raises(DataError, match=r"optimizer\.safetensors"):
+        read_state(tmp_path, policy=holder, optimizer=optimizer_of(holder))
+    (tmp_path / "optimizer.json").write_text("[")
     before = holder.model[0].weight.clone()
-    with pytest.raises(DataError, match=r"step-00000002 is damaged: .*the one before it, step-00000001"):
-        load_checkpoint(path, policy=holder, optimizer=optimizer)
+    with pytest.raises(DataError, match=r"optimizer\.json"):
+        read_state(tmp_path, policy=holder, optimizer=optimizer_of(holder))
     assert torch.equal(holder.model[0].weight, before)
-    shutil.rmtree(path)
-    load_checkpoint(tmp_path / "step-00000001", policy=holder, optimizer=optimizer)
+
+
+@pytest.fixture
+def mesh():
+    """One process as a group of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(model: nn.Module, mesh) -> nn.Module:
+    """Hold each parameter of a model as shards."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    return model
+
+
+def test_whole_weights_load_into_shards(tmp_path, mesh):
+    """A checkpoint of one process goes into a model whose parameters are shards; one of another shape is refused."""
+    source = nn.Linear(4, 3)
+    save_model(source, str(tmp_path / "model.safetensors"))
+    target = sharded(nn.Linear(4, 3), mesh)
+    load_weights(tmp_path, target)
+    assert torch.equal(target.weight.full_tensor(), source.weight)
+    assert torch.equal(target.bias.full_tensor(), source.bias)
+    with pytest.raises(RuntimeError, match=r"weight of shape \[3, 5\] is not in it"):
+        load_weights(tmp_path, sharded(nn.Linear(5, 3), mesh))
+    with pytest.raises(RuntimeError, match=r"0\.weight of shape \[3, 4\] is not in it"):
+        load_weights(tmp_path, sharded(nn.Sequential(nn.Linear(4, 3)), mesh))
+
+
+def test_adapters_load_and_others_are_refused(tmp_path):
+    """Adapters come back by name, the frozen weights stay; adapters of other layers, or none, are refused."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(*layers: str) -> nn.Module:
+        torch.manual_seed(len(layers))
+        base = nn.Sequential()
+        base.add_module("a", nn.Linear(4, 4))
+        base.add_module("b", nn.Linear(4, 4))
+        config = peft.LoraConfig(r=2, target_modules=list(layers), init_lora_weights=False)
+        return peft.get_peft_model(base, config)
+
+    source = adapted("a")
+    source.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    target = adapted("a")
+    for parameter in target.parameters():
+        nn.init.zeros_(parameter)
+    load_weights(tmp_path, target)
+    found = {name: parameter for name, parameter in target.named_parameters() if "lora_" in name}
+    assert len(found) == 2
+    for name, parameter in found.items():
+        assert torch.equal(parameter, saved[name.replace(".default", "")]), name
+    assert not target.base_model.model.b.weight.any()
+    with pytest.raises(RuntimeError, match="2 adapters do not fit"):
+        load_weights(tmp_path, adapted("a", "b"))
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(RuntimeError, match="has no adapters"):
+        load_weights(tmp_path, target)

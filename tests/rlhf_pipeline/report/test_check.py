@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from rlhf_pipeline.files import new_folder
 from rlhf_pipeline.report.check import Finding, check_run, check_store
 from rlhf_pipeline.report.run_folder import RunFolder
 
@@ -26,11 +27,9 @@ def rewrite(file: Path, change: object) -> None:
 def checkpoint(folder: Path, step: int) -> Path:
     """Write the files of a checkpoint."""
     made = folder / "checkpoints" / f"step-{step:08}"
-    made.mkdir(parents=True)
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        save_file({"w": np.zeros(100, np.float32)}, made / name)
-    for name in ("state.json", "config.json"):
-        (made / name).write_text("{}")
+    with new_folder(made) as temporary:
+        save_file({"w": np.zeros(100, np.float32)}, temporary / "model.safetensors")
+        (temporary / "state.json").write_text("{}")
     return made
 
 
@@ -125,6 +124,6 @@ def test_damaged_checkpoint(run_dir: Path):
     made = checkpoint(run_dir, 10)
     weights = made / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    assert any("step-00000010/model.safetensors has" in finding.text for finding in damage(run_dir))
+    assert any("step-00000010: model.safetensors has" in finding.text for finding in damage(run_dir))
     weights.unlink()
-    assert any("step-00000010 lacks model.safetensors" in finding.text for finding in damage(run_dir))
+    assert any("step-00000010: it has no model.safetensors" in finding.text for finding in damage(run_dir))

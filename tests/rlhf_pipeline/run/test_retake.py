@@ -10,7 +10,7 @@ from rlhf_pipeline import Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPoli
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, MissingPathError
 from rlhf_pipeline.jsonl import read_rows
-from rlhf_pipeline.learner.state import list_checkpoints
+from rlhf_pipeline.run.checkpoint import list_checkpoints
 from rlhf_pipeline.run.retake import RerunPlan, Retaken, plan_rerun, retake
 from rlhf_pipeline.run.start import run
 from trajectory_store import TrajectoryStore

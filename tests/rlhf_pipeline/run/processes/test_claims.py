@@ -93,7 +93,7 @@ def test_published_weights_are_whole_and_the_oldest_go(tmp_path):
     assert read_published(folder) is None
     for version in range(5):
         said = Published(version=version, next_version=version, rollouts_done=version, write_path={"kl": 0.5})
-        publish(folder, said, save=lambda path: (path.mkdir(), (path / "model").write_text("w")), keep=2)
+        publish(folder, said, save=lambda path: (path / "model").write_text("w"), keep=2)
         assert read_published(folder) == said
         assert (version_folder(folder, version) / "model").is_file()
     assert sorted(path.name for path in folder.glob("version-*")) == ["version-00000003", "version-00000004"]

@@ -23,10 +23,10 @@ PUBLISHED = Published(version=0, next_version=0, rollouts_done=0)
 @pytest.mark.parametrize("content", ["", "\0" * 40, '{"version": 3, "next'], ids=["empty", "zeros", "torn"])
 def test_an_unsynced_pointer_after_a_power_loss(tmp_path: Path, content: str):
     """`latest.json` is not synced: where its bytes were lost nothing counts as published, and publishing goes on."""
-    publish(tmp_path, PUBLISHED, save=lambda folder: folder.mkdir())
+    publish(tmp_path, PUBLISHED, save=lambda folder: None)
     (tmp_path / "latest.json").write_text(content)
     assert read_published(tmp_path) is None
-    publish(tmp_path, PUBLISHED, save=lambda folder: folder.mkdir())
+    publish(tmp_path, PUBLISHED, save=lambda folder: None)
     assert read_published(tmp_path) == PUBLISHED
 
 
@@ -94,7 +94,7 @@ def test_steps_that_were_taken_off_are_not_counted(tmp_path: Path):
 def test_a_learner_that_comes_back_takes_the_end_back(tmp_path: Path):
     """Before it imports torch, so that collectors started beside it do not leave; a live learner's word stands."""
     ended = replace(PUBLISHED, finished="steps")
-    publish(tmp_path / "weights", ended, save=lambda path: path.mkdir())
+    publish(tmp_path / "weights", ended, save=lambda path: None)
     with process_lock(tmp_path / "processes", "learner"):
         reopen(tmp_path)
         assert read_published(tmp_path / "weights") == ended
@@ -104,6 +104,6 @@ def test_a_learner_that_comes_back_takes_the_end_back(tmp_path: Path):
 
 def test_synced_weights_are_the_same_weights(tmp_path: Path):
     """With `sync` the pointer and the folder are what they are without it."""
-    publish(tmp_path, PUBLISHED, save=lambda path: (path.mkdir(), (path / "model").write_text("w")), sync=True)
+    publish(tmp_path, PUBLISHED, save=lambda path: (path / "model").write_text("w"), sync=True)
     assert read_published(tmp_path) == PUBLISHED
     assert (version_folder(tmp_path, 0) / "model").read_text() == "w"
