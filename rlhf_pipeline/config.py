@@ -312,14 +312,15 @@ class GRPO(_Checked):
     kl_estimator: Literal["k3+", "k3", "k2"] = "k3+"
     """Of that term: `k3+` has the value of k3 and the gradient of k2, the right one on-policy."""
     kl_importance_weight: bool = False
-    """Weight that term by the clipped ratio, for stale trajectories."""
+    """Weight that term by policy over sampler, within the clip bounds, for stale trajectories."""
     dual_clip: float | None = None
     """Above 1: where the advantage A is negative the loss is at most `-dual_clip * A`. 3 in the paper."""
     delta: float | None = None
     """Upper bound of the ratio where it is not clipped."""
     tis_cap: float | None = None
     """Truncated importance sampling: weight the policy loss by `min(exp(trainer - sampler log-prob), tis_cap)`. The
-    trainer's log-probs are taken at the start of each step, which costs one more forward pass."""
+    trainer's log-probs of a trajectory are taken before the first step that uses it and kept for its later ones, as
+    what the clip is against; one more forward pass per trajectory."""
     tis_level: Literal["token", "sequence"] = "token"
     icepop: Literal["token", "sequence"] | None = None
     """Leave tokens, or whole completions, out of the policy loss whose `exp(trainer - sampler log-prob)`, of a

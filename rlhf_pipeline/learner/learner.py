@@ -15,13 +15,14 @@ from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.functional.aggregation import spread_token_weights
 from rlhf_pipeline.learner._guard import guard
-from rlhf_pipeline.learner._plan import StepPlan, plan_step
+from rlhf_pipeline.learner._plan import StepPlan, check_reduction, plan_step
 from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.learner.metrics import ModelCost, StepMeter, data_metrics, known_peak_flops, loss_metrics
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
+from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.learner.selection import UseCounts, sampler_of
-from rlhf_pipeline.learner.state import read_state, read_tensors, write_state
+from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, write_tensors
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
@@ -43,7 +44,8 @@ class Learner:
 
     Args:
         policy: the policy that learns.
-        loss: takes a padded batch with per-token weights.
+        loss: takes a padded batch with per-token weights. Where it is `decoupled`, the learner takes the trainer's own
+            log-probs of a trajectory before the first step that uses it, and keeps them for the later ones.
         buffer: where trajectories are read.
         config: optimizer and token budget.
         max_staleness: largest age, in optimizer steps, of a trajectory that is learned from.
@@ -57,6 +59,9 @@ class Learner:
         shards: where the policy is sharded over several processes; see `learner.distributed`.
         check_sampler: say once if the log-probs that came with trajectories of these very weights are not what the
             policy scores.
+
+    Raises:
+        DefinitionError: the loss sums or does not reduce, or an option does not go with several processes.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -97,6 +102,7 @@ class Learner:
         sample: Sample | None = None,
         batch_size: int | None = None,
     ) -> None:
+        check_reduction(loss)
         self.policy = policy
         self.loss = loss
         self.buffer = buffer
@@ -127,6 +133,7 @@ class Learner:
         self._check_sampler = check_sampler
         self._notices: list[str] = []
         self._passed = (0, 0)
+        self._proximal = ProximalLogProbs()
 
     @property
     def ledger(self) -> Ledger:
@@ -145,16 +152,21 @@ class Learner:
         self._uses = UseCounts(ledger) if ledger is not None and self.sample.max_uses is not None else None
 
     def write(self, folder: Path) -> None:
-        """Write weights, optimizer, random generator and moving reference into an empty folder; see `write_state`.
+        """Write weights, optimizer, random generator, proximal log-probs and moving reference into an empty folder.
 
         `run.checkpoint.save_checkpoint` makes a checkpoint of it, whole or absent.
         """
         if self.shards is not None:
             self.shards.tell("write", folder=str(folder))
             self.shards.write(folder, policy=self.policy, optimizer=self.optimizer)
-            return
-        tensors = {"reference": self.reference.state_tensors()} if self.reference is not None else None
-        write_state(folder, policy=self.policy, optimizer=self.optimizer, tensors=tensors)
+            if not self.shards.is_first:
+                return
+        else:
+            write_state(folder, policy=self.policy, optimizer=self.optimizer)
+        if self.reference is not None:
+            write_tensors(folder, "reference", self.reference.state_tensors())
+        if self.loss.decoupled:
+            write_tensors(folder, "proximal", self._proximal.state_tensors())
 
     def read(self, folder: Path) -> None:
         """Load what `write` wrote.
@@ -162,7 +174,7 @@ class Learner:
         Raises:
             DataError: the folder is damaged, or of another model.
         """
-        moved = read_tensors(folder, "reference")
+        moved, proximal = read_tensors(folder, "reference"), read_tensors(folder, "proximal")
         if self.shards is not None:
             self.shards.tell("read", folder=str(folder))
         read_state(folder, policy=self.policy, optimizer=self.optimizer)
@@ -170,6 +182,7 @@ class Learner:
             self.shards.refresh_mirror()
         if self.reference is not None and moved is not None:
             self.reference.load_state_tensors(moved)
+        self._proximal.load_state_tensors(proximal or {})
 
     def follow(self) -> None:
         """Do what the first process does, until it tells to stop: the same steps, writes and reads.
@@ -181,7 +194,8 @@ class Learner:
         while (message := receive())["what"] != "stop":
             if message["what"] == "step":
                 self.buffer.refresh()
-                self.step(message["step"], row_ids=np.asarray(message["row_ids"], dtype=np.int64))
+                ages = None if message["ages"] is None else np.asarray(message["ages"], dtype=np.int64)
+                self.step(message["step"], row_ids=np.asarray(message["row_ids"], dtype=np.int64), ages=ages)
             elif message["what"] == "write":
                 self.write(Path(message["folder"]))
             else:
@@ -214,6 +228,9 @@ class Learner:
         """
         meter = StepMeter(self.policy.device)
         store, version = self.buffer.store, step - 1
+        aged = ages
+        if ages is None:
+            self._forget_proximal(version)
         if row_ids is None:
             row_ids, ages = self.chosen_rows(step)
         elif ages is None:
@@ -221,7 +238,7 @@ class Learner:
         if len(row_ids) == 0:
             self._notices.append(f"step {step} has nothing to learn from: every group was without spread and dropped.")
         if self.shards is not None:
-            self.shards.tell("step", step=step, row_ids=row_ids.tolist())
+            self.shards.tell("step", step=step, row_ids=row_ids.tolist(), ages=None if aged is None else aged.tolist())
         plan = plan_step(
             store,
             row_ids,
@@ -229,6 +246,8 @@ class Learner:
             config=self.config,
             max_completion_tokens=self.max_completion_tokens,
         )
+        if self.loss.decoupled:
+            plan = self._freeze_proximal(plan)
         guarded: dict[str, float | None] = {}
         if self.sample.min_ess is not None:
             plan, guarded["ess_weight"], said = guard(plan, ages, self.sample, self.policy, self._micro_batch)
@@ -265,11 +284,7 @@ class Learner:
             "grad_norm": float(gradient_norm),
             "lr": self._learning_rate(step),
             **meter.metrics(
-                self.cost,
-                plan.lengths[plan.useful],
-                plan.scored[plan.useful],
-                peak_flops=self.peak_flops,
-                processes=self.shards.world_size if self.shards else 1,
+                self.cost, plan, peak_flops=self.peak_flops, processes=self.shards.world_size if self.shards else 1
             ),
         }
 
@@ -351,58 +366,100 @@ class Learner:
         return row_ids[chosen], ages[chosen]
 
     def _accumulate_gradient(self, plan: StepPlan) -> GRPOLossOutput | None:
-        """Run forward and backward over the step's micro-batches; return the loss of the whole step.
+        """Run forward and backward over the step's micro-batches; return the loss and the figures of the whole step.
 
-        None where nothing has a gradient: every group was without spread, and the step counts all the same.
+        Rows without a gradient run forward only: the figures are those of all trajectories. None without a row.
         """
         if plan.longest > self.config.token_budget:
             self._notices.append(
                 f"a trajectory of {plan.longest} tokens is above learn.token_budget={self.config.token_budget}; it "
                 "takes a forward pass of its own."
             )
-        if not plan.batches:
-            return None
-        if self.shards is not None:
-            return GRPOLossOutput.merge(self._accumulate_share(plan, self.shards))
         outputs: list[GRPOLossOutput] = []
-        for chosen in plan.batches:
-            output = self._forward(self._micro_batch(plan, chosen))
-            output.total_loss().backward()
-            outputs.append(output)
-        return GRPOLossOutput.merge(outputs)
+        for batches, learns in ((plan.batches, True), (plan.measured, False)):
+            if self.shards is not None:
+                outputs += self._accumulate_share(plan, batches, self.shards, learns=learns)
+                continue
+            for chosen in batches:
+                with torch.set_grad_enabled(learns):
+                    output = self.loss(self._micro_batch(plan, chosen))
+                if learns:
+                    output.total_loss().backward()
+                outputs.append(output)
+        return GRPOLossOutput.merge(outputs) if outputs else None
 
-    def _forward(self, batch: TensorDict) -> GRPOLossOutput:
-        """Run the loss; where it corrects the sampler, on the trainer's own log-probs at the weights of this step."""
-        if self.loss.decoupled:
-            mask = batch[keys.ASSISTANT_MASK]
-            with torch.no_grad():
-                own = self.policy.log_probs(batch[keys.TOKENS], batch[keys.ATTENTION_MASK], mask)
-            batch[self.loss.tensor_keys.prox_log_probs] = own
-        return self.loss(batch)
-
-    def _accumulate_share(self, plan: StepPlan, shards: Shards) -> list[GRPOLossOutput]:
+    def _accumulate_share(
+        self, plan: StepPlan, batches: list[torch.Tensor], shards: Shards, *, learns: bool
+    ) -> list[GRPOLossOutput]:
         """Run this process's micro-batches, and return the outputs of all processes."""
         outputs: dict[int, GRPOLossOutput] = {}
-        for number, counts in shards.share(len(plan.batches)):
-            batch = self._micro_batch(plan, plan.batches[number])
+        for number, counts in shards.share(len(batches)):
+            batch = self._micro_batch(plan, batches[number])
             if not counts:
                 batch[keys.LOSS_WEIGHT] = torch.zeros_like(batch[keys.LOSS_WEIGHT])
 
             def forward(batch: TensorDict = batch) -> tuple[torch.Tensor, GRPOLossOutput]:
-                output = self._forward(batch)
+                output = self.loss(batch)
                 return output.total_loss(), output
 
-            total, output = shards.run(forward)
-            total.backward()
+            with torch.set_grad_enabled(learns):
+                total, output = shards.run(forward)
+            if learns:
+                total.backward()
             if counts:
                 outputs[number] = output
-        return shards.gather(outputs, len(plan.batches))
+        return shards.gather(outputs, len(batches)) if batches else []
+
+    @torch.no_grad()
+    def _freeze_proximal(self, plan: StepPlan) -> StepPlan:
+        """Take the policy's log-probs of the rows that no step has used before; return the plan without lost tokens."""
+        new = torch.from_numpy(self._proximal.missing(plan.row_ids))
+        batches = [chosen for chosen in (*plan.batches, *plan.measured) if bool(new[chosen].any())]
+        found: dict[int, torch.Tensor] = {}
+        if self.shards is None:
+            for chosen in batches:
+                found |= self._own_log_probs(plan, chosen)
+        elif batches:
+            for number, counts in self.shards.share(len(batches)):
+                own = self.shards.run(lambda chosen=batches[number]: self._own_log_probs(plan, chosen))
+                found |= own if counts else {}
+            found = self.shards.exchange(found, torch.cat(batches).tolist())
+        for at in new.nonzero()[:, 0].tolist():
+            self._proximal.put(int(plan.row_ids[at]), found[at])
+        held = [self._proximal.row(row) for row in plan.row_ids.tolist()]
+        lost = torch.tensor([int((~torch.isfinite(row)).sum()) for row in held], dtype=torch.int64)
+        if not bool(lost.any()):
+            return plan
+        return plan.without(lost, loss=self.loss, max_completion_tokens=self.max_completion_tokens)
+
+    def _own_log_probs(self, plan: StepPlan, chosen: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The policy's log-probs of the assistant tokens of each row of a micro-batch, by its position in the plan."""
+        batch = self.buffer.read(plan.row_ids[chosen.numpy()]).to(self.policy.device)
+        mask = batch[keys.ASSISTANT_MASK]
+        own = self.policy.log_probs(batch[keys.TOKENS], batch[keys.ATTENTION_MASK], mask)
+        own = own.where(torch.isfinite(batch[keys.LOG_PROBS]), 0.0)  # the loss leaves those out already
+        return {at: row[keep] for at, row, keep in zip(chosen.tolist(), own, mask, strict=True)}
+
+    def _forget_proximal(self, version: int) -> None:
+        """Drop what is held of trajectories that are too old for good, or gone from the store."""
+        held, store = self._proximal.row_ids(), self.buffer.store
+        if not len(held):
+            return
+        there = np.isin(held, store.ids())
+        young = version - store.read_scalars("policy_version", held[there]) <= self.max_staleness
+        self._proximal.forget(np.concatenate([held[~there], held[there][~young]]))
 
     def _micro_batch(self, plan: StepPlan, chosen: torch.Tensor) -> TensorDict:
         """Read a micro-batch, with its loss weights, to where the policy is."""
         batch: Any = self.buffer.read(plan.row_ids[chosen.numpy()]).to(self.policy.device)
         weights = plan.weights[chosen].to(self.policy.device)
-        batch[keys.LOSS_WEIGHT] = spread_token_weights(weights, batch[keys.ASSISTANT_MASK])
+        mask = batch[keys.ASSISTANT_MASK]
+        batch[keys.LOSS_WEIGHT] = spread_token_weights(weights, mask)
+        if self.loss.decoupled:
+            held = torch.cat([self._proximal.row(row) for row in plan.row_ids[chosen.numpy()].tolist()])
+            proximal = torch.zeros(mask.shape, device=mask.device)
+            proximal[mask] = held.to(mask.device)
+            batch[self.loss.tensor_keys.prox_log_probs] = proximal
         return batch
 
     def _compare_with_the_sampler(self, step: int, losses: Mapping[str, float | int | None]) -> None:

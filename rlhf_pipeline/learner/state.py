@@ -5,6 +5,7 @@
     optimizer.safetensors                              by parameter name: moments, float32 master weights; RNG state
     optimizer.json                                     the optimizer's parameter groups
     reference.safetensors                              the reference model, where it moves
+    proximal.safetensors                               the proximal policy's log-probs, where the loss reads them
     shards/                                            in place of weights and optimizer, where several processes
                                                        write them (`sharded_state`)
 
@@ -68,7 +69,6 @@ def write_state(
     *,
     policy: SavesPretrained,
     optimizer: Optimizer,
-    tensors: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> None:
     """Write weights, optimizer and the state of torch's random generator into a folder.
 
@@ -76,7 +76,6 @@ def write_state(
         folder: an empty folder.
         policy: its model and tokenizer are written with `save_pretrained`.
         optimizer: its tensors are written by parameter name.
-        tensors: more tensors by name, one file `KEY.safetensors` for each key.
 
     Raises:
         OSError: the disk is full.
@@ -86,12 +85,22 @@ def write_state(
         saved, groups = optimizer_tensors(optimizer, policy.model)
         saved[_RNG] = torch.get_rng_state()
         save_file(saved, folder / "optimizer.safetensors")
-        for name, more in (tensors or {}).items():
-            copies = {key: value.detach().contiguous().clone() for key, value in more.items()}
-            save_file(copies, folder / f"{name}.safetensors")
     except SafetensorError as error:  # the library's own type hides that the disk is full
         raise OSError(f"{folder}: {error}") from error
     write_groups(folder, groups)
+
+
+def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Write `NAME.safetensors`, which `read_tensors` reads.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    copies = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
+    try:
+        save_file(copies, folder / f"{name}.safetensors")
+    except SafetensorError as error:
+        raise OSError(f"{folder}: {error}") from error
 
 
 def read_state(folder: Path, *, policy: SavesPretrained, optimizer: Optimizer) -> None:
@@ -137,7 +146,7 @@ def read_groups(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, Tensor] | None:
-    """Return the tensors that `write_state` was given under a name, or None if there are none.
+    """Return the tensors that `write_tensors` was given under a name, or None if there are none.
 
     Raises:
         DataError: the file is damaged.

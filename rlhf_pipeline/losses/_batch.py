@@ -27,7 +27,7 @@ class LossBatch:
         tokens: int64 [B, T].
         attention: bool [B, T], the real tokens.
         mask: bool [B, T], the tokens of the loss: chosen by the masking strategy, with a token before them to be
-            predicted from, and a finite behaviour log-prob.
+            predicted from, and finite log-probs wherever the loss reads one.
         behaviour: [B, T].
         advantage: [B, T].
         ref: [B, T] or None.
@@ -101,6 +101,7 @@ def read_batch(
     side: Side,
     device: torch.device | None,
     decoupled: bool,
+    kl_to_ref: bool,
 ) -> LossBatch:
     """Read and check what a loss needs.
 
@@ -111,6 +112,7 @@ def read_batch(
         side: where ragged leaves are padded; one side for all of them.
         device: where the tensors go; where they are by default.
         decoupled: whether proximal log-probs are read.
+        kl_to_ref: whether the loss has a term against the reference log-probs.
 
     Raises:
         DataError: a key is missing or a shape does not fit.
@@ -138,15 +140,20 @@ def read_batch(
             names.prox_log_probs,
             tokens,
         )
+    ref = read.per_token(read.get(names.ref_log_probs), names.ref_log_probs, tokens)
     mask = _token_mask(read, names, tokens, attention, masking_strategy)
     mask = mask & attention & (attention.cumsum(1) > 1) & torch.isfinite(behaviour)
+    if proximal is not None:
+        mask = mask & torch.isfinite(proximal)
+    if kl_to_ref and ref is not None:
+        mask = mask & torch.isfinite(ref)
     return LossBatch(
         tokens=tokens,
         attention=attention,
         mask=mask,
         behaviour=behaviour,
         advantage=read.per_token(advantage, names.advantage, tokens),
-        ref=read.per_token(read.get(names.ref_log_probs), names.ref_log_probs, tokens),
+        ref=ref,
         proximal=proximal,
         weight=read.per_token(read.get(names.loss_weight), names.loss_weight, tokens),
     )

@@ -7,8 +7,9 @@ from typing import Any, get_args
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.functional.aggregation import canonical_aggregation
+from rlhf_pipeline.functional.kl import KLEstimator
 from rlhf_pipeline.losses._batch import MaskingStrategy
-from rlhf_pipeline.losses._terms import Head, KLEstimator, Level, Objective
+from rlhf_pipeline.losses._terms import Head, Level, Objective
 
 __all__ = ["check_arguments", "refuse_unknown"]
 

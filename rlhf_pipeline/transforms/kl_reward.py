@@ -12,7 +12,7 @@ from torchrl.envs.transforms import Transform
 
 from rlhf_pipeline.data.trajectories import Flat, last_position, segment_sum, token_level
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
-from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
+from rlhf_pipeline.functional.kl import kl_figures, kl_k1
 from rlhf_pipeline.keys import (
     KL_COEF,
     KL_PENALTY,
@@ -273,10 +273,7 @@ class KLRewardTransform(Transform):
         return base, (total,)
 
     def _measure(self, lp: Tensor, lr: Tensor, kl: Tensor, coef: float) -> None:
-        names = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
-        count = lp.numel()
-        self.stats = {name: float(f(lp, lr).mean()) if count else 0.0 for name, f in names.items()}
-        self.stats |= {"kl": float(kl.mean()), "coef": coef, "tokens": float(count)}
+        self.stats = {**kl_figures(lp, lr), "kl": float(kl.mean()), "coef": coef, "tokens": float(lp.numel())}
 
     def get_extra_state(self) -> dict[str, Any]:
         """The controller's state and the last measurements."""

@@ -39,7 +39,8 @@ def trajectory(number: int, length: int) -> TensorDict:
             "trajectory_id": torch.tensor(number),
             "policy_version": torch.tensor(0),
             "num_prompt_tokens": torch.tensor(2),
-            "task_reward": torch.rand((), generator=generator),
+            # The last group has no spread, so it has no gradient of its own.
+            "task_reward": torch.rand((), generator=generator) if number < 8 else torch.tensor(1.0),
             ("next", "done"): torch.tensor(True),
         }
     )
@@ -55,8 +56,18 @@ def store(tmp_path) -> Path:
     return folder
 
 
-def launch(store: Path, checkpoints: Path, first: int, last: int, *, processes: int, dtype: str, start: str = "-"):
-    arguments = [str(PROGRAM), str(store), str(checkpoints), str(first), str(last), dtype, start]
+def launch(
+    store: Path,
+    checkpoints: Path,
+    first: int,
+    last: int,
+    *,
+    processes: int,
+    dtype: str,
+    start: str = "-",
+    loss: str = "plain",
+):
+    arguments = [str(PROGRAM), str(store), str(checkpoints), str(first), str(last), dtype, start, loss]
     command = [sys.executable, *arguments]
     if processes > 1:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -98,6 +109,27 @@ def test_two_processes_learn_like_one(tmp_path, store):
     optimizer = PolicyOptimizer(policy.model, Learn())
     with pytest.raises(DataError, match=r"is damaged: its shards cannot be read"):
         read_state(Path(two["path"]), policy=policy, optimizer=optimizer)
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_proximal_policy(tmp_path, store):
+    """Corrected against the sampler: the curve of one process, and a checkpoint that goes on in either number."""
+    straight = launch(store, tmp_path / "one", 1, 4, processes=1, dtype="float32", loss="corrected")
+    two = launch(store, tmp_path / "two", 1, 3, processes=2, dtype="float32", loss="corrected")
+    assert_same_curve(two["steps"], straight["steps"][:3], 1e-5)
+    assert straight["steps"][2]["clip_fraction"] > 0
+    for processes in (1, 2):
+        again = launch(
+            store,
+            tmp_path / f"again-{processes}",
+            4,
+            4,
+            processes=processes,
+            dtype="float32",
+            start=two["path"],
+            loss="corrected",
+        )
+        assert_same_curve(again["steps"], straight["steps"][3:], 1e-5)
 
 
 @pytest.mark.slow
