@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.collectors.rollout_from_model import RolloutFromModel
     from rlhf_pipeline.functional.advantage import group_advantage
     from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
+    from rlhf_pipeline.interop.torchrl.losses import DAPO, CISPOLoss
     from rlhf_pipeline.learner.learner import Learner
     from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
     from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
@@ -47,10 +48,12 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "AdaptiveKLController": "rlhf_pipeline.transforms.kl_controllers",
+    "CISPOLoss": "rlhf_pipeline.interop.torchrl.losses",
     "CausalLMPolicy": "rlhf_pipeline.policies.causal_lm",
     "ChatHistory": "rlhf_pipeline.policies.containers",
     "Collector": "rlhf_pipeline.collectors.collector",
     "ConstantKLController": "rlhf_pipeline.transforms.kl_controllers",
+    "DAPO": "rlhf_pipeline.interop.torchrl.losses",
     "GRPOLoss": "rlhf_pipeline.losses.grpo",
     "GRPOLossOutput": "rlhf_pipeline.losses.grpo",
     "KLRewardTransform": "rlhf_pipeline.transforms.kl_reward",
@@ -76,12 +79,14 @@ _LAZY = {
 __all__ = [
     "AdaptiveKLController",
     "Buffer",
+    "CISPOLoss",
     "CausalLMPolicy",
     "ChatHistory",
     "Collect",
     "Collector",
     "ConstantKLController",
     "CopyDigits",
+    "DAPO",
     "GRPO",
     "GRPOLoss",
     "GRPOLossOutput",

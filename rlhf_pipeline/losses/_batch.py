@@ -11,6 +11,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from rlhf_pipeline import keys
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.padding import Side
+from rlhf_pipeline.policies._batches import TokenBatch, prompt_lengths
 
 __all__ = ["LossBatch", "MaskingStrategy", "read_batch"]
 
@@ -184,34 +185,18 @@ def _token_mask(
 ) -> torch.Tensor:
     if strategy == "generic":
         return attention
-    assistant = read.per_token(read.get(names.assistant_mask), names.assistant_mask, tokens)
     if strategy == "rlhf":
         advice = "masking_strategy='rlhf' counts the assistant's tokens; pass 'sft' for one response after a prompt."
+        assistant = read.get(names.assistant_mask)
         if assistant is None:
             assistant = read.need(names.assistant_mask, advice)
-        return assistant.bool()
-    prompt = read.td.get(keys.NUM_PROMPT_TOKENS, None)
-    if prompt is None:
-        prompt = _prompt_lengths(read)
-    if prompt is not None:
-        lengths = prompt.to(tokens.device).reshape(len(tokens), -1)[:, :1]
-        return attention.cumsum(1) > lengths
-    if assistant is None:
+        return read.per_token(assistant, names.assistant_mask, tokens).bool()
+    ragged = isinstance(read.td, LazyStackedTensorDict) or bool(read.td.get(names.action).is_nested)
+    rows = TokenBatch(tokens, attention, read.side if ragged else None, attention)
+    lengths = prompt_lengths(read.td, rows, _PROMPT_TOKENS, names.assistant_mask)
+    if lengths is None:
         raise MissingKeyError(
             f"masking_strategy='sft' needs {keys.NUM_PROMPT_TOKENS!r}, {_PROMPT_TOKENS!r} or "
             f"{names.assistant_mask!r} to tell the response from the prompt; the batch has none of them."
         )
-    return assistant.bool().cumsum(1) > 0
-
-
-def _prompt_lengths(read: _Reader) -> torch.Tensor | None:
-    """Prompt lengths from ragged prompt tokens; padded ones do not tell their length."""
-    if isinstance(read.td, LazyStackedTensorDict):
-        rows = read.td.get(_PROMPT_TOKENS, None, as_list=True)
-        if rows is not None and all(isinstance(row, torch.Tensor) for row in rows):
-            return torch.tensor([row.shape[-1] for row in rows])
-        return None
-    value = read.td.get(_PROMPT_TOKENS, None)
-    if value is not None and value.is_nested:
-        return value.offsets().diff()
-    return None
+    return attention.cumsum(1) > lengths[:, None]

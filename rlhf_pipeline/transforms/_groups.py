@@ -26,6 +26,7 @@ from rlhf_pipeline.data.trajectories import (
     rows_of,
     td_of,
     unjagged,
+    walk,
 )
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.keys import ATTENTION_MASK, Key
@@ -72,6 +73,25 @@ def write(td: TensorDictBase, values: dict[Key, Flat]) -> TensorDictBase:
         else:
             leaves[key] = jagged(column)
     return _with(td, leaves)
+
+
+def put(td: TensorDictBase, filled: TensorDictBase) -> TensorDictBase:
+    """Set in `td` what `filled`, made from it by `write`, has more or other; `td` comes back.
+
+    A batch that `write` could only answer in another form comes back in that form, and is not changed.
+    """
+    if filled is td or filled.batch_size != td.batch_size:
+        return filled
+    if is_stack(td) != is_stack(filled):
+        return filled
+    if is_stack(td):
+        for row, new in zip(rows_of(td), rows_of(filled), strict=True):
+            put(row, new)
+        return td
+    for key, leaf in walk(filled):
+        if td.get(key, None) is not leaf:
+            td.set(key, leaf)
+    return td
 
 
 def _write_rows(td: TensorDictBase, values: dict[Key, Flat]) -> TensorDictBase:

@@ -24,7 +24,7 @@ from rlhf_pipeline.keys import (
     TOKENS,
     Key,
 )
-from rlhf_pipeline.transforms._groups import read, write
+from rlhf_pipeline.transforms._groups import put, read, write
 from rlhf_pipeline.transforms._scoring import as_scorer, per_token, score, scored_positions
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController, KLController
 
@@ -168,15 +168,17 @@ class KLRewardTransform(Transform):
         return None if tensordict is None else self._shape(tensordict, update=True)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Shape the reward of a batch that has not been through the transform.
+        """Shape the reward of a batch that has not been through the transform, in the batch itself.
 
         Args:
             tensordict: trajectories in any of the forms of the write path, or a sampled batch.
 
         Returns:
-            The batch with the shaped reward, in its form.
+            The batch that was passed, with the shaped reward in its form.
         """
-        return tensordict if tensordict is None else self._shape(tensordict, update=False)  # pyright: ignore[reportUnnecessaryComparison]
+        if tensordict is None:  # pyright: ignore[reportUnnecessaryComparison]
+            return tensordict
+        return put(tensordict, self._shape(tensordict, update=False))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         whole = tensordict.clone(recurse=False).set("next", next_tensordict)

@@ -13,7 +13,7 @@ from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.keys import LOG_PROBS, REF_LOG_PROBS, TOKENS, Key
 from rlhf_pipeline.padding import Side
 from rlhf_pipeline.policies.encoding import tokenizer_with_template, with_tokens
-from rlhf_pipeline.transforms._groups import read, write
+from rlhf_pipeline.transforms._groups import put, read, write
 from rlhf_pipeline.transforms._scoring import as_scorer, per_token, score, scored_positions
 
 _NAN = float("nan")
@@ -33,7 +33,8 @@ class RetrieveLogProb(Transform):
         model: the reference, a `CausalLMPolicy` or anything with
             `log_probs(input_ids [B, T], attention_mask [B, T], score_mask [B, T]) -> [B, T]`.
         actor: the same, under the older name.
-        log_probs_full_key: where the result goes; `("next", "ref_log_probs", "full")` by default.
+        log_probs_full_key: where the result goes; `("next", "ref_log_probs", "full")` by default. As in TorchRL, a key
+            that does not begin with `next` is in `next` where the batch has one.
         log_prob_key: the same, under the older name, in `next` unless it says so itself.
         history_key: where conversations are that have no token ids; `("history", "full")` by default.
         assistant_only: score the assistant's tokens only. False scores every token but the first.
@@ -108,39 +109,50 @@ class RetrieveLogProb(Transform):
         return self._inv_call(tensordict)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None if tensordict is None else self._fill(tensordict, fill=_NAN, detach=True)
+        if tensordict is None:
+            return None
+        return self._fill(tensordict, self._key_in(tensordict), fill=_NAN, detach=True)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Set the log-probs of a batch that has none.
+        """Set the log-probs of a batch that has none, in the batch itself, as TorchRL's transform does.
 
         Args:
             tensordict: trajectories in any of the forms of the write path, or a sampled batch.
 
         Returns:
-            The batch with the log-probs, in its form; 0 where nothing is scored.
+            The batch that was passed, with the log-probs in its form; 0 where nothing is scored.
         """
-        return tensordict if tensordict is None else self._fill(tensordict, fill=0.0, detach=self.detach)  # pyright: ignore[reportUnnecessaryComparison]
+        if tensordict is None:  # pyright: ignore[reportUnnecessaryComparison]
+            return tensordict
+        key = self._key_in(tensordict)
+        return put(tensordict, self._fill(tensordict, key, fill=0.0, detach=self.detach))
+
+    def _key_in(self, td: TensorDictBase) -> Key:
+        """Where the log-probs go: in `next` where the batch has one, unless the key says so itself."""
+        key = self.log_probs_full_key
+        inner: tuple[str, ...] = (key,) if isinstance(key, str) else key
+        return key if inner[0] == "next" or td.get("next", None) is None else ("next", *inner)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         whole = next_tensordict if TOKENS in next_tensordict.keys(True) else tensordict
         key = self.log_probs_full_key
-        filled = self._fill(whole.exclude("next"), fill=0.0, detach=self.detach)
+        filled = self._fill(whole.exclude("next"), key, fill=0.0, detach=self.detach)
         inner: Any = key[1:] if isinstance(key, tuple) and key[0] == "next" else key
         return next_tensordict.set(inner, filled.get(key))
 
-    def _fill(self, td: TensorDictBase, *, fill: float, detach: bool) -> TensorDictBase:
+    def _fill(self, td: TensorDictBase, key: Key, *, fill: float, detach: bool) -> TensorDictBase:
         if td.batch_dims == 0:
-            stacked = self._fill(lazy_stack([td]), fill=fill, detach=detach)  # pyright: ignore[reportArgumentType]
+            stacked = self._fill(lazy_stack([td]), key, fill=fill, detach=detach)  # pyright: ignore[reportArgumentType]
             return stacked[0]  # pyright: ignore[reportReturnType]
-        if read(td, TOKENS) is None and read(td, self.log_probs_full_key) is None:
+        if read(td, TOKENS) is None and read(td, key) is None:
             td = with_tokens(td, self.tokenizer, history_key=self.history_key, padding_side=self.padding_side)
         td = token_level(td)
         out: dict[Key, Flat] = {}
         with torch.set_grad_enabled(not detach and torch.is_grad_enabled()):
             if self.behaviour_model is not None and read(td, LOG_PROBS) is None:
                 out[LOG_PROBS] = self._scores(td, self.behaviour_model, fill)
-            if read(td, self.log_probs_full_key) is None:
-                out[self.log_probs_full_key] = self._scores(td, self.model, fill)
+            if read(td, key) is None:
+                out[key] = self._scores(td, self.model, fill)
         return write(td, out) if out else td
 
     def _scores(self, td: TensorDictBase, model: Any, fill: float) -> Flat:
