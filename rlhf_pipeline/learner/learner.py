@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,11 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.functional.aggregation import spread_token_weights
 from rlhf_pipeline.learner._guard import guard
 from rlhf_pipeline.learner._plan import StepPlan, check_reduction, plan_step
-from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.learner.metrics import ModelCost, StepMeter, data_metrics, known_peak_flops, loss_metrics
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
-from rlhf_pipeline.learner.selection import UseCounts, sampler_of
+from rlhf_pipeline.learner.selection import StepLedger, UseCounts, sampler_of
 from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, write_tensors
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
@@ -39,8 +39,7 @@ class Learner:
     policy version is at most `max_staleness` behind, and takes all of them, in the order of their ids, or as many as
     `sample` says. Loss weights are fixed from the counts
     of the whole step before it is split, so the token budget changes memory and not the gradient. The step's ledger row
-    is on disk before the optimizer moves. The ledger is exact; the column `use_count` is a hint, which counts a step
-    that a crash cut short as well.
+    is on disk before the optimizer moves, and how often a trajectory was used is counted from the ledger.
 
     Args:
         policy: the policy that learns.
@@ -48,11 +47,11 @@ class Learner:
             log-probs of a trajectory before the first step that uses it, and keeps them for the later ones.
         buffer: where trajectories are read.
         config: optimizer and token budget.
-        max_staleness: largest age, in optimizer steps, of a trajectory that is learned from.
+        max_staleness: largest age, in optimizer steps, of a trajectory that is learned from; None sets no limit.
         sample: which of those a step takes; all by default.
         batch_size: how many, where `sample` does not say it.
         max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
-        ledger: which trajectories entered which step; None records nothing and leaves the store as it is (a replay).
+        ledger: which trajectories entered which step; None records nothing (a replay).
         seed: recorded in the ledger.
         may_be_empty: the write path may drop every group of a rollout; such a step counts and changes nothing.
         reference: moved towards the policy after each step; None where the reference is frozen, or there is none.
@@ -66,6 +65,7 @@ class Learner:
     >>> import tempfile
     >>> from pathlib import Path
     >>> from rlhf_pipeline import Collect, Collector, CopyDigits, MCAdvantage, token_match
+    >>> from rlhf_pipeline.run.ledger import Ledger
     >>> from rlhf_pipeline.policies.new_model import scratch_policy
     >>> folder = tempfile.mkdtemp()
     >>> policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0)
@@ -79,7 +79,7 @@ class Learner:
     ...     max_completion_tokens=3, ledger=Ledger(Path(folder) / "ledger.jsonl"), seed=0,
     ... )
     >>> rollout = collector.collect(0, policy_version=0)
-    >>> learner.step(1)["num_trajectories"], len(learner.ledger.rows())
+    >>> learner.step(1)["num_trajectories"], len(learner.ledger.rows)
     (8, 1)
     >>> buffer.trajectories.close()
     """
@@ -91,9 +91,9 @@ class Learner:
         loss: GRPOLoss,
         buffer: TrajectoryReplayBuffer,
         config: Learn,
-        max_staleness: int,
+        max_staleness: int | None,
         max_completion_tokens: int,
-        ledger: Ledger | None,
+        ledger: StepLedger | None,
         seed: int,
         may_be_empty: bool = False,
         reference: MovingReference | None = None,
@@ -116,7 +116,7 @@ class Learner:
         self._sampler = sampler_of(
             self.sample, max_staleness=max_staleness, updates_per_rollout=config.updates_per_rollout
         )
-        self._uses = UseCounts(ledger) if ledger is not None and self.sample.max_uses is not None else None
+        self._uses = None if ledger is None else UseCounts(ledger, window=self.max_staleness)
         self.may_be_empty = may_be_empty
         self.reference = reference
         self.shards = shards
@@ -136,7 +136,7 @@ class Learner:
         self._proximal = ProximalLogProbs()
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> StepLedger:
         """Which trajectories entered which step.
 
         Raises:
@@ -147,12 +147,12 @@ class Learner:
         return self._ledger
 
     @ledger.setter
-    def ledger(self, ledger: Ledger | None) -> None:
+    def ledger(self, ledger: StepLedger | None) -> None:
         self._ledger = ledger
-        self._uses = UseCounts(ledger) if ledger is not None and self.sample.max_uses is not None else None
+        self._uses = None if ledger is None else UseCounts(ledger, window=self.max_staleness)
 
     def write(self, folder: Path) -> None:
-        """Write weights, optimizer, random generator, proximal log-probs and moving reference into an empty folder.
+        """Write weights, optimizer, random generator, moving reference, proximal log-probs and use counts.
 
         `run.checkpoint.save_checkpoint` makes a checkpoint of it, whole or absent.
         """
@@ -167,6 +167,8 @@ class Learner:
             write_tensors(folder, "reference", self.reference.state_tensors())
         if self.loss.decoupled:
             write_tensors(folder, "proximal", self._proximal.state_tensors())
+        if self._uses is not None:
+            write_tensors(folder, "uses", {"uses": torch.from_numpy(self._uses.state())})
 
     def read(self, folder: Path) -> None:
         """Load what `write` wrote.
@@ -175,6 +177,7 @@ class Learner:
             DataError: the folder is damaged, or of another model.
         """
         moved, proximal = read_tensors(folder, "reference"), read_tensors(folder, "proximal")
+        uses = read_tensors(folder, "uses")
         if self.shards is not None:
             self.shards.tell("read", folder=str(folder))
         read_state(folder, policy=self.policy, optimizer=self.optimizer)
@@ -183,6 +186,8 @@ class Learner:
         if self.reference is not None and moved is not None:
             self.reference.load_state_tensors(moved)
         self._proximal.load_state_tensors(proximal or {})
+        if self._uses is not None and uses is not None:
+            self._uses.load_state(uses["uses"].numpy())
 
     def follow(self) -> None:
         """Do what the first process does, until it tells to stop: the same steps, writes and reads.
@@ -235,6 +240,7 @@ class Learner:
             row_ids, ages = self.chosen_rows(step)
         elif ages is None:
             ages = version - store.read_scalars("policy_version", row_ids)
+        uses = None if self._uses is None else self._uses.before(step, row_ids)
         if len(row_ids) == 0:
             self._notices.append(f"step {step} has nothing to learn from: every group was without spread and dropped.")
         if self.shards is not None:
@@ -265,7 +271,6 @@ class Learner:
                 "the trajectories of this step with `rlhf-pipeline show`."
             )
         if self._ledger is not None and (self.shards is None or self.shards.is_first):
-            store.update(row_ids, use_count=store.read_scalars("use_count", row_ids) + 1)
             self._record(self._ledger, step, row_ids, ages, losses["ess"], ledger_fields or {})
         self.optimizer.step(self._learning_rate(step))
         if self.reference is not None:
@@ -279,7 +284,7 @@ class Learner:
             "watermark": store.watermark,
             **losses,
             **guarded,
-            **data_metrics(store, row_ids, ages),
+            **data_metrics(store, row_ids, ages, uses),
             "padding_efficiency": plan.padding_efficiency,
             "grad_norm": float(gradient_norm),
             "lr": self._learning_rate(step),
@@ -302,6 +307,7 @@ class Learner:
             DataError: no graded trajectory is fresh enough.
         """
         store = self.buffer.store
+        oldest = math.inf if self.max_staleness is None else self.max_staleness
         every = store.ids()
         if watermark is not None:
             every = every[: max(len(every) - (store.watermark - watermark), 0)]
@@ -311,13 +317,13 @@ class Learner:
         seen = every[passed:]
         ages = version - store.read_scalars("policy_version", seen)
         if len(every) == store.watermark:
-            young = ages <= self.max_staleness
+            young = ages <= oldest
             self._passed = (version, passed + (int(young.argmax()) if young.any() else 0))
         # A NaN reward marks a trajectory whose reward call failed: stored, never learned from.
-        usable = (ages >= 0) & (ages <= self.max_staleness) & np.isfinite(store.read_scalars("task_reward", seen))
+        usable = (ages >= 0) & (ages <= oldest) & np.isfinite(store.read_scalars("task_reward", seen))
         if not usable.any() and not self.may_be_empty:
             raise DataError(
-                f"no graded trajectory is younger than {self.max_staleness + 1} optimizer steps at policy version "
+                f"no graded trajectory is younger than {oldest + 1} optimizer steps at policy version "
                 f"{version}; the store holds {len(every)}. Collect first, or raise buffer.max_staleness."
             )
         row_ids = seen[usable]
@@ -350,12 +356,12 @@ class Learner:
         if keep is not None:
             allowed = keep(row_ids)
             row_ids, ages = row_ids[allowed], ages[allowed]
-        if self.sample.strategy == "fresh" and self._uses is None:
+        limited = self.sample.max_uses is not None
+        if self.sample.strategy == "fresh" and not limited:
             return row_ids, ages
         uses = np.zeros(len(row_ids), np.int64)
-        if self._uses is not None:
+        if self._uses is not None and limited:
             uses = self._uses.before(step, row_ids)
-            self._uses.forget_all_but(row_ids)  # what is no longer a candidate is too old, and never comes back
         view = StoreView(self.buffer.store, row_ids, version=step - 1, uses=uses)
         chosen = np.sort(self._sampler.select(view, self.batch_size, seed=self.seed, step=step))
         if len(chosen) == 0 and not self.may_be_empty:
@@ -480,7 +486,7 @@ class Learner:
 
     def _record(
         self,
-        ledger: Ledger,
+        ledger: StepLedger,
         step: int,
         row_ids: np.ndarray,
         ages: np.ndarray,

@@ -60,11 +60,12 @@ def loss_metrics(output: GRPOLossOutput | None) -> Metrics:
     return {name: None if value is None else float(value) for name, value in {"loss": loss, **values}.items()}
 
 
-def data_metrics(store: TrajectoryStore, row_ids: np.ndarray, ages: np.ndarray) -> Metrics:
+def data_metrics(store: TrajectoryStore, row_ids: np.ndarray, ages: np.ndarray, uses: np.ndarray | None) -> Metrics:
     """Return what the step's trajectories are like.
 
     `advantage_std`: standard deviation over the trajectories. `staleness`, `staleness_max`: ages in optimizer steps.
-    `use_count`, `use_count_max`: steps that have used the trajectories, this one included. `kl_k1`, `kl_k2`, `kl_k3`:
+    `use_count`, `use_count_max`: steps that have used the trajectories, this one included; None without `uses`, the
+    number of earlier ones. `kl_k1`, `kl_k2`, `kl_k3`:
     the behaviour policy against the reference, mean over the policy's tokens, in nats; `kl_per_trajectory`: k1 summed
     over a trajectory, mean over them; `kl_coef`: the penalty's weight in their reward. None where the store has no
     reference log-probs, or no penalty.
@@ -72,13 +73,12 @@ def data_metrics(store: TrajectoryStore, row_ids: np.ndarray, ages: np.ndarray) 
     if len(row_ids) == 0:
         names = ("advantage_std", "staleness", "staleness_max", "use_count", "use_count_max", "kl_coef", *_KL)
         return dict.fromkeys(names)
-    uses = store.read_scalars("use_count", row_ids)
     return {
         "advantage_std": float(np.std(store.read_scalars("advantage", row_ids), dtype=np.float64)),
         "staleness": float(ages.mean()),
         "staleness_max": int(ages.max()),
-        "use_count": float(uses.mean()),
-        "use_count_max": int(uses.max()),
+        "use_count": None if uses is None else float(uses.mean()) + 1,
+        "use_count_max": None if uses is None else int(uses.max()) + 1,
         "kl_coef": _mean_kl_coef(store, row_ids),
         **_kl_metrics(store, row_ids),
     }

@@ -6,6 +6,7 @@
     optimizer.json                                     the optimizer's parameter groups
     reference.safetensors                              the reference model, where it moves
     proximal.safetensors                               the proximal policy's log-probs, where the loss reads them
+    uses.safetensors                                   how often trajectories were used
     shards/                                            in place of weights and optimizer, where several processes
                                                        write them (`sharded_state`)
 

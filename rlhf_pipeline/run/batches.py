@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from rlhf_pipeline.config import Replay, Sample
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.learner.ledger import Ledger
-from rlhf_pipeline.learner.selection import UseCounts, sampler_of
+from rlhf_pipeline.learner.selection import StepLedger, UseCounts, sampler_of
 from rlhf_pipeline.replay.samplers import StoreView, TrajectorySampler, step_generator
 from trajectory_store import TrajectoryStore
 
@@ -151,7 +150,7 @@ class Batches:
         sample: Sample,
         batch_size: int,
         seed: int,
-        ledger: Ledger | None,
+        ledger: StepLedger | None,
     ) -> None:
         ids = np.asarray(store.ids())
         ids = ids[store.read_scalars("priority", ids) > 0]

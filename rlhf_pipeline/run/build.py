@@ -15,7 +15,6 @@ from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.learner.lora import AdaptersOff, add_adapters
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.losses.grpo import GRPOLoss
@@ -23,6 +22,7 @@ from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.run.events import Event, EventHandler, StepDone
+from rlhf_pipeline.run.rows import StepRows
 
 _INSTALL = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 
@@ -32,8 +32,7 @@ def with_logger(kind: str | None, run_dir: Path, on_event: EventHandler) -> Even
     if kind is None:
         return on_event
     logger = _make(kind, run_dir)
-    rows = read_rows(run_dir / "metrics.jsonl")
-    last_logged = rows[-1]["step"] if rows else 0
+    last_logged = StepRows(run_dir / "metrics.jsonl").last_step
 
     def handle(event: Event) -> None:
         on_event(event)

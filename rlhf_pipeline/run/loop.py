@@ -15,7 +15,8 @@ from rlhf_pipeline.config import Learn
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.run.checkpoint import list_checkpoints
 from rlhf_pipeline.run.events import EventHandler, Notice, StepDone
-from rlhf_pipeline.run.progress import MetricsFile, Progress, replaced
+from rlhf_pipeline.run.progress import Progress
+from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.signals import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Loop:
     stop: StopRequest
     on_event: EventHandler
 
-    def run(self, one_step: Callable[[MetricsFile], None], *, reached: Callable[[], bool] = lambda: False) -> Reason:
+    def run(self, one_step: Callable[[StepRows], None], *, reached: Callable[[], bool] = lambda: False) -> Reason:
         """Take steps until the end, the target or a signal.
 
         Args:
@@ -55,7 +56,7 @@ class Loop:
             reached: whether the target is reached; asked before every step.
         """
         learn, progress, saved = self.learn, self.progress, self.progress.step
-        metrics_file = MetricsFile(self.run_dir / "metrics.jsonl")
+        metrics_file = StepRows(self.run_dir / "metrics.jsonl")
         if not list_checkpoints(self.run_dir / "checkpoints"):
             self.save()  # the untrained weights: a run killed in its first steps resumes too
         while True:
@@ -78,7 +79,7 @@ class Loop:
 
     def step(
         self,
-        metrics_file: MetricsFile,
+        metrics_file: StepRows,
         about: Mapping[str, Any],
         *,
         row_ids: np.ndarray | None = None,
@@ -110,7 +111,7 @@ class Loop:
 def take_step(
     learner: Learner,
     progress: Progress,
-    metrics_file: MetricsFile,
+    metrics_file: StepRows,
     about: Mapping[str, Any],
     *,
     total_steps: int,
@@ -135,12 +136,13 @@ def take_step(
     number = progress.step + 1
     planned = learner.ledger.planned(number)
     metrics = learner.step(number, row_ids=row_ids, ages=ages, ledger_fields=ledger_fields)
-    if replaced(learner.ledger, number, planned):
-        metrics_file.drop_from(number)
+    if planned is not None and learner.ledger.planned(number) != planned:
+        metrics_file.drop_from(number)  # its line and later ones are about steps that will not happen
     for notice in learner.take_notices():
         tell(on_event, notice)
     row = {"step": number, **about, "time": time.time(), **metrics}
-    metrics_file.append(row)
+    if number > metrics_file.last_step:  # a step that is taken again has its line
+        metrics_file.append(row)
     progress.step = number
     on_event(StepDone(step=number, total_steps=total_steps, metrics=row))
 

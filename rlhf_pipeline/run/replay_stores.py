@@ -15,7 +15,6 @@ from rlhf_pipeline.config import Pipeline, Replay
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.files import write_atomically
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
@@ -24,6 +23,7 @@ from rlhf_pipeline.run.choice import Choice, Limits, choose, gathered, mark_gath
 from rlhf_pipeline.run.events import EventHandler, RunFinished, RunStarted, ignore_events
 from rlhf_pipeline.run.folder import check_folder, check_processes, check_unchanged, make_record, write_record
 from rlhf_pipeline.run.gather import GatherCounts, Gatherer, gather_schema
+from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.locks import run_lock
 from rlhf_pipeline.run.log import log_file, named_disk_errors
 from rlhf_pipeline.run.loggers import with_logger

@@ -13,13 +13,13 @@ import torch
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, MissingPathError
-from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.batches import Batches
 from rlhf_pipeline.run.build import build_loss, build_policy
 from rlhf_pipeline.run.checkpoint import list_checkpoints, load_checkpoint, step_of
+from rlhf_pipeline.run.rows import Row, StepRows
 from trajectory_store import MissingRowError, TrajectoryStore
 
 _OWN_FIELDS = frozenset({"step", "row_ids", "trajectory_ids", "watermark", "seed", "ages", "ess"})
@@ -76,16 +76,16 @@ class RerunPlan:
         start: optimizer steps behind it.
         first: the first step to compare.
         last: the last.
-        ledger: the ledger's rows by step.
-        metrics: the lines of `metrics.jsonl` by step.
+        ledger: the ledger's rows.
+        metrics: those of `metrics.jsonl`.
     """
 
     checkpoint: Path
     start: int
     first: int
     last: int
-    ledger: Mapping[int, Mapping[str, Any]]
-    metrics: Mapping[int, Mapping[str, Any]]
+    ledger: StepRows
+    metrics: StepRows
 
 
 def plan_rerun(run_dir: Path, *, from_step: int, num_steps: int | None = None) -> RerunPlan:
@@ -100,9 +100,8 @@ def plan_rerun(run_dir: Path, *, from_step: int, num_steps: int | None = None) -
         DataError: the run has not taken these steps.
         MissingPathError: no checkpoint is old enough.
     """
-    ledger = {row["step"]: row for row in read_rows(run_dir / "ledger.jsonl")}
-    metrics = {row["step"]: row for row in read_rows(run_dir / "metrics.jsonl")}
-    taken = max(ledger.keys() & metrics.keys(), default=0)
+    ledger, metrics = StepRows(run_dir / "ledger.jsonl"), StepRows(run_dir / "metrics.jsonl")
+    taken = min(ledger.last_step, metrics.last_step)
     if not 1 <= from_step <= taken:
         raise DataError(
             f"{run_dir} has no step {from_step} to replay: its ledger and metrics have steps 1 to {taken}."
@@ -124,7 +123,9 @@ def plan_rerun(run_dir: Path, *, from_step: int, num_steps: int | None = None) -
         )
     start, checkpoint = before[-1]
     last = taken if num_steps is None else min(from_step + num_steps - 1, taken)
-    lacking = [step for step in range(start + 1, last + 1) if step not in ledger or step not in metrics]
+    lacking = [
+        step for step in range(start + 1, last + 1) if ledger.place_of(step) is None or metrics.place_of(step) is None
+    ]
     if lacking:
         raise DataError(f"{run_dir}: step {lacking[0]} is missing from ledger.jsonl or metrics.jsonl.")
     return RerunPlan(checkpoint=checkpoint, start=start, first=from_step, last=last, ledger=ledger, metrics=metrics)
@@ -163,7 +164,7 @@ def retake(pipeline: Pipeline, plan: RerunPlan, *, run_dir: Path, seed: int, dev
         load_checkpoint(plan.checkpoint, learner)
         batches = _batches(pipeline, storage.store, seed)
         for step in range(plan.start + 1, plan.last + 1):
-            row, line = plan.ledger[step], plan.metrics[step]
+            row, line = _known(plan.ledger, step), _known(plan.metrics, step)
             rows = np.asarray(row["row_ids"], dtype=np.int64)
             try:
                 problem = _batch_problem(learner, storage.store, row, rows) or _drawn_problem(batches, step, rows)
@@ -187,6 +188,13 @@ def retake(pipeline: Pipeline, plan: RerunPlan, *, run_dir: Path, seed: int, dev
                 )
     finally:
         storage.close()
+
+
+def _known(rows: StepRows, step: int) -> Row:
+    row = rows.of_step(step)
+    if row is None:
+        raise DataError(f"{rows.path} has no row of step {step}. Restore it from a copy.")
+    return row
 
 
 def _batch_problem(learner: Learner, store: TrajectoryStore, row: Mapping[str, Any], rows: np.ndarray) -> str | None:

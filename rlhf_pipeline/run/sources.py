@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -11,11 +10,10 @@ import numpy.typing as npt
 
 from rlhf_pipeline.config import Pipeline, Replay
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.run.batches import Batches
 from rlhf_pipeline.run.loop import Loop
-from rlhf_pipeline.run.progress import MetricsFile
+from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import TrajectoryStore
 
 RECORDED_LEDGER: Final = "recorded_ledger.jsonl"
@@ -28,7 +26,7 @@ class Steps(Protocol):
     last: int | None
     """The step after which there is nothing to learn from; None where that is not known."""
 
-    def take(self, loop: Loop, metrics_file: MetricsFile) -> None:
+    def take(self, loop: Loop, metrics_file: StepRows) -> None:
         """Take the next step."""
         ...
 
@@ -52,7 +50,9 @@ def ledger_to_follow(store: Path) -> bytes | None:
     That is so with collectors in processes of their own: which rollout had arrived at a step is not in the store.
     """
     ledger = store.parent / "ledger.jsonl"
-    if not (store.parent / "config.json").is_file() or not any("rollout" in row for row in read_rows(ledger)):
+    rows = StepRows(ledger)
+    # The first row tells: a run is one of several processes from its start, or never.
+    if not (store.parent / "config.json").is_file() or not len(rows) or "rollout" not in rows[0]:
         return None
     return ledger.read_bytes()
 
@@ -83,7 +83,7 @@ class RecordedSteps:
                 "from what is there in another order: --set replay.recorded_order=false"
             )
 
-    def take(self, loop: Loop, metrics_file: MetricsFile) -> None:
+    def take(self, loop: Loop, metrics_file: StepRows) -> None:
         """Take the next step. Its reward is that of the rollout which the run had just collected, if it had."""
         version = loop.progress.step
         first, last = np.searchsorted(self._versions, [version, version + 1]).tolist()
@@ -95,18 +95,18 @@ class LedgerSteps:
 
     def __init__(self, pipeline: Pipeline, learner: Learner, ledger: Path) -> None:
         self._store, self._pipeline = learner.buffer.store, pipeline
-        self._recorded: Mapping[int, Mapping[str, Any]] = {row["step"]: row for row in read_rows(ledger)}
+        self._recorded = StepRows(ledger)
         ids, rows = np.asarray(self._store.ids()), self._store.read_scalars("source_row")
         order = np.argsort(rows)
         self._rows, self._ids = rows[order], ids[order]
-        self.last: int | None = 0
-        while self.last + 1 in self._recorded:
-            self.last += 1
+        self.last: int | None = self._recorded.last_step
 
-    def take(self, loop: Loop, metrics_file: MetricsFile) -> None:
+    def take(self, loop: Loop, metrics_file: StepRows) -> None:
         """Take the next step. Its reward is that of the rollout that it begins with."""
         step, updates = loop.progress.step + 1, self._pipeline.learn.updates_per_rollout
-        recorded = self._recorded[step]
+        recorded = self._recorded.of_step(step)
+        if recorded is None:
+            raise DataError(f"{self._recorded.path} has no row of step {step}. Restore it from a copy.")
         wanted = np.asarray(recorded["row_ids"], np.int64)
         at = np.searchsorted(self._rows, wanted)
         known = self._rows[np.minimum(at, len(self._rows) - 1)] == wanted
@@ -151,7 +151,7 @@ class DrawnSteps:
         )
         self.last: int | None = self._batches.last_step
 
-    def take(self, loop: Loop, metrics_file: MetricsFile) -> None:
+    def take(self, loop: Loop, metrics_file: StepRows) -> None:
         """Take the next step. Its reward is the mean of the rewards stored with its trajectories."""
         row_ids, ages = self._batches.rows(loop.progress.step + 1)
         reward = float(np.mean(self._store.read_scalars("task_reward", row_ids), dtype=np.float64))
@@ -159,7 +159,7 @@ class DrawnSteps:
         _step(loop, metrics_file, reward, row_ids=row_ids, ages=ages, ledger_fields=newest)
 
 
-def _step(loop: Loop, metrics_file: MetricsFile, task_reward: float | None, **chosen: Any) -> None:
+def _step(loop: Loop, metrics_file: StepRows, task_reward: float | None, **chosen: Any) -> None:
     if task_reward is not None:
         loop.progress.note(task_reward, loop.learn.stop_window)
     nothing_collected = dict.fromkeys(("num_failed", "rollout_s", "tokens_per_s"))

@@ -15,8 +15,9 @@ from rlhf_pipeline.run.locks import run_lock
 from rlhf_pipeline.run.log import log_file, named_disk_errors
 from rlhf_pipeline.run.loggers import with_logger
 from rlhf_pipeline.run.loop import Loop, tell
-from rlhf_pipeline.run.progress import MetricsFile, Progress
+from rlhf_pipeline.run.progress import Progress
 from rlhf_pipeline.run.replay_stores import replay_stores
+from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.signals import stop_on_signals
 from rlhf_pipeline.run.state import restore, save_run
 
@@ -122,7 +123,7 @@ def _has_reached_its_target(learn: Learn, progress: Progress) -> bool:
     return at_rollout and progress.reached(learn.stop_at_reward, learn.stop_window)
 
 
-def _one_step(parts: Parts, loop: Loop, metrics_file: MetricsFile) -> None:
+def _one_step(parts: Parts, loop: Loop, metrics_file: StepRows) -> None:
     learn, progress = loop.learn, loop.progress
     rollout_index, update = divmod(progress.step, learn.updates_per_rollout)
     rollout: Rollout | None = None

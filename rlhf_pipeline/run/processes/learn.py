@@ -24,7 +24,8 @@ from rlhf_pipeline.run.loop import take_step, tell
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause, is_alive, process_lock
 from rlhf_pipeline.run.processes.run_files import shared_run
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_problem
-from rlhf_pipeline.run.progress import MetricsFile, Progress
+from rlhf_pipeline.run.progress import Progress
+from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from rlhf_pipeline.run.state import restore, save_run
 from trajectory_store import TrajectoryStore
@@ -151,7 +152,7 @@ class _Worker:
         self.run_dir = run_dir
         self.heartbeat = heartbeat
         self.on_event = on_event
-        self.metrics = MetricsFile(run_dir / "metrics.jsonl")
+        self.metrics = StepRows(run_dir / "metrics.jsonl")
         self.done = self._learned_from()
         self.published = self._published_before()
         # What was just loaded is not saved again.
@@ -301,7 +302,7 @@ class _Worker:
 
     def _learned_from(self) -> set[int]:
         """Return the rollouts that the steps up to the checkpoint began with."""
-        rows = self.parts.learner.ledger.each_row()
+        rows = self.parts.learner.ledger.rows
         return {row["rollout"] for row in rows if "rollout" in row and row["step"] <= self.progress.step}
 
     def _published_before(self) -> int | None:

@@ -21,9 +21,9 @@ from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStart
 from rlhf_pipeline.run.log import log_file, named_disk_errors
 from rlhf_pipeline.run.processes.children import Child, Exit, SupervisorConfig
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
-from rlhf_pipeline.run.processes.metrics_tail import MetricsTail
 from rlhf_pipeline.run.processes.run_files import shared_run
 from rlhf_pipeline.run.processes.weights import read_published, reopen
+from rlhf_pipeline.run.rows import NewRows
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from trajectory_store import StoreNotFoundError, TrajectoryStore
 
@@ -32,6 +32,8 @@ __all__ = ["Supervisor", "SupervisorConfig", "supervise"]
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
+_LOOKED_AT = 256
+"""Of the last steps, at a start: enough to find the reward of the newest rollout."""
 _A_MISTAKE = 2
 """The exit code of a command that was asked for something wrong; no second try makes it right."""
 
@@ -98,10 +100,10 @@ def supervise(
         finished = RunFinished(
             run_dir=run_dir,
             reason=reason,
-            steps=supervisor.metrics.last_step,
+            steps=supervisor.metrics.rows.last_step,
             seconds=time.perf_counter() - started,
-            first_reward=supervisor.metrics.first_reward,
-            last_reward=supervisor.metrics.last_reward,
+            first_reward=supervisor.first_reward,
+            last_reward=supervisor.last_reward,
             num_trajectories=_num_trajectories(run_dir),
         )
         heartbeat.beat("ended", reason=reason, step=finished.steps)
@@ -149,7 +151,7 @@ class Supervisor:
         self.run_dir = run_dir
         self.config = config
         self.total_steps = total_steps
-        self.metrics = MetricsTail(run_dir / "metrics.jsonl")
+        self.metrics = NewRows(run_dir / "metrics.jsonl")
         self.heartbeat = heartbeat
         self.on_event = on_event
         environment = share_cores(len(commands))
@@ -166,6 +168,10 @@ class Supervisor:
             )
             for name, command in commands.items()
         }
+        self.first_reward: float | None = None
+        self.last_reward: float | None = None
+        for row in self.metrics.rows[:1] + self.metrics.rows[-_LOOKED_AT:]:
+            self._note(row)
         self._has_begun = False
         self._has_advanced: set[str] = set()
 
@@ -206,7 +212,7 @@ class Supervisor:
             if ended is not None:
                 self._on_exit(child, ended)
         processes = {child.name: child.pid for child in self.children.values()}
-        self.heartbeat.beat("running", step=self.metrics.last_step, processes=processes)
+        self.heartbeat.beat("running", step=self.metrics.rows.last_step, processes=processes)
 
     def _on_exit(self, child: Child, ended: Exit) -> None:
         """Decide whether and when a process that ended is started again."""
@@ -223,7 +229,7 @@ class Supervisor:
             return
         if ended.code == _A_MISTAKE and child.name not in self._has_advanced:
             raise ProcessFailedError(f"{child.name} cannot start. {self._advice(child, ended)}")
-        delay = child.fail(self.metrics.last_step)
+        delay = child.fail(self.metrics.rows.last_step)
         if child.is_hopeless:
             raise ProcessFailedError(
                 f"{child.name} {ended.how}, {child.failures} failures in a row without any progress. "
@@ -253,7 +259,7 @@ class Supervisor:
                 ended = child.take_exit()
                 if ended is not None:
                     logger.info("%s: %s", child.name, ended.how)
-            self.heartbeat.beat("stopping", step=self.metrics.last_step)
+            self.heartbeat.beat("stopping", step=self.metrics.rows.last_step)
             time.sleep(_TICK_S / 2)
         self._follow()
 
@@ -279,14 +285,22 @@ class Supervisor:
                     total_steps=self.total_steps,
                 )
             )
-        for row in self.metrics.new_rows():
+        for row in self.metrics.read():
+            self._note(row)
             self.on_event(StepDone(step=row["step"], total_steps=self.total_steps, metrics=row))
+
+    def _note(self, row: Mapping[str, Any]) -> None:
+        """Take in the reward of a step; only the first update on a rollout has one."""
+        reward = row.get("task_reward")
+        if reward is not None:
+            self.first_reward = reward if self.first_reward is None else self.first_reward
+            self.last_reward = reward
 
     def _tell(self, message: str, level: Literal["info", "warning"] = "warning") -> None:
         self.on_event(Notice(message=message, level=level))
 
     def _steps_taken(self, _said: Mapping[str, Any]) -> int:
-        return self.metrics.last_step
+        return self.metrics.rows.last_step
 
 
 def _rollouts_stored(said: Mapping[str, Any]) -> int:

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from rlhf_pipeline import GRPOLoss, Learn, TrajectoryReplayBuffer
 from rlhf_pipeline.learner.distributed import shard_policy
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.checkpoint import load_checkpoint, save_checkpoint
+from rlhf_pipeline.run.ledger import Ledger
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ from tensordict import TensorDict, lazy_stack
 from rlhf_pipeline import GRPOLoss, Learn, MCAdvantage, TrajectoryReplayBuffer
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.policies.new_model import scratch_policy
+from rlhf_pipeline.run.ledger import Ledger
 
 
 def trajectory(number: int, mask: list[int], reward: float, version: int = 0) -> TensorDict:
@@ -81,7 +81,7 @@ def test_the_ledger_names_what_was_used_before_the_weights_move(make_learner):
     learner = make_learner(4096)
     learner.buffer.extend(lazy_stack([TURNS[3], TURNS[2], TURNS[1], TURNS[0]]))
     learner.step(1)
-    (row,) = learner.ledger.rows()
+    (row,) = learner.ledger.rows
     stored = learner.buffer.store.read_scalars("trajectory_id", row["row_ids"])
     assert stored.tolist() == [0, 1, 2, 3]
     assert (row["step"], row["ages"], row["watermark"]) == (1, [0, 0, 0, 0], 4)
@@ -95,7 +95,7 @@ def test_stale_trajectories_are_not_used(make_learner):
     fresh = [trajectory(2, [0, 1, 1], 0.0, version=1), trajectory(3, [0, 1], 1.0, version=1)]
     learner.buffer.extend(lazy_stack(fresh))
     learner.step(2)
-    assert len(learner.ledger.rows()[0]["row_ids"]) == 2
+    assert len(learner.ledger.rows[0]["row_ids"]) == 2
     with pytest.raises(DataError, match=r"the store holds 4\. Collect first, or raise buffer\.max_staleness"):
         learner.step(9)
 
@@ -105,7 +105,7 @@ def test_a_step_that_differs_from_before_the_restart_is_reported(make_learner):
     learner = make_learner(4096)
     learner.buffer.extend(lazy_stack(TURNS[:2]))
     learner.step(1)
-    learner.ledger = Ledger(learner.ledger.path)  # as after a restart
+    learner.ledger = Ledger(learner.ledger.rows.path)  # as after a restart
     learner.buffer.extend(lazy_stack(TURNS[2:]))
     learner.step(1)
     (notice,) = learner.take_notices()
@@ -144,14 +144,13 @@ def test_layouts_do_not_change_what_is_learned(make_learner, layout):
 
 
 def test_a_learner_without_a_ledger_records_nothing(make_learner):
-    """For a replay: the step is computed, and neither ledger nor use counts change."""
+    """For a replay: the step is computed, and nothing is written."""
     learner = make_learner(4096)
     learner.buffer.extend(lazy_stack(TURNS))
-    path = learner.ledger.path
+    path = learner.ledger.rows.path
     learner.ledger = None
     assert learner.step(1)["num_trajectories"] == 4
     assert not path.exists()
-    assert learner.buffer.store.read_scalars("use_count").tolist() == [0, 0, 0, 0]
     with pytest.raises(DefinitionError, match="records nothing"):
         _ = learner.ledger
 

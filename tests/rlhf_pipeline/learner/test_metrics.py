@@ -102,7 +102,7 @@ def test_kl_estimates_are_means_over_the_policys_tokens(tmp_path):
     with TrajectoryStore.open(tmp_path / "run" / "store") as store:
         ids = store.ids()[-12:]
         rows = store.read(ids, ["log_probs", "ref_log_probs", "assistant_mask"])
-        found = data_metrics(store, ids, ages=ids * 0)
+        found = data_metrics(store, ids, ages=ids * 0, uses=ids - ids[0])
     gaps = [
         float(own) - float(reference)
         for i in range(len(ids))
@@ -111,6 +111,7 @@ def test_kl_estimates_are_means_over_the_policys_tokens(tmp_path):
         )
         if mine
     ]
+    assert (found["use_count"], found["use_count_max"]) == (6.5, 12)
     assert found["kl_k1"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-6)
     assert found["kl_k2"] == pytest.approx(sum(g * g / 2 for g in gaps) / len(gaps), rel=1e-6)
     assert found["kl_k3"] == pytest.approx(sum(math.exp(-g) - 1 + g for g in gaps) / len(gaps), rel=1e-6)

@@ -12,6 +12,7 @@ from rlhf_pipeline.errors import DataError, MissingPathError
 from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.run.checkpoint import list_checkpoints
 from rlhf_pipeline.run.retake import RerunPlan, Retaken, plan_rerun, retake
+from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 from trajectory_store import TrajectoryStore
 
@@ -72,11 +73,11 @@ def test_a_changed_weight_is_noticed(finished):
 def test_a_ledger_that_names_other_trajectories_is_noticed(finished, tmp_path):
     """A batch without one of its trajectories is not the batch that the learner would choose."""
     plan = plan_rerun(finished, from_step=1, num_steps=1)
-    row = dict(plan.ledger[1])
+    row = dict(plan.ledger[0])
     row |= {name: row[name][1:] for name in ("row_ids", "trajectory_ids", "ages")}
     (found,) = retake(
         tiny(),
-        plan_with(plan, ledger={**plan.ledger, 1: row}),
+        plan_with(plan, ledger=ledger_of(tmp_path / "shorter", row)),
         run_dir=finished,
         seed=0,
         device="cpu",
@@ -84,9 +85,17 @@ def test_a_ledger_that_names_other_trajectories_is_noticed(finished, tmp_path):
     assert not found.ok
     assert found.batch_problem == "the learner would choose 12 trajectories now, not these 11"
     row |= {"trajectory_ids": row["trajectory_ids"][::-1]}
-    changed = plan_with(plan, ledger={**plan.ledger, 1: row})
+    changed = plan_with(plan, ledger=ledger_of(tmp_path / "reversed", row))
     (found,) = retake(tiny(), changed, run_dir=finished, seed=0, device="cpu")
     assert found.batch_problem == "its rows hold other trajectories than the ledger says"
+
+
+def ledger_of(folder: Path, *rows: dict) -> StepRows:
+    folder.mkdir()
+    made = StepRows(folder / "ledger.jsonl")
+    for row in rows:
+        made.append(row)
+    return made
 
 
 def plan_with(plan: RerunPlan, **changes) -> RerunPlan:
@@ -104,7 +113,7 @@ def test_what_cannot_be_replayed_says_why(tmp_path):
     with pytest.raises(MissingPathError, match=r"the first step that can be replayed is 5.*learn\.keep_checkpoints"):
         plan_rerun(folder, from_step=4)
     plan = plan_rerun(folder, from_step=5)
-    gone = plan_with(plan, ledger={**plan.ledger, 5: {**plan.ledger[5], "row_ids": [10**6]}})
+    gone = plan_with(plan, ledger=ledger_of(tmp_path / "gone", {**plan.ledger[4], "row_ids": [10**6]}, plan.ledger[5]))
     with pytest.raises(DataError, match=r"step 5 learned from trajectories that are no longer in .* evicted"):
         list(retake(tiny(), gone, run_dir=folder, seed=0, device="cpu"))
 

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.jsonl import append_row, keep_rows
 from rlhf_pipeline.run.processes.claims import ROLLOUTS_SCHEMA, Claims, Flow
 from rlhf_pipeline.run.processes.collect import _named
 from rlhf_pipeline.run.processes.heartbeat import process_lock
-from rlhf_pipeline.run.processes.metrics_tail import MetricsTail
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, reopen, version_folder
 from trajectory_store import TrajectoryStore
 
@@ -63,32 +61,6 @@ def test_collectors_that_start_together_get_names_of_their_own(tmp_path: Path):
         thread.join()
     assert not failed
     assert sorted(chosen) == [f"collector-{number}" for number in range(num)]
-
-
-def test_steps_that_are_taken_anew_are_told_again(tmp_path: Path):
-    """Where a resumed learner takes lines off and takes the steps otherwise, the new lines are rows like any other."""
-    file = tmp_path / "metrics.jsonl"
-    for step in range(1, 5):
-        append_row(file, {"step": step, "task_reward": 0.5})
-    tail = MetricsTail(file)
-    assert tail.last_step == 4
-    keep_rows(file, lambda row: row["step"] < 3)
-    append_row(file, {"step": 3, "task_reward": 0.75})
-    assert tail.new_rows() == [{"step": 3, "task_reward": 0.75}]
-    assert tail.last_step == 3
-
-
-def test_steps_that_were_taken_off_are_not_counted(tmp_path: Path):
-    """Between a resumed learner's taking lines off and its writing them anew, the last step is the last one there."""
-    file = tmp_path / "metrics.jsonl"
-    for step in range(1, 5):
-        append_row(file, {"step": step})
-    tail = MetricsTail(file)
-    keep_rows(file, lambda row: row["step"] < 3)
-    assert (tail.new_rows(), tail.last_step) == ([], 2)
-    append_row(file, {"step": 3})
-    append_row(file, {"step": 4})
-    assert ([row["step"] for row in tail.new_rows()], tail.last_step) == ([3, 4], 4)
 
 
 def test_a_learner_that_comes_back_takes_the_end_back(tmp_path: Path):

@@ -16,10 +16,8 @@ import pytest
 
 from rlhf_pipeline import definitions
 from rlhf_pipeline.errors import DefinitionError, ProcessFailedError, RunExistsError
-from rlhf_pipeline.jsonl import append_row, keep_rows
 from rlhf_pipeline.run.processes import supervise
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, is_alive, process_lock, read_heartbeat
-from rlhf_pipeline.run.processes.metrics_tail import MetricsTail
 from rlhf_pipeline.run.processes.supervise import Supervisor, SupervisorConfig, share_cores
 from rlhf_pipeline.run.signals import StopRequest
 
@@ -290,24 +288,3 @@ def test_settings_are_checked():
         SupervisorConfig(collectors=0)
     with pytest.raises(DefinitionError, match=r"hang_timeout_s is -1; it must be finite and not negative"):
         SupervisorConfig(hang_timeout_s=-1)
-
-
-def test_metrics_are_followed_over_a_torn_line_and_a_replaced_file(tmp_path):
-    """Each line is given once; where a resumed learner takes lines off and writes others, those are given too."""
-    path = tmp_path / "metrics.jsonl"
-    tail = MetricsTail(path)
-    assert tail.new_rows() == []
-    for step in (1, 2, 3):
-        append_row(path, {"step": step, "task_reward": step / 10})
-    with path.open("ab") as file:
-        file.write(b'{"step": 4, "task_')
-    assert [row["step"] for row in tail.new_rows()] == [1, 2, 3]
-    with path.open("ab") as file:
-        file.write(b'reward": 0.4}\n')
-    assert [row["step"] for row in tail.new_rows()] == [4]
-    keep_rows(path, lambda row: row["step"] < 3)
-    assert tail.new_rows() == []
-    for step in (3, 4, 5):
-        append_row(path, {"step": step, "task_reward": 0.9})
-    assert [row["step"] for row in tail.new_rows()] == [3, 4, 5]
-    assert (tail.last_step, tail.first_reward, tail.last_reward) == (5, 0.1, 0.9)
