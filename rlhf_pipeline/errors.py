@@ -22,8 +22,24 @@ import difflib
 from collections.abc import Iterable
 
 
+def plain(text: str) -> str:
+    r"""Return `text` with control characters spelled out, so that names and model output cannot drive a terminal.
+
+    >>> plain("a\x1b[31m b")
+    'a\\x1b[31m b'
+    >>> plain("one\ntwo")
+    'one\ntwo'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 class PipelineError(Exception):
-    """The root of all errors that this package raises on purpose."""
+    """The root of all errors that this package raises on purpose. Its text is safe for a terminal."""
+
+    def __str__(self) -> str:
+        return plain(super().__str__())
 
 
 class DefinitionError(PipelineError, ValueError):

@@ -96,8 +96,8 @@ class FlatReader:
 
     def about(self) -> str:
         """Return which field was taken for what, in words."""
-        pairs = [f"{target}={name}" for target, name in self.fields.of.items() if target != "reward"]
-        return ", ".join([*pairs, f"reward={NONE if self.terms is None else self.terms}"])
+        pairs = self.fields.of | {"reward": NONE if self.terms is None else str(self.terms)}
+        return ", ".join(f"{target}={name}" for target, name in pairs.items())
 
     def read(self, row: Row) -> list[Rollout]:
         """Return the rollouts of one row.

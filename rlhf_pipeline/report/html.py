@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_pipeline.errors import RunStorageError
 from rlhf_pipeline.files import write_atomically
 from rlhf_pipeline.report.page import SCRIPT, STYLE
 from rlhf_pipeline.report.run_folder import RunFolder
@@ -44,18 +46,27 @@ def write_report(run: RunFolder, html_path: Path | None = None) -> list[Path]:
 
     Args:
         run: the run.
-        html_path: where the page goes; `report.html` in the run folder if None.
+        html_path: where the page goes, and the curve beside it; `report.html` in the run folder if None.
 
     Returns:
         The files written.
 
     Raises:
         StoreError: the store cannot be read.
+        RunStorageError: the files cannot be written.
     """
     svg = reward_curve(run)
-    curve, page = run.path / "reward.svg", html_path or run.path / "report.html"
-    write_atomically(curve, svg.encode())
-    write_atomically(page, render(run, svg).encode("utf-8", "replace"))
+    page = html_path or run.path / "report.html"
+    curve = page.with_name("reward.svg")
+    text = render(run, svg)
+    try:
+        write_atomically(curve, svg.encode())
+        write_atomically(page, text.encode("utf-8", "replace"))
+    except OSError as error:
+        raise RunStorageError(
+            f"{page} cannot be written: {error.strerror}. Name another place: "
+            f"rlhf-pipeline report {shlex.quote(str(run.path))} --out FILE.html"
+        ) from error
     return [curve, page]
 
 

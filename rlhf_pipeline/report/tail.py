@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_pipeline.errors import plain
 from rlhf_pipeline.report.run_folder import Row
 from rlhf_pipeline.report.stored import Ids, Stored
-from rlhf_pipeline.report.words import number, plain
+from rlhf_pipeline.report.words import number
 from trajectory_store import MissingRowError
 
 BATCH_ROWS = 512

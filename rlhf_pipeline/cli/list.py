@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 import textwrap
 from pathlib import Path
 
 from rlhf_pipeline import definitions
+from rlhf_pipeline.cli.output import say, warn
 from rlhf_pipeline.errors import PipelineError
+
+HELP = "list the pipelines that can be run"
+DETAILS = """\
+examples:
+  rlhf-pipeline list
+  rlhf-pipeline list my_task.py          the definitions in a file of yours"""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add what can be typed."""
+    command.add_argument("files", nargs="*", metavar="FILE.py", help="list the definitions in these files instead")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -20,14 +31,14 @@ def execute(args: argparse.Namespace) -> int:
         try:
             found = [(definition, definition.pipeline()) for definition in definitions.definitions_in(file)]
         except PipelineError as error:
-            print(f"{file}: {error}", file=sys.stderr)
+            warn(f"{file}: {error}")
             failed = True
             continue
         for definition, pipeline in found:
             shown = definition.name if not args.files else f"{file}:{definition.function}"
-            print(f"{shown}\n{_indented(pipeline.description or '(no description)')}")
-            print(_indented(f"needs: {pipeline.needs}"))
-    print("\nRun one: rlhf-pipeline run NAME. Your own: rlhf-pipeline run FILE.py[:function]")
+            say(f"{shown}\n{_indented(pipeline.description or '(no description)')}")
+            say(_indented(f"needs: {pipeline.needs}"))
+    say("\nRun one: rlhf-pipeline run NAME. Your own: rlhf-pipeline run FILE.py[:function]")
     return 2 if failed else 0
 
 
