@@ -101,7 +101,6 @@ __all__ = [
     "Buffer",
     "Collect",
     "CopyDigits",
-    "DAPO",
     "GRPO",
     "JsonlPrompts",
     "Learn",
