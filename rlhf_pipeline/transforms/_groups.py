@@ -70,9 +70,24 @@ def write(td: TensorDictBase, values: dict[Key, Flat]) -> TensorDictBase:
             leaf = column.values.new_zeros((*padded.shape, *column.values.shape[1:]))
             leaf[padded] = column.values
             leaves[key] = leaf
+        elif padded is None and _is_rectangular(td, column.lengths):
+            leaves[key] = column.values.unflatten(0, (len(column.lengths), -1))
         else:
             leaves[key] = jagged(column)
     return _with(td, leaves)
+
+
+def _is_rectangular(td: TensorDictBase, lengths: Tensor) -> bool:
+    """Whether a batch has rows of one length, `[n, T]`, without padding and as plain tensors."""
+    one = bool(lengths.numel()) and bool((lengths == lengths[0]).all()) and int(lengths[0]) > 0
+    return one and not any(isinstance(leaf, Tensor) and is_jagged(leaf) for leaf in td.values(True, True))
+
+
+def in_next(key: Key) -> Key:
+    """A key as a step of an environment calls it inside `next`."""
+    if isinstance(key, str) or key[0] != "next":
+        return key
+    return key[1] if len(key) == 2 else key[1:]
 
 
 def put(td: TensorDictBase, filled: TensorDictBase) -> TensorDictBase:

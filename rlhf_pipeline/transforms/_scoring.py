@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torchrl.data import Composite, Unbounded
+from torchrl.envs.transforms import Transform
 
 from rlhf_pipeline.data.trajectories import Flat
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
@@ -61,6 +64,31 @@ def per_token(td: TensorDictBase, key: Key, like: Flat | None = None) -> Flat | 
         seen = "one value each" if column.lengths is None else f"lengths {column.lengths.tolist()[:8]}"
         raise DataError(f"{key!r} has {seen}, the tokens have lengths {like.lengths.tolist()[:8]}")
     return column
+
+
+def in_environment(transform: Transform) -> bool:
+    """Whether a transform belongs to an environment, whose actions are no trajectories to write."""
+    try:
+        return transform.container is not None
+    except ValueError:  # a Compose that belongs to none
+        return False
+
+
+def declare_per_token(output_spec: Composite, observed: Sequence[Key], rewards: Sequence[Key] = ()) -> Composite:
+    """Declare observations and rewards with one value per token, as an environment that samples whole completions has.
+
+    Args:
+        output_spec: of the environment; it is changed.
+        observed: keys as they are inside `next`.
+        rewards: the same.
+    """
+    spec = Unbounded(shape=(*output_spec.shape, -1), device=output_spec.device, dtype=torch.float32)
+    for name, keys in (("full_observation_spec", observed), ("full_reward_spec", rewards)):
+        if keys and name not in output_spec.keys():  # noqa: SIM118  # a Composite is no dict
+            output_spec[name] = Composite(shape=output_spec.shape, device=output_spec.device)
+        for key in keys:
+            output_spec[name, *((key,) if isinstance(key, str) else key)] = spec.clone()
+    return output_spec
 
 
 def scored_positions(td: TensorDictBase, like: Flat, assistant_only: bool) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, Self, cast
 import torch
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
+from torchrl.data import Composite
 from torchrl.envs.transforms import Transform
 
 from rlhf_pipeline.data.trajectories import Flat, last_position, segment_sum, token_level
@@ -24,8 +25,15 @@ from rlhf_pipeline.keys import (
     TOKENS,
     Key,
 )
-from rlhf_pipeline.transforms._groups import put, read, write
-from rlhf_pipeline.transforms._scoring import as_scorer, per_token, score, scored_positions
+from rlhf_pipeline.transforms._groups import in_next, put, read, write
+from rlhf_pipeline.transforms._scoring import (
+    as_scorer,
+    declare_per_token,
+    in_environment,
+    per_token,
+    score,
+    scored_positions,
+)
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController, KLController
 
 
@@ -165,7 +173,9 @@ class KLRewardTransform(Transform):
         return self._inv_call(tensordict)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None if tensordict is None else self._shape(tensordict, update=True)
+        if tensordict is None or in_environment(self):
+            return tensordict
+        return self._shape(tensordict, update=True)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Shape the reward of a batch that has not been through the transform, in the batch itself.
@@ -183,6 +193,25 @@ class KLRewardTransform(Transform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         whole = tensordict.clone(recurse=False).set("next", next_tensordict)
         return self._shape(whole, update=False).get("next")
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        for key in self._observed:
+            if tensordict_reset.get(key, None) is None:
+                tensordict_reset.set(key, torch.zeros(*tensordict_reset.batch_size, 1))
+        return tensordict_reset
+
+    @property
+    def _observed(self) -> list[Key]:
+        """The keys of a step of an environment that it gains beside the reward."""
+        shaped = self.reward_out_key != self.reward_key and self.add_to_reward
+        found = [self.kl_key, *([self.ref_out_key] if self.ref_model is not None else [])]
+        return [in_next(key) for key in (*found, *([self.reward_out_key] if shaped else []))]
+
+    def transform_output_spec(self, output_spec: Composite) -> Composite:
+        """Declare what a step of an environment gains: a reward and a penalty per token, and reference log-probs."""
+        shaped = self.add_to_reward and self.reward_out_key == self.reward_key
+        rewards = [in_next(self.reward_key)] if shaped else []
+        return declare_per_token(output_spec, self._observed, rewards)
 
     @torch.no_grad()
     def _shape(self, td: TensorDictBase, *, update: bool) -> TensorDictBase:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
+from torchrl.data import Composite
 from torchrl.envs.transforms import Transform
 
 from rlhf_pipeline.data.trajectories import Flat, token_level
@@ -13,8 +14,15 @@ from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.keys import LOG_PROBS, REF_LOG_PROBS, TOKENS, Key
 from rlhf_pipeline.padding import Side
 from rlhf_pipeline.policies.encoding import tokenizer_with_template, with_tokens
-from rlhf_pipeline.transforms._groups import put, read, write
-from rlhf_pipeline.transforms._scoring import as_scorer, per_token, score, scored_positions
+from rlhf_pipeline.transforms._groups import in_next, put, read, write
+from rlhf_pipeline.transforms._scoring import (
+    as_scorer,
+    declare_per_token,
+    in_environment,
+    per_token,
+    score,
+    scored_positions,
+)
 
 _NAN = float("nan")
 
@@ -109,8 +117,8 @@ class RetrieveLogProb(Transform):
         return self._inv_call(tensordict)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if tensordict is None:
-            return None
+        if tensordict is None or in_environment(self):
+            return tensordict
         return self._fill(tensordict, self._key_in(tensordict), fill=_NAN, detach=True)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -137,8 +145,17 @@ class RetrieveLogProb(Transform):
         whole = next_tensordict if TOKENS in next_tensordict.keys(True) else tensordict
         key = self.log_probs_full_key
         filled = self._fill(whole.exclude("next"), key, fill=0.0, detach=self.detach)
-        inner: Any = key[1:] if isinstance(key, tuple) and key[0] == "next" else key
-        return next_tensordict.set(inner, filled.get(key))
+        return next_tensordict.set(in_next(key), filled.get(key))
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        key = in_next(self.log_probs_full_key)
+        if tensordict_reset.get(key, None) is None:
+            tensordict_reset.set(key, torch.zeros(*tensordict_reset.batch_size, 1))
+        return tensordict_reset
+
+    def transform_output_spec(self, output_spec: Composite) -> Composite:
+        """Declare the log-probs, one per token, that a step of an environment gains."""
+        return declare_per_token(output_spec, [in_next(self.log_probs_full_key)])
 
     def _fill(self, td: TensorDictBase, key: Key, *, fill: float, detach: bool) -> TensorDictBase:
         if td.batch_dims == 0:
