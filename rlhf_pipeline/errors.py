@@ -2,6 +2,8 @@
 
     PipelineError
     +-- DefinitionError (ValueError)      a pipeline definition, a --set override or an argument is wrong
+    |   +-- UnsupportedError (NotImplementedError)  what is asked for cannot be done with this object
+    |   +-- MissingAttributeError (AttributeError)  an object that was passed has not what it needs
     +-- DataError (ValueError)            a prompt file, a trajectory or a batch is not what it must be
     |   +-- MissingKeyError (KeyError)    a batch or a store has not the key that is asked for
     |   +-- IncompleteError (RuntimeError)  a trajectory has no end
@@ -19,7 +21,7 @@ type next. Each class is also a standard error, so `except ValueError` keeps wor
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 def plain(text: str) -> str:
@@ -44,6 +46,14 @@ class PipelineError(Exception):
 
 class DefinitionError(PipelineError, ValueError):
     """A pipeline definition, an override or an argument is wrong."""
+
+
+class UnsupportedError(DefinitionError, NotImplementedError):
+    """What is asked for cannot be done with this object."""
+
+
+class MissingAttributeError(DefinitionError, AttributeError):
+    """An object that was passed has not what it needs."""
 
 
 class DataError(PipelineError, ValueError):
@@ -84,6 +94,28 @@ class RewardError(PipelineError, RuntimeError):
 
 class ProcessFailedError(PipelineError, RuntimeError):
     """A process of a run failed again and again; what was acknowledged is kept."""
+
+
+def refuse_unknown(owner: str, names: Iterable[str], known: Iterable[str], reasons: Mapping[str, str]) -> None:
+    """Refuse the first argument of a call that has no place, with the reason where there is one.
+
+    Args:
+        owner: whose arguments they are.
+        names: the arguments that were passed and are not taken.
+        known: those that are.
+        reasons: why some known from elsewhere are not, one sentence each.
+
+    Raises:
+        DefinitionError: there is a name.
+
+    >>> refuse_unknown("GRPOLoss", ["clip_epsilom"], ["clip_epsilon"], {})
+    Traceback (most recent call last):
+    rlhf_pipeline.errors.DefinitionError: GRPOLoss takes no 'clip_epsilom'. Did you mean 'clip_epsilon'?
+    """
+    for name in names:
+        if name in reasons:
+            raise DefinitionError(f"{owner} takes no {name}: {reasons[name]}")
+        raise DefinitionError(f"{owner} takes no {name!r}.{did_you_mean(name, known)}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -120,12 +121,14 @@ class _Distribution:
     def __init__(self, actor: Any, strategy: MaskingStrategy, samples: int) -> None:
         self.actor, self.samples = actor, samples
         self.make = getattr(actor, f"_get_{strategy}_dist", None)
+        takes = inspect.signature(actor.get_dist).parameters
+        self.options = {"logits_key": "logits"} if "logits_key" in takes else {}
 
     def rows(self, batch: LossBatch, td: TensorDictBase, *, entropy: bool) -> Scores:
         if self.make is not None:
             dist: Any = self.make(td)
         else:
-            dist = self.actor.get_dist(td, logits_key="logits")
+            dist = self.actor.get_dist(td, **self.options)
         log_probs = _fitting(dist.log_prob(batch.tokens), batch, "log-probs")
         found = None
         if entropy:

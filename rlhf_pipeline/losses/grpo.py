@@ -12,14 +12,14 @@ from torch import nn
 from torchrl.objectives.common import LossModule
 
 from rlhf_pipeline import keys
-from rlhf_pipeline.errors import MissingKeyError
+from rlhf_pipeline.errors import MissingKeyError, refuse_unknown
 from rlhf_pipeline.functional.fused_head import fused_token_loss
 from rlhf_pipeline.functional.kl import KLEstimator
 from rlhf_pipeline.functional.logprob import token_log_probs
 from rlhf_pipeline.functional.policy_loss import clip_bounds
 from rlhf_pipeline.losses._actors import Actor, HeadRows, Scores, adapt_actor
 from rlhf_pipeline.losses._batch import LossBatch, MaskingStrategy, read_batch
-from rlhf_pipeline.losses._checks import check_arguments, refuse_unknown
+from rlhf_pipeline.losses._checks import REFUSED, check_arguments
 from rlhf_pipeline.losses._output import GRPOLossOutput
 from rlhf_pipeline.losses._terms import (
     Head,
@@ -172,7 +172,8 @@ class GRPOLoss(LossModule):
         padding_side: Literal["left", "right"] = "right",
         **unknown: Any,
     ) -> None:
-        refuse_unknown(unknown, set(GRPOLoss.__init__.__annotations__) - {"unknown", "return"})
+        known = set(GRPOLoss.__init__.__annotations__) - {"unknown", "return"}
+        refuse_unknown("GRPOLoss", unknown, known, REFUSED)
         super().__init__()
         self.actor_network = actor_network
         self.clip_epsilon_low, self.clip_epsilon_high = clip_bounds(clip_epsilon)

@@ -82,7 +82,8 @@ def declare_per_token(output_spec: Composite, observed: Sequence[Key], rewards: 
         observed: keys as they are inside `next`.
         rewards: the same.
     """
-    spec = Unbounded(shape=(*output_spec.shape, -1), device=output_spec.device, dtype=torch.float32)
+    shape: Any = (*output_spec.shape, -1)
+    spec: Any = Unbounded(shape=shape, device=output_spec.device, dtype=torch.float32)  # pyright: ignore[reportArgumentType]
     for name, keys in (("full_observation_spec", observed), ("full_reward_spec", rewards)):
         if keys and name not in output_spec.keys():  # noqa: SIM118  # a Composite is no dict
             output_spec[name] = Composite(shape=output_spec.shape, device=output_spec.device)

@@ -12,7 +12,7 @@ from torchrl.data import Composite
 from torchrl.envs.transforms import Transform
 
 from rlhf_pipeline.data.trajectories import Flat, last_position, segment_sum, token_level
-from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError, refuse_unknown
 from rlhf_pipeline.functional.kl import kl_figures, kl_k1
 from rlhf_pipeline.keys import (
     KL_COEF,
@@ -70,8 +70,11 @@ class KLRewardTransform(Transform):
         controller: gives the coefficient, and is updated after every batch of the write path with the KL of each
             trajectory. Overrides `coef`.
         action_key: of the general form; here the actions are the token ids, whatever it says.
+        tokenizer: no effect, as in TorchRL's: token ids are scored as they are.
+        padding_side: no effect: the result has the form of the batch.
         requires_grad: of the general form; here a reference is scored without gradient, so True is refused.
         device: where to run the reference; None leaves it where it is.
+        **unknown: refused, with the reason for those of TorchRL; `use_ray_service=False` is taken.
         token_budget: padded tokens of one forward pass of the reference.
 
     Attributes:
@@ -114,20 +117,24 @@ class KLRewardTransform(Transform):
         coef: float | Tensor = 1.0,
         in_keys: Key | Sequence[Key] | None = None,
         out_keys: Key | Sequence[Key] | None = None,
+        log_prob_key: Key = LOG_PROBS,
+        action_key: Key | None = None,
+        device: torch.device | str | None = None,
+        add_to_reward: bool = True,
         *,
         actor: Any = None,
         ref_model_factory: Callable[[], Any] | None = None,
-        log_prob_key: Key = LOG_PROBS,
         ref_log_prob_key: Key = REF_LOG_PROBS,
-        add_to_reward: bool = True,
         assistant_only: bool = True,
         controller: KLController | None = None,
-        action_key: Key | None = None,
         requires_grad: bool = False,
-        device: torch.device | str | None = None,
+        tokenizer: Any = None,
+        padding_side: str = "left",
         token_budget: int = 16_384,
+        **unknown: Any,
     ) -> None:
-        del action_key
+        del action_key, tokenizer, padding_side
+        refuse_arguments(KLRewardTransform, unknown)
         if requires_grad:
             raise DefinitionError(
                 "requires_grad=True keeps a differentiable copy of an actor, as ActorKLRewardTransform does; the "
@@ -149,7 +156,7 @@ class KLRewardTransform(Transform):
         self.ref_log_prob_key = ref_log_prob_key
         self.add_to_reward = add_to_reward
         self.assistant_only = assistant_only
-        self.controller: KLController = controller or ConstantKLController(kl_coef=float(coef))
+        self.controller: KLController = controller or constant_controller(coef)
         self.token_budget = int(token_budget)
         self.device = None if device is None else torch.device(device)
         model = ref_model_factory() if ref_model_factory is not None else (models[0] if models else None)
@@ -314,6 +321,31 @@ class KLRewardTransform(Transform):
         """Put back what `get_extra_state` returned."""
         self.controller.load_state_dict(state["controller"])
         self.stats = dict(state["stats"])
+
+
+_REASONS = {
+    "use_ray_service": "the reference runs where the transform does; to score in another process, write from there.",
+    "actor_name": "there is no Ray actor.",
+    "detach": "a penalty in the reward has no graph; GRPOLoss(kl_to_ref_coeff=...) puts a KL term into the loss.",
+}
+
+
+def refuse_arguments(kind: type, unknown: dict[str, Any]) -> None:
+    """Refuse arguments that a KL transform does not take; one of TorchRL's that is off says nothing."""
+    given = [name for name, value in unknown.items() if not (name == "use_ray_service" and value is False)]
+    known = set(kind.__init__.__annotations__) - {"unknown", "return"}
+    refuse_unknown("KLRewardTransform", given, known, _REASONS)
+
+
+def constant_controller(coef: Any) -> KLController:
+    """The controller of a plain coefficient.
+
+    Raises:
+        DefinitionError: it is none.
+    """
+    if isinstance(coef, KLController):
+        raise DefinitionError(f"coef is a {type(coef).__name__}; pass controller=.")
+    return ConstantKLController(kl_coef=float(coef))
 
 
 def _k1(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

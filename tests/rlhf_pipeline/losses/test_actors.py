@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
 from torchrl.objectives import llm
 
@@ -49,6 +50,20 @@ class DistActor(nn.Module):
         return self._get_rlhf_dist(td)
 
 
+def sequential(policy) -> Any:
+    """TorchRL's documented actor: a `ProbabilisticTensorDictSequential`, aligned with the tokens."""
+
+    def aligned(tokens, attention):
+        logits = policy(tokens, attention)
+        return torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
+
+    inputs = [("tokens", "full"), ("masks", "all_attention_mask")]
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(aligned, in_keys=inputs, out_keys=["logits"]),
+        ProbabilisticTensorDictModule(["logits"], ["sampled"], distribution_class=torch.distributions.Categorical),
+    )
+
+
 def actors(tiny, policy):
     """Every kind of actor around the same weights."""
     return {
@@ -56,12 +71,15 @@ def actors(tiny, policy):
         "transformers": policy.model,
         "log_probs": ScoreActor(tiny, policy),
         "get_dist": DistActor(policy),
+        "sequential": sequential(policy),
         "logits": lambda **inputs: policy.model(**inputs),
         "logits tensor": lambda **inputs: policy(**inputs),
     }
 
 
-@pytest.mark.parametrize("kind", ["CausalLMPolicy", "transformers", "log_probs", "get_dist", "logits", "logits tensor"])
+@pytest.mark.parametrize(
+    "kind", ["CausalLMPolicy", "transformers", "log_probs", "get_dist", "sequential", "logits", "logits tensor"]
+)
 def test_every_kind_of_actor_gives_the_same_loss_and_gradient(tiny, kind):
     """Hidden states, a transformers model, scores, a distribution and logits all agree."""
     policy = tiny.Policy()
