@@ -316,6 +316,7 @@ class GRPOLoss(LossModule):
             entropy_gradient=self.entropy_bonus,
             temperature=found.temperature,
             bias=found.bias,
+            soft_cap=found.soft_cap,
             chunk_size=self.chunk_size,
         )
         return dict(zip(names, out.losses, strict=True)), out.log_probs, out.entropy
@@ -328,6 +329,7 @@ class GRPOLoss(LossModule):
             batch.tokens[rows.index, rows.column],
             temperature=found.temperature,
             bias=found.bias,
+            soft_cap=found.soft_cap,
             chunk_size=self.chunk_size,
             return_entropy=True,
         )

@@ -215,7 +215,7 @@ class SlotEngine:
             if lengths[longest] >= most:
                 raise DataError(
                     f"Prompt {longest} has {lengths[longest]} tokens; the model has {most} positions "
-                    "(max_position_embeddings), and a completion needs at least one of them. Shorten or drop it."
+                    f"({self.parts.positions_by}), and a completion needs at least one of them. Shorten or drop it."
                 )
             limits = np.minimum(limits, most - np.repeat(lengths, group_size))
         return lengths, limits
