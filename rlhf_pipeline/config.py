@@ -243,7 +243,7 @@ class Sample(Settings):
             (self.strategy != "recency" or self.tau is not None, "strategy=recency needs tau, for example tau=8."),
             (
                 self.min_ess is None or self.skip_below_ess <= self.min_ess,
-                f"min_ess ({self.min_ess}) must not be below skip_below_ess ({self.skip_below_ess}).",
+                f"min_ess ({self.min_ess}) must lie between skip_below_ess ({self.skip_below_ess}) and 1.",
             ),
         ]
 
@@ -367,7 +367,7 @@ class GRPO(Settings):
             (not (bounded and self.objective == "cispo"), "cispo has no min that dual_clip or delta could bound."),
             (
                 self.icepop_low < self.icepop_high,
-                f"icepop_low is {self.icepop_low}; it must be below icepop_high, {self.icepop_high}.",
+                f"icepop_low is {self.icepop_low}; it must lie between 0 and icepop_high, {self.icepop_high}.",
             ),
         ]
 

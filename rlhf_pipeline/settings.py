@@ -9,7 +9,7 @@
 >>> Oven(degrees=300)
 Traceback (most recent call last):
     ...
-rlhf_pipeline.errors.DefinitionError: Oven.degrees is 300; it must be at least 50 and at most 250.
+rlhf_pipeline.errors.DefinitionError: Oven.degrees is 300; it must be between 50 and 250.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Bounds:
 
     def words(self) -> str:
         """Return them as words, empty where there are none: `above 0 and at most 1`."""
+        if self.min is not None and self.max is not None:
+            return f"between {self.min:g} and {self.max:g}"
         named = (("at least", self.min), ("above", self.above), ("at most", self.max), ("below", self.below))
         return " and ".join(f"{word} {value:g}" for word, value in named if value is not None)
 
@@ -181,12 +183,13 @@ class Setting:
         if not isinstance(option, type):
             return value if callable(value) else _UNFIT
         if getattr(option, "_is_protocol", False):
-            fits = not isinstance(value, (type, str)) and all(hasattr(value, name) for name in _members(option))
-            return value if fits else _UNFIT
+            # Its methods are tried before a run starts, where what is wrong with them can be said.
+            return _UNFIT if value is None or isinstance(value, (type, *_PLAIN)) else value
         return value if isinstance(value, option) else _UNFIT
 
 
 _UNFIT = object()
+_PLAIN = (str, bytes, bool, int, float, list, tuple, dict, set)
 
 
 @functools.cache

@@ -33,7 +33,8 @@ examples:
   rlhf-pipeline diff runs/copy_digits runs/again --ignore use_count
   rlhf-pipeline diff runs/copy_digits/store copy --json | jq .trajectories.columns
 
-Exit code 0 if nothing differs, 1 if something does, 2 if they cannot be compared."""
+Exit code 0 if the trajectories and the learning are the same, 1 if not, 2 if they cannot be compared.
+Settings that made no difference, and columns that one side has besides, are listed and are no difference."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -47,7 +48,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print what differs; 0 if nothing does, 1 if something does."""
+    """Print what differs; 0 if the trajectories and the learning are the same, else 1."""
     from rlhf_pipeline.report.diff import Comparison, compare_rows
     from rlhf_pipeline.report.stored import Stored, open_run_or_store
 
@@ -89,14 +90,19 @@ def _lines(found: Comparison, sizes: list[int]) -> Iterator[str]:
     if found.steps is not None and not found.steps.same:
         yield "optimizer steps"
         yield from _step_lines(found.steps)
-    if not found.trajectories.same:
+    if not found.trajectories.same or found.trajectories.columns_left or found.trajectories.columns_right:
         by = f", paired by {found.trajectories.key}" if found.trajectories.key else ", paired in the order of arrival"
         yield f"trajectories{by}"
         yield from _row_lines(found.trajectories)
     not_compared = found.trajectories.not_compared
     aside = f" ({', '.join(not_compared)} not compared)" if not_compared else ""
     if found.same:
-        yield f"no difference{aside}"
+        learned = "the same trajectories, and the same learning" if found.steps is not None else "the same trajectories"
+        yield (
+            f"{learned}; what is listed above made no difference{aside}"
+            if found.has_remarks
+            else f"no difference{aside}"
+        )
         return
     yield f"they differ{aside}"
     if found.trajectories.columns:

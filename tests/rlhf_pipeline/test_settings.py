@@ -48,7 +48,7 @@ def base(**changes: Any) -> Pipeline:
         (lambda: WritePath(kl_coef=-0.5), "WritePath.kl_coef is -0.5; it must be at least 0 and finite."),
         (lambda: GRPO(clip_high="0.28"), "GRPO.clip_high is '0.28'; it must be a number, above 0."),
         (lambda: GRPO(clip_low=1.0), "GRPO.clip_low is 1.0; it must be above 0 and below 1"),
-        (lambda: Sample(fresh_fraction=1.5), "Sample.fresh_fraction is 1.5; it must be at least 0 and at most 1."),
+        (lambda: Sample(fresh_fraction=1.5), "Sample.fresh_fraction is 1.5; it must be between 0 and 1."),
         (lambda: Replay(weights=(1.0, 0.0)), "Replay.weights is (1.0, 0.0); it must be numbers in a tuple, above 0."),
         (lambda: Replay(stores="runs/a"), "Replay.stores is 'runs/a'; it must be texts in a tuple."),
         (lambda: TinyPolicy(alphabet=123), "TinyPolicy.alphabet is 123; it must be text."),
