@@ -24,7 +24,7 @@ from rlhf_pipeline.keys import (
     Key,
 )
 from rlhf_pipeline.replay._read import columns_for, nest
-from rlhf_pipeline.replay._write import key_of
+from rlhf_pipeline.replay.schema import key_of
 from trajectory_store import TrajectoryStore
 
 

@@ -22,8 +22,8 @@ from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, ragged_tok
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.keys import ADVANTAGE, DEGENERATE, PENDING_ID, RETURN, TOKENS, Key
 from rlhf_pipeline.replay._pending_home import Home, in_use, take_homes
-from rlhf_pipeline.replay._write import key_of, stored_array
-from rlhf_pipeline.replay.schema import PENDING, REWARD_COLUMN, SLOT
+from rlhf_pipeline.replay._write import stored_array
+from rlhf_pipeline.replay.schema import PENDING, REWARD_COLUMN, SLOT, key_of
 from rlhf_pipeline.transforms._ledger import hashable
 from rlhf_pipeline.transforms._queue import Failure, Saved
 from trajectory_store import Column, RaggedArray, Schema, StoreError, TrajectoryStore

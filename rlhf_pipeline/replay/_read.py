@@ -14,7 +14,6 @@ from rlhf_pipeline.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
     ATTENTION_MASK,
-    COLUMN_OF_KEY,
     KL_COEF,
     KL_PENALTY,
     LOG_PROBS,
@@ -27,8 +26,7 @@ from rlhf_pipeline.keys import (
     Key,
 )
 from rlhf_pipeline.replay._derive import attention_mask, derive
-from rlhf_pipeline.replay._write import key_of
-from rlhf_pipeline.replay.schema import INTERNAL, REWARD_COLUMN
+from rlhf_pipeline.replay.schema import INTERNAL, REWARD_COLUMN, column_name, key_of
 from trajectory_store import BufferPool, TrajectoryStore
 
 _INT64 = np.dtype(np.int64)
@@ -56,7 +54,7 @@ def columns_for(store: TrajectoryStore, keys: Sequence[Key] | None, *, text: boo
             names.append(REWARD_COLUMN)
             continue
         for need in _NEEDS.get(key, (key,)):
-            name = COLUMN_OF_KEY.get(need, need if isinstance(need, str) else "/".join(need))
+            name = column_name(need)
             if name in schema or need == key:
                 names.append(schema[name].name)
     return list(dict.fromkeys(names))

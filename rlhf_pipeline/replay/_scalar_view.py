@@ -10,8 +10,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rlhf_pipeline.errors import DataError, MissingKeyError
-from rlhf_pipeline.keys import COLUMN_OF_KEY, ROW_ID, Key
+from rlhf_pipeline.keys import KL_PENALTY, LOG_PROBS, REWARD, ROW_ID, TOKENS, Key
+from rlhf_pipeline.padding import pad_rows
 from rlhf_pipeline.replay._read import scalar_batch
+from rlhf_pipeline.replay.schema import column_name
 
 
 class ScalarView(TensorDict):
@@ -36,6 +38,59 @@ class ScalarView(TensorDict):
         out = cls._new_unsafe(dict(plain.items()), batch_size=plain.batch_size)
         out._home = (storage, np.array(rows, dtype=np.int64))
         return out
+
+    def get(self, key: Any, *args: Any, as_list: bool = False, as_padded_tensor: bool = False, **kwargs: Any) -> Any:
+        """A value per trajectory; or, read when it is asked for, one per token, ragged.
+
+        Args:
+            key: a key of a batch; also `("tokens", "prompt")`, `("tokens", "response")` and the same of the log-probs,
+                and `("next", name)` for a value that has its column under `name`.
+            *args: the default.
+            as_list: one tensor per trajectory.
+            as_padded_tensor: padded, on `padding_side` with `padding_value`; a jagged tensor otherwise.
+            **kwargs: passed to TensorDict.
+        """
+        rows = self._per_token(_flat(key))
+        if rows is None:
+            name = _flat(key)
+            if self._home is not None and isinstance(name, tuple) and name[0] == "next" and len(name) == 2:
+                rest = super().get(name[1], None) if name not in self.keys(True) else None
+                if rest is not None:
+                    return rest
+            return super().get(key, *args, **kwargs)
+        if as_list:
+            return rows
+        if as_padded_tensor:
+            side = kwargs.get("padding_side", "right")
+            return pad_rows(rows, pad_value=kwargs.get("padding_value", 0), side=side, dtype=rows[0].dtype)[0]
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    def __getitem__(self, index: Any) -> Any:
+        named = isinstance(index, str) or (isinstance(index, tuple) and all(isinstance(part, str) for part in index))
+        if named and self._home is not None and index not in self.keys(True):
+            found = self.get(index, None)
+            if found is not None:
+                return found
+        return super().__getitem__(index)
+
+    def _per_token(self, key: Key) -> list[torch.Tensor] | None:
+        """The rows of a value that is one per token, or None where it is none."""
+        if self._home is None or not len(self):
+            return None
+        storage, ids = self._home
+        whole = _RAGGED.get(key, key)
+        column = storage.store.schema.find(column_name(whole))
+        if whole not in _DERIVED and (column is None or not column.ragged):
+            return None
+        found = storage.read(row_ids=ids, keys=[whole], layout="jagged").get(whole, None)
+        if found is None:
+            return None
+        rows = list(found.unbind())
+        if key == whole:
+            return rows
+        starts = [int(n) for n in storage.store.read_scalars("num_prompt_tokens", ids)]
+        prompt = key[-1] == "prompt"
+        return [row[:n] if prompt else row[n:] for row, n in zip(rows, starts, strict=True)]
 
     def set_(self, key: Any, item: Any, **kwargs: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Set the value of every trajectory, here and in the store.
@@ -77,10 +132,10 @@ class ScalarView(TensorDict):
         storage.update(rows, **columns)
 
     def _column(self, storage: Any, key: Key) -> str:
-        key = key[0] if isinstance(key, tuple) and len(key) == 1 else key
-        name = COLUMN_OF_KEY.get(key, key if isinstance(key, str) else None)
+        key = _flat(key)
+        name = column_name(key)
         schema = storage.store.schema
-        if key == ROW_ID or name is None or name not in schema:
+        if key == ROW_ID or name not in schema:
             known = sorted(c.name for c in schema if not c.ragged)
             raise MissingKeyError(
                 f"{key!r} is not a column of the store at {storage.store.path}, so it cannot be set. Columns with one "
@@ -95,6 +150,20 @@ class ScalarView(TensorDict):
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in super().__getstate__().items() if k != "_home"}
+
+
+_DERIVED: tuple[Key, ...] = (REWARD, KL_PENALTY)
+_RAGGED: dict[Key, Key] = {
+    ("tokens", "prompt"): TOKENS,
+    ("tokens", "response"): TOKENS,
+    ("log_probs", "prompt"): LOG_PROBS,
+    ("log_probs", "response"): LOG_PROBS,
+}
+"""Parts of a trajectory before and after its prompt's end, and what they are parts of."""
+
+
+def _flat(key: Any) -> Any:
+    return key[0] if isinstance(key, tuple) and len(key) == 1 else key
 
 
 def _leaves(data: Any) -> Iterable[tuple[Any, Any]]:

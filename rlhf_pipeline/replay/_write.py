@@ -29,7 +29,6 @@ from rlhf_pipeline.keys import (
     ATTENTION_MASK,
     CREATED_AT,
     DONE,
-    KEY_OF_COLUMN,
     KL_COEF,
     KL_PENALTY,
     LOG_PROBS,
@@ -42,20 +41,16 @@ from rlhf_pipeline.keys import (
     TOKENS,
     Key,
 )
-from rlhf_pipeline.replay.schema import REWARD_COLUMN, SLOT
+from rlhf_pipeline.replay.schema import REWARD_COLUMN, SLOT, column_name, key_of
 from trajectory_store import Column, RaggedArray, Schema
 
 _log = logging.getLogger("rlhf_pipeline")
 _DERIVED: frozenset[Key] = frozenset(
     {REWARD, KL_PENALTY, ATTENTION_MASK, ROW_ID, LOSS_WEIGHT, "index", "_weight", ("next", "terminated")}
     | {("next", "truncated"), "done", "terminated", "truncated", ("masks", "all_attention_mask")}
+    | {("tokens", "prompt"), ("tokens", "response"), ("log_probs", "prompt"), ("log_probs", "response")}
 )
 """Keys that a batch may carry and that are not stored: they are derived on read or belong to TorchRL."""
-
-
-def key_of(column: str) -> Key:
-    """The TensorDict key of a column; an extra column keeps its name."""
-    return REWARD if column == REWARD_COLUMN else KEY_OF_COLUMN.get(column, column)
 
 
 def trajectories_of(data: TensorDictBase) -> Trajectories:
@@ -150,7 +145,7 @@ def append_data(columns: Trajectories, schema: Schema) -> dict[str, Any]:
         if column is not None:
             out[column.name] = stored_array(column, key, value, columns.n)
         elif key not in _DERIVED:
-            _report_unknown(key, schema)
+            _report_unknown(key, value, schema)
     if CREATED_AT not in columns and "created_at" in schema:
         out["created_at"] = np.full(columns.n, time.time())
     return out
@@ -256,14 +251,17 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int) -> Any:
 _reported: set[Key] = set()
 
 
-def _report_unknown(key: Key, schema: Schema) -> None:
+def _report_unknown(key: Key, value: Flat | Text, schema: Schema) -> None:
     """Say once per key that it has no column and is not stored."""
     if key not in _reported:
         _reported.add(key)
         hint = did_you_mean(str(key), schema.names)
+        per_token = isinstance(value, Flat) and (value.lengths is not None or value.values.ndim > 1)
+        kind = "str" if isinstance(value, Text) else str(value.values.dtype).removeprefix("torch.")
+        column = f"[Column({column_name(key)!r}, {kind!r}, ragged=True)]" if per_token else f"{{{key!r}: {kind!r}}}"
         _log.warning(
-            "not stored, as the schema has no column for it: %r.%s Add Column(name, dtype) to trajectory_schema(extra) "
-            "to keep it.",
+            "not stored, as the schema has no column for it: %r.%s To keep it: TrajectoryStorage(path, extra=%s).",
             key,
             hint if hint.startswith(" Did") else "",
+            column,
         )

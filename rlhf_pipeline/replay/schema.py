@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from rlhf_pipeline.keys import COLUMN_OF_KEY, KEY_OF_COLUMN, REWARD, Key
 from trajectory_store import Column, Schema
 
 SLOT = "slot"
@@ -23,14 +24,57 @@ REWARD_COLUMN = "reward"
 """Column of rewards per token, only where an environment gives them; otherwise the reward is derived on read."""
 
 
-def trajectory_schema(extra: Iterable[Column] = (), *, token_rewards: bool = False) -> Schema:
+_NESTED = "__"
+"""Between the names of a nested key, in the name of its column."""
+
+
+def column_name(key: Key) -> str:
+    """The column of a TensorDict key: that of the table, else its own name, with its parts joined.
+
+    >>> column_name(("tokens", "full")), column_name("step_count"), column_name(("next", "step_count"))
+    ('input_ids', 'step_count', 'next__step_count')
+    """
+    return COLUMN_OF_KEY.get(key) or (key if isinstance(key, str) else _NESTED.join(key))
+
+
+def key_of(column: str) -> Key:
+    """The TensorDict key of a column; an extra column has its name.
+
+    >>> key_of("input_ids"), key_of("next__step_count")
+    (('tokens', 'full'), ('next', 'step_count'))
+    """
+    if column == REWARD_COLUMN:
+        return REWARD
+    return KEY_OF_COLUMN.get(column) or (tuple(column.split(_NESTED)) if _NESTED in column else column)
+
+
+def extra_columns(extra: Mapping[Key, str] | Iterable[Column]) -> list[Column]:
+    """The columns of further keys.
+
+    Args:
+        extra: columns, or a dtype per key (`"int64"`, `"float32"`, `"bool"`, `"str"`), one value per trajectory.
+
+    >>> [column.name for column in extra_columns({("next", "step_count"): "int64"})]
+    ['next__step_count']
+    """
+    if not isinstance(extra, Mapping):
+        return list(extra)
+    fills = {"bool": False, "str": "", "f": math.nan}
+    out = []
+    for key, dtype in extra.items():
+        out.append(Column(column_name(key), dtype, fill=fills.get(dtype, fills.get(dtype[:1], 0))))
+    return out
+
+
+def trajectory_schema(extra: Mapping[Key, str] | Iterable[Column] = (), *, token_rewards: bool = False) -> Schema:
     """The default columns: 13 bytes per token (ids, mask, two log-probs), scalars and text per trajectory.
 
     Only the token ids, the mask and the behaviour log-probs grow with the tokens; the advantage is one number per
     trajectory and broadcast on read, and the shaped reward is derived on read.
 
     Args:
-        extra: more columns, per token (`ragged=True`) or per trajectory. Their TensorDict key is their name.
+        extra: more columns: a dtype per TensorDict key, one value per trajectory; or columns, per token
+            (`ragged=True`) or per trajectory, whose key is their name.
         token_rewards: store `("next", "reward")` per token, for environments that reward single tokens or turns.
 
     Returns:
@@ -68,4 +112,4 @@ def trajectory_schema(extra: Iterable[Column] = (), *, token_rewards: bool = Fal
     ]
     if token_rewards:
         columns.insert(4, Column(REWARD_COLUMN, "float32", ragged=True, fill=nan))
-    return Schema([*columns, *extra])
+    return Schema([*columns, *extra_columns(extra)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +22,8 @@ from rlhf_pipeline.replay._scalar_view import ScalarView
 from rlhf_pipeline.replay._slots import UNBOUNDED, SlotMap
 from rlhf_pipeline.replay._stack import stack_data
 from rlhf_pipeline.replay._write import append_data, trajectories_of
-from rlhf_pipeline.replay.schema import NEWEST_VERSION, PENDING, SLOT, trajectory_schema
-from trajectory_store import BufferPool, Schema, StoreNotFoundError, TrajectoryStore
+from rlhf_pipeline.replay.schema import NEWEST_VERSION, PENDING, SLOT, extra_columns, trajectory_schema
+from trajectory_store import BufferPool, Column, Schema, StoreNotFoundError, TrajectoryStore
 
 Layout = Literal["padded", "jagged"]
 Index = int | slice | Sequence[int] | np.ndarray | torch.Tensor | range | tuple[Any, ...]
@@ -60,6 +60,8 @@ class TrajectoryStorage(Storage):
         backend: `memmap` or `zarr`; only for a new store.
         durability: `process` survives kill -9, `power` and `group` a power loss as well.
         schema: columns of a new store; `trajectory_schema()` by default.
+        extra: further keys to keep, each with its dtype: `{"step_count": "int64", ("next", "score"): "float32"}`; or
+            columns, see `trajectory_schema`. An existing store gains those that it has not.
         mode: `r` opens an existing store for reading only.
         text: also read the text columns into batches (they cost more than all numbers together).
         pad_to_multiple_of: round padded lengths up.
@@ -93,6 +95,7 @@ class TrajectoryStorage(Storage):
         backend: Literal["memmap", "zarr"] = "memmap",
         durability: Literal["process", "power", "group"] = "process",
         schema: Schema | None = None,
+        extra: Mapping[Key, str] | Iterable[Column] = (),
         mode: Literal["a", "r"] = "a",
         text: bool = False,
         pad_to_multiple_of: int = 1,
@@ -105,8 +108,8 @@ class TrajectoryStorage(Storage):
         if isinstance(path_or_store, TrajectoryStore):
             self.store = path_or_store
         else:
-            self.store = _open(Path(path_or_store), max_size, backend, durability, schema, mode)
-        _check_columns(self.store, schema)
+            self.store = _open(Path(path_or_store), max_size, backend, durability, schema, extra_columns(extra), mode)
+        _check_columns(self.store, [*(schema or ()), *extra_columns(extra)])
         self.durability = durability
         self.mode = mode
         self.text = text
@@ -471,25 +474,32 @@ def _is_one(index: Any) -> bool:
 
 
 def _open(
-    path: Path, max_size: int | None, backend: Any, durability: Any, schema: Schema | None, mode: Any
+    path: Path,
+    max_size: int | None,
+    backend: Any,
+    durability: Any,
+    schema: Schema | None,
+    extra: list[Column],
+    mode: Any,
 ) -> TrajectoryStore:
     try:
         if mode == "r":
             return TrajectoryStore.open(path, mode=mode)
         # Groups that wait are known as written by the first of these; stores that are older than they are gain them.
-        return TrajectoryStore.open(path, mode=mode, durability=durability, add_columns=[PENDING, NEWEST_VERSION])
+        gained = [PENDING, NEWEST_VERSION, *extra]
+        return TrajectoryStore.open(path, mode=mode, durability=durability, add_columns=gained)
     except StoreNotFoundError:
         if mode == "r":
             raise
     schema = schema or trajectory_schema()
-    schema = schema if PENDING.name in schema else Schema([*schema, PENDING])
+    schema = Schema([*schema, *(column for column in (PENDING, *extra) if column.name not in schema)])
     return TrajectoryStore.create(path, schema, backend=backend, durability=durability, max_trajectories=max_size)
 
 
-def _check_columns(store: TrajectoryStore, schema: Schema | None) -> None:
+def _check_columns(store: TrajectoryStore, wanted: Iterable[Column]) -> None:
     if "input_ids" not in store.schema:
         raise DefinitionError(f"the store at {store.path} has no column 'input_ids'; it holds {store.schema.names}")
-    missing = [] if schema is None else [c.name for c in schema if c.name not in store.schema]
+    missing = [c.name for c in wanted if c.name not in store.schema]
     if missing:
         raise DefinitionError(
             f"the store at {store.path} exists already and has no column {', '.join(missing)}; choose another folder"
