@@ -53,8 +53,11 @@ def right(completions: list[str], answer: list[str], **columns: Any) -> list[flo
     return [float(wanted in text) - len(text) / 100 for text, wanted in zip(completions, answer, strict=True)]
 
 
-def train(trl: Any, tokenizer: Any, folder: Path, funcs: list[Any], recorder: TrajectoryRecorder | None) -> Any:
+def train(
+    trl: Any, tokenizer: Any, folder: Path, funcs: list[Any], recorder: TrajectoryRecorder | None, **changes: Any
+) -> Any:
     """Train two steps and return the trainer."""
+    resume = changes.pop("resume", None)
     from datasets import Dataset
 
     rows = [{"prompt": f"{i}+{i}" + "=" * (1 + i % 2), "answer": str(2 * i)} for i in range(8)]
@@ -77,6 +80,8 @@ def train(trl: Any, tokenizer: Any, folder: Path, funcs: list[Any], recorder: Tr
         seed=3,
         disable_dropout=False,
     )
+    for name, value in changes.items():
+        setattr(config, name, value)
     trainer = trl.GRPOTrainer(
         tiny(tokenizer),
         reward_funcs=funcs,
@@ -86,7 +91,7 @@ def train(trl: Any, tokenizer: Any, folder: Path, funcs: list[Any], recorder: Tr
     )
     if recorder is not None:
         recorder.attach(trainer)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -141,3 +146,17 @@ def test_as_reward_functions(trl: Any, tmp_path: Path, tokenizer: Any):
     assert recorded["group_id"].tolist() == np.repeat(np.arange(4), 4).tolist()
     assert all(np.isnan(row).all() for row in recorded["log_probs"])
     assert recorded["policy_version"].tolist() == [0] * 8 + [1] * 8
+
+
+def test_a_training_that_resumes(trl: Any, tmp_path: Path, tokenizer: Any):
+    """Steps that TRL takes again after a resume are recorded with the ids that they had before."""
+    with TrajectoryRecorder(tmp_path / "store") as recorder:
+        train(trl, tokenizer, tmp_path, [right], recorder, max_steps=3, save_strategy="steps", save_steps=1)
+    with TrajectoryRecorder(tmp_path / "store") as recorder:
+        checkpoint = str(tmp_path / "out" / "checkpoint-1")
+        train(trl, tokenizer, tmp_path, [right], recorder, max_steps=3, resume=checkpoint)
+    with TrajectoryStore.open(tmp_path / "store") as store:
+        rows = store.read(store.ids())
+    assert rows["policy_version"].tolist() == [0] * 8 + [1] * 8 + [2] * 8 + [1] * 8 + [2] * 8
+    assert rows["trajectory_id"].tolist() == [*range(24), *range(8, 24)]
+    assert rows["prompt"][8:24] == rows["prompt"][24:]
