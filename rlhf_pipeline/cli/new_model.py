@@ -41,6 +41,9 @@ def execute(args: argparse.Namespace) -> int:
         raise MissingPathError(f"there is no text file at {text}. Any text will do, for example your prompts' JSONL.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DefinitionError(f"{folder} exists already and is not an empty folder. Name another.")
+    from rlhf_pipeline.cli.preflight import check_writable
+
+    check_writable(folder, "FOLDER")
     say("importing torch ...")
     started = time.perf_counter()
     from rlhf_pipeline.policies.new_model import new_model

@@ -37,11 +37,12 @@ def named_disk_errors(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         if type(error).__module__ != "builtins":
             raise  # an error of ours or of the store says it already
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT):
             advice = "Choose a folder that can be written: --out OTHER_FOLDER."
         else:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             advice = (
                 "Every stored trajectory and every finished checkpoint is whole. "
-                "Free some space, then type the same command with --resume."
+                f"{'Free some space' if full else 'Mend that'}, then type the same command with --resume."
             )
         raise RunStorageError(f"the run folder {run_dir} cannot be written: {error}. {advice}") from error

@@ -100,6 +100,31 @@ def test_errors_of_files_are_one_line(cli: Cli, run_dir: Path, tmp_path: Path):
     assert (tmp_path / "reward.svg").is_file()
 
 
+def test_a_run_folder_that_cannot_be_is_said_before_torch_is_imported(cli: Cli, run_dir: Path, tmp_path: Path):
+    """Where the folder or its name cannot be used the true reason is said, and nothing is left behind."""
+    file = tmp_path / "file"
+    file.touch()
+    for command in (
+        ["run", "copy_digits", "--out"],
+        ["collect", "copy_digits", "--run"],
+        ["learn", "copy_digits", "--run"],
+    ):
+        shown = cli(*command, "/proc/x")
+        assert shown.code == 2
+        assert shown.err == (
+            f"rlhf-pipeline: /proc/x cannot be made: /proc: No such file or directory. Choose a folder that can be "
+            f"written: {command[-1]} OTHER_FOLDER\n"
+        )
+        assert "importing torch" not in shown.out
+        assert "Not a directory" in cli(*command, file / "x").err
+    assert cli("new-model", "/proc/x", "--text", file).code == 2
+    line = f"{COMMAND} run copy_digits --out r\u00fcn"
+    shown = shell(line, tmp_path, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    assert shown.returncode == 2
+    assert shown.stderr.endswith("does not know this one. Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "runs"]
+
+
 ESCAPE = "\x1b]0;owned\x07"
 
 
