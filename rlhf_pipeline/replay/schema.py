@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rlhf_pipeline.keys import COLUMN_OF_KEY, KEY_OF_COLUMN, REWARD, Key
 from trajectory_store import Column, Schema
@@ -58,10 +59,11 @@ def extra_columns(extra: Mapping[Key, str] | Iterable[Column]) -> list[Column]:
     ['next__step_count']
     """
     if not isinstance(extra, Mapping):
-        return list(extra)
+        return [*extra]
     fills = {"bool": False, "str": "", "f": math.nan}
     out = []
-    for key, dtype in extra.items():
+    dtypes: Any = extra
+    for key, dtype in dtypes.items():
         out.append(Column(column_name(key), dtype, fill=fills.get(dtype, fills.get(dtype[:1], 0))))
     return out
 

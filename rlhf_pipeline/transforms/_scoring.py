@@ -86,7 +86,7 @@ def declare_per_token(output_spec: Composite, observed: Sequence[Key], rewards: 
     spec: Any = Unbounded(shape=shape, device=output_spec.device, dtype=torch.float32)  # pyright: ignore[reportArgumentType]
     for name, keys in (("full_observation_spec", observed), ("full_reward_spec", rewards)):
         if keys and name not in output_spec.keys():  # noqa: SIM118  # a Composite is no dict
-            output_spec[name] = Composite(shape=output_spec.shape, device=output_spec.device)
+            output_spec[name] = Composite(shape=output_spec.shape)
         for key in keys:
             output_spec[name, *((key,) if isinstance(key, str) else key)] = spec.clone()
     return output_spec
