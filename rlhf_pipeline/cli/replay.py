@@ -28,7 +28,7 @@ examples:
   rlhf-pipeline replay runs/copy_digits                     the same learning curve, from the store alone
   rlhf-pipeline replay runs/solutions --set policy.path=model --epochs 2
   rlhf-pipeline replay runs/a runs/b --weight 3 --weight 1 --filter 'reward>=0.5' --steps 200
-  rlhf-pipeline replay runs/copy_digits --from-step 290     take steps again from the newest checkpoint
+  rlhf-pipeline replay runs/copy_digits --from-step 95      take steps again from the newest checkpoint
                                                             before, as the ledger says; changes nothing
 
 Exit code 1 if something should come out the same and does not."""

@@ -27,6 +27,8 @@ _MAX_TOKENS = 1024
 _ALL_TOKENS = 100_000
 """Tokens on the page at most, so that it opens fast: a token costs about 40 bytes."""
 _MAX_ROWS = 30
+_NARROW = 340
+"""The width of a picture on a phone, and of the small ones."""
 _CURVES = {
     "entropy": "entropy (nats per token)",
     "kl_k1": "KL to the reference (k1, nats)",
@@ -70,8 +72,14 @@ def write_report(run: RunFolder, html_path: Path | None = None) -> list[Path]:
     return [curve, page]
 
 
-def reward_curve(run: RunFolder) -> str:
-    """Return the learning curve as SVG: the mean task reward of each rollout."""
+def reward_curve(run: RunFolder, *, width: int = 720, height: int = 360) -> str:
+    """Return the learning curve as SVG: the mean task reward of each rollout.
+
+    Args:
+        run: the run.
+        width: of the picture, in which texts have 13 units: as wide as it is shown they have 13 pixels.
+        height: of the picture.
+    """
     points = run.reward_points()
     unit = bool(points) and all(0 <= value <= 1 for _, value in points)
     return line_chart(
@@ -80,6 +88,8 @@ def reward_curve(run: RunFolder) -> str:
         y_label="task reward",
         target=run.config.pipeline.get("learn", {}).get("stop_at_reward"),
         y_range=(0.0, 1.0) if unit else None,
+        width=width,
+        height=height,
     )
 
 
@@ -109,7 +119,8 @@ def render(run: RunFolder, svg: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(name)}</title><style>{STYLE}</style></head><body><main>",
         *_head(run, name, total),
-        f'<div class="card">{_inline(svg)}</div>',
+        f'<div class="card broad">{_inline(svg)}</div>',
+        f'<div class="card narrow">{_inline(reward_curve(run, width=_NARROW, height=300))}</div>',
         *_before_after(ends),
         *_small_curves(run),
         *_browser(shown, total),
@@ -122,7 +133,7 @@ def render(run: RunFolder, svg: str) -> str:
 
 
 def choose(stored: Stored) -> Ids:
-    """Return the trajectories for the browser: of up to eight policy versions, evenly spaced, the first groups."""
+    """Return the trajectories for the browser: up to eight policy versions, and in each whole groups, evenly spaced."""
     ids, versions = stored.ids(), stored.scalars("policy_version")
     if versions is None or not len(ids):
         return ids[-_VERSIONS * _PER_VERSION :]
@@ -132,7 +143,17 @@ def choose(stored: Stored) -> Ids:
     if "input_ids" in stored.columns:
         length = float(np.minimum(stored.lengths("input_ids"), _MAX_TOKENS).mean())
         each = int(min(max(_ALL_TOKENS / (len(spread) * max(length, 1)), 2), _PER_VERSION))
-    return np.concatenate([ids[np.flatnonzero(versions == version)[:each]] for version in sorted(spread)])
+    groups = stored.scalars("group_id")
+    names = np.arange(len(ids)) if groups is None else groups
+    return np.concatenate([_spread(ids[mine], names[mine], each) for mine in (versions == v for v in sorted(spread))])
+
+
+def _spread(ids: Ids, groups: Ids, num: int) -> Ids:
+    """Return about `num` rows: whole groups, the first and the last that arrived among them; a large one is cut."""
+    _, first, sizes = np.unique(groups, return_index=True, return_counts=True)
+    wanted = min(max(num // max(int(sizes.max()), 1), 1), len(first))
+    places = np.sort(first)[np.linspace(0, len(first) - 1, wanted).round().astype(int)]
+    return np.concatenate([ids[groups == groups[place]][:num] for place in places])
 
 
 def _head(run: RunFolder, name: str, total: int) -> Iterator[str]:
@@ -161,16 +182,19 @@ def _before_after(ends: Sequence[Trajectory]) -> Iterator[str]:
 
 def _small_curves(run: RunFolder) -> Iterator[str]:
     curves = [(title, run.points(name)) for name, title in _CURVES.items()]
-    moving = [(title, points) for title, points in curves if len({value for _, value in points}) > 1]
-    if moving:
+    known = [(title, points) for title, points in curves if points]
+    if known:
         yield '<h2>Diagnostics</h2><div class="small">'
-        for title, points in moving:
-            yield f'<div class="card">{_inline(line_chart(points, title=title, width=420, height=250))}</div>'
+        for title, points in known:
+            yield f'<div class="card">{_inline(line_chart(points, title=title, width=_NARROW, height=250))}</div>'
         yield "</div>"
 
 
 def _browser(shown: Sequence[Trajectory], total: int) -> Iterator[str]:
-    yield f'<h2>Trajectories</h2><p class="soft">{count(len(shown), "trajectory")} of {total:,}. Colour: how unlikely '
+    versions = len({item.policy_version for item in shown})
+    yield f'<h2>Trajectories</h2><p class="soft">{count(len(shown), "trajectory")} of {total:,}: whole groups, evenly '
+    yield f"spaced over {count(versions, 'policy version')} from the first to the last; <code>rlhf-pipeline show RUN "
+    yield "--group G</code> shows any other. Colour: how unlikely "
     yield 'the behaviour policy found its token, <span class="bar"></span> from sure to surprised. Point at a token for'
     yield " its numbers.</p>"
     yield '<div id="controls"><label>policy <select id="version"><option value="">all versions</option></select>'
