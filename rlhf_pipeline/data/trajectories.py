@@ -17,15 +17,17 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_ten
 from tensordict.tensorclass import NonTensorData, NonTensorStack
 from torch import Tensor
 
-from rlhf_pipeline.errors import DataError, MissingKeyError
+from rlhf_pipeline.errors import DataError, IncompleteError, MissingKeyError
 from rlhf_pipeline.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
     ATTENTION_MASK,
+    DONE,
     KL_PENALTY,
     LOG_PROBS,
     REF_LOG_PROBS,
     REWARD,
+    TASK_REWARD,
     TOKENS,
     Key,
 )
@@ -291,6 +293,11 @@ def leaves_of(rows: Sequence[Any], key: Key) -> list[Any] | None:
         else:
             found = [None if row is None else row.get(name, None) for row in found]
     return None if any(leaf is None for leaf in found) else list(found)
+
+
+def holds(td: TensorDictBase, key: Key) -> bool:
+    """Whether all trajectories of a TensorDict `[n]` have a key."""
+    return (leaves_of(rows_of(td), key) if is_stack(td) else td.get(key, None)) is not None
 
 
 def flatten_leaves(key: Key, column: list[Any], shared: dict[tuple[int, ...], Tensor] | None = None) -> Flat | Text:
@@ -559,6 +566,246 @@ def _check_plain(items: Iterable[Any], key: Key) -> None:
                 f"a pending trajectory holds a {type(item).__name__} under {key!r}, which a checkpoint cannot "
                 "carry; store JSON text instead"
             )
+
+
+# -- at the doors ------------------------------------------------------------------------------------------------
+
+
+def along_one_dimension(td: TensorDictBase) -> TensorDictBase:
+    """The trajectories, or steps, of a TensorDict of any batch size along one dimension.
+
+    Raises:
+        IncompleteError: a row of steps does not end with the end of a trajectory.
+    """
+    if td.batch_dims == 0:
+        return lazy_stack([td])  # pyright: ignore[reportReturnType]
+    if td.batch_dims == 1:
+        return td
+    flat: Any = td.flatten(0, -2) if td.batch_dims > 2 else td
+    if is_token_level(flat):
+        return token_level(flat)
+    rows = [list(row.unbind(0)) for row in flat.unbind(0)]
+    for i, row in enumerate(rows):
+        done = row[-1].get(DONE, None) if row else None
+        if done is not None and len(rows) > 1 and not bool(done.any()):
+            raise IncompleteError(
+                f"the last trajectory of row {i} of {len(rows)} is not complete: its last step has no {DONE!r}. Pass "
+                "whole trajectories, so that nothing is lost."
+            )
+    return lazy_stack([step for row in rows for step in row])  # pyright: ignore[reportReturnType]
+
+
+def trajectories_of(td: TensorDictBase) -> Trajectories:
+    """One row per trajectory, whatever the form: steps are merged.
+
+    Raises:
+        IncompleteError: if the last trajectory is not complete.
+    """
+    return merge_steps(steps_of(td))
+
+
+def steps_of(td: TensorDictBase) -> Trajectories:
+    """One row per step or trajectory, whatever the form, with lengths on every token column."""
+    return ragged_tokens(columns_of(along_one_dimension(td)))
+
+
+def attach(td: TensorDictBase, columns: Mapping[Key, Flat]) -> TensorDictBase:
+    """A shallow copy of `td` (any form, `[n]`) with these columns set, each in the form of the batch."""
+    if not columns:
+        return td
+    if is_stack(td):
+        split = {key: column.rows() for key, column in columns.items()}
+        news = [dict(zip(split, leaves, strict=True)) for leaves in zip(*split.values(), strict=True)]
+        return lazy_stack([_with(row, new) for row, new in zip(rows_of(td), news, strict=True)])  # pyright: ignore[reportReturnType]
+    mask = td.get(ATTENTION_MASK, None)
+    padded = mask.to(torch.bool) if isinstance(mask, Tensor) and not is_jagged(mask) else None
+    lengths = None if padded is None else padded.sum(1)
+    dense = padded is None and not _has_jagged(td)
+    leaves: dict[Key, Tensor] = {}
+    for key, column in columns.items():
+        if column.lengths is None:
+            leaves[key] = column.values
+        elif column.shapes is not None:
+            raise DataError(f"rows of {key!r} differ in more than their length; pass a lazy stack")
+        elif padded is not None and lengths is not None and torch.equal(lengths.cpu(), column.lengths):
+            leaf = column.values.new_zeros((*padded.shape, *column.values.shape[1:]))
+            leaf[padded.to(leaf.device)] = column.values
+            leaves[key] = leaf
+        else:
+            leaf = _dense(column) if dense else None
+            leaves[key] = jagged(column) if leaf is None else leaf
+    device = td.device
+    return _with(td, leaves if device is None else {key: leaf.to(device) for key, leaf in leaves.items()})
+
+
+def put(td: TensorDictBase, filled: TensorDictBase) -> TensorDictBase:
+    """Set in `td` what `filled`, made from it by `attach`, has more or other; `td` comes back.
+
+    A batch that `attach` could only answer in another form comes back in that form, and is not changed.
+    """
+    if filled is td or filled.batch_size != td.batch_size:
+        return filled
+    if is_stack(td) != is_stack(filled):
+        return filled
+    if is_stack(td):
+        for row, new in zip(rows_of(td), rows_of(filled), strict=True):
+            put(row, new)
+        return td
+    for key, leaf in walk(filled):
+        if td.get(key, None) is not leaf:
+            td.set(key, leaf)
+    return td
+
+
+def in_form_of(td: TensorDictBase, batch: Trajectories) -> TensorDictBase:
+    """A TensorDict `[m]` of other trajectories in the form of `td`: lazy stack, padded, dense or jagged."""
+    if is_stack(td) or td.batch_dims != 1:
+        return stack_of(batch)
+    if td.get(ATTENTION_MASK, None) is not None and not _has_jagged(td):
+        return padded_of(batch)
+    if _has_jagged(td):
+        return td_of(batch)
+    dense = {k: _dense(c) if isinstance(c, Flat) and c.lengths is not None else None for k, c in batch.items()}
+    flat = {key: column if (leaf := dense[key]) is None else Flat(leaf) for key, column in batch.items()}
+    return td_of(Trajectories(batch.n, flat))
+
+
+def padded_of(batch: Trajectories) -> TensorDictBase:
+    """A TensorDict `[n]` whose token columns are padded on the right, with the attention mask."""
+    tokens = batch.get(TOKENS)
+    lengths = tokens.lengths if isinstance(tokens, Flat) else None
+    if lengths is None:
+        return td_of(batch)
+    width = int(lengths.max()) if lengths.numel() else 0
+    real = torch.arange(width) < lengths[:, None]
+    out = Trajectories(batch.n, batch)
+    for key, column in batch.items():
+        if isinstance(column, Flat) and column.lengths is not None and torch.equal(column.lengths, lengths):
+            leaf = column.values.new_zeros((*real.shape, *column.values.shape[1:]))
+            leaf[real] = column.values
+            out[key] = Flat(leaf)
+    out[ATTENTION_MASK] = Flat(real)
+    return td_of(out)
+
+
+def _dense(column: Flat) -> Tensor | None:
+    """Rows of one length as one tensor `[n, T, ...]`; None where their lengths differ."""
+    lengths = column.lengths
+    if lengths is None or column.shapes is not None or not lengths.numel() or not bool((lengths == lengths[0]).all()):
+        return None
+    return column.values.reshape(lengths.numel(), int(lengths[0]), *column.values.shape[1:])
+
+
+def _has_jagged(td: TensorDictBase) -> bool:
+    return any(is_jagged(leaf) for leaf in td.values(True, True))
+
+
+def _with(td: Any, new: Mapping[Key, Tensor]) -> TensorDictBase:
+    """A copy with more leaves, which shares all other leaves and every container that no new key goes through.
+
+    `clone(recurse=False)` copies stacks of strings item by item, which costs more than all the rest.
+    """
+    if type(td) is not TensorDict:
+        out = td.clone(recurse=False)
+        for key, leaf in new.items():
+            out.set(key, leaf)
+        return out
+    items = dict(entries_of(td))
+    nested: dict[str, dict[Key, Tensor]] = {}
+    for key, leaf in new.items():
+        if isinstance(key, str) or len(key) == 1:
+            items[key if isinstance(key, str) else key[0]] = leaf
+        else:
+            nested.setdefault(key[0], {})[key[1:]] = leaf
+    for name, inner in nested.items():
+        items[name] = _with(items.get(name, TensorDict(batch_size=td.batch_size)), inner)
+    # The leaves belong to a TensorDict of the same batch size, so nothing needs checking again.
+    return TensorDict._new_unsafe(items, batch_size=td.batch_size)
+
+
+def per_token(batch: Trajectories, key: Key, like: Flat | None = None) -> Flat | None:
+    """A column with one value per token, or None where missing; trailing dimensions of 1 are dropped.
+
+    Raises:
+        DataError: if its lengths are not those of `like`.
+    """
+    column = batch.get(key)
+    if not isinstance(column, Flat):
+        return None
+    if column.lengths is None and column.values.ndim >= 2:
+        n, width = column.values.shape[:2]
+        column = Flat(column.values.flatten(0, 1), torch.full((n,), width))
+    if column.lengths is not None:
+        column = Flat(column.values.reshape(-1), column.lengths)
+    if like is None or like.lengths is None or like.lengths is column.lengths:
+        return column
+    if column.lengths is None or not torch.equal(column.lengths, like.lengths):
+        seen = "one value each" if column.lengths is None else f"lengths {column.lengths.tolist()[:8]}"
+        raise DataError(f"{key!r} has {seen}, the tokens have lengths {like.lengths.tolist()[:8]}")
+    return column
+
+
+# -- steps of one trajectory -------------------------------------------------------------------------------------
+
+
+def merge_steps(columns: Trajectories) -> Trajectories:
+    """One row per trajectory of rows that may be steps.
+
+    Raises:
+        DataError: if the last trajectory is not complete.
+    """
+    done = columns.get(DONE)
+    if isinstance(done, Flat) and done.lengths is None and bool(done.values.all()):
+        return columns  # every row ends a trajectory, as is the rule
+    ended = ends(columns)
+    if ended is None or bool(ended.all()):
+        return columns
+    last = torch.nonzero(ended).reshape(-1)
+    if not last.numel() or int(last[-1]) != columns.n - 1:
+        first = int(last[-1]) + 1 if last.numel() else 0
+        raise IncompleteError(
+            f"the last trajectory is not complete: steps {first} to {columns.n - 1} of {columns.n} have no {DONE!r}. "
+            "Write whole trajectories, so that nothing is lost."
+        )
+    return _merge(columns, last)
+
+
+def ends(columns: Trajectories, done_key: Key = DONE) -> torch.Tensor | None:
+    """Bool `[n]`: whether a trajectory ends with each row; None where nothing says so."""
+    done = columns.get(done_key)
+    if not isinstance(done, Flat) or columns.n == 0:
+        return None
+    flags = done.values.to(torch.bool)
+    if done.lengths is None:
+        return flags.reshape(columns.n, -1).any(1)
+    return segment_any(flags, done.lengths)
+
+
+def _merge(columns: Trajectories, last: torch.Tensor) -> Trajectories:
+    """Multi-step trajectories: the last step holds the whole conversation, rewards of the steps add up."""
+    first = torch.cat([last.new_zeros(1), last[:-1] + 1])
+    out = columns.select(last)
+    if "prompt" in columns:
+        out["prompt"] = columns["prompt"].select(first)
+    steps = last - first + 1
+    reward = columns.get(REWARD)
+    per_step = isinstance(reward, Flat) and reward.values.numel() == columns.n
+    if isinstance(reward, Flat) and per_step and TASK_REWARD not in columns:
+        total = segment_sum(reward.values, steps)
+        out[TASK_REWARD] = Flat(total.float())
+        out.pop(REWARD, None)
+    log_probs, whole = columns.get(LOG_PROBS), out.get(LOG_PROBS)
+    if isinstance(log_probs, Flat) and isinstance(whole, Flat) and log_probs.lengths is not None:
+        rows, merged = log_probs.rows(), [row.clone() for row in whole.rows()]
+        for target, start, stop in zip(merged, first.tolist(), last.tolist(), strict=True):
+            for step in rows[start:stop]:  # earlier turns, where the last step holds no score
+                head = target[: step.shape[0]]
+                target[: step.shape[0]] = torch.where(head.isnan(), step[: head.shape[0]], head)
+        out[LOG_PROBS] = Flat(torch.cat(merged), whole.lengths)
+    return out
+
+
+# -- sums within rows --------------------------------------------------------------------------------------------
 
 
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:

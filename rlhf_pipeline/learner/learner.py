@@ -321,6 +321,8 @@ class Learner:
             self._passed = (version, passed + (int(young.argmax()) if young.any() else 0))
         # A NaN reward marks a trajectory whose reward call failed: stored, never learned from.
         usable = (ages >= 0) & (ages <= oldest) & np.isfinite(store.read_scalars("task_reward", seen))
+        ready = self.buffer.trajectories.ready(seen)
+        usable = usable if ready is None else usable & ready
         if not usable.any() and not self.may_be_empty:
             raise DataError(
                 f"no graded trajectory is younger than {oldest + 1} optimizer steps at policy version "

@@ -17,6 +17,7 @@ from rlhf_pipeline.keys import (
     KL_PENALTY,
     LOG_PROBS,
     REF_LOG_PROBS,
+    RETURN,
     REWARD,
     ROW_ID,
     TASK_REWARD,
@@ -54,6 +55,7 @@ def jagged_batch(
             continue
         if not column.ragged:
             flat[key] = _wide(store.read_scalars(name, ids))
+            flat[key] = flat[key].float() if key == RETURN else flat[key]
             continue
         found = store.read_ragged(name, ids)
         axis = axes[key] = str(column.axis)

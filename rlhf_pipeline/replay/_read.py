@@ -19,6 +19,7 @@ from rlhf_pipeline.keys import (
     LOG_PROBS,
     NUM_PROMPT_TOKENS,
     REF_LOG_PROBS,
+    RETURN,
     REWARD,
     ROW_ID,
     TASK_REWARD,
@@ -97,6 +98,7 @@ def padded_batch(
         if isinstance(value, np.ndarray) and value.dtype == np.int32:
             flat[key] = wide = pool.take(value.shape, _INT64) if value.ndim > 1 else np.empty(value.shape, _INT64)
             np.copyto(wide, value)
+    _narrow_return(flat)
     flat[ROW_ID] = np.array(ids, dtype=np.int64)
     if keys is not None:
         wanted = {*keys, ROW_ID} | {key_of(k) for k in keys if isinstance(k, str)}
@@ -116,7 +118,14 @@ def scalar_batch(store: TrajectoryStore, ids: np.ndarray, *, text: bool = False)
         elif value.dtype == np.int32:
             value = value.astype(np.int64)
         flat[key_of(column.name)] = value
+    _narrow_return(flat)
     return nest(flat, len(ids))
+
+
+def _narrow_return(flat: dict[Key, Any]) -> None:
+    """Batches hold the return as float32; on disk it is exact, so that a group that waits can be completed later."""
+    if isinstance(flat.get(RETURN), np.ndarray):
+        flat[RETURN] = flat[RETURN].astype(np.float32)
 
 
 def single(store: TrajectoryStore, row_id: int) -> TensorDict:

@@ -9,29 +9,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
 
 from rlhf_pipeline.data.trajectories import (
     Flat,
     Text,
     Trajectories,
     as_ragged,
-    columns_of,
     last_position,
-    ragged_tokens,
-    segment_any,
     segment_sum,
 )
-from rlhf_pipeline.errors import DataError, IncompleteError, MissingKeyError, did_you_mean
+from rlhf_pipeline.errors import DataError, MissingKeyError, did_you_mean
 from rlhf_pipeline.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
     ATTENTION_MASK,
     CREATED_AT,
-    DONE,
     KL_COEF,
     KL_PENALTY,
-    LOG_PROBS,
     LOSS_WEIGHT,
     NUM_PROMPT_TOKENS,
     RETURN,
@@ -51,72 +45,6 @@ _DERIVED: frozenset[Key] = frozenset(
     | {("tokens", "prompt"), ("tokens", "response"), ("log_probs", "prompt"), ("log_probs", "response")}
 )
 """Keys that a batch may carry and that are not stored: they are derived on read or belong to TorchRL."""
-
-
-def trajectories_of(data: TensorDictBase) -> Trajectories:
-    """One row per trajectory, whatever the form: multi-step trajectories are merged.
-
-    Raises:
-        DataError: if the last trajectory is not complete.
-    """
-    return merge_steps(ragged_tokens(columns_of(data)))
-
-
-def merge_steps(columns: Trajectories) -> Trajectories:
-    """One row per trajectory of rows that may be steps.
-
-    Raises:
-        DataError: if the last trajectory is not complete.
-    """
-    done = columns.get(DONE)
-    if isinstance(done, Flat) and done.lengths is None and bool(done.values.all()):
-        return columns  # every row ends a trajectory, as is the rule
-    ended = ends(columns)
-    if ended is None or bool(ended.all()):
-        return columns
-    last = torch.nonzero(ended).reshape(-1)
-    if not last.numel() or int(last[-1]) != columns.n - 1:
-        first = int(last[-1]) + 1 if last.numel() else 0
-        raise IncompleteError(
-            f"the last trajectory is not complete: steps {first} to {columns.n - 1} of {columns.n} have no {DONE!r}. "
-            "Write whole trajectories, so that nothing is lost."
-        )
-    return _merge(columns, last)
-
-
-def ends(columns: Trajectories) -> torch.Tensor | None:
-    """Bool `[n]`: whether a trajectory ends with each row; None where nothing says so."""
-    done = columns.get(DONE)
-    if not isinstance(done, Flat) or columns.n == 0:
-        return None
-    flags = done.values.to(torch.bool)
-    if done.lengths is None:
-        return flags.reshape(columns.n, -1).any(1)
-    return segment_any(flags, done.lengths)
-
-
-def _merge(columns: Trajectories, last: torch.Tensor) -> Trajectories:
-    """Multi-step trajectories: the last step holds the whole conversation, rewards of the steps add up."""
-    first = torch.cat([last.new_zeros(1), last[:-1] + 1])
-    out = columns.select(last)
-    if "prompt" in columns:
-        out["prompt"] = columns["prompt"].select(first)
-    steps = last - first + 1
-    reward = columns.get(REWARD)
-    per_step = isinstance(reward, Flat) and reward.values.numel() == columns.n
-    if isinstance(reward, Flat) and per_step and TASK_REWARD not in columns:
-        total = segment_sum(reward.values, steps)
-        out[TASK_REWARD] = Flat(total.float())
-        out.pop(REWARD, None)
-    log_probs, whole = columns.get(LOG_PROBS), out.get(LOG_PROBS)
-    if isinstance(log_probs, Flat) and isinstance(whole, Flat) and log_probs.lengths is not None:
-        rows, merged = log_probs.rows(), [row.clone() for row in whole.rows()]
-        for target, start, stop in zip(merged, first.tolist(), last.tolist(), strict=True):
-            for step in rows[start:stop]:  # earlier turns, where the last step holds no score
-                head = target[: step.shape[0]]
-                target[: step.shape[0]] = torch.where(head.isnan(), step[: head.shape[0]], head)
-        out[LOG_PROBS] = Flat(torch.cat(merged), whole.lengths)
-    return out
 
 
 def append_data(columns: Trajectories, schema: Schema) -> dict[str, Any]:

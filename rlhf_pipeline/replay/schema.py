@@ -15,10 +15,13 @@ SLOT = "slot"
 NEWEST_VERSION = Column("newest_policy_version", "int64", fill=-1)
 """Column of the newest version that sampled a token, where weights were replaced in the middle; else -1."""
 
-PENDING = Column("pending_id", "int64", fill=-1)
-"""Column of the number of the incomplete group that a row waited in; -1 where it did not wait."""
+WAITING = Column("waiting", "int64", fill=-1)
+"""Column that says whether a row waits for the rest of its group; see `rlhf_pipeline.keys.WAITING`."""
 
-INTERNAL = frozenset({SLOT, PENDING.name})
+FAILED_MEMBERS = Column("failed_members", "int32", fill=0)
+"""Column of the members reported failed, on one row of each group that waits."""
+
+INTERNAL = frozenset({SLOT, WAITING.name, FAILED_MEMBERS.name})
 """Columns that batches do not hold unless they are asked for."""
 
 REWARD_COLUMN = "reward"
@@ -93,7 +96,7 @@ def trajectory_schema(extra: Mapping[Key, str] | Iterable[Column] = (), *, token
         Column("ref_log_probs", "float32", ragged=True, fill=nan),
         Column("advantage", "float32", fill=nan),
         Column("task_reward", "float32", fill=nan),
-        Column("return", "float32", fill=nan),
+        Column("return", "float64", fill=nan),
         Column("kl_coef", "float32", fill=0.0),
         Column("group_id", "int64", fill=-1),
         Column("policy_version", "int64", fill=0),
@@ -104,7 +107,8 @@ def trajectory_schema(extra: Mapping[Key, str] | Iterable[Column] = (), *, token
         Column("created_at", "float64", fill=nan),
         Column("trajectory_id", "int64", fill=-1),
         Column(SLOT, "int64", fill=-1),
-        PENDING,
+        WAITING,
+        FAILED_MEMBERS,
         Column("use_count", "int32", mutable=True, fill=0),
         Column("priority", "float32", mutable=True, fill=1.0),
         Column("finish_reason", "str", fill=""),

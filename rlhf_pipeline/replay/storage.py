@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 from torchrl.data.replay_buffers.storages import Storage
 
-from rlhf_pipeline.data.trajectories import Trajectories, is_stack, rows_of
+from rlhf_pipeline.data.trajectories import Trajectories, is_stack, rows_of, trajectories_of
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
 from rlhf_pipeline.keys import Key
 from rlhf_pipeline.replay._copy import copy_rows, dump_store, find_dump
@@ -21,9 +21,17 @@ from rlhf_pipeline.replay._read import padded_batch, single
 from rlhf_pipeline.replay._scalar_view import ScalarView
 from rlhf_pipeline.replay._slots import UNBOUNDED, SlotMap
 from rlhf_pipeline.replay._stack import stack_data
-from rlhf_pipeline.replay._write import append_data, trajectories_of
-from rlhf_pipeline.replay.schema import NEWEST_VERSION, PENDING, SLOT, extra_columns, trajectory_schema
-from trajectory_store import BufferPool, Column, Schema, StoreNotFoundError, TrajectoryStore
+from rlhf_pipeline.replay._write import append_data
+from rlhf_pipeline.replay.schema import (
+    FAILED_MEMBERS,
+    NEWEST_VERSION,
+    SLOT,
+    WAITING,
+    extra_columns,
+    trajectory_schema,
+)
+from rlhf_pipeline.transforms.waiting_rows import Later
+from trajectory_store import BufferPool, Column, MissingRowError, Schema, StoreNotFoundError, TrajectoryStore
 
 Layout = Literal["padded", "jagged"]
 Index = int | slice | Sequence[int] | np.ndarray | torch.Tensor | range | tuple[Any, ...]
@@ -34,7 +42,7 @@ class TrajectoryCheckpointer(StorageCheckpointerBase):
 
     def dumps(self, storage: TrajectoryStorage, path: str | Path) -> None:
         """Write a copy of the store under `path`."""
-        dump_store(storage.store, storage.mapped_rows(), Path(path))
+        dump_store(storage.store, storage.kept_rows(), Path(path))
 
     def loads(self, storage: TrajectoryStorage, path: str | Path) -> None:
         """Bring the rows of a dump into an empty storage."""
@@ -117,7 +125,8 @@ class TrajectoryStorage(Storage):
         self.layout: Layout = layout
         self.device = torch.device("cpu")
         self._pool = BufferPool()
-        self._closers: list[Callable[[], None]] = []
+        self.appended = np.empty(0, np.int64)
+        """int64: the ids of the rows of the newest append."""
         self._slots = SlotMap(self.max_size)
         self._slots.sync(self.store)
 
@@ -155,11 +164,54 @@ class TrajectoryStorage(Storage):
     def extend(self, data: TensorDictBase | Trajectories) -> np.ndarray:
         """Append trajectories to the next slots, which are returned, int64 `[n]`; see `set`."""
         n, rows = self._append_data(data)
-        slots = self._slots.expected(n)
+        waiting = rows.get(WAITING.name)
+        slots = self._slots.expected(n if waiting is None else int(np.count_nonzero(np.asarray(waiting) < 0)))
         if n:
             self._append(rows, slots, in_turn=True)
+        if len(slots):
             self._set_last_cursor(int(slots[-1]))
         return slots
+
+    def settle(self, later: Later) -> np.ndarray:
+        """Give rows that waited their later values.
+
+        Returns:
+            The slots of those that are complete now, int64.
+        """
+        try:
+            return self._settle(later)
+        except MissingRowError:  # a ring has dropped some of them
+            there = np.isin(later.rows, self.store.ids())
+            columns = {
+                name: [value for value, keep in zip(values, there, strict=True) if keep]
+                if isinstance(values, list)
+                else values[there]
+                for name, values in later.columns.items()
+            }
+            return self._settle(later._replace(rows=later.rows[there], columns=columns))
+
+    def _settle(self, later: Later) -> np.ndarray:
+        rows, columns = later.rows, dict(later.columns)
+        if not len(rows):
+            return np.empty(0, np.int64)
+        if later.complete:
+            columns[WAITING.name] = -3 - self._slots.turn - np.arange(len(rows))
+        self.update(rows, **columns)
+        if later.complete:
+            return self._slots.complete(rows)
+        if WAITING.name in columns:
+            self._slots.leave_out(rows)
+        return np.empty(0, np.int64)
+
+    @property
+    def waits(self) -> np.ndarray:
+        """int64: the ids of the rows that wait for the rest of their group."""
+        return self._slots.waits
+
+    def ready(self, row_ids: np.ndarray) -> np.ndarray | None:
+        """Bool `[n]`: which rows neither wait for their group nor were left out of it; None where all may be drawn."""
+        aside = self._slots.aside
+        return ~np.isin(row_ids, aside) if len(aside) else None
 
     def _append_data(self, data: Any) -> tuple[int, dict[str, Any]]:
         """The number of trajectories, and their columns as the store takes them."""
@@ -181,8 +233,8 @@ class TrajectoryStorage(Storage):
                     f"(next slot {self._slots.next_slot}, got {slots[:4].tolist()})"
                 )
             rows[SLOT] = slots
-        ids = self.store.append(rows)
-        if not self._slots.push(np.asarray(ids), slots, in_turn, self.store.watermark):
+        self.appended = np.asarray(self.store.append(rows))
+        if not self._slots.push(self.appended, slots, in_turn, self.store.watermark):
             self._slots.sync(self.store)
         self._bump_mutation_revision()
 
@@ -306,6 +358,10 @@ class TrajectoryStorage(Storage):
         rows = self._slots.rows
         return rows[rows >= 0]
 
+    def kept_rows(self) -> np.ndarray:
+        """The ids of a copy's rows: in slot order, then those that wait for their group."""
+        return np.concatenate([self.mapped_rows(), self._slots.waits])
+
     def _cursor_slots(self, cursor: Any) -> np.ndarray:
         """The slots that a write names, int64 `[n]`."""
         cursor = _plain(cursor)
@@ -358,14 +414,8 @@ class TrajectoryStorage(Storage):
         """Wait until everything written is on the disk."""
         self.store.flush()
 
-    def on_close(self, closer: Callable[[], None]) -> None:
-        """Call `closer` before the store is closed: what lives in the store's folder lets go of it."""
-        self._closers.append(closer)
-
     def close(self) -> None:
         """Close the store."""
-        while self._closers:
-            self._closers.pop()()
         self.store.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -373,7 +423,7 @@ class TrajectoryStorage(Storage):
         return {
             "path": str(Path(self.store.path).absolute()),
             "watermark": self.store.watermark,
-            "rows": torch.from_numpy(self._slots.rows.copy()),
+            "rows": torch.from_numpy(np.concatenate([self._slots.rows, self._slots.waits])),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -423,7 +473,6 @@ class TrajectoryStorage(Storage):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         store = state.pop("store")
-        state["_closers"] = []
         del state["_pool"]
         state["_attached_entities_list"] = []  # a buffer attaches itself again; a data loader needs none of them
         state["_reopen"] = (str(store.path), self.mode, self.durability)
@@ -485,14 +534,15 @@ def _open(
     try:
         if mode == "r":
             return TrajectoryStore.open(path, mode=mode)
-        # Groups that wait are known as written by the first of these; stores that are older than they are gain them.
-        gained = [PENDING, NEWEST_VERSION, *extra]
+        # Stores that are older than these columns gain them.
+        gained = [WAITING, FAILED_MEMBERS, NEWEST_VERSION, *extra]
         return TrajectoryStore.open(path, mode=mode, durability=durability, add_columns=gained)
     except StoreNotFoundError:
         if mode == "r":
             raise
     schema = schema or trajectory_schema()
-    schema = Schema([*schema, *(column for column in (PENDING, *extra) if column.name not in schema)])
+    more = (column for column in (WAITING, FAILED_MEMBERS, *extra) if column.name not in schema)
+    schema = Schema([*schema, *more])
     return TrajectoryStore.create(path, schema, backend=backend, durability=durability, max_trajectories=max_size)
 
 

@@ -191,9 +191,7 @@ def build_loss(pipeline: Pipeline, policy: CausalLMPolicy) -> GRPOLoss:
 
 
 @contextmanager
-def build_parts(
-    pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int, writer: str | None = None
-) -> Iterator[Parts]:
+def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int) -> Iterator[Parts]:
     """Open or create the store and wire everything to it; close the store at the end.
 
     Args:
@@ -201,7 +199,6 @@ def build_parts(
         models: what `build_models` returned.
         run_dir: the run folder.
         seed: the run's seed.
-        writer: the name of this process among several that collect; groups that wait for members belong to it.
     """
     buffer_config = pipeline.buffer
     advantage = MCAdvantage(
@@ -224,7 +221,7 @@ def build_parts(
     try:
         if models.shards is not None:
             models.shards.barrier()  # those that follow open the store now
-        buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=seed, writer_name=writer)
+        buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=seed)
         yield Parts(
             policy=models.policy,
             buffer=buffer,

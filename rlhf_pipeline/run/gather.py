@@ -18,16 +18,15 @@ import numpy.typing as npt
 import torch
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.data.trajectories import Flat, Trajectories, segment_sum, td_of
+from rlhf_pipeline.data.trajectories import Flat, Trajectories, segment_sum
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.advantage import group_advantage
 from rlhf_pipeline.keys import ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS, REWARD, TASK_REWARD, Key
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
-from rlhf_pipeline.replay.schema import INTERNAL, PENDING, REWARD_COLUMN, SLOT, trajectory_schema
+from rlhf_pipeline.replay.schema import INTERNAL, REWARD_COLUMN, SLOT, WAITING, trajectory_schema
 from rlhf_pipeline.run.choice import Choice, Limits, check_vocabulary, open_sources
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.loop import tell
-from rlhf_pipeline.transforms._groups import read
 from rlhf_pipeline.transforms._scoring import score
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore
@@ -223,7 +222,7 @@ class Gatherer:
             "group_id": choice.group_id[start:end],
             "use_count": np.zeros(n),
             SLOT: np.full(n, -1),
-            PENDING.name: np.full(n, -1),
+            WAITING.name: np.full(n, -1),
             COMPUTED.name: np.zeros(n),
         }
         everywhere = np.ones(n, bool)
@@ -287,8 +286,8 @@ class Gatherer:
         n, coef = batch.n_rows, self.pipeline.write.kl_coef
         if coef > 0:
             columns[REF_LOG_PROBS] = Flat(torch.from_numpy(np.array(values["ref_log_probs"], np.float32)), lengths)
-            shaped = read(KLRewardTransform(coef=coef)(td_of(Trajectories(n, columns))), REWARD)
-            rewards = shaped if isinstance(shaped, Flat) else rewards
+            shaped = KLRewardTransform(coef=coef).new_columns(Trajectories(n, columns), writing=False)
+            rewards = shaped[REWARD]
         returns = columns[TASK_REWARD].values.double()
         if rewards is not None:
             returns = segment_sum(rewards.values.double(), lengths)

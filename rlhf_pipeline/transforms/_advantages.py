@@ -1,4 +1,4 @@
-"""Returns of trajectories and advantages of groups, on the flat columns of a chunk."""
+"""Returns of trajectories and advantages of groups, on flat columns."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from torch import Tensor
 
 from rlhf_pipeline.data.trajectories import Flat, segment_sum, step_sum
 from rlhf_pipeline.functional.advantage import group_advantage
-from rlhf_pipeline.keys import ASSISTANT_MASK
-from rlhf_pipeline.transforms._groups import Chunk, read
 from rlhf_pipeline.transforms._segments import whitened
 
 
@@ -47,37 +45,42 @@ def group_codes(groups: Sequence[Hashable]) -> Tensor:
     return torch.tensor([seen.setdefault(group, len(seen)) for group in groups])
 
 
-def group_advantages(chunk: Chunk, codes: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
+def group_advantages(returns: Tensor, codes: Tensor, lengths: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
     """Advantage `[n]` and whether the group has no spread `[n]`; a return that is not finite counts for nobody."""
-    graded = chunk.returns.isfinite()
+    graded = returns.isfinite()
     if bool(graded.all()):
-        return group_advantage(chunk.returns, codes, estimator, lengths=chunk.lengths)
-    advantage, degenerate = torch.zeros_like(chunk.returns), torch.ones_like(graded)
-    found = group_advantage(chunk.returns[graded], codes[graded], estimator, lengths=chunk.lengths[graded])
+        return group_advantage(returns, codes, estimator, lengths=lengths)
+    advantage, degenerate = torch.zeros_like(returns), torch.ones_like(graded)
+    found = group_advantage(returns[graded], codes[graded], estimator, lengths=lengths[graded])
     advantage[graded], degenerate[graded] = found.advantages, found.degenerate
     return advantage, degenerate
 
 
-def trajectory_of_row(chunk: Chunk) -> Tensor:
-    """Int64 `[n]`: the trajectory that each row of a chunk, a step of it, belongs to."""
-    n = chunk.td.shape[0]
-    if len(chunk.bounds) == n + 1:
-        return torch.arange(n)
-    return torch.repeat_interleave(torch.tensor(chunk.bounds).diff())
+def step_owners(bounds: Sequence[int]) -> Tensor:
+    """Int64 `[n]`: the trajectory that each of `n` steps belongs to.
+
+    >>> step_owners([0, 2, 3]).tolist()
+    [0, 0, 1]
+    """
+    if len(bounds) == bounds[-1] + 1:
+        return torch.arange(bounds[-1])
+    return torch.repeat_interleave(torch.tensor(bounds).diff())
 
 
-def advantage_values(chunk: Chunk, owner: Tensor, advantage: Tensor, per_step: Tensor | None) -> Tensor:
+def advantage_values(
+    reward: Flat, mask: Flat | None, owner: Tensor, advantage: Tensor, per_step: Tensor | None
+) -> Tensor:
     """The advantage in the shape of the rewards, float32, 0 outside the assistant's tokens.
 
     Args:
-        chunk: the trajectories.
-        owner: from `trajectory_of_row`.
+        reward: of `n` steps.
+        mask: the assistant's tokens; used where it has the rewards' lengths.
+        owner: int64 `[n]`, the trajectory of each step.
         advantage: `[k]`, one per trajectory.
         per_step: the group of each trajectory, where rewards are whitened step by step within their group
             instead; else None.
     """
-    reward, n = chunk.reward, chunk.td.shape[0]
-    trailing = reward.values.shape[1:]
+    n, trailing = owner.numel(), reward.values.shape[1:]
     element = owner if reward.lengths is None else torch.repeat_interleave(owner, reward.lengths)
     if per_step is not None:
         flat = reward.values.detach().double().nan_to_num(0.0, 0.0, 0.0).reshape(-1)
@@ -87,9 +90,15 @@ def advantage_values(chunk: Chunk, owner: Tensor, advantage: Tensor, per_step: T
     else:
         values = advantage[element].reshape(-1, *(1 for _ in trailing)).expand(-1, *trailing)
     values = values.to(torch.float32).contiguous()
-    if reward.lengths is not None:
-        mask = read(chunk.td, ASSISTANT_MASK)
-        if isinstance(mask, Flat) and mask.lengths is not None and torch.equal(mask.lengths, reward.lengths):
-            keep = mask.values.to(torch.bool)
-            values = values * keep.reshape(-1, *(1 for _ in trailing))
+    if mask is not None and _same_lengths(mask, reward):
+        keep = mask.values.to(torch.bool)
+        values = values * keep.reshape(-1, *(1 for _ in trailing))
     return values
+
+
+def _same_lengths(a: Flat, b: Flat) -> bool:
+    return (
+        a.lengths is not None
+        and b.lengths is not None
+        and (a.lengths is b.lengths or torch.equal(a.lengths, b.lengths))
+    )

@@ -15,6 +15,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Transform
 from torchrl.modules.llm.policies.common import LLMWrapperBase
 
+from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.keys import Key
 from rlhf_pipeline.transforms.kl_controllers import KLController
@@ -119,6 +120,11 @@ class ActorKLRewardTransform(KLRewardTransform):
         self.add_to_reward = add_to_reward
         self.controller = controller or constant_controller(coef)
         self.stats = {}
+
+    def new_columns(self, batch: Trajectories, *, writing: bool) -> dict[Key, Flat]:
+        """None: on the write path the steps have been through the environment already."""
+        del batch, writing
+        return {}
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         return tensordict

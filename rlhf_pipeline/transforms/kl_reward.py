@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data import Composite
-from torchrl.envs.transforms import Transform
 
-from rlhf_pipeline.data.trajectories import Flat, last_position, segment_sum, token_level
+from rlhf_pipeline.data.trajectories import Flat, Trajectories, holds, last_position, per_token, segment_sum
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError, refuse_unknown
 from rlhf_pipeline.functional.kl import kl_figures, kl_k1
 from rlhf_pipeline.keys import (
@@ -25,19 +24,12 @@ from rlhf_pipeline.keys import (
     TOKENS,
     Key,
 )
-from rlhf_pipeline.transforms._groups import in_next, put, read, write
-from rlhf_pipeline.transforms._scoring import (
-    as_scorer,
-    declare_per_token,
-    in_environment,
-    per_token,
-    score,
-    scored_positions,
-)
+from rlhf_pipeline.transforms._scoring import as_scorer, score, scored_positions
+from rlhf_pipeline.transforms.base import ColumnTransform, declare_per_token, in_next
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController, KLController
 
 
-class KLRewardTransform(Transform):
+class KLRewardTransform(ColumnTransform):
     """Takes the KL to a reference model off the reward of every assistant token.
 
     `r_t = [t is the last assistant token] * task_reward - coef * k1_t`, with `k1_t = log_prob_t - ref_log_prob_t`
@@ -175,31 +167,9 @@ class KLRewardTransform(Transform):
     def coef(self, value: float) -> None:
         self.controller.load_state_dict({"coef": float(value)})
 
-    def inv(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The batch with the shaped reward; the input is not changed."""
-        return self._inv_call(tensordict)
-
-    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if tensordict is None or in_environment(self):
-            return tensordict
-        return self._shape(tensordict, update=True)
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Shape the reward of a batch that has not been through the transform, in the batch itself.
-
-        Args:
-            tensordict: trajectories in any of the forms of the write path, or a sampled batch.
-
-        Returns:
-            The batch that was passed, with the shaped reward in its form.
-        """
-        if tensordict is None:  # pyright: ignore[reportUnnecessaryComparison]
-            return tensordict
-        return put(tensordict, self._shape(tensordict, update=False))
-
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         whole = tensordict.clone(recurse=False).set("next", next_tensordict)
-        return self._shape(whole, update=False).get("next")
+        return self._fill(whole, writing=False).get("next")
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         for key in self._observed:
@@ -220,42 +190,44 @@ class KLRewardTransform(Transform):
         rewards = [in_next(self.reward_key)] if shaped else []
         return declare_per_token(output_spec, self._observed, rewards)
 
+    def is_done(self, td: TensorDictBase) -> bool:
+        """Whether a batch has been through the transform: it has the penalty, or was read from a store."""
+        return holds(td, self.kl_key) or (holds(td, ROW_ID) and holds(td, self.ref_log_prob_key))
+
     @torch.no_grad()
-    def _shape(self, td: TensorDictBase, *, update: bool) -> TensorDictBase:
-        if td.batch_dims == 0:
-            return self._shape(lazy_stack([td]), update=update)[0]  # pyright: ignore[reportReturnType,reportArgumentType]
-        td = token_level(td)
-        if read(td, self.kl_key) is not None:
-            return td
-        if td.get(ROW_ID, None) is not None and read(td, self.ref_log_prob_key) is not None:
-            return td  # read from a store, with the reward as the write path shaped it
-        log_probs = per_token(td, self.log_prob_key)
+    def new_columns(self, batch: Trajectories, *, writing: bool) -> dict[Key, Flat]:
+        """The shaped reward, the penalty and its coefficient; nothing for a batch that has them."""
+        if self.kl_key in batch:
+            return {}
+        if ROW_ID in batch and self.ref_log_prob_key in batch:
+            return {}  # read from a store, with the reward as the write path shaped it
+        log_probs = per_token(batch, self.log_prob_key)
         if log_probs is None or log_probs.lengths is None:
             raise MissingKeyError(
                 f"the batch has no behaviour log-probs under {self.log_prob_key!r}; the collector gives them, or "
                 "RetrieveLogProb(..., behaviour_model=...)"
             )
         lengths = log_probs.lengths
-        mask = scored_positions(td, log_probs, self.assistant_only)
+        mask = scored_positions(batch, log_probs, self.assistant_only)
         out: dict[Key, Flat] = {}
-        ref = per_token(td, self.ref_log_prob_key, log_probs)
+        ref = per_token(batch, self.ref_log_prob_key, log_probs)
         if ref is None:
-            ref = self._reference(td, log_probs, mask, fill=float("nan") if update else 0.0)
+            ref = self._reference(batch, log_probs, mask, fill=float("nan") if writing else 0.0)
             out[self.ref_out_key] = ref
         lp, lr, valid, k1 = _k1(log_probs.values, ref.values, mask)
         kl = segment_sum(k1, lengths)
         coef = self.coef
-        base, shape = self._base(td, log_probs, mask)
+        base, shape = self._base(batch, log_probs, mask)
         if self.add_to_reward:
             out[self.reward_out_key] = Flat((base - coef * k1).float().reshape(shape), lengths)
-            if read(td, TASK_REWARD) is None:
+            if TASK_REWARD not in batch:
                 out[TASK_REWARD] = Flat(segment_sum(base, lengths).float())
         out[self.kl_key] = Flat(k1.float(), lengths)
         out[KL_COEF] = Flat(torch.full((lengths.numel(),), coef if self.add_to_reward else 0.0))
         self._measure(lp[valid], lr[valid], kl, coef)
-        if update:
+        if writing:
             self.controller.update(kl)
-        return write(td, out)
+        return out
 
     @torch.no_grad()
     def observe(self, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, lengths: Tensor) -> None:
@@ -274,26 +246,26 @@ class KLRewardTransform(Transform):
         self._measure(lp[valid], lr[valid], kl, self.coef)
         self.controller.update(kl)
 
-    def _reference(self, td: TensorDictBase, like: Flat, mask: Tensor, *, fill: float) -> Flat:
+    def _reference(self, batch: Trajectories, like: Flat, mask: Tensor, *, fill: float) -> Flat:
         model: Any = self.ref_model
         if model is None:
             raise MissingKeyError(
                 f"the batch has no reference log-probs under {self.ref_log_prob_key!r} and KLRewardTransform has no "
                 "model: put RetrieveLogProb(reference) after it in the list, or pass ref_model="
             )
-        tokens = per_token(td, TOKENS, like)
+        tokens = per_token(batch, TOKENS, like)
         if tokens is None:
             raise MissingKeyError(f"the batch has no token ids under {TOKENS!r}")
         values = score(model, tokens, mask, token_budget=self.token_budget, fill=fill, device=self.device)
         return Flat(values, like.lengths)
 
-    def _base(self, td: TensorDictBase, like: Flat, mask: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    def _base(self, batch: Trajectories, like: Flat, mask: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """The reward before the penalty, float64 per token, and the shape that it had."""
         lengths = like.lengths
         if lengths is None:
             raise DataError("log-probs must be ragged or padded, one row per trajectory")
-        reward = read(td, self.reward_key)
-        reward = reward if isinstance(reward, Flat) else read(td, TASK_REWARD)
+        reward = batch.get(self.reward_key)
+        reward = reward if isinstance(reward, Flat) else batch.get(TASK_REWARD)
         if not isinstance(reward, Flat):
             raise MissingKeyError(f"the batch has neither {self.reward_key!r} nor {TASK_REWARD!r}")
         values, total = reward.values.detach().double(), int(lengths.sum())

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from torchrl.data import Composite
-from torchrl.envs.transforms import Transform
 
-from rlhf_pipeline.data.trajectories import Flat, token_level
+from rlhf_pipeline.data.trajectories import Flat, Trajectories, holds, per_token
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.keys import LOG_PROBS, REF_LOG_PROBS, TOKENS, Key
 from rlhf_pipeline.padding import Side
 from rlhf_pipeline.policies.encoding import tokenizer_with_template, with_tokens
-from rlhf_pipeline.transforms._groups import in_next, put, read, write
-from rlhf_pipeline.transforms._scoring import (
-    as_scorer,
-    declare_per_token,
-    in_environment,
-    per_token,
-    score,
-    scored_positions,
-)
-
-_NAN = float("nan")
+from rlhf_pipeline.transforms._scoring import as_scorer, score, scored_positions
+from rlhf_pipeline.transforms.base import ColumnTransform, declare_per_token, in_next
 
 
-class RetrieveLogProb(Transform):
+class RetrieveLogProb(ColumnTransform):
     """Writes the log-probs of a reference model for every completed trajectory.
 
     Works from the stored token ids. Only trajectories without any, that exist as chat histories or text, are encoded
@@ -112,39 +103,10 @@ class RetrieveLogProb(Transform):
             self.model.to(self.device)
         self.token_budget = int(token_budget)
 
-    def inv(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The batch with the log-probs; the input is not changed."""
-        return self._inv_call(tensordict)
-
-    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if tensordict is None or in_environment(self):
-            return tensordict
-        return self._fill(tensordict, self._key_in(tensordict), fill=_NAN, detach=True)
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Set the log-probs of a batch that has none, in the batch itself, as TorchRL's transform does.
-
-        Args:
-            tensordict: trajectories in any of the forms of the write path, or a sampled batch.
-
-        Returns:
-            The batch that was passed, with the log-probs in its form; 0 where nothing is scored.
-        """
-        if tensordict is None:  # pyright: ignore[reportUnnecessaryComparison]
-            return tensordict
-        key = self._key_in(tensordict)
-        return put(tensordict, self._fill(tensordict, key, fill=0.0, detach=self.detach))
-
-    def _key_in(self, td: TensorDictBase) -> Key:
-        """Where the log-probs go: in `next` where the batch has one, unless the key says so itself."""
-        key = self.log_probs_full_key
-        inner: tuple[str, ...] = (key,) if isinstance(key, str) else key
-        return key if inner[0] == "next" or td.get("next", None) is None else ("next", *inner)
-
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         whole = next_tensordict if TOKENS in next_tensordict.keys(True) else tensordict
         key = self.log_probs_full_key
-        filled = self._fill(whole.exclude("next"), key, fill=0.0, detach=self.detach)
+        filled = self._fill(whole.exclude("next"), writing=False)
         return next_tensordict.set(in_next(key), filled.get(key))
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
@@ -157,25 +119,38 @@ class RetrieveLogProb(Transform):
         """Declare the log-probs, one per token, that a step of an environment gains."""
         return declare_per_token(output_spec, [in_next(self.log_probs_full_key)])
 
-    def _fill(self, td: TensorDictBase, key: Key, *, fill: float, detach: bool) -> TensorDictBase:
-        if td.batch_dims == 0:
-            stacked = self._fill(lazy_stack([td]), key, fill=fill, detach=detach)  # pyright: ignore[reportArgumentType]
-            return stacked[0]  # pyright: ignore[reportReturnType]
-        if read(td, TOKENS) is None and read(td, key) is None:
-            td = with_tokens(td, self.tokenizer, history_key=self.history_key, padding_side=self.padding_side)
-        td = token_level(td)
-        out: dict[Key, Flat] = {}
-        with torch.set_grad_enabled(not detach and torch.is_grad_enabled()):
-            if self.behaviour_model is not None and read(td, LOG_PROBS) is None:
-                out[LOG_PROBS] = self._scores(td, self.behaviour_model, fill)
-            if read(td, key) is None:
-                out[key] = self._scores(td, self.model, fill)
-        return write(td, out) if out else td
+    def is_done(self, td: TensorDictBase) -> bool:
+        """Whether a batch has the log-probs already."""
+        scored = self.behaviour_model is None or holds(td, LOG_PROBS)
+        return scored and holds(td, self._key(td.get("next", None) is not None))
 
-    def _scores(self, td: TensorDictBase, model: Any, fill: float) -> Flat:
-        tokens = per_token(td, TOKENS)
+    def prepared(self, td: TensorDictBase) -> TensorDictBase:
+        """Encode trajectories that exist as histories or text only."""
+        if not holds(td, TOKENS) and not self.is_done(td):
+            return with_tokens(td, self.tokenizer, history_key=self.history_key, padding_side=self.padding_side)
+        return td
+
+    def _key(self, has_next: bool) -> Key:
+        """Where the log-probs go: in `next` where the batch has one, unless the key says so itself."""
+        key = self.log_probs_full_key
+        inner: tuple[str, ...] = (key,) if isinstance(key, str) else key
+        return ("next", *inner) if has_next and inner[0] != "next" else key
+
+    def new_columns(self, batch: Trajectories, *, writing: bool) -> dict[Key, Flat]:
+        """The log-probs that are missing; NaN on the write path, else 0, where nothing is scored."""
+        fill, out = math.nan if writing else 0.0, dict[Key, Flat]()
+        with torch.set_grad_enabled(not writing and not self.detach and torch.is_grad_enabled()):
+            if self.behaviour_model is not None and LOG_PROBS not in batch:
+                out[LOG_PROBS] = self._scores(batch, self.behaviour_model, fill)
+            key = self._key(any(isinstance(name, tuple) and name[0] == "next" for name in batch))
+            if key not in batch:
+                out[key] = self._scores(batch, self.model, fill)
+        return out
+
+    def _scores(self, batch: Trajectories, model: Any, fill: float) -> Flat:
+        tokens = per_token(batch, TOKENS)
         if tokens is None:
             raise MissingKeyError(f"the batch has no token ids under {TOKENS!r}")
-        scored = scored_positions(td, tokens, self.assistant_only)
+        scored = scored_positions(batch, tokens, self.assistant_only)
         values = score(model, tokens, scored, token_budget=self.token_budget, fill=fill, device=self.device)
         return Flat(values, tokens.lengths)

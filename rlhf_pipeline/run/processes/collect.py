@@ -82,7 +82,7 @@ def collect(
         heartbeat.beat("starting")
         models = build_models(pipeline, seed=seed, device=device)
         with (
-            build_parts(pipeline, models, run_dir=run_dir, seed=seed, writer=own_name) as parts,
+            build_parts(pipeline, models, run_dir=run_dir, seed=seed) as parts,
             TrajectoryStore.open(run_dir / "rollouts", "a") as rollouts,
         ):
             flow = Flow(

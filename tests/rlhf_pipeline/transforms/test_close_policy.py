@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 from tensordict import lazy_stack
 
 from rlhf_pipeline.config import WritePath
@@ -188,5 +187,5 @@ def test_through_a_buffer(tmp_path, make_rows, clock):
     rb.extend(lazy_stack([rows[2][0], *rows[3][:2]]))
     assert rb.close_groups(min_size=2).numel() == 2
     assert rb.waiting() == [6]
-    assert torch.unique(torch.as_tensor(rb.store.read_scalars("group_id"))).tolist() == [0, 1, 3]
+    assert rb.read(rb.trajectories.row_ids())["group_id"].unique().tolist() == [0, 1, 3]
     rb.storage.close()
