@@ -22,6 +22,7 @@ examples:
   rlhf-pipeline config sample                all settings of a group
   rlhf-pipeline config copy_digits           what a pipeline sets, and what it leaves as it is
   rlhf-pipeline config ./my_task.py learn.lr
+  rlhf-pipeline config metrics               what each figure of metrics.jsonl is, and its unit
 
 `rlhf-pipeline run NAME --set learn.lr=3e-4` changes one."""
 
@@ -31,8 +32,12 @@ _VALUE_WIDTH = 24
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add what can be typed."""
-    command.add_argument("names", nargs="*", metavar="PIPELINE|FIELD", help="a definition, a field, or both")
-    command.add_argument("--markdown", action="store_true", help="print the reference page, docs/settings.md")
+    command.add_argument(
+        "names", nargs="*", metavar="PIPELINE|FIELD", help="a definition, a field, or both; or metrics"
+    )
+    command.add_argument(
+        "--markdown", action="store_true", help="print the reference page, docs/settings.md or docs/metrics.md"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -42,6 +47,11 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.errors import DefinitionError, did_you_mean
     from rlhf_pipeline.settings import paths_of
 
+    if args.names == ["metrics"]:
+        from rlhf_pipeline.report import figures
+
+        say("\n".join(figures.page() if args.markdown else map(_figure, figures.figures().values())))
+        return 0
     if args.markdown:
         say("\n".join(page()))
         return 0
@@ -117,6 +127,10 @@ def _one(path: str, item: Any, pipeline: Any) -> Iterator[str]:
     if path in values:
         yield f"here:    {_shown(values[path])}"
     yield textwrap.fill(item.help, columns)
+
+
+def _figure(figure: Any) -> str:
+    return f"  {figure.name:<20} {figure.unit:<13} {figure.meaning}"
 
 
 def _default(item: Any) -> str:
