@@ -98,6 +98,15 @@ class JsonlPrompts(Settings):
     as_chat: bool = setting(True, help="Put the prompt through the tokenizer's chat template, where it has one.")
     limit: int | None = setting(None, min=1, help="Use only so many lines, the first ones.")
 
+    def all_prompts(self) -> tuple[Prompt, ...]:
+        """Return every prompt of the file, in its order, the first `limit` lines only where that is set.
+
+        Raises:
+            MissingPathError: the file is not there.
+            DataError: a line is not JSON, not an object, or lacks a field.
+        """
+        return _read_jsonl_prompts(self.path, self.prompt_field, self.answer_field, self.limit)
+
     def prompt(self, cursor: int, seed: int) -> Prompt:
         """Return prompt number `cursor`; every epoch is a new shuffle of the whole file.
 
@@ -105,7 +114,7 @@ class JsonlPrompts(Settings):
             MissingPathError: the file is not there.
             DataError: a line is not JSON, not an object, or lacks a field.
         """
-        rows = _read_jsonl_prompts(self.path, self.prompt_field, self.answer_field, self.limit)
+        rows = self.all_prompts()
         epoch, position = divmod(cursor, len(rows))
         return rows[_epoch_order(len(rows), seed, epoch)[position]]
 

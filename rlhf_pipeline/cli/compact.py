@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import said_now_and_then, say
 from rlhf_pipeline.errors import RunExistsError, RunStorageError
-from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.words import count, duration
-from rlhf_pipeline.run.locks import run_lock
+from rlhf_pipeline.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from trajectory_store import CompactReport
@@ -86,7 +85,7 @@ def alone(run: RunFolder | None, store: Path) -> Iterator[None]:
         if run is None:
             yield
             return
-        with run_lock(run.path, advice="Stop that first."):
+        with run.lock(advice="Stop that first."):
             yield
     finally:
         os.close(folder)

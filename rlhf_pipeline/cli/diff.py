@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rlhf_pipeline.cli.output import Ticker, say
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.report.diff_steps import StepsDifference, compare_configs, compare_steps
-from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.words import count, one_line
+from rlhf_pipeline.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from rlhf_pipeline.report.diff import Comparison, RowsDifference

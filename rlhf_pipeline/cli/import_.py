@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import Ticker, say
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.report.run_folder import is_run
 from rlhf_pipeline.report.words import count, duration, number
+from rlhf_pipeline.run.folder import is_run
 
 if TYPE_CHECKING:
     from rlhf_pipeline.exchange import FileReport, ImportReport

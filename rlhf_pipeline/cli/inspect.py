@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from rlhf_pipeline import definitions
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.errors import PipelineError, plain
-from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.words import count, number
 from rlhf_pipeline.rewards import RewardFunction, no_reward
+from rlhf_pipeline.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from rlhf_pipeline.report.inspect import Inspection, RewardCheck

@@ -9,6 +9,7 @@ from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.cli.parser import add_process_options, add_steps
 from rlhf_pipeline.cli.process import TRY_AGAIN, import_torch, signals_seen, stopped_code, view_of_stdout
 from rlhf_pipeline.errors import RunExistsError, RunStorageError
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.weights import reopen
 
 HELP = "learn from what collectors store, in a process of its own"
@@ -39,7 +40,7 @@ def execute(args: argparse.Namespace) -> int:
 
     plan = make_joining_plan(args)
     view, seen = view_of_stdout(), list[int]()
-    reopen(plan.out)
+    reopen(RunFolder(plan.out))
     view.say(f"{plan.pipeline.name}: learner, seed {plan.seed}, on {plan.device}; importing torch ...")
     try:
         with signals_seen(seen):

@@ -24,9 +24,8 @@ from rlhf_pipeline.errors import (
 )
 from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.prompts import Prompt
-from rlhf_pipeline.report.run_folder import RunFolder, is_run, not_found
 from rlhf_pipeline.report.stored import Stored, open_run_or_store
-from rlhf_pipeline.run.folder import is_free
+from rlhf_pipeline.run.folder import RunFolder, is_run, not_found
 
 _DEVICES = ("cpu", "cuda", "mps")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
@@ -44,14 +43,14 @@ def check_new_folder(out: Path, command: str, *, option: str = "--out") -> None:
         RunExistsError: there is a run or something else; says how to go on with it, and names a free folder.
         RunStorageError: the folder cannot be made or written.
     """
-    if is_free(out):
+    if RunFolder(out).is_free:
         check_writable(out, option)
         return
     free = f"{option} {shlex.quote(str(_free_folder(out)))}"
     if out.is_dir() and is_run(out):
-        run = RunFolder(out)
-        rewards = run.reward_points()
-        state = f" ({run.metrics[-1]['step']} steps, last reward {rewards[-1][1]:.2f})" if rewards else ""
+        run = RunFolder.open(out)
+        _, reward = run.first_and_last("task_reward")
+        state = "" if reward is None else f" ({run.metrics.last_step} steps, last reward {reward:.2f})"
         raise RunExistsError(
             f"{out} holds a run already{state}. Go on with it: {command} --resume. "
             f"Or keep it and choose another folder: {free}"

@@ -11,9 +11,8 @@ from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.cli.parser import above_zero, add_filter, add_overrides, add_steps, natural, positive
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError
-from rlhf_pipeline.report.run_folder import RunConfig, RunFolder, is_run, not_found
 from rlhf_pipeline.report.words import count
-from rlhf_pipeline.run.folder import check_unchanged
+from rlhf_pipeline.run.folder import RunConfig, RunFolder, is_run, not_found
 
 HELP = "learn from stores alone; or take a run's steps again and compare"
 DETAILS = """\
@@ -95,9 +94,9 @@ def _check_rerun(args: argparse.Namespace) -> None:
 
 def replay_run(folder: Path, *, from_step: int, num_steps: int | None, device: str | None) -> int:
     """Print each step's recorded and recomputed loss; 1 if one differs."""
-    config = RunFolder(folder).config
+    config = RunFolder.open(folder).config
     pipeline = _recorded_pipeline(config, folder)
-    check_unchanged(folder, pipeline, config.seed, inputs=False)  # nothing is sampled
+    RunFolder.open(folder).check_unchanged(pipeline, config.seed, inputs=False)  # nothing is sampled
     device = device or config.device
     from rlhf_pipeline.cli import preflight
 

@@ -12,9 +12,9 @@ from rlhf_pipeline.cli import sharded
 from rlhf_pipeline.cli.parser import add_overrides, add_steps, natural, positive, seconds
 from rlhf_pipeline.cli.process import import_torch, signals_seen, stopped_code, view_of_stdout
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.report.run_folder import is_run
 from rlhf_pipeline.report.words import duration
 from rlhf_pipeline.run.events import RunFinished
+from rlhf_pipeline.run.folder import is_run
 
 if TYPE_CHECKING:
     from rlhf_pipeline.cli.plan import Plan

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_pipeline import definitions
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.report.run_folder import RunFolder, is_run
+from rlhf_pipeline.run.folder import RunFolder, is_run
 
 if TYPE_CHECKING:
     from rlhf_pipeline.cli.plan import Plan
@@ -59,7 +59,7 @@ def follow(args: argparse.Namespace) -> int:
     from rlhf_pipeline.run import build
 
     recorded = args.resume and args.out and is_run(Path(args.out).expanduser())
-    default = RunFolder(Path(args.out).expanduser()).config.device if recorded else "cpu"
+    default = RunFolder.open(Path(args.out).expanduser()).config.device if recorded else "cpu"
     device = join_group(args.device or default)
     plan = receive()
     overrides = tuple((str(path), str(text)) for path, text in plan["overrides"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlhf_pipeline.cli.output import say, warn
 from rlhf_pipeline.cli.parser import add_filter, natural
-from rlhf_pipeline.report.run_folder import is_run, is_store
+from rlhf_pipeline.run.folder import RunFolder, is_run, is_store
 
 _POLL_S = 0.25
 
@@ -61,7 +61,7 @@ def execute(args: argparse.Namespace) -> int:
 def _wait_for_store(folder: Path) -> None:
     """A run that has just been started has no store yet."""
     said = False
-    while is_run(folder) and not is_store(folder / "store"):
+    while is_run(folder) and not is_store(RunFolder.open(folder).store_path):
         if not said:
             warn(f"{folder} has stored nothing yet; waiting for it")
             said = True

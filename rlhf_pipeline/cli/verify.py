@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from rlhf_pipeline.cli.output import say
-from rlhf_pipeline.report.run_folder import RunFolder, is_run, is_store, not_found
 from rlhf_pipeline.report.words import count
+from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, not_found
 
 HELP = "check a run or a store for damage"
 DETAILS = """\
@@ -30,7 +30,7 @@ def execute(args: argparse.Namespace) -> int:
 
     folder = Path(args.path).expanduser()
     if is_run(folder):
-        findings = list(check_run(RunFolder(folder)))
+        findings = list(check_run(RunFolder.open(folder)))
     elif is_store(folder):
         findings = list(check_store(folder))
     else:

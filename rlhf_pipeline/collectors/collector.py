@@ -21,6 +21,7 @@ from rlhf_pipeline.policies.slot_engine import WeightRefresh
 from rlhf_pipeline.policies.torchrl_wrappers import EnginePolicy, as_policy, is_torchrl_wrapper
 from rlhf_pipeline.prompts import PromptSource
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.replay.stored_groups import StoredGroups
 from rlhf_pipeline.rewards import RewardFunction
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 
@@ -94,6 +95,8 @@ class Collector:
         self.config = config
         self.seed = seed
         self.kl_reward = kl_reward
+        self.stored = StoredGroups(buffer.store)
+        """Where the groups are that are in the store already."""
 
     def collect(self, rollout: int, policy_version: int, *, refresh: WeightRefresh | None = None) -> Rollout:
         """Make sure that rollout number `rollout` is in the store, whole.
@@ -114,7 +117,7 @@ class Collector:
         first = rollout * self.config.prompts_per_rollout
         cursors = np.arange(first, first + self.config.prompts_per_rollout)
         # Looked up each time: a ring may have evicted part of what a resumed run replays.
-        stored = self.buffer.store.read_scalars("group_id", self._rows_of(cursors))
+        stored = self.buffer.store.read_scalars("group_id", self.stored.rows(first, first + len(cursors) - 1))
         missing = np.bincount(stored - first, minlength=len(cursors)) < self.config.group_size
         if not missing.any():
             self.observe(cursors)
@@ -179,9 +182,7 @@ class Collector:
 
     def _rows_of(self, cursors: np.ndarray) -> np.ndarray:
         """Return the row ids of the groups from the first to the last cursor, int64, in the order of arrival."""
-        store = self.buffer.store
-        groups = store.read_scalars("group_id")
-        return store.ids()[(groups >= cursors[0]) & (groups <= cursors[-1])]
+        return self.stored.rows(int(cursors[0]), int(cursors[-1]))
 
     @staticmethod
     def _summary(

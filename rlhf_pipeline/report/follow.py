@@ -12,9 +12,10 @@ from pathlib import Path
 
 from rlhf_pipeline.errors import MissingPathError
 from rlhf_pipeline.exchange.filters import select
-from rlhf_pipeline.report.run_folder import Row, RunFolder
 from rlhf_pipeline.report.stored import Stored
-from rlhf_pipeline.report.tail import Arrival, StepRows, Table, Tail, interleaved, step_line
+from rlhf_pipeline.report.tail import Arrival, Table, Tail, interleaved, step_line
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.rows import NewRows, Row
 
 
 class Follower:
@@ -35,7 +36,7 @@ class Follower:
         self._path = stored.path
         self._identity = _identity(stored.path)
         self._table = Table(columns)
-        self._steps = StepRows(run.path / "metrics.jsonl") if run is not None else None
+        self._steps = NewRows(run.metrics_file) if run is not None else None
         choose = None
         if filters:
             select(stored.store, filters, stored.ids()[:0])  # a slip is an error in an empty store, too
@@ -44,7 +45,7 @@ class Follower:
 
     def newest(self, num: int) -> None:
         """Print the heading, the newest trajectories, and the newest step."""
-        steps = self._steps.fresh()[-1:] if self._steps is not None else []
+        steps = self._steps.rows[-1:] if self._steps is not None else []
         self._print(self._tail.newest(num), steps, heading=True)
 
     def follow(self, every: float) -> None:
@@ -56,7 +57,7 @@ class Follower:
         wait = _waiter()
         while not wait(every):
             # Steps first: the trajectories that they know of are then there, too.
-            steps = self._steps.fresh() if self._steps is not None else []
+            steps = self._steps.read() if self._steps is not None else []
             self._print(self._tail.fresh(), steps)
             if _identity(self._path) != self._identity:
                 raise MissingPathError(f"the store {self._path} was removed, or replaced by another one.")

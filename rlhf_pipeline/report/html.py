@@ -14,12 +14,12 @@ import numpy as np
 from rlhf_pipeline.errors import RunStorageError
 from rlhf_pipeline.files import write_atomically
 from rlhf_pipeline.report.page import SCRIPT, STYLE
-from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.samples import Trajectory, read_trajectories, typical_of_first_and_last
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.svg import line_chart
 from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.report.words import count, number
+from rlhf_pipeline.run.folder import RunFolder
 
 _VERSIONS = 8
 _PER_VERSION = 24
@@ -29,6 +29,8 @@ _ALL_TOKENS = 100_000
 _MAX_ROWS = 30
 _NARROW = 340
 """The width of a picture on a phone, and of the small ones."""
+_MOST_POINTS = 2_000
+"""Steps of a curve, spread evenly: more than a screen has columns."""
 _CURVES = {
     "entropy": "entropy (nats per token)",
     "kl_k1": "KL to the reference (k1, nats)",
@@ -58,8 +60,8 @@ def write_report(run: RunFolder, html_path: Path | None = None) -> list[Path]:
         RunStorageError: the files cannot be written.
     """
     svg = reward_curve(run)
-    page = html_path or run.path / "report.html"
-    curve = page.with_name("reward.svg")
+    page = html_path or run.report_file
+    curve = page.with_name(run.curve_file.name)
     text = render(run, svg)
     try:
         write_atomically(curve, svg.encode())
@@ -80,7 +82,7 @@ def reward_curve(run: RunFolder, *, width: int = 720, height: int = 360) -> str:
         width: of the picture, in which texts have 13 units: as wide as it is shown they have 13 pixels.
         height: of the picture.
     """
-    points = run.reward_points()
+    points = run.reward_points(most=_MOST_POINTS)
     unit = bool(points) and all(0 <= value <= 1 for _, value in points)
     return line_chart(
         points,
@@ -157,8 +159,8 @@ def _spread(ids: Ids, groups: Ids, num: int) -> Ids:
 
 
 def _head(run: RunFolder, name: str, total: int) -> Iterator[str]:
-    points = run.reward_points()
-    went = f"reward {number(points[0][1])} &rarr; {number(points[-1][1])} in " if points else ""
+    first, last = run.first_and_last("task_reward")
+    went = "" if first is None else f"reward {number(first)} &rarr; {number(last)} in "
     yield f"<h1>{escape(name)}</h1>"
     yield f"<p>{went}{count(len(run.metrics), 'optimizer step')}, {count(total, 'trajectory')} stored</p>"
     versions = ", ".join(f"{escape(str(k))} {escape(str(v))}" for k, v in run.config.versions.items())
@@ -181,7 +183,7 @@ def _before_after(ends: Sequence[Trajectory]) -> Iterator[str]:
 
 
 def _small_curves(run: RunFolder) -> Iterator[str]:
-    curves = [(title, run.points(name)) for name, title in _CURVES.items()]
+    curves = [(title, run.points(name, most=_MOST_POINTS)) for name, title in _CURVES.items()]
     known = [(title, points) for title, points in curves if points]
     if known:
         yield '<h2>Diagnostics</h2><div class="small">'
@@ -205,16 +207,15 @@ def _browser(shown: Sequence[Trajectory], total: int) -> Iterator[str]:
 
 
 def _metrics_table(run: RunFolder) -> Iterator[str]:
-    rows = run.metrics
+    rows, total = run.metrics.spread(_MAX_ROWS), len(run.metrics)
     if not rows:
         return
     names = [name for name in _COLUMNS if any(row.get(name) is not None for row in rows)]
-    places = sorted({round(place) for place in np.linspace(0, len(rows) - 1, min(_MAX_ROWS, len(rows)))})
-    some = "" if len(places) == len(rows) else f" ({len(places)} of {len(rows):,} lines of metrics.jsonl)"
+    some = "" if len(rows) == total else f" ({len(rows)} of {total:,} lines of metrics.jsonl)"
     yield f'<h2>Metrics{some}</h2><div class="card wide"><table><thead><tr>'
     yield "".join(f"<th>{escape(name)}</th>" for name in names) + "</tr></thead><tbody>"
-    for place in places:
-        yield f"<tr>{''.join(f'<td>{_cell(name, rows[place].get(name))}</td>' for name in names)}</tr>"
+    for row in rows:
+        yield f"<tr>{''.join(f'<td>{_cell(name, row.get(name))}</td>' for name in names)}</tr>"
     yield "</tbody></table></div>"
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from rlhf_pipeline.errors import DataError, plain
-from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.samples import Trajectory
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.words import count, number, one_line
+from rlhf_pipeline.run.folder import RunFolder
 
 
 def brief(items: Sequence[Trajectory], width: int = 110) -> Iterator[str]:
@@ -156,11 +156,11 @@ def _step(stored: Stored, run: RunFolder | None, ids: Ids, step: int) -> Ids:
         raise DataError(
             f"{stored.path} is a store alone; --step needs the ledger of a run. Use --id, --group or --last."
         )
-    rows = {row["step"]: row for row in run.ledger}
-    if step not in rows:
-        known = f"steps {min(rows)} to {max(rows)}" if rows else "no steps"
+    row = run.ledger.of_step(step)
+    if row is None:
+        known = f"steps {run.ledger[0]['step']} to {run.ledger.last_step}" if len(run.ledger) else "no steps"
         raise DataError(f"the ledger {run.path / 'ledger.jsonl'} has no step {step}; it has {known}.")
-    wanted = np.array(rows[step].get("row_ids", []), np.int64)
+    wanted = np.array(row.get("row_ids", []), np.int64)
     there = wanted[np.isin(wanted, ids)]
     if not len(there):
         raise DataError(f"none of the {len(wanted)} trajectories of step {step} is in the store any more (evicted).")

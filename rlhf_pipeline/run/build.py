@@ -22,6 +22,7 @@ from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
@@ -45,7 +46,7 @@ class Models:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The live objects of one run."""
+    """The live objects of one run that collects."""
 
     policy: CausalLMPolicy
     buffer: TrajectoryReplayBuffer
@@ -116,20 +117,10 @@ def follow(pipeline: Pipeline, *, run_dir: Path, seed: int, device: str) -> None
     if trained is None or shards is None:
         raise DefinitionError("there is no first process to follow: start all of them with torchrun.")
     shards.barrier()  # the first process has made the store
-    storage = TrajectoryStorage(run_dir / "store", mode="r")
+    storage = TrajectoryStorage(RunFolder(run_dir).store_path, mode="r")
     try:
-        Learner(
-            policy=trained,
-            loss=build_loss(pipeline, trained),
-            buffer=TrajectoryReplayBuffer(storage=storage, seed=seed),
-            config=pipeline.learn,
-            max_completion_tokens=pipeline.collect.max_new_tokens,
-            max_staleness=pipeline.buffer.max_staleness,
-            ledger=None,
-            seed=seed,
-            may_be_empty=pipeline.write.zero_variance == "drop",
-            shards=shards,
-        ).follow()
+        buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
+        build_learner(pipeline, trained, buffer, ledger=None, seed=seed, shards=shards).follow()
     finally:
         storage.close()
 
@@ -190,17 +181,62 @@ def build_loss(pipeline: Pipeline, policy: CausalLMPolicy) -> GRPOLoss:
     )
 
 
+def build_learner(
+    pipeline: Pipeline,
+    policy: CausalLMPolicy,
+    buffer: TrajectoryReplayBuffer,
+    *,
+    ledger: Ledger | None,
+    seed: int,
+    shards: Shards | None = None,
+    reference: MovingReference | None = None,
+    check_sampler: bool = False,
+    may_be_empty: bool | None = None,
+) -> Learner:
+    """Wire a learner as the definition says; the one place where this is done.
+
+    Args:
+        pipeline: the definition.
+        policy: what learns.
+        buffer: where trajectories are read.
+        ledger: where it is written down what each step learns from; None writes nothing.
+        seed: the run's seed.
+        shards: where the policy is sharded over several processes.
+        reference: a reference model that moves.
+        check_sampler: say once if sampled log-probs are not what the policy scores.
+        may_be_empty: whether a step may have nothing to learn from; None says what `write.zero_variance` does.
+    """
+    replay = pipeline.replay
+    drawn = replay is not None and not replay.recorded_order
+    return Learner(
+        policy=policy,
+        loss=build_loss(pipeline, policy),
+        buffer=buffer,
+        config=pipeline.learn,
+        # What is drawn from stores may be of any age.
+        max_staleness=None if drawn else pipeline.buffer.max_staleness,
+        max_completion_tokens=pipeline.collect.max_new_tokens,
+        ledger=ledger,
+        seed=seed,
+        may_be_empty=pipeline.write.zero_variance == "drop" if may_be_empty is None else may_be_empty,
+        reference=reference,
+        shards=shards,
+        check_sampler=check_sampler,
+        sample=pipeline.sample,
+        batch_size=pipeline.collect.rollout_size,
+    )
+
+
 @contextmanager
-def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int) -> Iterator[Parts]:
+def build_parts(pipeline: Pipeline, models: Models, *, run: RunFolder, seed: int) -> Iterator[Parts]:
     """Open or create the store and wire everything to it; close the store at the end.
 
     Args:
         pipeline: the definition.
         models: what `build_models` returned.
-        run_dir: the run folder.
+        run: the run folder.
         seed: the run's seed.
     """
-    buffer_config = pipeline.buffer
     advantage = MCAdvantage(
         pipeline.collect.group_size,
         estimator=pipeline.write.estimator,
@@ -212,12 +248,7 @@ def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int)
     retrieve = RetrieveLogProb(models.reference) if models.reference is not None else None
     # `extend` runs the list from its end: log-probs, then shaped reward, then advantage.
     write_path: list[Any] = [part for part in (advantage, kl_reward, retrieve) if part is not None]
-    storage = TrajectoryStorage(
-        run_dir / "store",
-        max_size=buffer_config.max_trajectories,
-        backend=buffer_config.backend,
-        durability=buffer_config.durability,
-    )
+    storage = open_storage(run, pipeline)
     try:
         if models.shards is not None:
             models.shards.barrier()  # those that follow open the store now
@@ -234,26 +265,30 @@ def build_parts(pipeline: Pipeline, models: Models, *, run_dir: Path, seed: int)
                 seed=seed,
                 kl_reward=kl_reward,
             ),
-            learner=Learner(
-                policy=models.trained or models.policy,
-                loss=build_loss(pipeline, models.trained or models.policy),
-                shards=models.shards,
-                buffer=buffer,
-                config=pipeline.learn,
-                max_completion_tokens=pipeline.collect.max_new_tokens,
-                max_staleness=buffer_config.max_staleness,
-                ledger=Ledger(run_dir / "ledger.jsonl"),
+            learner=build_learner(
+                pipeline,
+                models.trained or models.policy,
+                buffer,
+                ledger=Ledger(run.ledger_file),
                 seed=seed,
-                may_be_empty=pipeline.write.zero_variance == "drop",
+                shards=models.shards,
                 reference=_moving_reference(pipeline, models),
                 check_sampler=True,
-                sample=pipeline.sample,
-                batch_size=pipeline.collect.rollout_size,
             ),
             kl_reward=kl_reward,
         )
     finally:
         storage.close()
+
+
+def open_storage(run: RunFolder, pipeline: Pipeline) -> TrajectoryStorage:
+    """Open the run's trajectories, or create the store."""
+    return TrajectoryStorage(
+        run.store_path,
+        max_size=pipeline.buffer.max_trajectories,
+        backend=pipeline.buffer.backend,
+        durability=pipeline.buffer.durability,
+    )
 
 
 def _moving_reference(pipeline: Pipeline, models: Models) -> MovingReference | None:

@@ -17,6 +17,7 @@ from rlhf_pipeline.config import Replay
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.files import write_atomically
+from rlhf_pipeline.run.folder import RunFolder, is_run
 from trajectory_store import StoreNotFoundError, TrajectoryStore
 
 Ints = npt.NDArray[np.int64]
@@ -91,20 +92,20 @@ class Choice:
     def __len__(self) -> int:
         return len(self.row)
 
-    def save(self, folder: Path) -> None:
+    def save(self, run: RunFolder) -> None:
         """Write it down; it counts once `gather.json` is there."""
         table, content = np.stack([self.source, self.row, self.trajectory_id, self.group_id]), io.BytesIO()
         np.save(content, table, allow_pickle=False)
-        write_atomically(folder / "gather.npy", content.getvalue())
-        _write_state(folder, {"ends": self.ends.tolist(), "sources": [_as_json(s) for s in self.sources]})
+        write_atomically(run.choice_table, content.getvalue())
+        _write_state(run, {"ends": self.ends.tolist(), "sources": [_as_json(s) for s in self.sources]})
 
     @classmethod
-    def load(cls, folder: Path) -> Choice | None:
+    def load(cls, run: RunFolder) -> Choice | None:
         """Read what `save` wrote; None where nothing was chosen yet."""
-        state = read_state(folder)
+        state = read_state(run)
         if state is None:
             return None
-        table = np.load(folder / "gather.npy", allow_pickle=False)
+        table = np.load(run.choice_table, allow_pickle=False)
         return cls(
             sources=tuple(Source(**item) for item in state["sources"]),
             source=table[0],
@@ -115,24 +116,23 @@ class Choice:
         )
 
 
-def read_state(folder: Path) -> dict[str, Any] | None:
+def read_state(run: RunFolder) -> dict[str, Any] | None:
     """Return what `gather.json` says, or None where it is not there."""
-    file = folder / "gather.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return json.loads(run.choice_file.read_bytes()) if run.has_chosen else None
 
 
-def mark_gathered(folder: Path, counts: dict[str, int]) -> None:
+def mark_gathered(run: RunFolder, counts: dict[str, int]) -> None:
     """Write down that every chosen trajectory is in the run's store."""
-    _write_state(folder, {**(read_state(folder) or {}), "gathered": counts})
+    _write_state(run, {**(read_state(run) or {}), "gathered": counts})
 
 
-def gathered(folder: Path) -> dict[str, int] | None:
+def gathered(run: RunFolder) -> dict[str, int] | None:
     """Return what `mark_gathered` wrote down, or None while gathering is not finished."""
-    return (read_state(folder) or {}).get("gathered")
+    return (read_state(run) or {}).get("gathered")
 
 
-def _write_state(folder: Path, state: dict[str, Any]) -> None:
-    write_atomically(folder / "gather.json", json.dumps({"format": 1, **state}).encode())
+def _write_state(run: RunFolder, state: dict[str, Any]) -> None:
+    write_atomically(run.choice_file, json.dumps({"format": 1, **state}).encode())
 
 
 def _as_json(source: Source) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def store_folder(path: str | Path) -> Path:
         MissingPathError: there is neither.
     """
     folder = Path(path).expanduser()
-    inner = folder / "store" if (folder / "config.json").is_file() else folder
+    inner = RunFolder(folder).store_path if is_run(folder) else folder
     if not (inner / "zarr.json").is_file():
         what = "is not one" if folder.exists() else "does not exist"
         raise MissingPathError(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from rlhf_pipeline.config import Learn
+from rlhf_pipeline.files import sync_folder
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.run.checkpoint import list_checkpoints
-from rlhf_pipeline.run.events import EventHandler, Notice, StepDone
-from rlhf_pipeline.run.progress import Progress
+from rlhf_pipeline.run.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.loggers import with_logger
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.signals import StopRequest
 
@@ -24,130 +26,216 @@ logger = logging.getLogger(__name__)
 Reason = Literal["target", "steps", "interrupted"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
+class Progress:
+    """How far a run is; part of each checkpoint."""
+
+    step: int = 0
+    first_reward: float | None = None
+    last_reward: float | None = None
+    recent_rewards: list[float] = field(default_factory=list[float])
+
+    def note(self, task_reward: float, window: int) -> None:
+        """Take in the mean reward of the rollout that the next step learns from."""
+        if self.first_reward is None:
+            self.first_reward = task_reward
+        self.last_reward = task_reward
+        self.recent_rewards = list(deque([*self.recent_rewards, task_reward], maxlen=window))
+
+    def reached(self, target: float | None, window: int) -> bool:
+        """Return True if the last `window` rollouts reach the target on average."""
+        recent = self.recent_rewards[-window:]
+        return target is not None and len(recent) == window and sum(recent) / window >= target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """What one step learns from, and what its line says beside the learner's figures."""
+
+    task_reward: float | None
+    """Mean reward of the rollout that the step begins with; None where it begins with none."""
+    about: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    row_ids: np.ndarray | None = None
+    """int64 [n]; None leaves the choice to the learner."""
+    ages: np.ndarray | None = None
+    """int64 [n], of those, where the policy version in the store does not tell it."""
+    ledger_fields: Mapping[str, object] | None = None
+
+
+class Source(Protocol):
+    """What the steps of a run learn from: a rollout made here, arrivals, draws from stores, or a recorded run."""
+
+    @property
+    def last(self) -> int | None:
+        """The step after which there is nothing to learn from; None where that is not known."""
+        ...
+
+    def next(self, step: int, stop: StopRequest) -> Batch | None:
+        """Return what a step learns from, or None if a signal asked to stop before there was anything."""
+        ...
+
+    def begins(self, step: int) -> bool:
+        """Whether a step is the first on a rollout, before which a run may find that it has reached its target."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready, for a checkpoint."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what `state` returned."""
+        ...
+
+
+def nothing_more(step: int, reason: Reason | None) -> None:
+    """Nothing is done after a step."""
+
+
 class Loop:
-    """Steps of one run.
+    """The steps of one run.
 
     Args:
-        run_dir: the run folder.
+        run: the run folder.
         learn: when to stop and to save.
         learner: takes the steps.
-        progress: how far the run is; changed.
-        total_steps: where it ends.
-        save: writes a checkpoint.
-        stop: a signal's wish to stop after a step.
-        on_event: is told of steps and notices.
+        source: what they learn from.
+        stop: a signal's request to stop after a step.
+        on_event: receives the start, the steps and the notices.
+        after: called with the number of steps taken when the run goes on, after every step, and at the end with the
+            reason; where others follow the learner, it publishes.
+        started: when the run began, by `time.perf_counter`; None is now.
     """
 
-    run_dir: Path
-    learn: Learn
-    learner: Learner
-    progress: Progress
-    total_steps: int
-    save: Callable[[], None]
-    stop: StopRequest
-    on_event: EventHandler
-
-    def run(self, one_step: Callable[[StepRows], None], *, reached: Callable[[], bool] = lambda: False) -> Reason:
-        """Take steps until the end, the target or a signal.
-
-        Args:
-            one_step: takes the next step, with `step`.
-            reached: whether the target is reached; asked before every step.
-        """
-        learn, progress, saved = self.learn, self.progress, self.progress.step
-        metrics_file = StepRows(self.run_dir / "metrics.jsonl")
-        if not list_checkpoints(self.run_dir / "checkpoints"):
-            self.save()  # the untrained weights: a run killed in its first steps resumes too
-        while True:
-            reason: Reason
-            if reached():
-                reason = "target"
-            elif progress.step >= self.total_steps:
-                reason = "steps"
-            elif self.stop:
-                reason = "interrupted"
-            else:
-                one_step(metrics_file)
-                if progress.step % learn.checkpoint_every == 0:
-                    self.save()
-                    saved = progress.step
-                continue
-            if saved != progress.step:
-                self.save()
-            return reason
-
-    def step(
+    def __init__(
         self,
-        metrics_file: StepRows,
-        about: Mapping[str, Any],
+        run: RunFolder,
         *,
-        row_ids: np.ndarray | None = None,
-        ages: np.ndarray | None = None,
-        ledger_fields: Mapping[str, object] | None = None,
+        learn: Learn,
+        learner: Learner,
+        source: Source,
+        stop: StopRequest,
+        on_event: EventHandler,
+        after: Callable[[int, Reason | None], None] = nothing_more,
+        started: float | None = None,
     ) -> None:
-        """Take one optimizer step and write its line.
+        self.folder = run
+        self.learn = learn
+        self.learner = learner
+        self.source = source
+        self.stop = stop
+        self.on_event = with_logger(learn.logger, run, on_event)
+        self.after = after
+        self.progress = Progress()
+        self.metrics = StepRows(run.metrics_file)
+        self.num_parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
+        self._saved: int | None = None
+        """The step of the newest checkpoint: what was just loaded or saved is not saved again."""
+        self._started = time.perf_counter() if started is None else started
 
-        Args:
-            metrics_file: where the line goes.
-            about: what the line says beside the learner's figures, which win.
-            row_ids: as for `Learner.step`.
-            ages: as for `Learner.step`.
-            ledger_fields: as for `Learner.step`.
+    @property
+    def total_steps(self) -> int:
+        """Where the run ends."""
+        last = self.source.last
+        return self.learn.steps if last is None else min(self.learn.steps, last)
+
+    def restore(self) -> None:
+        """Load the newest checkpoint that is whole, if there is one.
+
+        Raises:
+            DataError: there are checkpoints, and none is whole.
         """
-        take_step(
-            self.learner,
-            self.progress,
-            metrics_file,
-            about,
-            total_steps=self.total_steps,
-            on_event=self.on_event,
-            row_ids=row_ids,
-            ages=ages,
-            ledger_fields=ledger_fields,
+        newest = newest_checkpoint(self.folder.checkpoints, skip=lambda message: tell(self.on_event, message))
+        if newest is None:
+            return
+        state = load_checkpoint(newest, self.learner, checked=True)
+        self.progress = Progress(**state["progress"])
+        self.source.load_state(state["source"])
+        self._saved = self.progress.step
+
+    def run(self) -> Reason:
+        """Take steps until the end, the target or a signal."""
+        progress = self.progress
+        self.on_event(
+            RunStarted(
+                run_dir=self.folder.path,
+                num_parameters=self.num_parameters,
+                first_step=progress.step,
+                total_steps=self.total_steps,
+            )
+        )
+        if self._saved is None:
+            self._save()  # the untrained weights: a run killed in its first steps resumes too
+        self.after(progress.step, None)
+        while (reason := self._ended()) is None:
+            batch = self.source.next(progress.step + 1, self.stop)
+            if batch is None:
+                reason = "interrupted"
+                break
+            self._step(batch)
+            self.after(progress.step, None)
+            if progress.step % self.learn.checkpoint_every == 0:
+                self._save()
+        self._save()
+        self.after(progress.step, reason)
+        return reason
+
+    def finished(self, reason: Reason, num_trajectories: int) -> RunFinished:
+        """Return the event that ends the run."""
+        return RunFinished(
+            run_dir=self.folder.path,
+            reason=reason,
+            steps=self.progress.step,
+            seconds=time.perf_counter() - self._started,
+            first_reward=self.progress.first_reward,
+            last_reward=self.progress.last_reward,
+            num_trajectories=num_trajectories,
         )
 
+    def _ended(self) -> Reason | None:
+        learn, progress = self.learn, self.progress
+        if self.source.begins(progress.step + 1) and progress.reached(learn.stop_at_reward, learn.stop_window):
+            return "target"
+        if progress.step >= self.total_steps:
+            return "steps"
+        return "interrupted" if self.stop else None
 
-def take_step(
-    learner: Learner,
-    progress: Progress,
-    metrics_file: StepRows,
-    about: Mapping[str, Any],
-    *,
-    total_steps: int,
-    on_event: EventHandler,
-    row_ids: np.ndarray | None = None,
-    ages: np.ndarray | None = None,
-    ledger_fields: Mapping[str, object] | None = None,
-) -> None:
-    """Take one optimizer step, write its line and tell of it; the same in a run of one process and of several.
+    def _step(self, batch: Batch) -> None:
+        """Take one optimizer step, write its line and report it."""
+        progress, learner = self.progress, self.learner
+        if batch.task_reward is not None:
+            progress.note(batch.task_reward, self.learn.stop_window)
+        number = progress.step + 1
+        planned = learner.ledger.planned(number)
+        figures = learner.step(number, row_ids=batch.row_ids, ages=batch.ages, ledger_fields=batch.ledger_fields)
+        if planned is not None and learner.ledger.planned(number) != planned:
+            self.metrics.drop_from(number)  # its line and later ones are about steps that will not happen
+        for notice in learner.take_notices():
+            tell(self.on_event, notice)
+        row = {"step": number, "task_reward": batch.task_reward, **batch.about, "time": time.time(), **figures}
+        if number > self.metrics.last_step:  # a step that is taken again has its line
+            self.metrics.append(row)
+        progress.step = number
+        self.on_event(StepDone(step=number, total_steps=self.total_steps, metrics=row))
 
-    Args:
-        learner: takes the step.
-        progress: how far the run is; changed.
-        metrics_file: where the line goes.
-        about: what the line says beside the learner's figures, which win.
-        total_steps: where the run ends.
-        on_event: is told of the step and of notices.
-        row_ids: as for `Learner.step`.
-        ages: as for `Learner.step`.
-        ledger_fields: as for `Learner.step`.
-    """
-    number = progress.step + 1
-    planned = learner.ledger.planned(number)
-    metrics = learner.step(number, row_ids=row_ids, ages=ages, ledger_fields=ledger_fields)
-    if planned is not None and learner.ledger.planned(number) != planned:
-        metrics_file.drop_from(number)  # its line and later ones are about steps that will not happen
-    for notice in learner.take_notices():
-        tell(on_event, notice)
-    row = {"step": number, **about, "time": time.time(), **metrics}
-    if number > metrics_file.last_step:  # a step that is taken again has its line
-        metrics_file.append(row)
-    progress.step = number
-    on_event(StepDone(step=number, total_steps=total_steps, metrics=row))
+    def _save(self) -> None:
+        """Write a checkpoint; what it counts on reaches the disk before it."""
+        if self._saved == self.progress.step:
+            return
+        self.learner.buffer.store.flush()
+        self.metrics.sync()
+        StepRows(self.folder.ledger_file).sync()
+        sync_folder(self.folder.path)
+        save_checkpoint(
+            self.folder.checkpoints,
+            self.progress.step,
+            self.learner,
+            state={"progress": vars(self.progress), "source": self.source.state()},
+            keep=self.learn.keep_checkpoints,
+        )
+        self._saved = self.progress.step
 
 
 def tell(on_event: EventHandler, message: str, *, level: Literal["info", "warning", "progress"] = "warning") -> None:
-    """Say something to who looks on, and to the log."""
+    """Report a message to the observer and the log."""
     logger.log(logging.WARNING if level == "warning" else logging.INFO, message)
     on_event(Notice(message=message, level=level))

@@ -17,8 +17,9 @@ from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.batches import Batches
-from rlhf_pipeline.run.build import build_loss, build_policy
+from rlhf_pipeline.run.build import build_learner, build_policy
 from rlhf_pipeline.run.checkpoint import list_checkpoints, load_checkpoint, step_of
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rows import Row, StepRows
 from trajectory_store import MissingRowError, TrajectoryStore
 
@@ -100,7 +101,8 @@ def plan_rerun(run_dir: Path, *, from_step: int, num_steps: int | None = None) -
         DataError: the run has not taken these steps.
         MissingPathError: no checkpoint is old enough.
     """
-    ledger, metrics = StepRows(run_dir / "ledger.jsonl"), StepRows(run_dir / "metrics.jsonl")
+    run = RunFolder(run_dir)
+    ledger, metrics = run.ledger, run.metrics
     taken = min(ledger.last_step, metrics.last_step)
     if not 1 <= from_step <= taken:
         raise DataError(
@@ -108,7 +110,7 @@ def plan_rerun(run_dir: Path, *, from_step: int, num_steps: int | None = None) -
             if taken
             else f"{run_dir} has no steps to replay: its ledger or its metrics are empty."
         )
-    checkpoints = [(step_of(path), path) for path in list_checkpoints(run_dir / "checkpoints")]
+    checkpoints = [(step_of(path), path) for path in list_checkpoints(run.checkpoints)]
     before = [(step, path) for step, path in checkpoints if step < from_step]
     if not before:
         oldest = min((step for step, _ in checkpoints), default=None)
@@ -146,21 +148,10 @@ def retake(pipeline: Pipeline, plan: RerunPlan, *, run_dir: Path, seed: int, dev
     """
     exact = torch.device(device).type == "cpu"
     policy = build_policy(pipeline, seed=seed, device=device)
-    storage = TrajectoryStorage(run_dir / "store", mode="r", backend=pipeline.buffer.backend)
+    storage = TrajectoryStorage(RunFolder(run_dir).store_path, mode="r", backend=pipeline.buffer.backend)
     try:
-        learner = Learner(
-            policy=policy,
-            loss=build_loss(pipeline, policy),
-            buffer=TrajectoryReplayBuffer(storage=storage, seed=seed),
-            config=pipeline.learn,
-            max_staleness=pipeline.buffer.max_staleness,
-            max_completion_tokens=pipeline.collect.max_new_tokens,
-            ledger=None,
-            seed=seed,
-            may_be_empty=True,
-            sample=pipeline.sample,
-            batch_size=pipeline.collect.rollout_size,
-        )
+        buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
+        learner = build_learner(pipeline, policy, buffer, ledger=None, seed=seed, may_be_empty=True)
         load_checkpoint(plan.checkpoint, learner)
         batches = _batches(pipeline, storage.store, seed)
         for step in range(plan.start + 1, plan.last + 1):

@@ -14,15 +14,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
+from rlhf_pipeline.replay.stored_groups import NewIds
 from rlhf_pipeline.run.processes.admission import may_start
 from rlhf_pipeline.run.processes.weights import Published
 from trajectory_store import Column, Schema, TrajectoryStore
@@ -50,30 +48,68 @@ class Flow:
     max_staleness: int
 
 
+class RolloutSet:
+    """Rollouts by number, nearly without gaps: all below a number, and some above it.
+
+    >>> done = RolloutSet()
+    >>> for rollout in (0, 2, 1, 5):
+    ...     done.add(rollout)
+    >>> len(done), 5 in done, 4 in done, done.lowest_missing, done.to_json()
+    (4, True, False, 3, [3, [5]])
+    """
+
+    def __init__(self, below: int = 0, above: Iterable[int] = ()) -> None:
+        self.lowest_missing = below
+        self._above = set(above)
+
+    def __len__(self) -> int:
+        return self.lowest_missing + len(self._above)
+
+    def __contains__(self, rollout: int) -> bool:
+        return rollout < self.lowest_missing or rollout in self._above
+
+    def add(self, rollout: int) -> None:
+        """Add one; it may be there already."""
+        if rollout >= self.lowest_missing:
+            self._above.add(rollout)
+        while self.lowest_missing in self._above:
+            self._above.remove(self.lowest_missing)
+            self.lowest_missing += 1
+
+    def to_json(self) -> list[Any]:
+        """Return it as JSON values."""
+        return [self.lowest_missing, sorted(self._above)]
+
+    @classmethod
+    def from_json(cls, data: Sequence[Any]) -> RolloutSet:
+        """Rebuild it from `to_json`."""
+        return cls(data[0], data[1])
+
+
 class Claims:
     """One collector's view of the rollouts. One object per process: the byte locks belong to the process.
 
     Args:
-        run_dir: the run folder.
+        folder: the run's `claims` folder; made if absent.
         name: the collector's name.
         rollouts: the `rollouts` store, open for appending.
         flow: the limits.
     """
 
-    def __init__(self, run_dir: Path, name: str, rollouts: TrajectoryStore, flow: Flow) -> None:
+    def __init__(self, folder: Path, name: str, rollouts: TrajectoryStore, flow: Flow) -> None:
         self.rollouts = rollouts
         self.flow = flow
         self._name = name
-        self._folder = run_dir / "claims"
+        self._folder = folder
         self._folder.mkdir(parents=True, exist_ok=True)
         # Closing any descriptor of this file would drop every lock that this process holds on it: one for life.
         self._bytes = os.open(self._folder / "rollouts", os.O_RDWR | os.O_CREAT, 0o644)
         self._held: int | None = None
-        self._done: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-        self._done_at = -1
+        self._done = RolloutSet()
+        self._new = NewIds(rollouts)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release every claim."""
         os.close(self._bytes)
 
     def claim(self, published: Published) -> int | None:
@@ -94,7 +130,7 @@ class Claims:
                     return None
                 fcntl.lockf(self._bytes, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rollout)
                 # Whoever worked on it may have finished it after `done` was read and before its lock was asked for.
-                if not _contains(self._read_done(), rollout):
+                if rollout not in self._read_done():
                     break
                 fcntl.lockf(self._bytes, fcntl.LOCK_UN, 1, rollout)
             self._held = rollout
@@ -105,19 +141,19 @@ class Claims:
             return rollout
 
     def release(self) -> None:
-        """Let go of the rollout: it is done, or someone else shall try."""
+        """Release the claim: the rollout is done, or free for the next try."""
         if self._held is not None:
             fcntl.lockf(self._bytes, fcntl.LOCK_UN, 1, self._held)
             self._held = None
 
-    def _read_done(self) -> npt.NDArray[np.int64]:
-        """Return the rollouts that are done, sorted; read again only when there are more."""
-        watermark = self.rollouts.refresh()
-        if watermark != self._done_at:
-            self._done, self._done_at = np.unique(self.rollouts.read_scalars("rollout")), watermark
+    def _read_done(self) -> RolloutSet:
+        """Return the rollouts that are done; each row is read once."""
+        self.rollouts.refresh()
+        for rollout in self.rollouts.read_scalars("rollout", self._new.take()).tolist():
+            self._done.add(rollout)
         return self._done
 
-    def _in_flight(self, done: npt.NDArray[np.int64]) -> dict[int, int]:
+    def _in_flight(self, done: RolloutSet) -> dict[int, int]:
         """Return the rollouts that live collectors work on, each with the version of its weights."""
         flying: dict[int, int] = {}
         for file in self._folder.glob("*.json"):
@@ -127,7 +163,7 @@ class Claims:
             except (ValueError, TypeError):
                 continue  # not synced: a power loss may have taken its bytes, and its writer with them
             # A rollout whose row is there is no longer in flight, although its collector may not have let go yet.
-            if not _contains(done, rollout) and self._is_locked(rollout):
+            if rollout not in done and self._is_locked(rollout):
                 flying[rollout] = note["version"]
         return flying
 
@@ -148,15 +184,9 @@ class Claims:
             yield
 
 
-def _lowest_free(done: npt.NDArray[np.int64], in_flight: dict[int, int]) -> int:
-    """Return the smallest rollout that is in neither; `done` is sorted and without repetition."""
-    gaps = np.flatnonzero(done != np.arange(len(done)))
-    lowest = int(gaps[0]) if len(gaps) else len(done)
-    while lowest in in_flight or _contains(done, lowest):
+def _lowest_free(done: RolloutSet, in_flight: dict[int, int]) -> int:
+    """Return the smallest rollout that is in neither."""
+    lowest = done.lowest_missing
+    while lowest in in_flight or lowest in done:
         lowest += 1
     return lowest
-
-
-def _contains(done: npt.NDArray[np.int64], rollout: int) -> bool:
-    at = int(np.searchsorted(done, rollout))
-    return at < len(done) and int(done[at]) == rollout

@@ -23,7 +23,7 @@ from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.slot_engine import WeightRefresh
 from rlhf_pipeline.run.build import Parts, build_models, build_parts
 from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
-from rlhf_pipeline.run.log import log_file
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import tell
 from rlhf_pipeline.run.processes.claims import Claims, Flow
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause, is_alive, process_lock
@@ -64,7 +64,7 @@ def collect(
         parent: stop when this process is gone; for a supervisor's children.
         definition: where the definition came from, for `config.json`.
         overrides: the `--set` pairs already applied, for `config.json`.
-        on_event: is told of every rollout, notices and the end.
+        on_event: receives every rollout, notices and the end.
 
     Raises:
         RunExistsError: the name is taken, or the folder is something else.
@@ -72,26 +72,28 @@ def collect(
         RewardError: every reward call of a rollout failed; the rollout is free for the next try.
         StoreError: the store could not take a rollout; nothing of it was acknowledged.
     """
+    run = RunFolder(run_dir)
     with (
+        run.named_disk_errors(),
         stop_on_signals(parent) as stop,
-        shared_run(run_dir, pipeline, seed=seed, device=device, definition=definition, overrides=overrides),
-        _named(run_dir / "processes", name) as own_name,
-        log_file(run_dir / "log.txt"),
-        Heartbeat(run_dir / "processes", own_name) as heartbeat,
+        shared_run(run, pipeline, seed=seed, device=device, definition=definition, overrides=overrides),
+        _named(run.processes, name) as own_name,
+        run.log(),
+        Heartbeat(run.processes, own_name) as heartbeat,
     ):
         heartbeat.beat("starting")
         models = build_models(pipeline, seed=seed, device=device)
         with (
-            build_parts(pipeline, models, run_dir=run_dir, seed=seed) as parts,
-            TrajectoryStore.open(run_dir / "rollouts", "a") as rollouts,
+            build_parts(pipeline, models, run=run, seed=seed) as parts,
+            TrajectoryStore.open(run.rollouts, "a") as rollouts,
         ):
             flow = Flow(
                 updates_per_rollout=pipeline.learn.updates_per_rollout, max_staleness=pipeline.buffer.max_staleness
             )
-            claims = Claims(run_dir, own_name, rollouts, flow)
+            claims = Claims(run.claims, own_name, rollouts, flow)
             try:
                 every = pipeline.collect.refresh_weights_every
-                worker = _Worker(run_dir, parts, claims, heartbeat, on_event, every)
+                worker = _Worker(run, parts, claims, heartbeat, on_event, every)
                 reason = worker.work(stop)
             finally:
                 claims.release()
@@ -124,7 +126,7 @@ def _named(folder: Path, name: str | None) -> Iterator[str]:
 
 @dataclass
 class _Worker:
-    run_dir: Path
+    run: RunFolder
     parts: Parts
     claims: Claims
     heartbeat: Heartbeat
@@ -137,13 +139,13 @@ class _Worker:
     def work(self, stop: StopRequest) -> Literal["finished", "interrupted"]:
         pause = Pause()
         while not stop:
-            published = read_published(self.run_dir / "weights")
+            published = read_published(self.run.weights)
             if published is None:
                 self.heartbeat.beat("waiting for the first weights", rollouts=self.num_rollouts)
                 pause.sleep()
                 continue
             if published.finished is not None:
-                if not is_alive(self.run_dir / "processes", "learner"):
+                if not is_alive(self.run.processes, "learner"):
                     return "finished"
                 # It is about to leave; or it has come back to take more steps, and says so in a moment.
                 self.heartbeat.beat("waiting for the learner", version=self.version, rollouts=self.num_rollouts)
@@ -211,7 +213,7 @@ class _Worker:
             return None
 
         def load() -> int:
-            newest = read_published(self.run_dir / "weights")
+            newest = read_published(self.run.weights)
             if newest is not None:
                 self._take_weights(newest)
             return self.version
@@ -220,7 +222,7 @@ class _Worker:
 
     def _take_weights(self, published: Published) -> None:
         """Load the published weights; if they have been replaced in the meantime, the newest ones."""
-        folder, tries = self.run_dir / "weights", 0
+        folder, tries = self.run.weights, 0
         while published.version != self.version:
             try:
                 load_policy(self.parts.policy, folder, published.version)

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.run.folder import (
-    check_folder,
-    check_processes,
-    check_unchanged,
-    is_recorded,
-    make_record,
-    write_record,
-)
-from rlhf_pipeline.run.locks import run_lock
+from rlhf_pipeline.errors import RunExistsError, RunMismatchError
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.claims import ROLLOUTS_SCHEMA
 from trajectory_store import StoreNotFoundError, TrajectoryStore
-
-if TYPE_CHECKING:
-    from rlhf_pipeline.replay.storage import TrajectoryStorage
 
 _ROLLOUTS_PER_SEGMENT = 8192
 
 
 @contextmanager
 def shared_run(
-    run_dir: Path,
+    folder: RunFolder,
     pipeline: Pipeline,
     *,
     seed: int,
@@ -42,7 +29,7 @@ def shared_run(
     """Be one of the processes of a run; make the folder, its record and its stores if nobody has yet.
 
     Args:
-        run_dir: the run folder.
+        folder: the run folder.
         pipeline: the definition, overrides applied.
         seed: the run's seed.
         device: where models live.
@@ -54,45 +41,44 @@ def shared_run(
     Raises:
         RunExistsError: the folder is something else, or a run in one process uses it.
         RunMismatchError: the run was started with another definition or seed, or as a run in one process.
+        DataError: parts of the run are missing or damaged.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with run_lock(run_dir, shared=True):
-        with (run_dir / "setup.lock").open("a", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            check_folder(run_dir, resume=is_recorded(run_dir))
-            check_processes(run_dir, several=True)
-            check_unchanged(run_dir, pipeline, seed)
-            if record_again or not is_recorded(run_dir):
-                write_record(
-                    run_dir,
-                    make_record(pipeline, definition=definition, overrides=overrides, seed=seed, device=device),
-                )
+    if record_again and folder.came_to_nothing and not _is_as_recorded(folder, pipeline, seed):
+        with suppress(RunExistsError), folder.lock():  # nobody else is at work on it
+            folder.clear()
+    with folder.lock(shared=True):
+        with folder.setup_lock():
+            folder.check_free_or_recorded(resume=folder.is_recorded)
+            if folder.is_recorded:
+                folder.check_processes(several=True)
+                folder.check_unchanged(pipeline, seed)
+                folder.check_parts()
+            if record_again or not folder.is_recorded:
+                folder.record(pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
             if make_stores:
-                _make_stores(run_dir, pipeline)
+                _make_stores(folder, pipeline)
         yield
 
 
-def _make_stores(run_dir: Path, pipeline: Pipeline) -> None:
+def _is_as_recorded(folder: RunFolder, pipeline: Pipeline, seed: int) -> bool:
     try:
-        TrajectoryStore.open(run_dir / "rollouts").close()
+        folder.check_unchanged(pipeline, seed)
+    except RunMismatchError:
+        return False
+    return True
+
+
+def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
+    from rlhf_pipeline.run.build import open_storage  # needs torch, which a supervisor does without
+
+    try:
+        TrajectoryStore.open(folder.rollouts).close()
     except StoreNotFoundError:
         TrajectoryStore.create(
-            run_dir / "rollouts",
+            folder.rollouts,
             ROLLOUTS_SCHEMA,
             durability=pipeline.buffer.durability,
             segment_rows=_ROLLOUTS_PER_SEGMENT,
         ).close()
     # Last: trajectories without `rollouts` beside them are those of a run in one process.
-    open_storage(run_dir, pipeline).close()
-
-
-def open_storage(run_dir: Path, pipeline: Pipeline) -> TrajectoryStorage:
-    """Open the run's trajectories, or create the store."""
-    from rlhf_pipeline.replay.storage import TrajectoryStorage  # needs torch, which a supervisor does without
-
-    return TrajectoryStorage(
-        run_dir / "store",
-        max_size=pipeline.buffer.max_trajectories,
-        backend=pipeline.buffer.backend,
-        durability=pipeline.buffer.durability,
-    )
+    open_storage(folder, pipeline).close()

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import ProcessFailedError
 from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
-from rlhf_pipeline.run.log import log_file, named_disk_errors
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.children import Child, Exit, SupervisorConfig
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.run_files import shared_run
@@ -32,8 +32,6 @@ __all__ = ["Supervisor", "SupervisorConfig", "supervise"]
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
-_LOOKED_AT = 256
-"""Of the last steps, at a start: enough to find the reward of the newest rollout."""
 _A_MISTAKE = 2
 """The exit code of a command that was asked for something wrong; no second try makes it right."""
 
@@ -59,19 +57,19 @@ def supervise(
         seed: the run's seed.
         device: where the models of all processes live.
         overrides: the `--set` pairs already applied.
-        on_event: is told of the start, every step, what happens to processes, and the end.
+        on_event: receives the start, every step, what happens to processes, and the end.
 
     Raises:
         RunExistsError: the run has a live supervisor, or the folder is something else.
         RunMismatchError: the run was started with another definition or seed, or as a run in one process.
         ProcessFailedError: a process cannot be kept alive. The others were stopped, and saved.
     """
-    started = time.perf_counter()
+    started, run = time.perf_counter(), RunFolder(run_dir)
     with (
-        named_disk_errors(run_dir),
+        run.named_disk_errors(),
         stop_on_signals() as stop,
         shared_run(
-            run_dir,
+            run,
             pipeline,
             seed=seed,
             device=device,
@@ -80,14 +78,14 @@ def supervise(
             record_again=True,
             make_stores=False,
         ),
-        process_lock(run_dir / "processes", "supervisor"),
-        log_file(run_dir / "supervisor.log", logging.INFO),
-        Heartbeat(run_dir / "processes", "supervisor") as heartbeat,
+        process_lock(run.processes, "supervisor"),
+        run.log(run.supervisor_log, logging.INFO),
+        Heartbeat(run.processes, "supervisor") as heartbeat,
     ):
         heartbeat.facts = {"collectors": config.collectors}
         heartbeat.beat("starting")
         logger.info("supervisor: started, process %d, %d collectors", os.getpid(), config.collectors)
-        reopen(run_dir)
+        reopen(run)
         supervisor = Supervisor(
             run_dir,
             commands(run_dir, config.collectors),
@@ -135,7 +133,7 @@ class Supervisor:
         config: how patient to be.
         total_steps: of the run, for the events.
         heartbeat: the supervisor's own.
-        on_event: is told of steps and of what happens to processes.
+        on_event: receives steps and of what happens to processes.
     """
 
     def __init__(
@@ -151,11 +149,11 @@ class Supervisor:
         self.run_dir = run_dir
         self.config = config
         self.total_steps = total_steps
-        self.metrics = NewRows(run_dir / "metrics.jsonl")
+        self.metrics = NewRows(RunFolder(run_dir).metrics_file)
         self.heartbeat = heartbeat
         self.on_event = on_event
         environment = share_cores(len(commands))
-        folder = run_dir / "processes"
+        folder = RunFolder(run_dir).processes
         folder.mkdir(parents=True, exist_ok=True)
         self.children = {
             name: Child(
@@ -168,10 +166,7 @@ class Supervisor:
             )
             for name, command in commands.items()
         }
-        self.first_reward: float | None = None
-        self.last_reward: float | None = None
-        for row in self.metrics.rows[:1] + self.metrics.rows[-_LOOKED_AT:]:
-            self._note(row)
+        self.first_reward, self.last_reward = RunFolder(run_dir).first_and_last("task_reward")
         self._has_begun = False
         self._has_advanced: set[str] = set()
 
@@ -268,7 +263,7 @@ class Supervisor:
         return None if self.children["learner"].is_wanted else self._published_end()
 
     def _published_end(self) -> Literal["target", "steps"] | None:
-        published = read_published(self.run_dir / "weights")
+        published = read_published(RunFolder(self.run_dir).weights)
         finished: Any = published.finished if published is not None else None
         return finished
 
@@ -309,7 +304,7 @@ def _rollouts_stored(said: Mapping[str, Any]) -> int:
 
 def _num_trajectories(run_dir: Path) -> int:
     try:
-        with TrajectoryStore.open(run_dir / "store") as store:
+        with TrajectoryStore.open(RunFolder(run_dir).store_path) as store:
             return len(store)
     except StoreNotFoundError:
         return 0

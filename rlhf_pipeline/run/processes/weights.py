@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.files import folder_problem, new_folder, remove_folder, write_atomically
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.heartbeat import is_alive
 
 _POINTER = "latest.json"
@@ -69,11 +70,11 @@ def read_published(folder: Path) -> Published | None:
         return None
 
 
-def reopen(run_dir: Path) -> None:
+def reopen(run: RunFolder) -> None:
     """Take back that the run has ended, or collectors leave before its learner, which imports torch first, goes on."""
-    published = read_published(run_dir / "weights")
-    if published is not None and published.finished is not None and not is_alive(run_dir / "processes", "learner"):
-        publish(run_dir / "weights", replace(published, finished=None), save=None)
+    published = read_published(run.weights)
+    if published is not None and published.finished is not None and not is_alive(run.processes, "learner"):
+        publish(run.weights, replace(published, finished=None), save=None)
 
 
 def version_folder(folder: Path, version: int) -> Path:

@@ -21,7 +21,7 @@ from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.state import read_state
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.report.check import check_run, check_store
-from rlhf_pipeline.report.run_folder import RunFolder
+from rlhf_pipeline.run.folder import RunFolder
 
 PROGRAM = Path(__file__).with_name("sharded_program.py")
 ROOT = Path(__file__).resolve().parents[3]
@@ -190,7 +190,7 @@ def test_the_command_runs_on_two_processes_and_resumes(tmp_path):
         [{name: row[name] for name in names} for row in two], [{n: row[n] for n in names} for row in one], 1e-5
     )
     assert [row["step"] for row in read_rows(tmp_path / "two" / "ledger.jsonl")] == [1, 2, 3, 4]
-    assert [finding.text for finding in check_run(RunFolder(tmp_path / "two")) if not finding.ok] == []
+    assert [finding.text for finding in check_run(RunFolder.open(tmp_path / "two")) if not finding.ok] == []
     assert [(row["processes"], other["processes"]) for row, other in zip(one, two, strict=True)] == [(1, 2)] * 4
     assert main(["replay", str(tmp_path / "two"), "--from-step", "4"]) == 0  # in one process, up to rounding
 

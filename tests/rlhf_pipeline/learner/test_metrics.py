@@ -15,6 +15,7 @@ from rlhf_pipeline.learner.metrics import ModelCost, data_metrics, known_peak_fl
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.run.events import Event
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loggers import with_logger
 from rlhf_pipeline.run.start import run
 from trajectory_store import TrajectoryStore
@@ -134,6 +135,6 @@ def test_a_missing_logger_is_said_with_the_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     events: list[Event] = []
     with pytest.raises(DefinitionError, match="pip install mlflow"):
-        with_logger("mlflow", tmp_path, events.append)
+        with_logger("mlflow", RunFolder(tmp_path), events.append)
     with pytest.raises(DefinitionError, match=r"Learn\.logger is 'cvs'\. Did you mean 'csv'"):
         Learn(logger="cvs")  # pyright: ignore[reportArgumentType]

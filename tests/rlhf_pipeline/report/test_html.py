@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.report.html import write_report
-from rlhf_pipeline.report.run_folder import RunFolder
+from rlhf_pipeline.run.folder import RunFolder
 from trajectory_store import Column, Schema, TrajectoryStore
 
 from .conftest import write_run
@@ -38,7 +38,7 @@ class Tags(HTMLParser):
 
 def page_of(folder: Path) -> str:
     """Write the report and return the page."""
-    written = write_report(RunFolder(folder))
+    written = write_report(RunFolder.open(folder))
     assert [path.name for path in written] == ["reward.svg", "report.html"]
     return written[1].read_text()
 

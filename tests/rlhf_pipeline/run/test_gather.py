@@ -19,6 +19,7 @@ from rlhf_pipeline.run import choice as sources
 from rlhf_pipeline.run.build import build_policy
 from rlhf_pipeline.run.choice import Choice, Limits, choose
 from rlhf_pipeline.run.events import ignore_events
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.gather import Gatherer, gather_schema
 from rlhf_pipeline.run.replay_stores import limits_of
 from trajectory_store import Column, TrajectoryStore, copy_rows, diff
@@ -236,11 +237,12 @@ def test_the_choice_is_written_down(tmp_path):
     """What was chosen is read back as it was, though the store has grown since."""
     source = make_store(tmp_path / "source", groups=(2, 2))
     choice = choose(Replay(stores=(str(source),)), LIMITS)
-    assert Choice.load(tmp_path) is None
-    choice.save(tmp_path)
+    run = RunFolder(tmp_path)
+    assert Choice.load(run) is None
+    choice.save(run)
     with TrajectoryStore.open(source, "a") as store:
         copy_rows(store, store, store.ids())
-    found = Choice.load(tmp_path)
+    found = Choice.load(run)
     assert found is not None
     assert found.row.tolist() == choice.row.tolist()
     assert found.sources == choice.sources

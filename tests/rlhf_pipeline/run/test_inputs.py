@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_pipeline import CopyDigits, JsonlPrompts, Pipeline, PretrainedPolicy, TinyPolicy, token_match
 from rlhf_pipeline.errors import RunMismatchError
-from rlhf_pipeline.run.folder import check_unchanged, make_record, write_record
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs
 
 
@@ -30,14 +30,14 @@ def pipeline(tmp_path) -> Pipeline:
 
 def recorded(pipeline: Pipeline, run_dir: Path) -> Path:
     run_dir.mkdir(exist_ok=True)
-    write_record(run_dir, make_record(pipeline, definition="x", overrides=(), seed=0, device="cpu"))
+    RunFolder(run_dir).record(pipeline, definition="x", overrides=(), seed=0, device="cpu")
     return run_dir
 
 
 def test_unchanged_files_pass(pipeline, tmp_path):
     """The same files pass; so does a run that was recorded before files were, and one without any."""
     run_dir = recorded(pipeline, tmp_path / "run")
-    check_unchanged(run_dir, pipeline, 0)
+    RunFolder(run_dir).check_unchanged(pipeline, 0)
     check_inputs(run_dir, {}, pipeline)
     scratch = dataclasses.replace(pipeline, policy=TinyPolicy(), prompts=CopyDigits())
     assert describe_inputs(scratch) == {}
@@ -50,13 +50,13 @@ def test_an_edited_prompt_file_is_refused(pipeline, tmp_path):
     whole = file.read_text()
     file.write_text(whole.replace('"2"', '"3"'))
     with pytest.raises(RunMismatchError, match=r"prompts\.jsonl \(prompts\.path\) has changed .*68 bytes as before"):
-        check_unchanged(run_dir, pipeline, 0)
+        RunFolder(run_dir).check_unchanged(pipeline, 0)
     file.write_text(whole + "\n")
     with pytest.raises(RunMismatchError, match=r"it had 68 bytes, it has 69\. Put the old one back"):
-        check_unchanged(run_dir, pipeline, 0)
-    check_unchanged(run_dir, pipeline, 0, inputs=False)
+        RunFolder(run_dir).check_unchanged(pipeline, 0)
+    RunFolder(run_dir).check_unchanged(pipeline, 0, inputs=False)
     file.write_text(whole)
-    check_unchanged(run_dir, pipeline, 0)
+    RunFolder(run_dir).check_unchanged(pipeline, 0)
 
 
 @pytest.mark.parametrize("where", [0, -1])
@@ -68,12 +68,12 @@ def test_an_overwritten_model_is_refused(pipeline, tmp_path, where):
     content[where] ^= 1
     weights.write_bytes(content)
     with pytest.raises(RunMismatchError, match=r"model \(policy\.path\) has changed .*its model\.safetensors differ"):
-        check_unchanged(run_dir, pipeline, 0)
+        RunFolder(run_dir).check_unchanged(pipeline, 0)
     content[where] ^= 1
     weights.write_bytes(content)
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(RunMismatchError, match=r"its config\.json differ"):
-        check_unchanged(run_dir, pipeline, 0)
+        RunFolder(run_dir).check_unchanged(pipeline, 0)
 
 
 def test_a_field_that_is_younger_than_the_run_is_not_a_difference(pipeline, tmp_path):
@@ -82,8 +82,8 @@ def test_a_field_that_is_younger_than_the_run_is_not_a_difference(pipeline, tmp_
     record = json.loads((run_dir / "config.json").read_text())
     del record["pipeline"]["learn"]["layout"]
     (run_dir / "config.json").write_text(json.dumps(record))
-    check_unchanged(run_dir, pipeline, 0)
+    RunFolder(run_dir).check_unchanged(pipeline, 0)
     record["pipeline"]["learn"]["lr"] = 0.5
     (run_dir / "config.json").write_text(json.dumps(record))
     with pytest.raises(RunMismatchError, match=r"learn\.lr was 0\.5"):
-        check_unchanged(run_dir, pipeline, 0)
+        RunFolder(run_dir).check_unchanged(pipeline, 0)

@@ -17,8 +17,8 @@ from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, DefinitionError, RunMismatchError
 from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.report.replayed import compare
-from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.run.events import Event, Notice, RunStarted, StepDone
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.replay_stores import replay_stores
 from rlhf_pipeline.run.start import run
 from trajectory_store import TrajectoryStore, copy_rows
@@ -67,7 +67,7 @@ def test_a_finished_run_comes_out_again_from_its_store_alone(tmp_path, changes):
         assert [row["task_reward"] for row in again] == [row["task_reward"] for row in recorded]
     assert ledger_of(tmp_path / "again", "trajectory_ids") == ledger_of(tmp_path / "run", "trajectory_ids")
     assert weights(tmp_path / "again") == weights(tmp_path / "run")
-    found = compare(RunFolder(tmp_path / "run"), RunFolder(tmp_path / "again"))
+    found = compare(RunFolder.open(tmp_path / "run"), RunFolder.open(tmp_path / "again"))
     assert (found.same, found.num_steps, found.weights_step, found.same_weights) == (True, 6, 6, True)
 
 

@@ -27,7 +27,7 @@ from rlhf_pipeline import (
 from rlhf_pipeline.errors import MissingPathError, RewardError, RunExistsError, RunMismatchError
 from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.run.events import Event, Notice, RunFinished, RunStarted, StepDone
-from rlhf_pipeline.run.locks import run_lock
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
 from trajectory_store import TrajectoryStore
 
@@ -308,7 +308,7 @@ def test_folders_are_checked(tmp_path):
         run(tiny(learn__lr="0.5"), run_dir=folder, resume=True)
     with pytest.raises(RunMismatchError, match="seed was 0, is 1"):
         run(tiny(), run_dir=folder, seed=1, resume=True)
-    with run_lock(folder), pytest.raises(RunExistsError, match=f"in use by process {os.getpid()}"):
+    with RunFolder(folder).lock(), pytest.raises(RunExistsError, match=f"in use by process {os.getpid()}"):
         run(tiny(), run_dir=folder, resume=True)
     assert weights(folder) == before
 

@@ -61,7 +61,7 @@ def done_row(rollout: int) -> dict:
 
 def hold(run_dir, started, leave):
     store = TrajectoryStore.open(run_dir / "rollouts", "a")
-    claims = Claims(run_dir, "other", store, Flow(updates_per_rollout=1, max_staleness=9))
+    claims = Claims(run_dir / "claims", "other", store, Flow(updates_per_rollout=1, max_staleness=9))
     started.put(claims.claim(Published(version=0, next_version=0, rollouts_done=0)))
     leave.wait()
 
@@ -73,7 +73,7 @@ def test_what_a_killed_collector_held_comes_next(tmp_path, rollouts):
     other = context.Process(target=hold, args=(tmp_path, started, leave))
     other.start()
     assert started.get(timeout=60) == 0
-    claims = Claims(tmp_path, "mine", rollouts, Flow(updates_per_rollout=1, max_staleness=9))
+    claims = Claims(tmp_path / "claims", "mine", rollouts, Flow(updates_per_rollout=1, max_staleness=9))
     published = Published(version=0, next_version=0, rollouts_done=0)
     assert claims.claim(published) == 1
     rollouts.append(done_row(1))
@@ -110,6 +110,6 @@ def test_a_rollout_that_is_finished_while_it_is_claimed_is_not_claimed(tmp_path,
                     other.append(done_row(0))
             return super()._in_flight(done)
 
-    claims = Slow(tmp_path, "mine", rollouts, Flow(updates_per_rollout=1, max_staleness=9))
+    claims = Slow(tmp_path / "claims", "mine", rollouts, Flow(updates_per_rollout=1, max_staleness=9))
     assert claims.claim(Published(version=0, next_version=0, rollouts_done=0)) == 1
     claims.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.claims import ROLLOUTS_SCHEMA, Claims, Flow
 from rlhf_pipeline.run.processes.collect import _named
 from rlhf_pipeline.run.processes.heartbeat import process_lock
@@ -32,7 +33,7 @@ def test_an_unsynced_pointer_after_a_power_loss(tmp_path: Path, content: str):
 def test_an_unsynced_note_after_a_power_loss(tmp_path: Path, content: str):
     """The note of a collector that is gone says nothing, whatever is in it."""
     with TrajectoryStore.create(tmp_path / "rollouts", ROLLOUTS_SCHEMA) as rollouts:
-        claims = Claims(tmp_path, "collector-1", rollouts, Flow(updates_per_rollout=1, max_staleness=0))
+        claims = Claims(tmp_path / "claims", "collector-1", rollouts, Flow(updates_per_rollout=1, max_staleness=0))
         (tmp_path / "claims" / "collector-0.json").write_text(content)
         assert claims.claim(PUBLISHED) == 0
         claims.close()
@@ -68,9 +69,9 @@ def test_a_learner_that_comes_back_takes_the_end_back(tmp_path: Path):
     ended = replace(PUBLISHED, finished="steps")
     publish(tmp_path / "weights", ended, save=lambda path: None)
     with process_lock(tmp_path / "processes", "learner"):
-        reopen(tmp_path)
+        reopen(RunFolder(tmp_path))
         assert read_published(tmp_path / "weights") == ended
-    reopen(tmp_path)
+    reopen(RunFolder(tmp_path))
     assert read_published(tmp_path / "weights") == PUBLISHED
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from rlhf_pipeline.run.ledger import Ledger
-from rlhf_pipeline.run.progress import Progress
+from rlhf_pipeline.run.loop import Progress
 
 
 def row(step: int, ids: list[int], **more: object) -> dict:
