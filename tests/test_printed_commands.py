@@ -215,7 +215,11 @@ def test_offline(folder: Path):
     shutil.copytree(folder / "runs" / "copy_digits", folder / "runs" / "b")
     text = (ROOT / "docs" / "offline.md").read_text(encoding="utf-8")
     (definition,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (from_python,) = re.findall(r"```py\n(.*?)```", text, flags=re.DOTALL)
     (folder / "my_task.py").write_text(definition)
+    (folder / "by_hand.py").write_text(f"{definition}\n{from_python}")
+    run(f"{sys.executable} by_hand.py", folder)
+    assert (folder / "runs" / "offline" / "checkpoints").is_dir()
     (example,) = re.findall(r"^```\n(the same as .*)\n```", text, flags=re.MULTILINE)
     for block in blocks("docs/offline.md"):
         for line in block:
