@@ -128,7 +128,9 @@ class WritePath(Settings):
 
     estimator: Estimator = setting(
         "grpo",
-        help="How a group's returns become advantages; the formulas are in `rlhf_pipeline.functional.advantage`.",
+        help="How a group's returns become advantages; the formulas are in `rlhf_pipeline.functional.advantage`. "
+        "`reinforce_pp` and `reinforce_pp_baseline` divide by the spread of the whole rollout, offline of all that "
+        "was gathered.",
     )
     kl_coef: float = setting(0.0, min=0, help="Weight of the k1 penalty in the reward. 0 needs no reference model.")
     kl_target: float | None = setting(
@@ -139,7 +141,7 @@ class WritePath(Settings):
     kl_horizon: int = setting(10_000, min=1, help="Trajectories over which the adaptive controller acts.")
     zero_variance: Literal["keep", "drop", "mark"] = setting(
         "keep",
-        help="What to do with a group whose returns are all equal.",
+        help="What to do with a group whose returns are all equal, with a KL penalty up to its rounding.",
     )
     min_group_size: int | None = setting(
         None,

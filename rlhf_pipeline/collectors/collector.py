@@ -15,6 +15,7 @@ from torchrl.modules.llm.policies.common import LLMWrapperBase
 from rlhf_pipeline.collectors.grading import grade
 from rlhf_pipeline.collectors.trajectories import select, trajectories
 from rlhf_pipeline.config import Collect
+from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
 from rlhf_pipeline.policies.slot_engine import WeightRefresh
@@ -61,6 +62,9 @@ class Collector:
         seed: the run's seed.
         kl_reward: the write path's KL penalty; told of rollouts that were in the store already.
 
+    Raises:
+        DefinitionError: the write path takes batches of another size than a rollout.
+
     >>> import tempfile
     >>> from rlhf_pipeline import CopyDigits, MCAdvantage, token_match
     >>> from rlhf_pipeline.policies.new_model import scratch_policy
@@ -97,6 +101,11 @@ class Collector:
         self.kl_reward = kl_reward
         self.stored = StoredGroups(buffer.store)
         """Where the groups are that are in the store already."""
+        if buffer.batch_groups not in (None, config.prompts_per_rollout):
+            raise DefinitionError(
+                f"MCAdvantage has batch_groups={buffer.batch_groups} and a rollout {config.prompts_per_rollout} "
+                "groups. A batch is a rollout: give both the same number."
+            )
 
     def collect(self, rollout: int, policy_version: int, *, refresh: WeightRefresh | None = None) -> Rollout:
         """Make sure that rollout number `rollout` is in the store, whole.
@@ -140,7 +149,9 @@ class Collector:
         grades = grade(self.reward, [prompts[index] for index in completions.prompt_index], texts)
         # The whole rollout is sampled even if only some groups are missing: batch composition moves the last
         # bits of a log-prob, and a resumed run must equal the straight one.
-        rows = missing[completions.prompt_index]
+        # Where the advantage needs the whole rollout, all of it is written; of a trajectory that is in the store twice
+        # the newest row counts.
+        rows = (missing | (self.buffer.batch_groups is not None))[completions.prompt_index]
         self.buffer.extend(
             trajectories(
                 prompts,

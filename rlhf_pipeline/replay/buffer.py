@@ -179,6 +179,12 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
                 return i, transform
         raise DefinitionError("the write path has no MCAdvantage, so there are no groups that wait.")
 
+    @property
+    def batch_groups(self) -> int | None:
+        """Groups that the write path writes together only, as one batch; None where each group is written alone."""
+        found = (transform for transform in self._transforms() if isinstance(transform, MCAdvantage))
+        return next((advantage.batch_groups for advantage in found), None)
+
     # -- writing -----------------------------------------------------------------------------------------------
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:

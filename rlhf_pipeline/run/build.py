@@ -14,6 +14,7 @@ from torchrl.envs.transforms import Compose
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.lora import AdaptersOff, add_adapters
 from rlhf_pipeline.learner.reference import MovingReference
@@ -240,6 +241,8 @@ def build_parts(pipeline: Pipeline, models: Models, *, run: RunFolder, seed: int
     advantage = MCAdvantage(
         pipeline.collect.group_size,
         estimator=pipeline.write.estimator,
+        batch_groups=pipeline.collect.prompts_per_rollout if pipeline.write.estimator in BATCH_ESTIMATORS else None,
+        scored_in=models.policy.head_weight.dtype,
         zero_variance=pipeline.write.zero_variance,
         min_group_size=pipeline.write.min_group_size,
         group_timeout_s=pipeline.write.group_timeout_s,

@@ -8,19 +8,21 @@ penalty, then the advantage over the members that were chosen.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.data.trajectories import Flat, Trajectories, segment_sum
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.functional.advantage import group_advantage
+from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, group_advantage, penalty_rounding
 from rlhf_pipeline.keys import ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS, REWARD, TASK_REWARD, Key
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.schema import INTERNAL, REWARD_COLUMN, SLOT, WAITING, trajectory_schema
@@ -41,6 +43,7 @@ SOURCE_ROW: Final = Column("source_row", "int64", fill=-1)
 
 COMPUTED: Final = Column("computed", "int8", fill=0)
 """What gathering computed of a row: 1 behaviour log-probs, 2 reference log-probs, 4 the advantage; their sum."""
+_ADVANTAGE: Final = 4
 
 _OWN: Final = (SOURCE, SOURCE_ROW, COMPUTED)
 _SAY_EVERY_S: Final = 5.0
@@ -172,7 +175,30 @@ class Gatherer:
                 if time.monotonic() >= next_word:
                     next_word = time.monotonic() + _SAY_EVERY_S
                     tell(self.on_event, f"gathered {end:,} of {total:,} trajectories ...", level="progress")
+        if self.pipeline.write.estimator in BATCH_ESTIMATORS:
+            self._normalise()
         return self._counts()
+
+    def _normalise(self) -> None:
+        """Give the advantages that are computed here the spread of all of them, not of the commit they came in."""
+        ids = self.target.ids()
+        ids = ids[(self.target.read_scalars(COMPUTED.name) & _ADVANTAGE) > 0]
+        if not len(ids):
+            return
+        returns, groups = (torch.from_numpy(self.target.read_scalars(name, ids)) for name in ("return", "group_id"))
+        # A group that was found without spread stays so, whatever its returns differ by.
+        flat = torch.from_numpy(self.target.read_scalars("degenerate", ids).astype(bool))
+        rounding = torch.where(flat, math.inf, 0.0)
+        found = group_advantage(
+            returns,
+            groups,
+            self.pipeline.write.estimator,
+            task_rewards=torch.zeros_like(returns),
+            rounding=rounding,
+        )
+        new = {"advantage": found.advantages.numpy(), "degenerate": found.degenerate.numpy()}
+        if any(not np.array_equal(self.target.read_scalars(name, ids), values) for name, values in new.items()):
+            self.target.patch(ids, **new)
 
     def _num_done(self) -> int:
         """Return how many of the chosen rows an earlier try has dealt with: those up to the last one in the store."""
@@ -253,9 +279,11 @@ class Gatherer:
                 at = np.repeat(rows, lengths)
                 _put(batch, schema, name, np.where(at, scored, values[name]), rows)
         self._grade(batch, schema, mask, whole, codes)
-        flags = no_behaviour * 1 + no_reference * 2 + whole * 4
+        flags = no_behaviour * 1 + no_reference * 2 + whole * _ADVANTAGE
         _put(batch, schema, COMPUTED.name, flags, whole)
         degenerate = values["degenerate"].astype(bool) & whole
+        if self.pipeline.write.estimator == "reinforce_pp":
+            degenerate[:] = False  # its baseline is the whole set, which may have spread where a group has none
         if self.pipeline.write.zero_variance == "drop":
             keep = ~degenerate
         elif self.pipeline.write.zero_variance == "mark" and degenerate.any():
@@ -298,6 +326,7 @@ class Gatherer:
             torch.from_numpy(codes[at].astype(np.int64)),
             self.pipeline.write.estimator,
             lengths=spoken[at],
+            **({name: given[at] for name, given in self._penalty(columns, spoken).items()} if coef > 0 else {}),
         )
         for name, new in (
             ("advantage", found.advantages.numpy()),
@@ -308,6 +337,14 @@ class Gatherer:
             whole_column = np.array(values[name])
             whole_column[at] = new
             _put(batch, schema, name, whole_column, whole)
+
+    def _penalty(self, columns: Mapping[Key, Flat], spoken: Tensor) -> dict[str, Tensor]:
+        """The task rewards, and the rounding of returns that the KL penalty is a part of."""
+        log_probs, task = columns[LOG_PROBS], columns[TASK_REWARD].values
+        rows = torch.ones_like(spoken) if log_probs.lengths is None else log_probs.lengths
+        coef, eps = torch.full_like(task, self.pipeline.write.kl_coef), torch.finfo(self.policy.head_weight.dtype).eps
+        rounding = penalty_rounding(coef, task, log_probs.values, rows, lengths=spoken, eps=eps)
+        return {"task_rewards": task, "rounding": rounding}
 
     def _token_rewards(self, batch: Batch, mask: Bools) -> Flat | None:
         """Rewards per token where the stores have such a column; the task reward stands on a row's last token else."""

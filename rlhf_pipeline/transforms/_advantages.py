@@ -7,9 +7,11 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.data.trajectories import Flat, segment_sum, step_sum
-from rlhf_pipeline.functional.advantage import group_advantage
+from rlhf_pipeline.data.trajectories import Flat, Trajectories, segment_sum, step_sum
+from rlhf_pipeline.functional.advantage import group_advantage, penalty_rounding
+from rlhf_pipeline.keys import KL_COEF, LOG_PROBS, TASK_REWARD
 from rlhf_pipeline.transforms._segments import whitened
+from rlhf_pipeline.transforms.groups import Scores
 
 
 def trajectory_returns(reward: Flat, bounds: Sequence[int], how: str | None) -> tuple[Tensor, Tensor]:
@@ -45,15 +47,47 @@ def group_codes(groups: Sequence[Hashable]) -> Tensor:
     return torch.tensor([seen.setdefault(group, len(seen)) for group in groups])
 
 
-def group_advantages(returns: Tensor, codes: Tensor, lengths: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
-    """Advantage `[n]` and whether the group has no spread `[n]`; a return that is not finite counts for nobody."""
-    graded = returns.isfinite()
-    if bool(graded.all()):
-        return group_advantage(returns, codes, estimator, lengths=lengths)
-    advantage, degenerate = torch.zeros_like(returns), torch.ones_like(graded)
-    found = group_advantage(returns[graded], codes[graded], estimator, lengths=lengths[graded])
-    advantage[graded], degenerate[graded] = found.advantages, found.degenerate
+def group_advantages(scores: Scores, codes: Tensor, estimator: str, batches: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Advantage `[n]` and whether the group has no spread `[n]`; a return that is not finite counts for nobody.
+
+    Args:
+        scores: of each trajectory.
+        codes: int64 `[n]`, its group.
+        estimator: one of `functional.advantage.ESTIMATORS`.
+        batches: int64 `[n]`, the batch of each, where the estimator looks at batches; None for one of all.
+    """
+    graded = scores.returns.isfinite()
+    advantage, degenerate = torch.zeros_like(scores.returns), torch.ones_like(graded)
+    parts = [graded] if batches is None else [graded & (batches == batch) for batch in batches.unique().tolist()]
+    for part in parts:
+        returns, lengths, task, rounding = scores.take(part)
+        found = group_advantage(returns, codes[part], estimator, lengths=lengths, task_rewards=task, rounding=rounding)
+        advantage[part], degenerate[part] = found.advantages, found.degenerate
     return advantage, degenerate
+
+
+def scores_of(batch: Trajectories, returns: Tensor, lengths: Tensor, eps: float) -> Scores:
+    """The scores of trajectories: with a KL penalty in their reward, what it was before, and how it was rounded.
+
+    Args:
+        batch: their steps.
+        returns: float64 `[k]`.
+        lengths: int64 `[k]`, completion tokens (or steps).
+        eps: of the dtype that log-probs were computed in.
+    """
+    plain = Scores(returns, lengths, returns, torch.zeros_like(returns))
+    coef, task, log_probs = batch.get(KL_COEF), batch.get(TASK_REWARD), batch.get(LOG_PROBS)
+    if not isinstance(coef, Flat) or not bool((coef.values > 0).any()):
+        return plain
+    if not (isinstance(task, Flat) and isinstance(log_probs, Flat)) or log_probs.lengths is None:
+        return plain
+    if not coef.values.numel() == task.values.numel() == log_probs.lengths.numel() == returns.numel():
+        return plain
+    task_rewards = task.values.reshape(-1).double()
+    rounding = penalty_rounding(
+        coef.values.reshape(-1), task_rewards, log_probs.values, log_probs.lengths, lengths=lengths, eps=eps
+    )
+    return Scores(returns, lengths, task_rewards, rounding)
 
 
 def step_owners(bounds: Sequence[int]) -> Tensor:

@@ -26,6 +26,31 @@ MOST_LATE = 4096
 _NUMBERS = 1 << 61
 
 
+class Scores(NamedTuple):
+    """What advantages are formed from, one number per trajectory.
+
+    Attributes:
+        returns: float64 `[k]`.
+        lengths: int64 `[k]`, completion tokens (or steps).
+        task: float64 `[k]`, the reward without a KL penalty.
+        rounding: float64 `[k]`, how far the return may be from its exact value because of the penalty; 0 without one.
+    """
+
+    returns: Tensor
+    lengths: Tensor
+    task: Tensor
+    rounding: Tensor
+
+    def take(self, index: Tensor) -> Scores:
+        """Those of some trajectories."""
+        return Scores(*(values[index] for values in self))
+
+    @classmethod
+    def join(cls, parts: Sequence[Scores]) -> Scores:
+        """Those of several, one after the other."""
+        return cls(*(torch.cat(values) for values in zip(*parts, strict=True)))
+
+
 @dataclass(slots=True, eq=False)
 class Arrived:
     """Whole trajectories that came together.
@@ -35,8 +60,7 @@ class Arrived:
         bounds: `k + 1` step offsets of the `k` trajectories.
         groups: the identity of each trajectory's group.
         reward: the reward by step; None where a store holds the trajectories.
-        returns: float64 `[k]`.
-        lengths: int64 `[k]`, completion tokens (or steps) of each trajectory.
+        scores: of each trajectory.
         rows: int64 `[k]`, their ids in the store; None where they are in memory.
     """
 
@@ -44,9 +68,13 @@ class Arrived:
     bounds: list[int]
     groups: list[Hashable]
     reward: Flat | None
-    returns: Tensor
-    lengths: Tensor
+    scores: Scores
     rows: Ints | None = None
+
+    @property
+    def returns(self) -> Tensor:
+        """The return of each trajectory, float64 `[k]`."""
+        return self.scores.returns
 
     @property
     def steps(self) -> Trajectories:
@@ -81,8 +109,7 @@ class Arrived:
             bounds,
             [self.groups[i] for i in trajectories],
             None if self.reward is None else self.reward.select(steps),
-            self.returns[index],
-            self.lengths[index],
+            self.scores.take(index),
             None if self.rows is None else self.rows[index.numpy()],
         )
 
@@ -107,6 +134,11 @@ class Member:
     def value(self) -> float:
         """Its return."""
         return float(self.arrived.returns[self.index])
+
+    @property
+    def group(self) -> Hashable:
+        """The identity of its group."""
+        return self.arrived.groups[self.index]
 
     @property
     def row(self) -> int:
@@ -266,8 +298,7 @@ def _joined(parts: Sequence[Arrived]) -> Arrived:
         bounds,
         [group for part in parts for group in part.groups],
         concat_flat([part.rewards for part in parts], [part.bounds[-1] for part in parts]),
-        torch.cat([part.returns for part in parts]),
-        torch.cat([part.lengths for part in parts]),
+        Scores.join([part.scores for part in parts]),
     )
 
 

@@ -56,6 +56,7 @@ from rlhf_pipeline.transforms._advantages import (
     advantage_values,
     group_advantages,
     group_codes,
+    scores_of,
     step_owners,
     trajectory_returns,
 )
@@ -66,6 +67,7 @@ from rlhf_pipeline.transforms.groups import (
     Closed,
     GroupQueue,
     Member,
+    Scores,
     Waiting,
     gather,
     group_ids,
@@ -122,13 +124,19 @@ class MCAdvantage(GroupFigures):
         candidate_group_size: wait for up to this many trajectories and choose `grpo_size` of them.
         candidate_selection_min_size: start choosing when this many have arrived.
         candidate_selector: chooses; TorchRL's `MCAdvantageSelector` by default.
-        estimator: `grpo`, `dr_grpo`, `mean`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline` or `opo`.
+        estimator: `grpo`, `dr_grpo`, `mean`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline` or `opo`. The two
+            `reinforce_pp` divide by the spread of a whole batch, and need `batch_groups`.
         group_key: identity of the group. None takes `group_id` where present, else `prompt_key`.
         zero_variance: `keep` writes groups without spread (advantage 0, `degenerate` True); `mark` also sets their
             `priority` to 0, so that the samplers pass over them; `drop` leaves them out.
         min_group_size: members that are enough once the timeout is over; None waits for all.
         group_timeout_s: seconds from a group's first member until it may close early; None never.
         clock: tells the time in seconds. Waiting outlives a process, so the default is the time of day.
+        batch_groups: groups of one batch: those whose `group_id`, an integer, gives the same whole number divided by
+            this. They wait for each other, so the batch is the same however its trajectories arrive. None for
+            estimators that need no batch.
+        scored_in: the dtype that the models compute log-probs in. With a KL penalty in the reward, a group whose task
+            rewards are equal and whose returns differ by its rounding only is without spread.
 
     Raises:
         DefinitionError: if an argument is out of range or two arguments contradict each other.
@@ -166,6 +174,8 @@ class MCAdvantage(GroupFigures):
         min_group_size: int | None = None,
         group_timeout_s: float | None = None,
         clock: Callable[[], float] = time.time,
+        batch_groups: int | None = None,
+        scored_in: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.grpo_size = int(grpo_size)
@@ -187,6 +197,8 @@ class MCAdvantage(GroupFigures):
         self.min_group_size = self.grpo_size if min_group_size is None else int(min_group_size)
         self.group_timeout_s = None if group_timeout_s is None else float(group_timeout_s)
         self.clock = clock
+        self.batch_groups = batch_groups
+        self.scored_in = scored_in
         self.in_keys = [key for key in (group_key, prompt_key, rewards_key, done_key) if key is not None]
         self.out_keys = [advantage_key]
         self._unique = False
@@ -264,7 +276,7 @@ class MCAdvantage(GroupFigures):
             return tensordict
         arrived = self._arrived(steps_of(tensordict))
         codes = group_codes(arrived.groups)
-        advantage, degenerate = group_advantages(arrived.returns, codes, arrived.lengths, self.estimator)
+        advantage, degenerate = group_advantages(arrived.scores, codes, self.estimator, None)
         return attach(along_one_dimension(tensordict), self._columns(arrived, advantage, degenerate, codes))
 
     def _arrived(self, batch: Trajectories) -> Arrived:
@@ -283,7 +295,8 @@ class MCAdvantage(GroupFigures):
         if isinstance(mask, Flat) and mask.lengths is not None:
             tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
             lengths = tokens if len(groups) == batch.n else step_sum(tokens, bounds)
-        return Arrived(batch, bounds, groups, reward, returns, lengths)
+        scores = scores_of(batch, returns, lengths, torch.finfo(self.scored_in).eps)
+        return Arrived(batch, bounds, groups, reward, scores)
 
     def _bounds(self, batch: Trajectories) -> list[int]:
         n, ended = batch.n, ends(batch, self.done_key)
@@ -323,12 +336,36 @@ class MCAdvantage(GroupFigures):
                     continue
                 waiting = queue.open(group, now)
             waiting.members.append(Member(arrived, i))
-            if self._is_due(waiting):
-                ready += self._complete(group)
+            ready += self._complete_due(group)
         return ready
+
+    def _complete_due(self, group: Hashable) -> list[Closed]:
+        """Close a group if it is due, and with it the groups that have to come together."""
+        together, waiting = self._together(group), self._queue.waiting
+        if not all(name in waiting and self._is_due(waiting[name]) for name in together):
+            return []
+        return [closed for name in together for closed in self._complete(name)]
+
+    def _together(self, group: Hashable) -> Sequence[Hashable]:
+        """The groups of a group's batch; the group alone where the estimator needs no batch."""
+        if self.batch_groups is None:
+            return [group]
+        first = self._batch_of(group) * self.batch_groups
+        return range(first, first + self.batch_groups)
+
+    def _batch_of(self, group: Hashable) -> int:
+        assert self.batch_groups is not None
+        if not isinstance(group, int):
+            raise DataError(
+                f"batch_groups={self.batch_groups} counts groups by an integer group_id, and a trajectory's group is "
+                f"{group!r}. Number the groups, or use an estimator that needs no batch."
+            )
+        return group // self.batch_groups
 
     def _is_due(self, waiting: Waiting) -> bool:
         arrived = len(waiting.members)
+        if self.batch_groups is not None and waiting.failed >= self.candidate_group_size:
+            return True  # nothing of it will come, and the rest of its batch need not wait for it
         enough = self.min_group_size if waiting.overdue else self.candidate_selection_min_size
         return arrived > 0 and (arrived >= enough or arrived + waiting.failed >= self.candidate_selection_min_size)
 
@@ -338,8 +375,8 @@ class MCAdvantage(GroupFigures):
         found = self._queue.take_overdue(now)
         if recovered:  # a group may be complete already: the process died before it wrote it, or wants fewer now
             found = list(self._queue.waiting.items())
-        due = [group for group, waiting in found if self._is_due(waiting)]
-        return [closed for group in due for closed in self._complete(group)]
+        # One that is gone by its turn has left with its batch.
+        return [closed for group, _ in found if group in self._queue.waiting for closed in self._complete_due(group)]
 
     def _complete(self, group: Hashable, close: bool = False) -> list[Closed]:
         """Take a group that may be complete out of the queue; empty where it goes on waiting."""
@@ -418,11 +455,12 @@ class MCAdvantage(GroupFigures):
                     return None
             waiting = waiting or queue.open(group, self._now())
             waiting.failed += int(count)
-            if self._is_due(waiting):
-                return self._out(self._complete(group))
+            closed = self._complete_due(group)
+            if closed:
+                return self._out(closed)
             if self._settling is not None:
                 self._settling.failed.append(waiting)
-            if waiting.failed >= self.candidate_group_size:
+            if waiting.failed >= self.candidate_group_size and self.batch_groups is None:
                 del queue.waiting[group]
                 return self._out([Closed([], waiting.members, early=False)])
         return None
@@ -481,13 +519,15 @@ class MCAdvantage(GroupFigures):
 
     # -- advantages --------------------------------------------------------------------------------------------
 
-    def _grade(
-        self, sizes: Sequence[int], returns: Tensor, lengths: Tensor, early: Sequence[bool]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _grade(self, closed: Sequence[Closed], scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         """Advantages of whole groups, one after the other, whether they have no spread, and the group of each."""
+        sizes, early = [len(group.members) for group in closed], [group.early for group in closed]
+        returns, batches = scores.returns, None
         codes = torch.repeat_interleave(torch.tensor(sizes))
-        self._count_lengths(lengths, torch.tensor(early)[codes] if any(early) else None)
-        advantage, degenerate = group_advantages(returns, codes, lengths, self.estimator)
+        self._count_lengths(scores.lengths, torch.tensor(early)[codes] if any(early) else None)
+        if self.batch_groups is not None:
+            batches = torch.tensor([self._batch_of(group.members[0].group) for group in closed])[codes]
+        advantage, degenerate = group_advantages(scores, codes, self.estimator, batches)
         flat = int(codes[degenerate].unique().numel())
         drop = self.zero_variance == "drop"
         if self.verbose:
@@ -505,9 +545,7 @@ class MCAdvantage(GroupFigures):
         if not groups:
             return None
         arrived = gather([member for group in groups for member in group.members])
-        advantage, degenerate, codes = self._grade(
-            [len(g.members) for g in groups], arrived.returns, arrived.lengths, [g.early for g in groups]
-        )
+        advantage, degenerate, codes = self._grade(groups, arrived.scores)
         if self.zero_variance == "drop" and bool(degenerate.any()):
             keep = torch.nonzero(~degenerate).reshape(-1)
             if not keep.numel():
@@ -554,6 +592,8 @@ class MCAdvantage(GroupFigures):
                     "give the buffer an MCAdvantage of its own."
                 )
             self._rows, self._known = rows, rows is None
+            if rows is not None:
+                rows.eps = torch.finfo(self.scored_in).eps
             self._queue = GroupQueue(self.group_timeout_s)
 
     @contextmanager
@@ -626,18 +666,16 @@ class MCAdvantage(GroupFigures):
             self._meet()
         ready = [*self._arrive(arrived, now), *self._overdue(now)]
         inside = [g for g in ready if g.members and all(m.arrived is arrived for m in (*g.members, *g.left))]
-        call.closed += [g for g in ready if any(m.arrived is not arrived for m in (*g.members, *g.left))]
+        outside = [g for g in ready if any(m.arrived is not arrived for m in (*g.members, *g.left))]
+        if self.batch_groups is not None and outside:
+            inside, outside = [], ready  # a batch is graded as one, so all of it waits for the update
+        call.closed += outside
         whole = [m.index for g in inside for m in g.members]
         advantage, codes = torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
         degenerate = torch.zeros(0, dtype=torch.bool)
         if inside:
             index = torch.tensor(whole)
-            advantage, degenerate, codes = self._grade(
-                [len(g.members) for g in inside],
-                arrived.returns[index],
-                arrived.lengths[index],
-                [g.early for g in inside],
-            )
+            advantage, degenerate, codes = self._grade(inside, arrived.scores.take(index))
             if self.zero_variance == "drop":
                 keep = torch.nonzero(~degenerate).reshape(-1)
                 whole = index[keep].tolist()
@@ -657,6 +695,8 @@ class MCAdvantage(GroupFigures):
         if self._recovered or queue.is_overdue(now) or self.candidate_group_size != size:
             return False
         counts = Counter(arrived.groups)
+        if any(name not in counts for group in counts for name in self._together(group)):
+            return False
         return all(n == size and g not in queue.waiting and g not in queue.late for g, n in counts.items())
 
     def _waiting_members(self, arrived: Arrived, closed: Sequence[Closed]) -> list[Member]:
@@ -746,11 +786,9 @@ class MCAdvantage(GroupFigures):
         store_rows = self._rows
         assert store_rows is not None
         members = [member for group in groups for member in group.members]
-        returns = torch.tensor([member.value for member in members], dtype=torch.float64)
-        lengths = torch.tensor([int(member.arrived.lengths[member.index]) for member in members])
-        advantage, degenerate, codes = self._grade(
-            [len(g.members) for g in groups], returns, lengths, [g.early for g in groups]
-        )
+        scores = Scores.join([member.arrived.scores.take(torch.tensor([member.index])) for member in members])
+        returns = scores.returns
+        advantage, degenerate, codes = self._grade(groups, scores)
         out: list[Later] = []
         rows = np.array([member.row for member in members], np.int64)
         if self.zero_variance == "drop" and bool(degenerate.any()):

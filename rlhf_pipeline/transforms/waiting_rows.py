@@ -13,8 +13,18 @@ import numpy as np
 import torch
 
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, segment_sum
-from rlhf_pipeline.keys import COLUMN_OF_KEY, FAILED_MEMBERS, KEY_OF_COLUMN, TASK_REWARD, WAITING, Key
-from rlhf_pipeline.transforms.groups import Arrived, Ints
+from rlhf_pipeline.functional.advantage import penalty_rounding
+from rlhf_pipeline.keys import (
+    COLUMN_OF_KEY,
+    FAILED_MEMBERS,
+    KEY_OF_COLUMN,
+    KL_COEF,
+    LOG_PROBS,
+    TASK_REWARD,
+    WAITING,
+    Key,
+)
+from rlhf_pipeline.transforms.groups import Arrived, Ints, Scores
 from trajectory_store import TrajectoryStore
 
 LEFT_OUT = -2
@@ -39,7 +49,7 @@ class Found(NamedTuple):
     """The rows that wait.
 
     Attributes:
-        arrived: their groups (as numbers), returns and lengths.
+        arrived: their groups (as numbers) and scores.
         since: when each came, seconds.
         failed: members of their groups that are reported failed, noted on one row of each.
     """
@@ -55,11 +65,15 @@ class WaitingRows:
     Args:
         store: open for appending, with the column `waiting`.
         look: brings the store up to date and returns the ids of the rows that wait, int64, in order.
+
+    Attributes:
+        eps: of the dtype that log-probs were computed in.
     """
 
     def __init__(self, store: TrajectoryStore, look: Callable[[], Ints]) -> None:
         self.store = store
         self.look = look
+        self.eps = torch.finfo(torch.float32).eps
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -85,14 +99,28 @@ class WaitingRows:
             bounds=list(range(len(rows) + 1)),
             groups=store.read_scalars(names[WAITING], rows).tolist(),
             reward=None,
-            returns=torch.from_numpy(store.read_scalars("return", rows).astype(np.float64)),
-            lengths=segment_sum(torch.from_numpy(np.asarray(mask.values, bool)), lengths).to(torch.int64),
+            scores=self._scores(rows, segment_sum(torch.from_numpy(np.asarray(mask.values, bool)), lengths)),
             rows=rows,
         )
         failed = (
             store.read_scalars(names[FAILED_MEMBERS], rows).tolist() if names[FAILED_MEMBERS] in store.schema else []
         )
         return Found(arrived, store.read_scalars("created_at", rows).tolist(), failed or [0] * len(rows))
+
+    def _scores(self, rows: Ints, tokens: torch.Tensor) -> Scores:
+        store, names = self.store, COLUMN_OF_KEY
+        returns, task, coef = (
+            torch.from_numpy(store.read_scalars(name, rows).astype(np.float64))
+            for name in ("return", names[TASK_REWARD], names[KL_COEF])
+        )
+        rounding = torch.zeros_like(returns)
+        if bool((coef > 0).any()):
+            found = store.read_ragged(names[LOG_PROBS], rows)
+            values, sizes = np.asarray(found.values), np.asarray(found.lengths, np.int64)
+            rounding = penalty_rounding(
+                coef, task, torch.from_numpy(values), torch.from_numpy(sizes), lengths=tokens, eps=self.eps
+            )
+        return Scores(returns, tokens.to(torch.int64), task, rounding)
 
     def column_of(self, key: Key) -> str | None:
         """The column that holds a key, or None."""

@@ -354,7 +354,8 @@ def waiting_groups(folder: Path) -> Digest:
 
 
 def _write_path(estimator: str) -> Compose:
-    return Compose(MCAdvantage(6, estimator=estimator), KLRewardTransform(coef=0.1))
+    batch_groups = 8 if estimator == "reinforce_pp" else None
+    return Compose(MCAdvantage(6, estimator=estimator, batch_groups=batch_groups), KLRewardTransform(coef=0.1))
 
 
 def _collect_in_a_process(pipeline: Pipeline, run_dir: Path) -> None:

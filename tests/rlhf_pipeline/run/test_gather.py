@@ -116,6 +116,24 @@ def test_advantages_are_those_of_the_write_path(tmp_path, estimator, kl_coef):
     buffer.trajectories.close()
 
 
+@pytest.mark.parametrize("estimator", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_the_batch_of_an_advantage_is_all_that_was_gathered(tmp_path, estimator):
+    """Two stores, gathered in as many commits as there may be: the spread is that of all trajectories together."""
+    rewards = [0.0, 1.0, 1.0, 0.25, 1.0, 1.0, 1.0, 1.0, 0.0, 0.5, 0.5, 0.0]
+    first = make_store(tmp_path / "first", lacks=("advantage",), rewards=rewards)
+    second = make_store(tmp_path / "second", lacks=("advantage",), rewards=[3.0 * reward for reward in rewards])
+    pipeline = offline(first, second, write__estimator=estimator)
+    with gathered(pipeline, tmp_path / "own", stop_often=True) as own:
+        returns = own.read_scalars("task_reward").astype(np.float64)
+        groups = own.read_scalars("group_id")
+        mean = returns.mean()
+        if "baseline" in estimator:
+            mean = np.array([returns[groups == group].mean() for group in groups])
+        centred = returns - mean
+        assert own.read_scalars("advantage") == pytest.approx(centred / centred.std(ddof=1), rel=1e-6)
+        assert not np.any(own.read_scalars("degenerate")) or "baseline" in estimator
+
+
 def test_a_group_is_completed_whole_where_one_member_lacks_something(tmp_path):
     """One trajectory without an advantage: its group gets new ones, by hand; the other group keeps its own."""
     source = make_store(tmp_path / "source", groups=(2, 2), rewards=[1.0, 0.0, 1.0, 0.0])

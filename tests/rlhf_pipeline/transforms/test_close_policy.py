@@ -170,7 +170,7 @@ def test_a_definition_says_it():
     assert WritePath(min_group_size=2, group_timeout_s=60).group_timeout_s == 60
     with pytest.raises(DefinitionError, match="go together"):
         WritePath(min_group_size=2)
-    with pytest.raises(DefinitionError, match="not negative"):
+    with pytest.raises(DefinitionError, match="at least 0"):
         WritePath(min_group_size=2, group_timeout_s=-1.0)
 
 
