@@ -133,7 +133,7 @@ def kl_figures(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> dict[str
         ref_log_probs: [N].
 
     >>> kl_figures(torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -1.0]))
-    {'k1': 0.25, 'k2': 0.0625, 'k3': 0.05326532985631666}
+    {'k1': 0.25, 'k2': 0.0625, 'k3': 0.05326532985631...}
     """
     lp, lr = log_probs.detach().double(), ref_log_probs.detach().double()
     estimators = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}

@@ -47,7 +47,6 @@ from rlhf_pipeline.files import remove_folder, tidy, write_atomically
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs
 from rlhf_pipeline.run.rows import Row, StepRows
-from trajectory_store import StoreError, StoreNotFoundError, TrajectoryStore
 
 FORMAT: Final = 1
 """The format of `config.json` that this version reads and writes."""
@@ -213,6 +212,9 @@ class RunFolder:
             return False
         if any(step_of(path) for path in list_checkpoints(self.checkpoints)):
             return False
+        # Imported where a store is opened, as NumPy takes longer than all else that a command does before it answers.
+        from trajectory_store import StoreError, StoreNotFoundError, TrajectoryStore
+
         for folder in (self.store_path, self.rollouts):
             try:
                 with TrajectoryStore.open(folder) as store:
@@ -336,6 +338,8 @@ class RunFolder:
             yield f"there is no {self.rollouts.name}, where its collectors counted"
 
     def _missing_store(self, step: int) -> Iterator[str]:
+        from trajectory_store import StoreError, TrajectoryStore
+
         row = self.ledger.of_step(step)
         counted = self._gathered() if row is None else row.get("watermark", 0)
         try:
