@@ -291,7 +291,7 @@ def leaves_of(rows: Sequence[Any], key: Key) -> list[Any] | None:
         if set(map(type, found)) == {TensorDict}:
             found = [row._tensordict.get(name) for row in found]
         else:
-            found = [None if row is None else row.get(name, None) for row in found]
+            found = [row.get(name, None) if is_tensor_collection(row) else None for row in found]
     return None if any(leaf is None for leaf in found) else list(found)
 
 
@@ -473,6 +473,8 @@ def concat(parts: Sequence[Trajectories]) -> Trajectories:
     """
     if len(parts) == 1:
         return parts[0]
+    if len({ROWS in part for part in parts}) == 2:
+        parts = [whole(part) for part in parts]
     out = Trajectories(sum(part.n for part in parts))
     keys = {key for part in parts for key in part}
     shared: dict[tuple[int, ...], Tensor] = {}
@@ -607,6 +609,37 @@ def trajectories_of(td: TensorDictBase) -> Trajectories:
 def steps_of(td: TensorDictBase) -> Trajectories:
     """One row per step or trajectory, whatever the form, with lengths on every token column."""
     return ragged_tokens(columns_of(along_one_dimension(td)))
+
+
+ROWS: Key = ("", "rows")
+"""Key of a column of whole TensorDicts, one per trajectory: what of a lazy stack was not taken apart."""
+
+
+def some_steps_of(td: TensorDictBase, keys: Iterable[Key]) -> Trajectories:
+    """As `steps_of`, but of a lazy stack only some keys, with the rest as it is under `ROWS`.
+
+    Who needs a few columns and gives the rows back takes nothing else apart. `whole` does that where it is needed.
+    """
+    td = along_one_dimension(td)
+    if not is_stack(td) or not len(rows := rows_of(td)):
+        return ragged_tokens(columns_of(td))
+    out, shared = Trajectories(len(rows), {ROWS: Text(list(rows))}), dict[tuple[int, ...], Tensor]()
+    for key in keys:
+        leaves = leaves_of(rows, key)
+        if leaves is not None:
+            out[key] = flatten_leaves(key, leaves, shared)
+    mask = leaves_of(rows, ATTENTION_MASK)
+    if mask is not None or any(isinstance(column, Flat) and column.values.is_cuda for column in out.values()):
+        return ragged_tokens(columns_of(td))  # rows that are padded, or on a device
+    return ragged_tokens(out)
+
+
+def whole(batch: Trajectories) -> Trajectories:
+    """All columns of a batch, of which some may still be together under `ROWS`."""
+    rows = batch.get(ROWS)
+    if not isinstance(rows, Text):
+        return batch
+    return Trajectories(batch.n, steps_of(lazy_stack(rows.items)) | {k: c for k, c in batch.items() if k != ROWS})  # pyright: ignore[reportArgumentType]
 
 
 def attach(td: TensorDictBase, columns: Mapping[Key, Flat]) -> TensorDictBase:

@@ -18,7 +18,9 @@ from torch import Tensor
 from torchrl.objectives.llm import MCAdvantageSelector
 
 from rlhf_pipeline.data.trajectories import (
+    ROWS,
     Flat,
+    Text,
     Trajectories,
     along_one_dimension,
     attach,
@@ -26,12 +28,14 @@ from rlhf_pipeline.data.trajectories import (
     columns_state,
     ends,
     in_form_of,
+    is_stack,
     last_position,
     segment_sum,
+    some_steps_of,
     stack_of,
     step_sum,
-    steps_of,
     td_of,
+    whole,
 )
 from rlhf_pipeline.errors import DataError, DefinitionError, IncompleteError, MissingKeyError
 from rlhf_pipeline.keys import (
@@ -243,8 +247,11 @@ class MCAdvantage(GroupFigures):
             self._refuse_rows("inv", "extend")
             now, ready, batch, arrived = self._now(), [], None, None
             if tensordict.numel():
-                batch = steps_of(tensordict)
+                batch = some_steps_of(tensordict, self._needed())
                 arrived = self._arrived(batch)
+                if ROWS in batch:  # the rest is in the rows
+                    for key in [key for key in batch if key not in (ROWS, ASSISTANT_MASK, PRIORITY)]:
+                        del batch[key]
                 ready = self._arrive(arrived, now)
             done = self._finish([*ready, *self._overdue(now)])
             if arrived is not None:
@@ -253,7 +260,13 @@ class MCAdvantage(GroupFigures):
             return None
         if done.source is batch and tensordict.batch_dims == 1:
             return attach(tensordict, done.columns)  # all rows, in their order: nothing else changes
-        return in_form_of(tensordict, done.batch)
+        return done.in_form_of(tensordict)
+
+    def _needed(self) -> list[Key]:
+        """The keys that are read of a batch."""
+        identities = (self.group_key,) if self.group_key is not None else (GROUP_ID, self.prompt_key, *_PROMPT_KEYS)
+        named = (*identities, self.rewards_key, TASK_REWARD, ASSISTANT_MASK, self.done_key, PRIORITY)
+        return list(dict.fromkeys(key for key in named if key is not None))
 
     def _now(self) -> float:
         return self.clock() if self.group_timeout_s is not None or self._rows is not None else 0.0
@@ -274,7 +287,7 @@ class MCAdvantage(GroupFigures):
             return tensordict
         if not tensordict.numel():
             return tensordict
-        arrived = self._arrived(steps_of(tensordict))
+        arrived = self._arrived(some_steps_of(tensordict, self._needed()))
         codes = group_codes(arrived.groups)
         advantage, degenerate = group_advantages(arrived.scores, codes, self.estimator, None)
         return attach(along_one_dimension(tensordict), self._columns(arrived, advantage, degenerate, codes))
@@ -430,7 +443,7 @@ class MCAdvantage(GroupFigures):
         """A waiting trajectory as a TensorDict `[steps]`."""
         arrived = member.arrived
         if arrived.batch is not None:
-            return stack_of(arrived.batch.select(arrived.steps_of([member.index])))
+            return stack_of(whole(arrived.batch.select(arrived.steps_of([member.index]))))
         assert self._rows is not None
         return stack_of(self._rows.trajectory(member.row))
 
@@ -838,7 +851,7 @@ class MCAdvantage(GroupFigures):
             for arrived, members in queue.parts() if self._rows is None else ():
                 part = arrived.take([member.index for member in members])
                 since = [queue.waiting[group].since for group in part.groups]
-                chunks.append({"bounds": part.bounds, "columns": columns_state(part.steps), "since": since})
+                chunks.append({"bounds": part.bounds, "columns": columns_state(whole(part.steps)), "since": since})
             here = [
                 (g, w.failed) for g, w in queue.waiting.items() if w.failed and (self._rows is None or not w.members)
             ]
@@ -901,7 +914,7 @@ class MCAdvantage(GroupFigures):
             for arrived, members in self._current().parts():
                 if arrived.batch is not None:
                     index = torch.tensor([arrived.bounds[member.index + 1] - 1 for member in members])
-                    batch = arrived.batch
+                    batch = arrived.batch if key in arrived.batch else whole(arrived.batch)
                 else:
                     assert self._rows is not None
                     index = torch.arange(len(members))
@@ -953,7 +966,14 @@ class _Finished:
     @property
     def batch(self) -> Trajectories:
         """Both together."""
-        return Trajectories(self.source.n, self.source | self.columns)
+        return Trajectories(self.source.n, whole(self.source) | self.columns)
+
+    def in_form_of(self, td: TensorDictBase) -> TensorDictBase:
+        """Both together, in the form of a TensorDict."""
+        rows = self.source.get(ROWS)
+        if isinstance(rows, Text) and (is_stack(td) or td.batch_dims != 1):
+            return attach(lazy_stack(rows.items), self.columns)  # pyright: ignore[reportArgumentType]
+        return in_form_of(td, self.batch)
 
 
 @dataclass(slots=True)
