@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
+from rlhf_pipeline.settings import paths_of
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ def override(config: T, path: str, text: str) -> T:
     head, _, rest = path.partition(".")
     names = [item.name for item in dataclasses.fields(cast(Any, config))]
     if head not in names:
-        raise DefinitionError(f"{type(config).__name__} has no field '{head}'.{did_you_mean(head, names)}")
+        raise DefinitionError(f"{type(config).__name__} has no field '{head}'.{_near(config, path, names)}")
     value = getattr(config, head)
     if rest and value is None:
         value = _default_of(typing.get_type_hints(type(config))[head])
@@ -68,6 +69,14 @@ def override(config: T, path: str, text: str) -> T:
     else:
         new = _parse(text, typing.get_type_hints(type(config))[head], path)
     return dataclasses.replace(cast(Any, config), **{head: new})
+
+
+def _near(config: object, typed: str, names: list[str]) -> str:
+    """Return a hint: the field of that name in a group of fields, else the nearest of this group."""
+    known = [path for path, item in paths_of(type(config)) if "." in path and item.name == typed]
+    if known:
+        return f" Did you mean {' or '.join(repr(path) for path in known)}?"
+    return did_you_mean(typed.partition(".")[0], names)
 
 
 def _default_of(hint: Any) -> Any:

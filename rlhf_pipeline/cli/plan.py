@@ -11,10 +11,8 @@ from rlhf_pipeline import definitions
 from rlhf_pipeline.cli import preflight
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunMismatchError
-from rlhf_pipeline.report.replayed import has_chosen
-from rlhf_pipeline.report.run_folder import RunFolder, is_run
-from rlhf_pipeline.run_record import check_processes, check_unchanged
-from rlhf_pipeline.service.heartbeat import read_heartbeat
+from rlhf_pipeline.run.folder import RunFolder, is_run
+from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +58,7 @@ def make_joining_plan(args: argparse.Namespace) -> Plan:
     overrides, out = _overrides(args), Path(args.run).expanduser()
     command = shlex.join(["rlhf-pipeline", args.command, "--run", args.run])
     if is_run(out):
-        check_processes(out, several=True)
+        RunFolder.open(out).check_processes(several=True)
         plan = recorded_plan(args, out, args.definition, overrides, command, "choose another --run")
         return checked(replace(plan, joins=True))
     if args.definition is None:
@@ -98,7 +96,7 @@ def checked(plan: Plan) -> Plan:
     if plan.joins or plan.collectors:
         preflight.check_processes(plan.pipeline)
     preflight.check_pipeline(plan.pipeline, plan.seed)
-    if plan.pipeline.replay is not None and not (plan.resume and has_chosen(plan.out)):
+    if plan.pipeline.replay is not None and not (plan.resume and RunFolder.open(plan.out).has_chosen):
         preflight.check_stores(plan.pipeline.replay)
     return plan
 
@@ -139,8 +137,8 @@ def _resumed(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -
         raise DefinitionError("say which run to go on with: rlhf-pipeline run --resume --out runs/NAME")
     preflight.check_resumable(out)
     command = _command(named, str(out) if args.out or named is None else None, args.collectors)
-    collectors = args.collectors or read_heartbeat(out / "processes", "supervisor").get("collectors", 0)
-    check_processes(out, several=collectors > 0)
+    collectors = args.collectors or read_heartbeat(RunFolder.open(out).processes, "supervisor").get("collectors", 0)
+    RunFolder.open(out).check_processes(several=collectors > 0)
     plan = recorded_plan(args, out, named, overrides, command)
     return replace(plan, collectors=collectors)
 
@@ -166,7 +164,7 @@ def recorded_plan(
     Raises:
         RunMismatchError: another definition or seed than the recorded one.
     """
-    config = RunFolder(out).config
+    config = RunFolder.open(out).config
     if args.seed is not None and args.seed != config.seed:
         raise RunMismatchError(
             f"{out} was started with seed {config.seed}, not {args.seed}. Leave --seed out to go on with it, "
@@ -175,7 +173,7 @@ def recorded_plan(
     definition = definitions.find(named) if named else _recorded_definition(config.definition, out)
     merged = tuple({**dict(config.overrides), **dict(overrides)}.items())
     pipeline = definition.pipeline(merged)
-    check_unchanged(out, pipeline, config.seed)
+    RunFolder.open(out).check_unchanged(pipeline, config.seed)
     return Plan(
         pipeline=pipeline,
         definition=definition.name,

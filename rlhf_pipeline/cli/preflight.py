@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
+import sys
+import tempfile
 from pathlib import Path
 
 from rlhf_pipeline.config import Pipeline, PretrainedPolicy, Replay, TinyPolicy
@@ -17,13 +19,13 @@ from rlhf_pipeline.errors import (
     MissingPathError,
     PipelineError,
     RunExistsError,
+    RunStorageError,
     did_you_mean,
 )
 from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.prompts import Prompt
-from rlhf_pipeline.report.run_folder import RunFolder, is_run, not_found
 from rlhf_pipeline.report.stored import Stored, open_run_or_store
-from rlhf_pipeline.run_record import is_free
+from rlhf_pipeline.run.folder import RunFolder, is_run, not_found
 
 _DEVICES = ("cpu", "cuda", "mps")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
@@ -39,14 +41,16 @@ def check_new_folder(out: Path, command: str, *, option: str = "--out") -> None:
 
     Raises:
         RunExistsError: there is a run or something else; says how to go on with it, and names a free folder.
+        RunStorageError: the folder cannot be made or written.
     """
-    if is_free(out):
+    if RunFolder(out).is_free:
+        check_writable(out, option)
         return
     free = f"{option} {shlex.quote(str(_free_folder(out)))}"
     if out.is_dir() and is_run(out):
-        run = RunFolder(out)
-        rewards = run.reward_points()
-        state = f" ({run.metrics[-1]['step']} steps, last reward {rewards[-1][1]:.2f})" if rewards else ""
+        run = RunFolder.open(out)
+        _, reward = run.first_and_last("task_reward")
+        state = "" if reward is None else f" ({run.metrics.last_step} steps, last reward {reward:.2f})"
         raise RunExistsError(
             f"{out} holds a run already{state}. Go on with it: {command} --resume. "
             f"Or keep it and choose another folder: {free}"
@@ -60,9 +64,37 @@ def check_resumable(out: Path) -> None:
 
     Raises:
         MissingPathError: no run at `out`; names the runs that are there.
+        RunStorageError: the folder cannot be written.
     """
     if not is_run(out):
         raise not_found(out, "run to resume")
+    check_writable(out, "--out")
+
+
+def check_writable(out: Path, option: str) -> None:
+    """Try whether a folder can be made and written, and leave nothing behind.
+
+    Raises:
+        DefinitionError: its name cannot be handed to the libraries that write into it.
+        RunStorageError: it cannot.
+    """
+    try:
+        str(out).encode()
+    except UnicodeEncodeError as error:
+        encoding = sys.getfilesystemencoding()
+        raise DefinitionError(
+            f"{option} {out}: Python reads file names as {encoding} here, which does not know this one. "
+            f"{'Name another.' if encoding == 'utf-8' else 'Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...'}"
+        ) from error
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".rlhf-pipeline-", dir=there):
+            pass
+    except OSError as error:
+        raise RunStorageError(
+            f"{out} cannot be {'written' if there == out else 'made'}: {there}: {error.strerror}. "
+            f"Choose a folder that can be written: {option} OTHER_FOLDER"
+        ) from error
 
 
 def check_device(device: str) -> None:

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TextIO
 
-from rlhf_pipeline.events import Event, Notice, RunFinished, RunStarted, StepDone
+from rlhf_pipeline.errors import plain
 from rlhf_pipeline.report.sparkline import sparkline
-from rlhf_pipeline.report.words import count, number, plain
+from rlhf_pipeline.report.words import count, number
+from rlhf_pipeline.run.events import Event, Notice, RunFinished, RunStarted, StepDone
 
 _NOTICES_OF_A_KIND = 3
 _STEPS_BETWEEN_LINES = 10
@@ -73,7 +74,7 @@ class RunView:
     def say(self, text: str) -> None:
         """Print a line of its own; a live line is drawn again below it."""
         self._erase()
-        self._write(f"{text}\n")
+        self._write(f"{plain(text)}\n")
 
     def close(self) -> None:
         """Take the live line away, so that what is printed next starts on a line of its own."""
@@ -112,7 +113,7 @@ class RunView:
     def _notice(self, event: Notice) -> None:
         """Print a notice; of those that differ only in numbers the first few are enough, unless they tell progress."""
         if event.level == "progress":
-            self.say(plain(event.message))
+            self.say(event.message)
             return
         kind = re.sub(r"\d+", "#", event.message)[:60]
         self._seen[kind] += 1
@@ -121,7 +122,7 @@ class RunView:
             return
         is_last = event.level == "warning" and self._seen[kind] == allowed
         more = f" (more like this go to {self._log_name} only)" if is_last else ""
-        self.say(f"{'warning' if event.level == 'warning' else 'note'}: {plain(event.message)}{more}")
+        self.say(f"{'warning' if event.level == 'warning' else 'note'}: {event.message}{more}")
 
     def _fields(self, event: StepDone, *, graph: bool) -> list[str]:
         """Return the parts of the line, the ones to keep longest first."""

@@ -14,9 +14,9 @@ from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.cli.run import run_plan
 from rlhf_pipeline.errors import DefinitionError, MissingPathError
 from rlhf_pipeline.report.replayed import Comparison, compare
-from rlhf_pipeline.report.run_folder import RunFolder, is_run
 from rlhf_pipeline.report.stored import open_run_or_store
 from rlhf_pipeline.report.words import count
+from rlhf_pipeline.run.folder import RunFolder, is_run
 
 _DEFAULT = "offline_replay"
 
@@ -74,7 +74,7 @@ class _Base:
 
 def _of_a_run(args: argparse.Namespace, folder: Path) -> _Base:
     """Take over a run's definition, overrides and seed; and its order, where nothing else was asked for."""
-    run = RunFolder(folder)
+    run = RunFolder.open(folder)
     try:
         definition = definitions.find(run.config.definition)
     except MissingPathError as error:
@@ -132,8 +132,8 @@ def _compare(plan: Plan, view: RunView) -> int:
     source = source if is_run(source) else source.parent
     if not is_run(source):
         return 0
-    run = RunFolder(source)
-    found = compare(run, RunFolder(plan.out))
+    run = RunFolder.open(source)
+    found = compare(run, RunFolder.open(plan.out))
     if not found.num_steps:
         view.say(f"{source} has no metrics to compare with.")
         return 0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_pipeline import definitions
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.report.run_folder import RunFolder, is_run
+from rlhf_pipeline.run.folder import RunFolder, is_run
 
 if TYPE_CHECKING:
     from rlhf_pipeline.cli.plan import Plan
@@ -55,16 +55,16 @@ def follow(args: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # about how libraries use torch's internals
-    from rlhf_pipeline import runtime_build
     from rlhf_pipeline.learner.distributed import join_group, receive
+    from rlhf_pipeline.run import build
 
     recorded = args.resume and args.out and is_run(Path(args.out).expanduser())
-    default = RunFolder(Path(args.out).expanduser()).config.device if recorded else "cpu"
+    default = RunFolder.open(Path(args.out).expanduser()).config.device if recorded else "cpu"
     device = join_group(args.device or default)
     plan = receive()
     overrides = tuple((str(path), str(text)) for path, text in plan["overrides"])
     pipeline = definitions.find(plan["definition"]).pipeline(overrides)
-    runtime_build.follow(pipeline, run_dir=Path(plan["out"]), seed=plan["seed"], device=device)
+    build.follow(pipeline, run_dir=Path(plan["out"]), seed=plan["seed"], device=device)
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.errors import DataError, MissingKeyError
 
 
 class PromptRows(NamedTuple):
@@ -45,7 +45,9 @@ def prompt_rows(batch: Any) -> PromptRows:
     input_ids, rindex = _field(batch, "input_ids"), _field(batch, "prompt_rindex")
     for name, value in (("input_ids", input_ids), ("prompt_rindex", rindex)):
         if value is None:
-            raise DataError(f"the batch has no {name}; a rollout needs input_ids, attention_mask and prompt_rindex.")
+            raise MissingKeyError(
+                f"the batch has no {name}; a rollout needs input_ids, attention_mask and prompt_rindex."
+            )
     if input_ids.ndim != 2 or rindex.numel() != input_ids.shape[0]:
         raise DataError(
             f"input_ids must be [B, P] and prompt_rindex [B]; got {list(input_ids.shape)} and {list(rindex.shape)}."

@@ -15,12 +15,14 @@ from torchrl.modules.llm.policies.common import LLMWrapperBase
 from rlhf_pipeline.collectors.grading import grade
 from rlhf_pipeline.collectors.trajectories import select, trajectories
 from rlhf_pipeline.config import Collect
+from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
 from rlhf_pipeline.policies.slot_engine import WeightRefresh
 from rlhf_pipeline.policies.torchrl_wrappers import EnginePolicy, as_policy, is_torchrl_wrapper
 from rlhf_pipeline.prompts import PromptSource
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.replay.stored_groups import StoredGroups
 from rlhf_pipeline.rewards import RewardFunction
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 
@@ -60,6 +62,9 @@ class Collector:
         seed: the run's seed.
         kl_reward: the write path's KL penalty; told of rollouts that were in the store already.
 
+    Raises:
+        DefinitionError: the write path takes batches of another size than a rollout.
+
     >>> import tempfile
     >>> from rlhf_pipeline import CopyDigits, MCAdvantage, token_match
     >>> from rlhf_pipeline.policies.new_model import scratch_policy
@@ -94,6 +99,13 @@ class Collector:
         self.config = config
         self.seed = seed
         self.kl_reward = kl_reward
+        self.stored = StoredGroups(buffer.store)
+        """Where the groups are that are in the store already."""
+        if buffer.batch_groups not in (None, config.prompts_per_rollout):
+            raise DefinitionError(
+                f"MCAdvantage has batch_groups={buffer.batch_groups} and a rollout {config.prompts_per_rollout} "
+                "groups. A batch is a rollout: give both the same number."
+            )
 
     def collect(self, rollout: int, policy_version: int, *, refresh: WeightRefresh | None = None) -> Rollout:
         """Make sure that rollout number `rollout` is in the store, whole.
@@ -114,7 +126,7 @@ class Collector:
         first = rollout * self.config.prompts_per_rollout
         cursors = np.arange(first, first + self.config.prompts_per_rollout)
         # Looked up each time: a ring may have evicted part of what a resumed run replays.
-        stored = self.buffer.store.read_scalars("group_id", self._rows_of(cursors))
+        stored = self.buffer.store.read_scalars("group_id", self.stored.rows(first, first + len(cursors) - 1))
         missing = np.bincount(stored - first, minlength=len(cursors)) < self.config.group_size
         if not missing.any():
             self.observe(cursors)
@@ -137,7 +149,9 @@ class Collector:
         grades = grade(self.reward, [prompts[index] for index in completions.prompt_index], texts)
         # The whole rollout is sampled even if only some groups are missing: batch composition moves the last
         # bits of a log-prob, and a resumed run must equal the straight one.
-        rows = missing[completions.prompt_index]
+        # Where the advantage needs the whole rollout, all of it is written; of a trajectory that is in the store twice
+        # the newest row counts.
+        rows = (missing | (self.buffer.batch_groups is not None))[completions.prompt_index]
         self.buffer.extend(
             trajectories(
                 prompts,
@@ -179,9 +193,7 @@ class Collector:
 
     def _rows_of(self, cursors: np.ndarray) -> np.ndarray:
         """Return the row ids of the groups from the first to the last cursor, int64, in the order of arrival."""
-        store = self.buffer.store
-        groups = store.read_scalars("group_id")
-        return store.ids()[(groups >= cursors[0]) & (groups <= cursors[-1])]
+        return self.stored.rows(int(cursors[0]), int(cursors[-1]))
 
     @staticmethod
     def _summary(

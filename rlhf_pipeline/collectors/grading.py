@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rlhf_pipeline.errors import RewardError
+from rlhf_pipeline.errors import RewardError, plain
 from rlhf_pipeline.prompts import Prompt
 from rlhf_pipeline.rewards import RewardFunction
 
@@ -63,11 +63,11 @@ def _grade_one(reward: RewardFunction, prompt: Prompt, completion: str) -> Grade
 
 
 def describe_error(error: Exception) -> str:
-    """Return one line that can be stored, whatever the user's exception says or fails to say."""
+    """Return one line that can be stored and printed, whatever the user's exception says or fails to say."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001 - its own __str__ is user code as well
         text = "(its message cannot be read)"
-    line = " ".join(text.split()).encode("utf-8", "replace").decode()
+    line = plain(" ".join(text.split()).encode("utf-8", "replace").decode())
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {line} ({frame.filename}:{frame.lineno})"

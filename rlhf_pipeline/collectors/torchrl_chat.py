@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from rlhf_pipeline import keys
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.errors import DataError, IncompleteError, MissingKeyError
 from rlhf_pipeline.policies._td_output import history_messages
 
 __all__ = ["ChatTrajectories"]
@@ -180,7 +180,7 @@ def _trajectories(td: TensorDictBase) -> list[list[Any]]:
             out.append(current)
             current = []
     if current:
-        raise DataError(
+        raise IncompleteError(
             f"The last trajectory of the batch is not complete: {len(current)} turns have no end. Collect whole ones "
             f"with {_OPTIONS}."
         )
@@ -190,7 +190,7 @@ def _trajectories(td: TensorDictBase) -> list[list[Any]]:
 def _tokens(turn: Any, name: str, number: int) -> Tensor:
     value = turn.get(("tokens", name), None)
     if value is None:
-        raise DataError(f"Turn {number} has no ('tokens', {name!r}). Sample with a policy that returns tokens.")
+        raise MissingKeyError(f"Turn {number} has no ('tokens', {name!r}). Sample with a policy that returns tokens.")
     return value.reshape(-1).long().cpu()
 
 

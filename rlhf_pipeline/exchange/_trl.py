@@ -131,10 +131,14 @@ def _pairs(ids: torch.Tensor, mask: torch.Tensor) -> zip[tuple[np.ndarray, np.nd
 
 
 def flush_callback(recorder: TrajectoryRecorder) -> Any:
-    """Return a `TrainerCallback` that flushes a recorder when the trainer saves and when it ends."""
+    """Return a `TrainerCallback` that flushes a recorder when the trainer saves and ends, and tells it of a resume."""
     from transformers import TrainerCallback
 
     class Flush(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step:
+                recorder.resume(int(state.global_step))
+
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             recorder.flush()
 

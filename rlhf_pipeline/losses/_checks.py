@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.functional.aggregation import canonical_aggregation
+from rlhf_pipeline.functional.kl import KLEstimator
 from rlhf_pipeline.losses._batch import MaskingStrategy
-from rlhf_pipeline.losses._terms import Head, KLEstimator, Level, Objective
+from rlhf_pipeline.losses._terms import Head, Level, Objective
 
-__all__ = ["check_arguments", "refuse_unknown"]
+__all__ = ["REFUSED", "check_arguments"]
 
-_REFUSED = {
+REFUSED = {
     "critic_network": "GRPO has no critic; its baseline is the group. Leave it out.",
     "advantage_key": "use set_keys(advantage=...).",
     "value_key": "GRPO has no value network.",
     "separate_losses": "there is no critic to separate from.",
     "functional": "the parameters stay in the actor; there is no functional copy.",
 }
-
-
-def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise `DefinitionError` for the first name, with the reason or the nearest known name."""
-    for name in names:
-        reason = _REFUSED.get(name)
-        if reason is not None:
-            raise DefinitionError(f"GRPOLoss takes no {name}: {reason}")
-        raise DefinitionError(f"GRPOLoss takes no {name!r}.{did_you_mean(name, known)}")
 
 
 def check_arguments(s: Any, *, gamma: float | None, clip_value: bool | float | None, token_level: bool) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.stored import Context, Stored
 from rlhf_pipeline.rewards import RewardFunction
+from rlhf_pipeline.run.folder import RunFolder
 
 TOLERANCE = 1e-5
 """Rewards are stored as float32; a difference above this is a disagreement."""
@@ -138,7 +138,7 @@ def inspect_store(
     prompt_tokens = np.zeros(num, np.int64) if prompt_lengths is None else prompt_lengths.astype(np.int64)
     graded = np.empty(0) if rewards is None else rewards[np.isfinite(rewards)].astype(np.float64)
     sizes = distinct(groups)[1] if groups is not None else np.empty(0, np.int64)
-    curve = run.reward_points() if run is not None else []
+    first_reward, last_reward = run.first_and_last("task_reward") if run is not None else (None, None)
     finish_reasons = stored.texts("finish_reason", ids)
     reasons = Counter(finish_reasons)
     check = None
@@ -159,8 +159,8 @@ def inspect_store(
         num_failed=reasons["failed"],
         first_failed_id=int(ids[finish_reasons.index("failed")]) if reasons["failed"] else None,
         mean_reward=float(graded.mean()) if len(graded) else None,
-        first_reward=curve[0][1] if curve else None,
-        last_reward=curve[-1][1] if curve else None,
+        first_reward=first_reward,
+        last_reward=last_reward,
         size_bytes=disk_usage(stored.path),
         reward_check=check,
         not_checked=None if check is not None else why_no_reward or "the store has no column task_reward",

@@ -15,10 +15,11 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Transform
 from torchrl.modules.llm.policies.common import LLMWrapperBase
 
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.data.trajectories import Flat, Trajectories
+from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.keys import Key
-from rlhf_pipeline.transforms.kl_controllers import ConstantKLController, KLController
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+from rlhf_pipeline.transforms.kl_controllers import KLController
+from rlhf_pipeline.transforms.kl_reward import KLRewardTransform, constant_controller, refuse_arguments
 
 
 def is_actor(model: object) -> bool:
@@ -49,8 +50,10 @@ class ActorKLRewardTransform(KLRewardTransform):
         requires_grad: True makes the copy's parameters require gradients and keeps the graph.
         log_prob_key: log-prob of the action; asked of the actor when None.
         action_key: the action; the environment's, or the actor's first output, when None.
+        device: where the copy runs; None leaves it where the actor is.
         add_to_reward: False leaves the reward as it is and only writes the penalty.
         controller: gives the coefficient; it is not updated from here.
+        **unknown: refused, with the reason for those of TorchRL.
 
     Raises:
         DefinitionError: if no actor is given, or more keys than there is use for.
@@ -77,14 +80,22 @@ class ActorKLRewardTransform(KLRewardTransform):
         coef: float | Tensor = 1.0,
         in_keys: str | Sequence[Any] | None = None,
         out_keys: str | Sequence[Any] | None = None,
+        requires_grad: bool = False,
         *,
         actor: Any = None,
-        requires_grad: bool = False,
         log_prob_key: Key | None = None,
         action_key: Key | None = None,
+        device: torch.device | str | None = None,
         add_to_reward: bool = True,
         controller: KLController | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_arguments(ActorKLRewardTransform, unknown)
+        if not isinstance(requires_grad, bool):
+            raise DefinitionError(
+                f"the fifth argument of the actor form is requires_grad, True or False, not {requires_grad!r}. Pass "
+                "log_prob_key= and those after it by name."
+            )
         model = ref_model if ref_model is not None else actor
         if not is_actor(model) or (ref_model is not None and actor is not None):
             raise DefinitionError("ActorKLRewardTransform needs one actor with get_dist, as ref_model or as actor.")
@@ -97,6 +108,9 @@ class ActorKLRewardTransform(KLRewardTransform):
         self.reward_out_key = unravel_key(names[0])
         self.kl_key = unravel_key(names[1]) if len(names) == 2 else None
         frozen = deepcopy(model)
+        self.device = None if device is None else torch.device(device)
+        if self.device is not None:
+            frozen.to(self.device)
         for parameter in frozen.parameters():
             parameter.requires_grad_(requires_grad)
         self.frozen_actor = frozen
@@ -104,8 +118,13 @@ class ActorKLRewardTransform(KLRewardTransform):
         self.action_key = action_key
         self.log_prob_key = log_prob_key if log_prob_key is not None else _log_prob_key(model)
         self.add_to_reward = add_to_reward
-        self.controller = controller or ConstantKLController(kl_coef=float(coef))
+        self.controller = controller or constant_controller(coef)
         self.stats = {}
+
+    def new_columns(self, batch: Trajectories, *, writing: bool) -> dict[Key, Flat]:
+        """None: on the write path the steps have been through the environment already."""
+        del batch, writing
+        return {}
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         return tensordict
@@ -125,15 +144,16 @@ class ActorKLRewardTransform(KLRewardTransform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         action = tensordict.get(self._action(), None)
         if action is None:
-            raise DataError(f"the step has no action under {self._action()!r}; pass action_key=")
+            raise MissingKeyError(f"the step has no action under {self._action()!r}; pass action_key=")
         log_prob = tensordict.get(self.log_prob_key, None)
         if log_prob is None:
-            raise DataError(
+            raise MissingKeyError(
                 f"the step has no log-prob under {self.log_prob_key!r}; build the actor with return_log_prob=True"
             )
         with contextlib.nullcontext() if self.requires_grad else torch.no_grad():
-            dist = self.frozen_actor.get_dist(tensordict.clone(recurse=False))
-            reference = dist.log_prob(action)
+            inputs = tensordict.clone(recurse=False) if self.device is None else tensordict.to(self.device)
+            dist = self.frozen_actor.get_dist(inputs)
+            reference = dist.log_prob(action if self.device is None else action.to(self.device)).to(log_prob.device)
             reward = next_tensordict.get(self.reward_key)
             kl = (log_prob - reference).reshape(reward.shape)
             shaped = reward - self.coef * kl if self.add_to_reward else reward

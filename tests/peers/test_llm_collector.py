@@ -240,3 +240,23 @@ def test_what_is_missing_is_named(tiny):
     named = step(tiny, query=NonTensorData("why?"))
     got: Any = ChatTrajectories(group_key="query").inv(lazy_stack([named]))
     assert got[0]["query"] == "why?"
+
+
+def test_the_penalty_in_the_environment(tiny):
+    """As the reference page uses it: `KLRewardTransform` appended to a `ChatEnv`, a reward per token of each turn."""
+    tokenizer = tiny.tokenizer()
+    policy = CausalLMPolicy(
+        tiny.model(tokenizer), tokenizer, input_mode="history", generate=True, prefer_tokens=True, max_new_tokens=5
+    )
+    reference = CausalLMPolicy(tiny.model(tokenizer, seed=1), tokenizer)
+    env = environment(tokenizer, turns=2).append_transform(KLRewardTransform(reference, coef=0.5))
+    turns = env.rollout(2, policy)[0]
+    for turn in turns.unbind(0):
+        full, said = turn["tokens", "full"], turn["masks", "all_assistant_mask"]
+        want = tiny.naive(reference.model, full)[said]
+        k1 = turn["log_probs", "full"][said].double() - want
+        torch.testing.assert_close(turn["next", "kl_penalty"][said].double(), k1, rtol=0, atol=1e-5)
+        length = float(len(turn["history"].full[-1].content))
+        shaped = turn["next", "reward"].double()
+        assert float(shaped.sum()) == pytest.approx(length - 0.5 * float(k1.sum()), abs=1e-4)
+        assert bool((shaped[~said] == 0).all())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_pipeline.exchange import TrajectoryRecorder
-from rlhf_pipeline.run_lock import run_lock
+from rlhf_pipeline.run.folder import RunFolder
 from trajectory_store import TrajectoryStore, copy_rows
 
 from .conftest import Cli
@@ -106,7 +106,7 @@ def test_a_live_writer_is_not_disturbed(cli: Cli, pieces: Path):
 def test_a_run_or_a_recorder_is_not_disturbed(cli: Cli, pieces: Path):
     """A run whose lock is held, by one process or several, and a recorder that has not written yet are refused."""
     for shared in (False, True):
-        with run_lock(pieces, shared=shared):
+        with RunFolder(pieces).lock(shared=shared):
             for path in (pieces, pieces / "store"):
                 shown = cli("compact", path)
                 assert (shown.code, shown.out) == (2, "")

@@ -24,10 +24,10 @@ from rlhf_pipeline import (
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.policies.new_model import scratch_policy
-from rlhf_pipeline.rerun import plan_rerun, retake
-from rlhf_pipeline.runtime import run
+from rlhf_pipeline.run.ledger import Ledger
+from rlhf_pipeline.run.retake import plan_rerun, retake
+from rlhf_pipeline.run.start import run
 
 
 def trajectory(number: int, reward: float, version: int, log_prob: float = -2.0) -> TensorDict:
@@ -106,10 +106,10 @@ def test_a_use_limit_counts_what_the_ledger_says(make_learner):
     """With two uses at most, 16 trajectories fill five batches of six and a rest of two, after a restart too."""
     learner = make_learner(Sample(strategy="uniform", max_uses=2), max_staleness=99)
     sizes = [int(learner.step(step)["num_trajectories"]) for step in range(4, 7)]
-    learner.ledger = Ledger(learner.ledger.path)
+    learner.ledger = Ledger(learner.ledger.rows.path)
     sizes += [int(learner.step(step)["num_trajectories"]) for step in range(7, 10)]
     assert sizes == [6, 6, 6, 6, 6, 2]
-    used = np.concatenate([row["row_ids"] for row in learner.ledger.rows()])
+    used = np.concatenate([row["row_ids"] for row in learner.ledger.rows])
     assert np.bincount(used, minlength=16).tolist() == [2] * 16
     with pytest.raises(DataError, match=r"sample\.strategy=uniform, sample\.max_uses=2"):
         learner.step(10)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from rlhf_pipeline import GRPOLoss
 from rlhf_pipeline.errors import DataError, DefinitionError
@@ -116,7 +117,7 @@ def test_kl_estimators_in_the_loss(tiny, kind, value, slope):
 
 
 def test_kl_with_importance_weight(tiny):
-    """With stale samples the KL is weighted by the ratio; a clipped weight has no gradient."""
+    """With stale samples k2 is weighted by a constant: the policy over the sampler, within the clip bounds."""
     actor, td = one_row(tiny, [-1.0, -1.0], [-1.1, -3.0], [0.0, 0.0], ref=[-1.5, -1.5])
     out, gradient = run(
         actor,
@@ -128,7 +129,7 @@ def test_kl_with_importance_weight(tiny):
     )
     w = math.exp(0.1)
     assert out.loss_kl_to_ref.item() == pytest.approx(0.125 * (w + 1.2))
-    assert gradient == pytest.approx([w * 0.5 + w * 0.125, 1.2 * 0.5])
+    assert gradient == pytest.approx([w * 0.5, 1.2 * 0.5])
 
 
 def test_a_reference_that_is_not_finite_has_no_kl(tiny):
@@ -255,3 +256,71 @@ def test_wrong_shapes_and_missing_parts_are_named(tiny):
     td["advantage"] = td["advantage"][:, :4]
     with pytest.raises(DataError, match=r"\[4, 4\] but the tokens have \[4, 9\]"):
         GRPOLoss(policy)(td)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3+"])
+def test_the_weighted_kl_of_a_policy_has_the_exact_gradient_off_policy(estimator, decoupled):
+    """All tokens of a vocabulary, each counted by the sampler's chance: the gradient is that of the KL, exactly."""
+    vocab, g = 7, torch.Generator().manual_seed(0)
+
+    class Bandit(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head_weight = torch.nn.Parameter(torch.randn(vocab, 1, generator=g, dtype=torch.float64))
+
+        def hidden_states(self, input_ids, attention_mask):
+            return torch.ones(*input_ids.shape, 1, dtype=torch.float64)
+
+    policy = Bandit()
+    logits = policy.head_weight.detach()[:, 0]
+    ref = (logits + torch.randn(vocab, generator=g, dtype=torch.float64)).log_softmax(0)
+    sampler = (logits + 0.7 * torch.randn(vocab, generator=g, dtype=torch.float64)).log_softmax(0)
+
+    def after_a_prompt(values):
+        return torch.stack([torch.zeros(vocab, dtype=torch.float64), values], 1)
+
+    mask = torch.tensor([[False, True]] * vocab)
+    td = TensorDict(
+        {
+            "tokens": {"full": torch.tensor([[0, token] for token in range(vocab)])},
+            "masks": {"all_assistant_mask": mask, "all_attention_mask": torch.ones_like(mask)},
+            "log_probs": {"full": after_a_prompt(sampler)},
+            "prox_log_probs": {"full": after_a_prompt(logits.log_softmax(0))},
+            "next": {"ref_log_probs": {"full": after_a_prompt(ref)}},
+            "advantage": torch.zeros(vocab, 2, dtype=torch.float64),
+            "loss_weight": after_a_prompt(sampler.exp()),
+        },
+        [vocab],
+    )
+    log_p = policy.head_weight[:, 0].log_softmax(0)
+    (want,) = torch.autograd.grad((log_p.exp() * (log_p - ref)).sum(), policy.head_weight)
+    out = GRPOLoss(
+        policy,
+        entropy_bonus=False,
+        kl_to_ref_coeff=1.0,
+        kl_estimator=estimator,
+        kl_importance_weight=True,
+        clip_epsilon=(0.999, 1e6),
+        decoupled=decoupled,
+    )(td)
+    (found,) = torch.autograd.grad(out.loss_kl_to_ref, policy.head_weight)
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("key", [("prox_log_probs", "full"), REF])
+def test_a_token_without_a_finite_log_prob_leaves_loss_and_count(tiny, key, bad):
+    """A proximal or reference log-prob that is not finite acts as if the mask had left the token out."""
+    policy = tiny.Policy()
+    td = tiny.make_batch(policy)
+    td["prox_log_probs", "full"] = td[LOG_PROBS] + 0.1
+    hurt, masked = td.clone(), td.clone()
+    hurt[key][0, 5] = bad
+    masked[MASK][0, 5] = False
+    loss = GRPOLoss(policy, decoupled=True, kl_to_ref_coeff=0.1)
+    got, want = loss(hurt), loss(masked)
+    for name, value in want.items():
+        torch.testing.assert_close(got.get(name), value, rtol=1e-5, atol=1e-6, msg=name)
+    assert tiny.relative(tiny.gradient(policy, got.total_loss()), tiny.gradient(policy, want.total_loss())) < 1e-6
+    assert torch.isfinite(GRPOLoss(policy, decoupled=True)(hurt).total_loss())

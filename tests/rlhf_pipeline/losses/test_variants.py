@@ -123,7 +123,8 @@ def plain(policy, td, s: dict[str, Any]):
                     k3 = (-d).exp() - 1 + d
                     kl = {"k2": d**2 / 2, "k3": k3, "k3+": d**2 / 2 + (k3 - d**2 / 2).detach()}[kind]
                     if s.get("kl_importance_weight"):
-                        kl = kl * (lp[t] - lo[t]).exp().clamp(1 - low, 1 + high)
+                        weight = (lp[t] - lb[t]).exp().clamp(1 - low, 1 + high)
+                        kl = kl * (weight if kind == "k3" else weight.detach())
                     loss = loss + s[coefficient] * kl
             total = total + loss * (1 / (len(rows) * len(at)) if s.get("aggregation") == "sequence_mean" else 1 / count)
     return total
@@ -153,7 +154,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "k3": {"kl_to_ref_coeff": 0.2, "kl_estimator": "k3"},
     "k3+": {"kl_to_ref_coeff": 0.2, "kl_estimator": "k3+"},
     "both KL terms": {"kl_to_ref_coeff": 0.2, "kl_to_inference_coeff": 0.3, "kl_estimator": "k3"},
-    "weighted KL": {"kl_to_ref_coeff": 0.2, "kl_estimator": "k2", "kl_importance_weight": True},
+    "weighted k2": {"kl_to_ref_coeff": 0.2, "kl_estimator": "k2", "kl_importance_weight": True},
+    "weighted k3": {"kl_to_ref_coeff": 0.2, "kl_estimator": "k3", "kl_importance_weight": True},
+    "weighted k3+": {"kl_to_ref_coeff": 0.2, "kl_estimator": "k3+", "kl_importance_weight": True, "decoupled": True},
     "entropy": {"entropy_coeff": 0.05},
     "everything": {
         "decoupled": True,

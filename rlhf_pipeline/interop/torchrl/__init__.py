@@ -1,0 +1,1 @@
+"""What exists here because TorchRL documents it."""
