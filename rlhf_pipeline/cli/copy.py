@@ -12,7 +12,7 @@ from rlhf_pipeline.report.words import count, duration
 
 HELP = "copy a store, whole or in part, to either backend"
 DETAILS = """\
-Copies trajectories in the order of arrival, all columns, later values (patches) folded in. The copy is a
+Copies trajectories in the order of arrival, all columns, later values folded in. The copy is a
 store of its own with new ids, not a run; trajectory_id stays. With --backend zarr it is sealed: sharded,
 zstd-compressed Zarr groups, read by plain Zarr too, and half the size or less. A filter is written as for
 `export`.

@@ -301,30 +301,16 @@ class TrajectoryStorage(Storage):
         return self.store.read(np.asarray(row_ids, dtype=np.int64), [column])[column]
 
     def update(self, row_ids: Any, **values: Any) -> None:
-        """Give columns later values for some rows, for all processes at once.
+        """Give columns later values for some rows; other processes see them at their next refresh.
 
         Args:
             row_ids: the rows.
-            **values: by column name: one value per row, one for all, or ragged ones as `TrajectoryStore.patch` takes.
+            **values: by column name: one value per row, one for all, or ragged ones as `TrajectoryStore.update` takes.
         """
-        ids = np.asarray(row_ids, dtype=np.int64).reshape(-1)
         arrays = {k: v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-        mutable = {k: v for k, v in arrays.items() if k in self.store.schema and self.store.schema[k].mutable}
-        fixed = {k: v for k, v in arrays.items() if k not in mutable}
-        if mutable:
-            self.store.update(ids, **mutable)
-        if fixed:
-            self.patch(ids, **fixed)
-
-    def patch(self, row_ids: Any, **values: Any) -> None:
-        """Give later values of columns that are fixed once written, such as reference log-probs scored elsewhere.
-
-        Args:
-            row_ids: the rows.
-            **values: by column name, as `TrajectoryStore.patch` takes them.
-        """
-        self.store.patch(np.asarray(row_ids, dtype=np.int64).reshape(-1), **values)
-        self._bump_mutation_revision()
+        self.store.update(np.asarray(row_ids, dtype=np.int64).reshape(-1), **arrays)
+        if not all(self.store.schema[name].mutable for name in arrays):
+            self._bump_mutation_revision()
 
     def row_ids(self, index: Any = None) -> np.ndarray:
         """The store's ids of some slots, int64 `[B]`; of all slots when None.

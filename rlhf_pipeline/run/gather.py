@@ -198,7 +198,7 @@ class Gatherer:
         )
         new = {"advantage": found.advantages.numpy(), "degenerate": found.degenerate.numpy()}
         if any(not np.array_equal(self.target.read_scalars(name, ids), values) for name, values in new.items()):
-            self.target.patch(ids, **new)
+            self.target.update(ids, **new)
 
     def _num_done(self) -> int:
         """Return how many of the chosen rows an earlier try has dealt with: those up to the last one in the store."""
@@ -232,7 +232,7 @@ class Gatherer:
         choice, schema = self.choice, self.target.schema
         rows = choice.row[start:end]
         try:
-            batch = source.read_batch(rows, schema)
+            batch = source.read_batch(rows, schema).fitted(schema)
         except MissingRowError as error:
             raise DataError(
                 f"{source.path} has lost trajectories that this run was started with ({error}). They were evicted; "
@@ -253,9 +253,9 @@ class Gatherer:
         }
         everywhere = np.ones(n, bool)
         for name, given in fixed.items():
-            _put(batch, schema, name, given, everywhere)
+            batch.put(schema[name], given, everywhere)
         keep = self._complete(batch, schema)
-        return batch if keep.all() else _rows_of(batch, schema, keep)
+        return batch if keep.all() else batch.rows(keep, schema)
 
     def _complete(self, batch: Batch, schema: Schema) -> Bools:
         """Compute what rows lack, in place; return which rows stay."""
@@ -277,17 +277,17 @@ class Gatherer:
         for name, rows in (("log_probs", no_behaviour), ("ref_log_probs", no_reference)):
             if rows.any():
                 at = np.repeat(rows, lengths)
-                _put(batch, schema, name, np.where(at, scored, values[name]), rows)
+                batch.put(schema[name], np.where(at, scored, values[name]), rows)
         self._grade(batch, schema, mask, whole, codes)
         flags = no_behaviour * 1 + no_reference * 2 + whole * _ADVANTAGE
-        _put(batch, schema, COMPUTED.name, flags, whole)
+        batch.put(schema[COMPUTED.name], flags, whole)
         degenerate = values["degenerate"].astype(bool) & whole
         if self.pipeline.write.estimator == "reinforce_pp":
             degenerate[:] = False  # its baseline is the whole set, which may have spread where a group has none
         if self.pipeline.write.zero_variance == "drop":
             keep = ~degenerate
         elif self.pipeline.write.zero_variance == "mark" and degenerate.any():
-            _put(batch, schema, "priority", np.where(degenerate, 0.0, values["priority"]), degenerate)
+            batch.put(schema["priority"], np.where(degenerate, 0.0, values["priority"]), degenerate)
         return keep
 
     def _scores(self, batch: Batch, mask: Bools, rows: Bools, lengths: Ints) -> npt.NDArray[np.float32]:
@@ -336,7 +336,7 @@ class Gatherer:
         ):
             whole_column = np.array(values[name])
             whole_column[at] = new
-            _put(batch, schema, name, whole_column, whole)
+            batch.put(schema[name], whole_column, whole)
 
     def _penalty(self, columns: Mapping[Key, Flat], spoken: Tensor) -> dict[str, Tensor]:
         """The task rewards, and the rounding of returns that the KL penalty is a part of."""
@@ -369,30 +369,6 @@ def _axis(schema: Schema) -> str:
     if axis is None:
         raise DataError("the column 'input_ids' holds one number per trajectory; it must be ragged.")
     return axis
-
-
-def _put(batch: Batch, schema: Schema, name: str, values: npt.NDArray[Any], given: Bools) -> None:
-    """Set a column of a batch, and note for which rows it was given."""
-    column = schema[name]
-    batch.values[name] = np.ascontiguousarray(values.astype(column.np_dtype, copy=False))
-    for bit, optional in enumerate(schema.optional):
-        if optional.name == name:
-            batch.present |= given.astype(np.uint64) << np.uint64(bit)
-
-
-def _rows_of(batch: Batch, schema: Schema, keep: Bools) -> Batch:
-    """Return some rows of a batch."""
-    values: dict[str, npt.NDArray[Any]] = {}
-    for column in schema:
-        inside = keep if column.axis is None else np.repeat(keep, batch.lengths[column.axis])
-        values[column.name] = batch.values[column.name][inside]
-    return dataclasses.replace(
-        batch,
-        n_rows=int(np.count_nonzero(keep)),
-        values=values,
-        lengths={axis: found[keep] for axis, found in batch.lengths.items()},
-        present=batch.present[keep],
-    )
 
 
 def _any(flags: Bools, lengths: Ints) -> Bools:

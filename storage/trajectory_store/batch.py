@@ -55,6 +55,32 @@ class Batch:
                 all_rows |= 1 << i
         return bits | np.uint64(all_rows)
 
+    def put(self, column: Column, values: npt.NDArray[Any], given: npt.NDArray[np.bool_]) -> None:
+        """Set the values of a column, and note which rows were given one beside those that were before."""
+        name = column.name
+        if name not in self.values or name in self.filled:
+            before = np.zeros(self.n_rows, bool)
+        else:
+            before = self.partial.get(name, np.ones(self.n_rows, bool))
+        self.values[name] = np.ascontiguousarray(values.astype(column.np_dtype, copy=False))
+        self.filled -= {name}
+        self.partial[name] = before | given
+
+    def rows(self, keep: npt.NDArray[np.bool_], schema: Schema) -> Batch:
+        """Some of the rows; `keep` is `[n_rows]` bool."""
+        values: dict[str, npt.NDArray[Any]] = {}
+        for name, flat in self.values.items():
+            axis, width = schema[name].axis, schema[name].width
+            values[name] = flat[keep if axis is None else np.repeat(keep, self.lengths[axis] * width)]
+        return Batch(
+            int(np.count_nonzero(keep)),
+            values,
+            {axis: lengths[keep] for axis, lengths in self.lengths.items()},
+            {name: mask[keep] for name, mask in self.partial.items()},
+            {name: array[keep] for name, array in self.extra.items()},
+            self.filled,
+        )
+
 
 _LARGEST = {size: int(np.iinfo(f"i{size}").max) for size in (1, 2, 4, 8)}
 

@@ -13,10 +13,9 @@ from trajectory_store import Column, CorruptionError, RaggedArray, Schema, Traje
 from trajectory_store.testing import example_rows, example_schema, same_rows
 
 zarr = pytest.importorskip("zarr")
-from zarr.storage import LocalStore, MemoryStore, WrapperStore  # noqa: E402
-
 from trajectory_store._remote import Remote  # noqa: E402
 from trajectory_store._zarr_shard import read_sharded  # noqa: E402
+from zarr.storage import LocalStore, MemoryStore, WrapperStore  # noqa: E402
 
 
 class Counting(WrapperStore):

@@ -36,9 +36,9 @@ def in_pieces(run: Path, folder: Path) -> Path:
     with TrajectoryStore.open(run / "store") as source:
         with TrajectoryStore.create(folder / "store", source.schema, segment_rows=10) as target:
             ids = copy_rows(source, target, batch_rows=5)
-            target.patch(ids[:9], advantage=np.arange(9))
+            target.update(ids[:9], advantage=np.arange(9))
         with TrajectoryStore.open(folder / "store", "a") as again:
-            again.patch(ids[40:], completion=["later"] * 8)
+            again.update(ids[40:], completion=["later"] * 8)
     return folder
 
 

@@ -79,7 +79,7 @@ def test_where_two_runs_part(cli: Cli, run_dir: Path, twin: Path):
     change_rows(twin / "metrics.jsonl", 5, loss=0.5, task_reward=2.0)
     append_row(twin / "metrics.jsonl", {"step": 13})
     with TrajectoryStore.open(twin / "store", "a") as store:
-        store.patch([2], advantage=[0.75 + float(store.read([2])["advantage"][0])], completion=["123"])
+        store.update([2], advantage=[0.75 + float(store.read([2])["advantage"][0])], completion=["123"])
     lines = cli("diff", run_dir, twin).out.splitlines()
     assert lines[2:5] == ["config.json", "  seed               0 | 1", "  pipeline.learn.lr  0.002 | 0.5"]
     assert "  only on the right: 1 step, 13" in lines

@@ -278,7 +278,7 @@ def test_scored_later(storage, make_rows):
     rows = make_rows([4, 5], ref=False)
     put(storage, lazy_stack(rows))
     ref = np.array([np.nan, np.nan, -0.5, -0.25], np.float32)
-    storage.patch(storage.row_ids([0]), ref_log_probs=[ref])
+    storage.update(storage.row_ids([0]), ref_log_probs=[ref])
     assert storage.get([0])[keys.REF_LOG_PROBS][0].tolist() == [0.0, 0.0, -0.5, -0.25]
 
 

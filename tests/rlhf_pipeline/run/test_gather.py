@@ -138,7 +138,7 @@ def test_a_group_is_completed_whole_where_one_member_lacks_something(tmp_path):
     """One trajectory without an advantage: its group gets new ones, by hand; the other group keeps its own."""
     source = make_store(tmp_path / "source", groups=(2, 2), rewards=[1.0, 0.0, 1.0, 0.0])
     with TrajectoryStore.open(source, "a") as given:
-        given.patch(given.ids()[:1], advantage=[math.nan])
+        given.update(given.ids()[:1], advantage=[math.nan])
         kept = given.read_scalars("advantage")[2:].tolist()
     with gathered(offline(source), tmp_path / "own") as own:
         assert own.read_scalars("advantage").tolist() == [0.5, -0.5, *kept]
@@ -191,7 +191,7 @@ def test_groups_are_brought_together_and_rows_without_ids_get_their_own(tmp_path
     source, mixed = make_store(tmp_path / "source", groups=(2, 2, 1)), tmp_path / "mixed"
     with TrajectoryStore.open(source) as given, TrajectoryStore.create(mixed, given.schema) as store:
         copy_rows(given, store, given.ids()[[0, 2, 1, 4, 3]])
-        store.patch(store.ids()[3:4], group_id=[-1], trajectory_id=[-1])
+        store.update(store.ids()[3:4], group_id=[-1], trajectory_id=[-1])
     with gathered(offline(mixed), tmp_path / "own") as own:
         assert own.read_scalars("group_id").tolist() == [0, 0, 1, 1, 2]
         assert own.read_scalars("trajectory_id").tolist() == [0, 1, 2, 3, 4]
@@ -213,7 +213,7 @@ def test_trajectory_ids_that_start_anew_in_each_group_are_numbered_through(tmp_p
     """They name no row by themselves; none is taken for another group's trajectory stored again."""
     source = make_store(tmp_path / "source", groups=(2, 2))
     with TrajectoryStore.open(source, "a") as store:
-        store.patch(store.ids(), trajectory_id=[0, 1, 0, 1])
+        store.update(store.ids(), trajectory_id=[0, 1, 0, 1])
     choice = choose(Replay(stores=(str(source),)), LIMITS)
     assert choice.trajectory_id.tolist() == [0, 1, 2, 3]
     assert choice.sources[0].num_repeated == 0
