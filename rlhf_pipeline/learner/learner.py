@@ -240,7 +240,7 @@ class Learner:
             row_ids, ages = self.chosen_rows(step)
         elif ages is None:
             ages = version - store.read_scalars("policy_version", row_ids)
-        uses = None if self._uses is None else self._uses.before(step, row_ids)
+        uses = None if self._uses is None else self._uses.before(step, store.read_scalars("trajectory_id", row_ids))
         if len(row_ids) == 0:
             self._notices.append(f"step {step} has nothing to learn from: every group was without spread and dropped.")
         if self.shards is not None:
@@ -363,7 +363,7 @@ class Learner:
             return row_ids, ages
         uses = np.zeros(len(row_ids), np.int64)
         if self._uses is not None and limited:
-            uses = self._uses.before(step, row_ids)
+            uses = self._uses.before(step, self.buffer.store.read_scalars("trajectory_id", row_ids))
         view = StoreView(self.buffer.store, row_ids, version=step - 1, uses=uses)
         chosen = np.sort(self._sampler.select(view, self.batch_size, seed=self.seed, step=step))
         if len(chosen) == 0 and not self.may_be_empty:
