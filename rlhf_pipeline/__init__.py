@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from rlhf_pipeline.collectors.collector import Collector
-    from rlhf_pipeline.collectors.rollout_from_model import RolloutFromModel
     from rlhf_pipeline.config import (
         GRPO,
         Buffer,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.functional.advantage import group_advantage
     from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
     from rlhf_pipeline.interop.torchrl.losses import DAPO, CISPOLoss
+    from rlhf_pipeline.interop.torchrl.rollout_from_model import RolloutFromModel
     from rlhf_pipeline.learner.learner import Learner
     from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
     from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
@@ -87,7 +87,7 @@ _HEAVY = {
     "RetrieveLogProb": "rlhf_pipeline.transforms.retrieve_log_prob",
     "Text": "rlhf_pipeline.policies.containers",
     "Tokens": "rlhf_pipeline.policies.containers",
-    "RolloutFromModel": "rlhf_pipeline.collectors.rollout_from_model",
+    "RolloutFromModel": "rlhf_pipeline.interop.torchrl.rollout_from_model",
     "TrajectoryReplayBuffer": "rlhf_pipeline.replay.buffer",
     "TrajectoryStorage": "rlhf_pipeline.replay.storage",
     "group_advantage": "rlhf_pipeline.functional.advantage",
@@ -96,6 +96,9 @@ _HEAVY = {
     "kl_k3": "rlhf_pipeline.functional.kl",
 }
 """Names that need torch, and the modules that define them."""
+
+_ADAPTED = frozenset({"CausalLMPolicy", "Collector", "GRPOLoss", "KLRewardTransform", "RetrieveLogProb"})
+"""Names that take a policy, or what an adapter makes one of."""
 
 __all__ = [
     "Buffer",
@@ -127,6 +130,8 @@ def __getattr__(name: str) -> Any:
     module = _LIGHT.get(name) or _HEAVY.get(name)
     if module is None:
         raise AttributeError(f"module 'rlhf_pipeline' has no attribute '{name}'")
+    if name in _ADAPTED:
+        importlib.import_module("rlhf_pipeline.interop.torchrl")  # so that they take TorchRL's wrappers
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

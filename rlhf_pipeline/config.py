@@ -22,6 +22,9 @@ from rlhf_pipeline.settings import Settings, setting
 
 Estimator = Literal["grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "dr_grpo"]
+Objective = Literal["grpo", "cispo", "gspo"]
+KLEstimator = Literal["k3+", "k3", "k2"]
+Level = Literal["token", "sequence"]
 
 
 def _lora_rules(targets: str) -> list[tuple[bool, str]]:
@@ -302,16 +305,17 @@ class Replay(Settings):
 class GRPO(Settings):
     """The loss."""
 
-    objective: Literal["grpo", "cispo", "gspo"] = setting(
+    objective: Objective = setting(
         "grpo",
         help="PPO's clip on token ratios, CISPO's clipped weight, or PPO's clip on sequence ratios (clip at about "
         "3e-4).",
     )
-    clip_low: float = setting(
-        0.2,
+    clip_low: float | None = setting(
+        None,
         above=0,
         below=1,
-        help="The ratio of policy to sampler is clipped below `1 - clip_low`.",
+        help="The ratio of policy to sampler is clipped below `1 - clip_low`. None is 0.2, and for `cispo`, as in its "
+        "paper, no lower clip.",
     )
     clip_high: float = setting(0.2, above=0, help="The ratio of policy to sampler is clipped above `1 + clip_high`.")
     aggregation: Aggregation = setting(
@@ -321,7 +325,7 @@ class GRPO(Settings):
     )
     entropy_coeff: float = setting(0.0, min=0, help="Weight of the entropy, which is added to the objective.")
     kl_to_ref_coeff: float = setting(0.0, min=0, help="Weight of a KL term in the loss, beside the one in the reward.")
-    kl_estimator: Literal["k3+", "k3", "k2"] = setting(
+    kl_estimator: KLEstimator = setting(
         "k3+",
         help="Of that term: `k3+` has the value of k3 and the gradient of k2, the right one on-policy.",
     )
@@ -342,17 +346,23 @@ class GRPO(Settings):
         "tis_cap)`. The trainer's log-probs of a trajectory are taken before the first step that uses it and "
         "kept for its later ones, as what the clip is against; one more forward pass per trajectory.",
     )
-    tis_level: Literal["token", "sequence"] = setting(
+    tis_level: Level = setting(
         "token",
         help="Of `tis_cap`: one weight per token, or one per completion from its geometric mean.",
     )
-    icepop: Literal["token", "sequence"] | None = setting(
+    icepop: Level | None = setting(
         None,
         help="Leave tokens, or whole completions, out of the policy loss whose `exp(trainer - sampler log-prob)`, "
         "of a completion its geometric mean, lies outside `icepop_low` and `icepop_high`.",
     )
     icepop_low: float = setting(0.5, min=0, help="See `icepop`.")
     icepop_high: float = setting(5.0, above=0, help="See `icepop`.")
+
+    @property
+    def clip_epsilon(self) -> tuple[float, float]:
+        """How far below and above 1 the ratio is clipped; 1 below, where a ratio cannot be, is no clip."""
+        none = 1.0 if self.objective == "cispo" else 0.2
+        return (none if self.clip_low is None else self.clip_low), self.clip_high
 
     @property
     def corrects_the_sampler(self) -> bool:
@@ -366,7 +376,11 @@ class GRPO(Settings):
                 self.delta is None or self.delta > 1 + self.clip_high,
                 f"delta is {self.delta}; it must be above 1 + clip_high, {1 + self.clip_high}.",
             ),
-            (not (bounded and self.objective == "cispo"), "cispo has no min that dual_clip or delta could bound."),
+            (
+                not (bounded and self.objective == "cispo"),
+                "cispo has no min that dual_clip or delta could bound: they go with PPO's clip, which cispo does not "
+                "have.",
+            ),
             (
                 self.icepop_low < self.icepop_high,
                 f"icepop_low is {self.icepop_low}; it must lie between 0 and icepop_high, {self.icepop_high}.",
@@ -386,7 +400,21 @@ class Learn(Settings):
     )
     lr: float = setting(1e-3, above=0, help="Learning rate of AdamW.")
     warmup_steps: int = setting(0, min=0, help="Optimizer steps in which the learning rate rises from 0.")
-    weight_decay: float = setting(0.0, min=0, help="Of AdamW, decoupled.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = setting(
+        "constant",
+        help="What the learning rate does after the warm-up: stays, or falls towards 0 along a line or a half cosine.",
+    )
+    lr_decay_steps: int | None = setting(
+        None,
+        min=1,
+        help="Optimizer step at which a falling learning rate is 0; None is the one after `steps`. Set it where a run "
+        "may be given more steps later, so that the steps before keep their rate.",
+    )
+    weight_decay: float = setting(
+        0.0,
+        min=0,
+        help="Of AdamW, decoupled. Norms, biases and embeddings of positions have none.",
+    )
     beta1: float = setting(0.9, min=0, below=1, help="Decay of AdamW's first moment.")
     beta2: float = setting(0.95, min=0, below=1, help="Decay of AdamW's second moment.")
     max_grad_norm: float = setting(1.0, above=0, help="A larger gradient is scaled down to this norm.")
@@ -444,6 +472,11 @@ class Learn(Settings):
 
     def _rules(self) -> list[tuple[bool, str]]:
         return [
+            (
+                self.lr_schedule == "constant" or (self.lr_decay_steps or self.steps + 1) > self.warmup_steps,
+                f"lr_schedule={self.lr_schedule} ends at step {self.lr_decay_steps or self.steps + 1}, within the "
+                f"{self.warmup_steps} of warmup_steps. Set lr_decay_steps above that.",
+            ),
             (
                 not (self.offload_optimizer and self.optimizer == "adamw_8bit"),
                 "offload_optimizer and optimizer=adamw_8bit do not go together; choose one.",

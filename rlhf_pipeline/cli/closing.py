@@ -23,11 +23,12 @@ def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
         view.say(replay_sentence(finished, run, resumed=plan.resume))
     else:
         view.say(result_sentence(finished, resumed=plan.resume))
-        for line in before_and_after(run, shutil.get_terminal_size((110, 24)).columns):
-            view.say(line)
-    if finished.reason == "interrupted" and not run.metrics:
+    if finished.reason == "interrupted" and not run.metrics:  # there may be no store yet
         view.say(f"next:\n  {plan.again}\n      go on where it stopped")
         return
+    if plan.pipeline.replay is None:
+        for line in before_and_after(run, shutil.get_terminal_size((110, 24)).columns):
+            view.say(line)
     written = write_report(run)
     view.say(f"written: {', '.join(str(path) for path in written)}")
     view.say("next:")

@@ -14,6 +14,7 @@ from typing import Final
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.words import count
+from rlhf_pipeline.run.signals import STOPPING
 
 TRY_AGAIN: Final = 3
 """The exit code of `collect` and `learn` after trouble that another try may not have: a full disk, a reward service."""
@@ -26,7 +27,7 @@ def view_of_stdout(log_name: str = "log.txt") -> RunView:
 
 
 def stopped_code(seen: list[int]) -> int:
-    """Return the exit code of a process that a signal stopped: 130 for SIGINT, 143 for SIGTERM."""
+    """Return the exit code of a process that a signal stopped: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP."""
     return 128 + (seen[-1] if seen else signal.SIGINT)
 
 
@@ -68,6 +69,6 @@ def signals_seen(seen: list[int]) -> Iterator[None]:
             arrived = os.read(reading, 4096)
         except BlockingIOError:
             arrived = b""
-        seen += [signum for signum in arrived if signum in (signal.SIGINT, signal.SIGTERM)]
+        seen += [signum for signum in arrived if signum in STOPPING]
         os.close(reading)
         os.close(writing)

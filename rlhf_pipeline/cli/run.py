@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -134,6 +135,7 @@ def _run(plan: Plan, view: RunView, started: float, seen: list[int]) -> RunFinis
             seed=plan.seed,
             device=plan.device,
             resume=plan.resume,
+            parent=os.getppid() if sharded.is_one_of_several() else None,  # torchrun
             definition=plan.definition,
             overrides=plan.overrides,
             on_event=view,

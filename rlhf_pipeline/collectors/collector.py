@@ -6,20 +6,19 @@ import math
 import time
 from dataclasses import dataclass
 from itertools import compress
-from typing import cast
 
 import numpy as np
 import torch
-from torchrl.modules.llm.policies.common import LLMWrapperBase
+from torch import nn
 
 from rlhf_pipeline.collectors.grading import grade
 from rlhf_pipeline.collectors.trajectories import select, trajectories
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.policies.adapters import Policy, policy_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
 from rlhf_pipeline.policies.slot_engine import WeightRefresh
-from rlhf_pipeline.policies.torchrl_wrappers import EnginePolicy, as_policy, is_torchrl_wrapper
 from rlhf_pipeline.prompts import PromptSource
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.stored_groups import StoredGroups
@@ -53,7 +52,7 @@ class Collector:
     in the store already is not sampled at all: no prompt is lost or repeated.
 
     Args:
-        policy: samples the completions. A wrapper of TorchRL works too, see `policies.torchrl_wrappers`; around an
+        policy: samples the completions. A wrapper of TorchRL works too, see `interop.torchrl.wrappers`; around an
             engine elsewhere (vLLM) a rollout is not a pure function of the seed.
         prompts: a pure source of prompts.
         reward: `(prompt, completion, answer, meta) -> float`; a call that raises fails its trajectory only.
@@ -84,7 +83,7 @@ class Collector:
     def __init__(
         self,
         *,
-        policy: CausalLMPolicy | EnginePolicy | LLMWrapperBase,
+        policy: Policy | nn.Module,
         prompts: PromptSource,
         reward: RewardFunction,
         buffer: TrajectoryReplayBuffer,
@@ -92,7 +91,7 @@ class Collector:
         seed: int,
         kl_reward: KLRewardTransform | None = None,
     ) -> None:
-        self.policy = as_policy(policy, "Collector") if is_torchrl_wrapper(policy) else cast(CausalLMPolicy, policy)
+        self.policy: CausalLMPolicy = policy_of(policy, "Collector")
         self.prompts = prompts
         self.reward = reward
         self.buffer = buffer

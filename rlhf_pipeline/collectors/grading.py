@@ -55,14 +55,14 @@ def grade(reward: RewardFunction, prompts: Sequence[Prompt], completions: Sequen
 def _grade_one(reward: RewardFunction, prompt: Prompt, completion: str) -> Grade:
     try:
         value = float(reward(prompt.text, completion, prompt.answer, prompt.meta))
-    except Exception as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden
         return Grade(reward=math.nan, error=describe_error(error))
     if not abs(value) <= LARGEST:
         return Grade(reward=math.nan, error=f"the reward is {value}; it must be a finite float32")
     return Grade(reward=value)
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     """Return one line that can be stored and printed, whatever the user's exception says or fails to say."""
     try:
         text = str(error)

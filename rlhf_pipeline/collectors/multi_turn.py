@@ -14,9 +14,8 @@ from tensordict import TensorDict
 from rlhf_pipeline.collectors.grading import describe_error
 from rlhf_pipeline.collectors.trajectories import trajectory_rows
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.adapters import Policy
 from rlhf_pipeline.policies.chat import Message, decode_completion, encode_prompt, encode_reply
-from rlhf_pipeline.policies.torchrl_wrappers import EnginePolicy
 
 __all__ = ["Conversation", "Respond", "conversation_rows", "converse"]
 
@@ -71,7 +70,7 @@ class Conversation:
 
 
 def converse(
-    policy: CausalLMPolicy | EnginePolicy,
+    policy: Policy,
     prompts: Sequence[str | Sequence[Message]],
     respond: Respond,
     *,

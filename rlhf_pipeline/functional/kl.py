@@ -6,13 +6,13 @@ With `d = log pi(token) - log ref(token)` for tokens drawn from `pi`. http://jos
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 
+from rlhf_pipeline.config import KLEstimator
+
 __all__ = ["LOG_RATIO_LIMIT", "KLEstimator", "clamped_log_ratio", "kl_figures", "kl_k1", "kl_k2", "kl_k3", "kl_loss"]
 
-KLEstimator = Literal["k3+", "k3", "k2"]
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to plus or minus this before an exponential."""

@@ -18,12 +18,13 @@ from rlhf_pipeline.functional.aggregation import spread_token_weights
 from rlhf_pipeline.learner._guard import guard
 from rlhf_pipeline.learner._plan import StepPlan, check_reduction, plan_step
 from rlhf_pipeline.learner.metrics import ModelCost, StepMeter, data_metrics, known_peak_flops, loss_metrics
-from rlhf_pipeline.learner.optimizer import PolicyOptimizer
+from rlhf_pipeline.learner.optimizer import PolicyOptimizer, learning_rate
 from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.learner.selection import StepLedger, UseCounts, sampler_of
 from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, write_tensors
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
+from rlhf_pipeline.policies._model_parts import rounding
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.samplers import StoreView
@@ -240,7 +241,7 @@ class Learner:
             row_ids, ages = self.chosen_rows(step)
         elif ages is None:
             ages = version - store.read_scalars("policy_version", row_ids)
-        uses = None if self._uses is None else self._uses.before(step, row_ids)
+        uses = None if self._uses is None else self._uses.before(step, store.read_scalars("trajectory_id", row_ids))
         if len(row_ids) == 0:
             self._notices.append(f"step {step} has nothing to learn from: every group was without spread and dropped.")
         if self.shards is not None:
@@ -272,7 +273,7 @@ class Learner:
             )
         if self._ledger is not None and (self.shards is None or self.shards.is_first):
             self._record(self._ledger, step, row_ids, ages, losses["ess"], ledger_fields or {})
-        self.optimizer.step(self._learning_rate(step))
+        self.optimizer.step(learning_rate(self.config, step))
         if self.reference is not None:
             self.reference.after_step(step)
         if self.shards is not None:
@@ -287,7 +288,7 @@ class Learner:
             **data_metrics(store, row_ids, ages, uses),
             "padding_efficiency": plan.padding_efficiency,
             "grad_norm": float(gradient_norm),
-            "lr": self._learning_rate(step),
+            "lr": learning_rate(self.config, step),
             **meter.metrics(
                 self.cost, plan, peak_flops=self.peak_flops, processes=self.shards.world_size if self.shards else 1
             ),
@@ -363,7 +364,7 @@ class Learner:
             return row_ids, ages
         uses = np.zeros(len(row_ids), np.int64)
         if self._uses is not None and limited:
-            uses = self._uses.before(step, row_ids)
+            uses = self._uses.before(step, self.buffer.store.read_scalars("trajectory_id", row_ids))
         view = StoreView(self.buffer.store, row_ids, version=step - 1, uses=uses)
         chosen = np.sort(self._sampler.select(view, self.batch_size, seed=self.seed, step=step))
         if len(chosen) == 0 and not self.may_be_empty:
@@ -472,18 +473,17 @@ class Learner:
 
     def _compare_with_the_sampler(self, step: int, losses: Mapping[str, float | int | None]) -> None:
         """Say so, once, where the stored log-probs are not those of the weights that sampled."""
-        bias, spread = losses["kl_approx"], losses["kl_to_inference"]
-        if bias is None or spread is None:
+        bias, gap = losses["kl_approx"], losses["sampler_gap"]
+        if bias is None or gap is None:
             return
-        coarse = self.policy.head_weight.dtype not in (torch.float32, torch.float64)
-        most_bias, most_spread = (5e-3, 1e-3) if coarse else (1e-4, 1e-5)
-        if abs(bias) > most_bias or spread > most_spread:
+        allowed = rounding(self.policy.head_weight, fine=1e-5, coarse=5e-3)
+        if gap > allowed:
             self._check_sampler = False
             self._notices.append(
                 f"step {step} learns from its own weights, and yet the sampled log-probs differ from the scored ones: "
-                f"by {bias:.1e} on average (rounding: {most_bias:.0e}), KL {spread:.1e} (rounding: {most_spread:.0e}). "
-                "Does the sampler use another temperature, another precision, or top-k or top-p? "
-                "--set loss.tis_cap=2 corrects for a difference that cannot be helped."
+                f"by {gap:.1e} in size and {bias:.1e} on average (rounding: {allowed:.0e}). Does the sampler use "
+                "another temperature, another precision, or top-k or top-p? --set loss.tis_cap=2 corrects for a "
+                "difference that cannot be helped."
             )
 
     def _record(
@@ -513,9 +513,3 @@ class Learner:
                 f"step {step} uses other trajectories than before the restart; the run goes on, but it is not the "
                 "one that was interrupted."
             )
-
-    def _learning_rate(self, step: int) -> float:
-        """Linear warm-up, then constant."""
-        return (
-            self.config.lr * min(1.0, step / self.config.warmup_steps) if self.config.warmup_steps else self.config.lr
-        )

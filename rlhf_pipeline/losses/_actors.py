@@ -13,8 +13,8 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.functional.logprob import entropy_of
 from rlhf_pipeline.losses._batch import LossBatch, MaskingStrategy
 from rlhf_pipeline.policies._model_parts import refuse_other_directions, rounding
+from rlhf_pipeline.policies.adapters import actor_of, methods_are_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
-from rlhf_pipeline.policies.torchrl_wrappers import as_policy, is_torchrl_wrapper
 
 _PROBE_TOKENS = 8
 
@@ -248,22 +248,14 @@ def adapt_actor(actor: Any, *, temperature: float | None, strategy: MaskingStrat
 
 def _fast_policy(actor: Any, temperature: float | None) -> Any | None:
     """What gives hidden states and a head in place of an actor, or None where the actor has to be asked itself."""
-    if is_torchrl_wrapper(actor):
-        inner = getattr(actor, "model", None)
-        if not isinstance(inner, nn.Module):
-            as_policy(actor, "GRPOLoss")
-            raise DefinitionError(
-                f"GRPOLoss got a {type(actor).__name__} around an engine that gives no gradients. Train a "
-                "CausalLMPolicy and send its weights to the engine."
-            )
-        if not (_is_of(actor, "torchrl", _SCORES) and _is_of(_base(inner), "transformers", ("forward",))):
-            return None
-        policy = as_policy(actor, "GRPOLoss")
-        return policy if isinstance(policy, CausalLMPolicy) else None
+    known, policy = actor_of(actor)
+    if known:
+        return policy
     if hasattr(actor, "hidden_states") and hasattr(actor, "head_weight"):
-        return actor if not isinstance(actor, CausalLMPolicy) or _is_of(actor, "rlhf_pipeline", _SCORES) else None
+        plain = not isinstance(actor, CausalLMPolicy) or methods_are_of(actor, "rlhf_pipeline", _SCORES)
+        return actor if plain else None
     is_model = isinstance(actor, nn.Module) and hasattr(actor, "get_output_embeddings")
-    if is_model and _is_of(_base(actor), "transformers", ("forward",)):
+    if is_model and methods_are_of(_base(actor), "transformers", ("forward",)):
         try:
             return CausalLMPolicy(actor, temperature=_temperature(actor, temperature))
         except DefinitionError:
@@ -277,10 +269,3 @@ _SCORES = ("forward", "log_probs", "get_dist", "_get_rlhf_dist", "_get_sft_dist"
 def _base(model: Any) -> Any:
     """The model inside peft's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _is_of(actor: Any, package: str, names: tuple[str, ...]) -> bool:
-    """Whether the methods of these names that an actor has are those of a package, and not somebody's own."""
-    found = (getattr(type(actor), name, None) for name in names)
-    own = (method for method in found if method is not None)
-    return all((getattr(method, "__module__", None) or "").partition(".")[0] == package for method in own)

@@ -7,16 +7,15 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from rlhf_pipeline.config import KLEstimator, Level, Objective
 from rlhf_pipeline.functional import policy_loss as pl
 from rlhf_pipeline.functional.aggregation import token_weights
 from rlhf_pipeline.functional.diagnostics import ess_from_sums, row_mean, sequence_weight_sums, weight_sums
-from rlhf_pipeline.functional.kl import KLEstimator, clamped_log_ratio, kl_loss
+from rlhf_pipeline.functional.kl import clamped_log_ratio, kl_loss
 from rlhf_pipeline.losses._batch import LossBatch
 
 __all__ = [
     "Head",
-    "Level",
-    "Objective",
     "TermSettings",
     "TokenRows",
     "diagnostics",
@@ -27,9 +26,7 @@ __all__ = [
     "weighted_terms",
 ]
 
-Objective = Literal["grpo", "cispo", "gspo"]
 Head = Literal["auto", "fused", "recompute"]
-Level = Literal["token", "sequence"]
 
 
 class TermSettings(Protocol):

@@ -12,9 +12,9 @@ from torch import nn
 from torchrl.objectives.common import LossModule
 
 from rlhf_pipeline import keys
+from rlhf_pipeline.config import KLEstimator, Level, Objective
 from rlhf_pipeline.errors import MissingKeyError, refuse_unknown
 from rlhf_pipeline.functional.fused_head import fused_token_loss
-from rlhf_pipeline.functional.kl import KLEstimator
 from rlhf_pipeline.functional.logprob import token_log_probs
 from rlhf_pipeline.functional.policy_loss import clip_bounds
 from rlhf_pipeline.losses._actors import Actor, HeadRows, Scores, adapt_actor
@@ -23,8 +23,6 @@ from rlhf_pipeline.losses._checks import REFUSED, check_arguments
 from rlhf_pipeline.losses._output import GRPOLossOutput
 from rlhf_pipeline.losses._terms import (
     Head,
-    Level,
-    Objective,
     TokenRows,
     diagnostics,
     gather_rows,
@@ -57,7 +55,7 @@ class GRPOLoss(LossModule):
     Args:
         actor_network: `CausalLMPolicy` or anything with its `hidden_states`, `head_weight`, `temperature`; a
             transformers model; a TorchRL wrapper; a module with `log_probs(...)`; or one that returns logits [B, T, V].
-        clip_epsilon: one number or (low, high).
+        clip_epsilon: one number or (low, high). None is 0.2; for `cispo` there is no lower clip then.
         kl_mask_threshold: leave out tokens with `(log pi - log behaviour)^2 / 2` above this. Without `"loss_weight"`
             the tokens that are left carry the whole count, as in TorchRL; with it, the count stays.
         aggregation: `token_mean` (or `bnpo`), `sequence_mean` (or `prompt_mean`), `sequence_sum`, `dr_grpo`, or `none`.
@@ -140,7 +138,7 @@ class GRPOLoss(LossModule):
         self,
         actor_network: nn.Module | None = None,
         *,
-        clip_epsilon: float | tuple[float, float] = 0.2,
+        clip_epsilon: float | tuple[float, float] | None = None,
         kl_mask_threshold: float | None = None,
         aggregation: str | None = "token_mean",
         entropy_bonus: bool = True,
@@ -176,7 +174,7 @@ class GRPOLoss(LossModule):
         refuse_unknown("GRPOLoss", unknown, known, REFUSED)
         super().__init__()
         self.actor_network = actor_network
-        self.clip_epsilon_low, self.clip_epsilon_high = clip_bounds(clip_epsilon)
+        self.clip_epsilon_low, self.clip_epsilon_high = clip_bounds(clip_epsilon, objective)
         self.kl_mask_threshold = kl_mask_threshold
         self.aggregation = aggregation or "token_mean"
         self.entropy_bonus = entropy_bonus

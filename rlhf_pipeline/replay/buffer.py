@@ -185,6 +185,27 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         found = (transform for transform in self._transforms() if isinstance(transform, MCAdvantage))
         return next((advantage.batch_groups for advantage in found), None)
 
+    def append_transform(self, transform: Transform, *, invert: bool = False) -> TrajectoryReplayBuffer:
+        """Add a transform to the write path; a stack that is written to runs from the last to the first.
+
+        Args:
+            transform: it goes to the end, before one that makes trajectories of the turns that come in.
+            invert: as in TorchRL; a transform of this package has its inverse already, so True changes nothing for it.
+
+        Returns:
+            The buffer.
+        """
+        if not getattr(transform, "on_write_path", False):
+            super().append_transform(transform, invert=invert)
+            return self
+        last = self._transforms()[-1:] or [None]
+        if getattr(last[0], "takes_steps", False):
+            self.insert_transform(len(self._transforms()) - 1, transform)
+        else:
+            super().append_transform(transform)
+        self._keep_groups()
+        return self
+
     # -- writing -----------------------------------------------------------------------------------------------
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:

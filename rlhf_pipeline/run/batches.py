@@ -176,6 +176,7 @@ class Batches:
         if sample.strategy != "fresh":
             self._sampler = sampler_of(sample, max_staleness=None)
         self._views = [StoreView(store, ids[part], version=self.newest) for part in parts]
+        self._names = [store.read_scalars("trajectory_id", ids[part]) for part in parts]
         self._uses = UseCounts(ledger) if ledger is not None and sample.max_uses is not None else None
         self._most = self._most_draws(replay)
         self.last_step = None if self._most is None else math.ceil(self._most / self.batch_size)
@@ -206,7 +207,7 @@ class Batches:
         if self._sampler is None:
             return self._orders[at].take(start, stop)
         view = self._views[at]
-        uses = None if self._uses is None else self._uses.before(step, view.ids)
+        uses = None if self._uses is None else self._uses.before(step, self._names[at])
         view = StoreView(view.store, view.ids, version=view.version, uses=uses, _cache=view._cache)
         return self._sampler.select(view, stop - start, seed=self.seed + (at << 32), step=step)
 

@@ -164,7 +164,7 @@ def build_loss(pipeline: Pipeline, policy: CausalLMPolicy) -> GRPOLoss:
     config = pipeline.loss
     return GRPOLoss(
         policy,
-        clip_epsilon=(config.clip_low, config.clip_high),
+        clip_epsilon=config.clip_epsilon,
         entropy_bonus=config.entropy_coeff > 0,
         entropy_coeff=config.entropy_coeff,
         kl_to_ref_coeff=config.kl_to_ref_coeff or None,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 
 from rlhf_pipeline.config import Learn
 from rlhf_pipeline.files import sync_folder
@@ -146,6 +147,7 @@ class Loop:
         """
         newest = newest_checkpoint(self.folder.checkpoints, skip=lambda message: tell(self.on_event, message))
         if newest is None:
+            torch.manual_seed(self.learner.seed)  # a run's random numbers are its own, from its start on
             return
         state = load_checkpoint(newest, self.learner, checked=True)
         self.progress = Progress(**state["progress"])

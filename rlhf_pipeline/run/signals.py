@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM ask a run to stop after the step it is in."""
+"""SIGINT, SIGTERM and SIGHUP ask a run to stop after the step it is in."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Final
+
+STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a run to stop: Ctrl-C, `kill`, and a terminal or a connection that is gone."""
 
 
 class StopRequest:
@@ -28,7 +32,9 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(parent: int | None = None) -> Iterator[StopRequest]:
-    """Turn the first SIGINT or SIGTERM into a request; a second one interrupts at once.
+    """Turn the first of `STOPPING` into a request; a second one interrupts at once.
+
+    A SIGHUP that is ignored, as `nohup` has it, stays ignored.
 
     Outside the main thread Python delivers no signals, so there the request never comes.
 
@@ -45,9 +51,14 @@ def stop_on_signals(parent: int | None = None) -> Iterator[StopRequest]:
             raise KeyboardInterrupt
         request.signal_number = number
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    asking = [number for number in STOPPING if number != signal.SIGHUP or _heeds_hangup()]
+    before = {number: signal.signal(number, ask) for number in asking}
     try:
         yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _heeds_hangup() -> bool:
+    return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN

@@ -11,6 +11,8 @@ from rlhf_pipeline.data.trajectories import Flat, Trajectories, per_token
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.keys import ASSISTANT_MASK, LOG_PROBS, NUM_PROMPT_TOKENS, TOKENS
 from rlhf_pipeline.padding import pad_flat, plan_batches
+from rlhf_pipeline.policies.adapters import policy_of
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 
 
 class Scorer(Protocol):
@@ -27,12 +29,11 @@ def as_scorer(model: Any, owner: str) -> Scorer:
     Raises:
         DefinitionError: if the model can not score tokens.
     """
+    model = policy_of(model, owner)
     if callable(getattr(model, "log_probs", None)):
         return model
-    from rlhf_pipeline.policies.torchrl_wrappers import as_policy, is_torchrl_wrapper
-
-    if is_torchrl_wrapper(model) or (isinstance(model, nn.Module) and hasattr(model, "config")):
-        return as_policy(model, owner)
+    if isinstance(model, nn.Module) and hasattr(model, "config"):
+        return CausalLMPolicy(model)
     raise DefinitionError(
         f"{owner} got a {type(model).__name__}, which has no log_probs(input_ids, attention_mask, score_mask). "
         "Pass a CausalLMPolicy or a causal language model of transformers."

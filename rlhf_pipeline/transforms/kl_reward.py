@@ -93,15 +93,15 @@ class KLRewardTransform(ColumnTransform):
     -0.25
     """
 
-    def __new__(cls, ref_model: Any = None, *args: Any, actor: Any = None, **kwargs: Any) -> Self:
-        """Choose the general form for a probabilistic TensorDict module."""
-        from rlhf_pipeline.transforms.actor_kl_reward import ActorKLRewardTransform, is_actor
+    on_write_path = True
+    """It runs where trajectories are written; `rb.append_transform(..., invert=True)` has nothing to turn round."""
 
+    def __new__(cls, ref_model: Any = None, *args: Any, actor: Any = None, **kwargs: Any) -> Self:
+        """Choose another form for a reference of another kind, see `register_form`."""
         del args, kwargs
-        if cls is KLRewardTransform and is_actor(ref_model if ref_model is not None else actor):
-            general: Any = ActorKLRewardTransform
-            return super().__new__(general)
-        return super().__new__(cls)
+        model = ref_model if ref_model is not None else actor
+        found: Any = next((kind for matches, kind in _forms if cls is KLRewardTransform and matches(model)), cls)
+        return super().__new__(found)
 
     def __init__(
         self,
@@ -307,6 +307,14 @@ def refuse_arguments(kind: type, unknown: dict[str, Any]) -> None:
     given = [name for name, value in unknown.items() if not (name == "use_ray_service" and value is False)]
     known = set(kind.__init__.__annotations__) - {"unknown", "return"}
     refuse_unknown("KLRewardTransform", given, known, _REASONS)
+
+
+_forms: list[tuple[Callable[[object], bool], Any]] = []
+
+
+def register_form(matches: Callable[[object], bool], kind: type[KLRewardTransform]) -> None:
+    """Let `KLRewardTransform(model, ...)` give a subclass where the model is of another kind."""
+    _forms.append((matches, kind))
 
 
 def constant_controller(coef: Any) -> KLController:

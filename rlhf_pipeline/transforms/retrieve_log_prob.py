@@ -59,6 +59,9 @@ class RetrieveLogProb(ColumnTransform):
     tensor([nan, -1., -1.])
     """
 
+    on_write_path = True
+    """See `KLRewardTransform`."""
+
     def __init__(
         self,
         model: Any = None,

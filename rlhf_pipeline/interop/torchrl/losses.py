@@ -14,7 +14,7 @@ class CISPOLoss(GRPOLoss):
     """`GRPOLoss(objective="cispo")`: a clipped, detached importance weight on every token's log-prob.
 
     MiniMax-M1, arXiv:2506.13585. TorchRL's class of this name lets the gradient through the clip, so a clipped token
-    has none there.
+    has none there; and it clips below by default, which the paper does not: pass `clip_epsilon=0.2` for that.
 
     Args:
         actor_network: as `GRPOLoss`.

@@ -324,3 +324,21 @@ def test_a_reduction_that_fixed_weights_would_override_is_refused(make_learner, 
     """The learner weighs tokens itself: a loss that sums or does not reduce is named, with what to write instead."""
     with pytest.raises(DefinitionError, match="sequence_sum"):
         make_learner(4096, **options)
+
+
+def test_the_mismatch_is_judged_by_its_size(make_learner):
+    """Log-probs that are off up as much as down are reported, though their mean is small; exact ones are not."""
+    quiet, loud = make_learner(4096), make_learner(4096)
+    for learner, error in ((quiet, 0.0), (loud, 1e-3)):
+        learner._check_sampler = True
+        rows = spread_out()
+        for row in rows:
+            mask = row["masks", "all_assistant_mask"]
+            with torch.no_grad():
+                own = learner.policy.log_probs(row["tokens", "full"][None], torch.ones_like(mask)[None])[0]
+            sign = torch.where(torch.arange(len(mask)) % 2 == 0, 1.0, -1.0)
+            row["log_probs", "full"] = torch.where(mask, own + error * sign, torch.nan)
+        learner.buffer.extend(lazy_stack(rows))
+        metrics = learner.step(1)
+        assert metrics["sampler_gap"] == pytest.approx(error, abs=1e-6)
+        assert bool(learner.take_notices()) is (learner is loud)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlhf_pipeline import GRPOLoss
+from rlhf_pipeline import GRPO, GRPOLoss
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.functional.aggregation import spread_token_weights, token_weights
 
@@ -38,10 +38,14 @@ def run(actor, td, **options: Any):
 def test_cispo_keeps_the_gradient_of_clipped_tokens(tiny):
     """Ratios 1, e^.5, e^-.5, e^.1 with A = 1: gradients -1, -1.2, -0.8, -1.105, which a peer gives as 0 twice."""
     actor, td = one_row(tiny, [-1.0, -1.0, -1.0, -1.0], [-1.0, -1.5, -0.5, -1.1], [1.0] * 4)
-    out, gradient = run(actor, td, objective="cispo", reduction="sum")
+    out, gradient = run(actor, td, objective="cispo", reduction="sum", clip_epsilon=0.2)
     assert gradient == pytest.approx([-1.0, -1.2, -0.8, -math.exp(0.1)])
     assert out.clip_fraction_high.item() == 0.25
     assert out.clip_fraction_low.item() == 0.25
+    for options in ({}, {"clip_epsilon": (1.0, 0.2)}):  # as in the paper
+        out, gradient = run(actor, td, objective="cispo", reduction="sum", **options)
+        assert gradient == pytest.approx([-1.0, -1.2, -math.exp(-0.5), -math.exp(0.1)])
+        assert out.clip_fraction_low.item() == 0.0
 
 
 def test_gspo_clips_whole_sequences(tiny):
@@ -324,3 +328,39 @@ def test_a_token_without_a_finite_log_prob_leaves_loss_and_count(tiny, key, bad)
         torch.testing.assert_close(got.get(name), value, rtol=1e-5, atol=1e-6, msg=name)
     assert tiny.relative(tiny.gradient(policy, got.total_loss()), tiny.gradient(policy, want.total_loss())) < 1e-6
     assert torch.isfinite(GRPOLoss(policy, decoupled=True)(hurt).total_loss())
+
+
+RULES: list[dict[str, Any]] = [
+    {"clip_low": 0.0},
+    {"clip_low": 1.0},
+    {"clip_low": 0.5},
+    {"clip_high": 0.0},
+    {"dual_clip": 0.5},
+    {"dual_clip": 3.0},
+    {"delta": 1.2},
+    {"delta": 1.3},
+    {"tis_cap": 0.0},
+    {"icepop_low": 6.0},
+    {"entropy_coeff": -0.1},
+    {"objective": "cispo", "delta": 2.0},
+]
+
+
+@pytest.mark.parametrize("given", RULES, ids=str)
+def test_a_definition_and_a_loss_accept_the_same(tiny, given):
+    """What `config.GRPO` refuses `GRPOLoss` refuses, and the other way round."""
+    fields: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "icepop_low": 0.5, "icepop": "token", **given}
+    options = {name: value for name, value in fields.items() if name not in ("clip_low", "clip_high", "icepop_low")}
+    options["icepop"] = (fields["icepop_low"], 5.0)
+    clip = (fields["clip_low"], fields["clip_high"])
+
+    def accepts(make) -> bool:
+        try:
+            make()
+        except DefinitionError:
+            return False
+        return True
+
+    one = accepts(lambda: GRPO(**fields))
+    assert one == accepts(lambda: GRPOLoss(tiny.Policy(), clip_epsilon=clip, decoupled=True, **options))
+    assert one == (given in ({"clip_low": 0.5}, {"dual_clip": 3.0}, {"delta": 1.3}))

@@ -16,10 +16,9 @@ from trajectory_store import Column, Schema, TrajectoryStore
 SCHEMA = Schema(
     [
         Column("input_ids", "int32", ragged=True),
-        *(Column(name, "int64") for name in ("source", "group_id", "policy_version")),
+        *(Column(name, "int64") for name in ("source", "group_id", "policy_version", "trajectory_id")),
         *(Column(name, "float32", fill=0.0) for name in ("task_reward", "advantage")),
         Column("priority", "float32", mutable=True, fill=1.0),
-        Column("use_count", "int32", mutable=True),
     ]
 )
 
@@ -28,7 +27,13 @@ def store_of(path, sources, groups, *, versions=None, **more) -> TrajectoryStore
     store = TrajectoryStore.create(path, SCHEMA)
     n = len(sources)
     versions = [0] * n if versions is None else versions
-    store.append({"input_ids": [[1]] * n, "source": sources, "group_id": groups, "policy_version": versions, **more})
+    own = {
+        "source": sources,
+        "group_id": groups,
+        "policy_version": versions,
+        "trajectory_id": list(range(100, 100 + n)),
+    }
+    store.append({"input_ids": [[1]] * n, **own, **more})
     return store
 
 
@@ -160,7 +165,7 @@ def test_the_use_limit_counts_what_the_ledger_says(tmp_path):
     seen: list[int] = []
     for step in (1, 2, 3):
         rows = batches.rows(step)[0].tolist()
-        ledger.record({"step": step, "row_ids": rows})
+        ledger.record({"step": step, "row_ids": rows, "trajectory_ids": [100 + row for row in rows]})
         seen += rows
     assert sorted(seen) == list(range(12))
     with pytest.raises(DataError, match="none of 12 trajectories may be learned from any more"):

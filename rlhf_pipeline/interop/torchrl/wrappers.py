@@ -31,13 +31,15 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies._distortions import find_distortion
 from rlhf_pipeline.policies._loading import end_token_ids
 from rlhf_pipeline.policies._model_parts import find_parts
+from rlhf_pipeline.policies.adapters import methods_are_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.containers import LLMWrapperBase, Masks, Tokens
 from rlhf_pipeline.policies.encoding import tokenizer_with_template
 from rlhf_pipeline.policies.slot_engine import RaggedCompletions
 
-__all__ = ["EnginePolicy", "as_policy", "is_torchrl_wrapper"]
+__all__ = ["EnginePolicy", "WrapperAdapter", "as_policy", "is_torchrl_wrapper"]
 
+_SCORES = ("forward", "log_probs", "get_dist", "_get_rlhf_dist", "_get_sft_dist", "_get_generic_dist")
 _DUCK = ("get_new_version", "input_mode", "generate", "tokens_key", "log_probs_key")
 
 
@@ -76,6 +78,36 @@ def as_policy(model: Any, owner: str = "This") -> CausalLMPolicy | EnginePolicy:
         f"{owner} got a {type(model).__name__}. Pass a CausalLMPolicy, a causal language model of transformers, or "
         "TorchRL's TransformersWrapper or vLLMWrapper."
     )
+
+
+class WrapperAdapter:
+    """TorchRL's wrappers, taken wherever the core takes a policy or an actor."""
+
+    def matches(self, model: object) -> bool:
+        """Whether a model is one of TorchRL's wrappers."""
+        return is_torchrl_wrapper(model)
+
+    def policy(self, model: Any, owner: str) -> CausalLMPolicy | EnginePolicy:
+        """See `as_policy`."""
+        return as_policy(model, owner)
+
+    def actor(self, model: Any) -> CausalLMPolicy | None:
+        """A policy over the wrapper's weights, where nobody has written the wrapper's or the model's methods anew.
+
+        Raises:
+            DefinitionError: the wrapper is around an engine, which gives no gradients.
+        """
+        inner = getattr(model, "model", None)
+        if not isinstance(inner, nn.Module):
+            as_policy(model, "GRPOLoss")
+            raise DefinitionError(
+                f"GRPOLoss got a {type(model).__name__} around an engine that gives no gradients. Train a "
+                "CausalLMPolicy and send its weights to the engine."
+            )
+        base: Any = getattr(inner, "get_base_model", lambda: inner)()  # inside peft's wrapper
+        plain = methods_are_of(model, "torchrl", _SCORES) and methods_are_of(base, "transformers", ("forward",))
+        policy = as_policy(model, "GRPOLoss") if plain else None
+        return policy if isinstance(policy, CausalLMPolicy) else None
 
 
 def _temperature(wrapper: Any) -> float:

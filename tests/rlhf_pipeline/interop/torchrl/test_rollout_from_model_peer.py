@@ -15,7 +15,7 @@ from torchrl.data.llm.utils import RolloutFromModel as TorchRLRollout
 from torchrl.modules.models.llm import GPT2RewardModel
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from rlhf_pipeline.collectors.rollout_from_model import RolloutFromModel
+from rlhf_pipeline.interop.torchrl.rollout_from_model import RolloutFromModel
 
 pytestmark = pytest.mark.peer
 

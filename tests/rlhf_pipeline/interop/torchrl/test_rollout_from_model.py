@@ -17,8 +17,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from rlhf_pipeline.collectors.rollout_from_model import RolloutFromModel
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.interop.torchrl.rollout_from_model import RolloutFromModel
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController, ConstantKLController
 

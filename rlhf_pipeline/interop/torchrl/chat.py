@@ -17,6 +17,7 @@ from rlhf_pipeline.policies._td_output import history_messages
 
 __all__ = ["ChatTrajectories"]
 
+_TAKEN = frozenset({"reward", "done", "terminated", "truncated", "query", "collector", "next"})
 _OPTIONS = "LLMCollector(..., yield_completed_trajectories=True)"
 
 
@@ -34,7 +35,8 @@ class ChatTrajectories(Transform):
 
     Reads: `tokens` (prompt, response, full), `("log_probs", "response")`, `("next", "reward")`, `("next", "done")`,
     and where present `group_id`, `query`, `policy_version`, `("next", "terminated")`, `history`. Writes the keys of
-    `rlhf_pipeline.keys`: the rewards of the turns are added up to `task_reward`.
+    `rlhf_pipeline.keys`: the rewards of the turns are added up to `task_reward`. Other numbers and strings of the last
+    turn go along, for `TrajectoryStorage(extra=...)`.
 
     Args:
         group_key: identity of the group, a number or a string. None takes `group_id` where present, else `query`,
@@ -118,6 +120,7 @@ class ChatTrajectories(Transform):
             row[keys.LOG_PROBS] = scores
         row[keys.NUM_PROMPT_TOKENS] = torch.tensor(len(_tokens(turns[0], "prompt", 1)))
         self._label(row, turns)
+        _keep_further(row, turns[-1])
         return row, first
 
     def _label(self, row: TensorDict, turns: Sequence[Any]) -> None:
@@ -160,9 +163,23 @@ class ChatTrajectories(Transform):
             raise DataError(
                 f"The first sampled token of every one of {len(first)} turns has log-prob 0: TorchRL's "
                 "TransformersWrapper sets it so. Sample with as_policy(wrapper) of "
-                "rlhf_pipeline.policies.torchrl_wrappers, or pass keep_log_probs=False and score them with "
+                "rlhf_pipeline.interop.torchrl, or pass keep_log_probs=False and score them with "
                 "RetrieveLogProb's behaviour_model."
             )
+
+
+def _keep_further(row: TensorDict, turn: Any) -> None:
+    """Take along numbers and strings of the last turn; the store keeps those that it has columns for."""
+    for td, prefix in ((turn, ()), (turn.get("next", None), ("next",))):
+        for name in () if td is None else td.keys():
+            key: Any = (*prefix, name) if prefix else name
+            if name in _TAKEN or row.get(key, None) is not None:
+                continue
+            value = td.get(name, None)
+            if isinstance(value, Tensor) and value.numel() == 1:
+                row[key] = value.reshape(())
+            elif isinstance(plain := _plain(td, name), str):
+                row[key] = NonTensorData(plain)
 
 
 def _trajectories(td: TensorDictBase) -> list[list[Any]]:
