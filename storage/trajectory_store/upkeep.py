@@ -51,7 +51,7 @@ class CompactReport:
     Attributes:
         segments_before: segments of rows and updates before.
         segments_after: the same after.
-        rows: rows that moved.
+        rows: trajectories that moved.
         bytes_before: disk space before.
         bytes_after: disk space after.
         skipped: why nothing was done, or empty.
@@ -164,7 +164,7 @@ def compact(catalog: Catalog, root: Root) -> CompactReport:
                 moved += sum(s.rows for s in group) if _merge(catalog, group) else 0
         for same in _by_columns([s for s in updates if s.rows]):
             for group in _packed(same, MAX_ROWS, MAX_ELEMENTS):
-                moved += sum(s.rows for s in group) if _merge_updates(catalog, group, superseded=True) else 0
+                _merge_updates(catalog, group, superseded=True)
         catalog.medium.sweep(catalog.state)
         catalog.refresh()
         after = len(catalog.segments) + len(catalog.updates)

@@ -420,7 +420,7 @@ def test_whole_groups_wait_for_nothing(open_buffer, make_rows, monkeypatch):
     """Where every call brings whole groups there is one commit per call, no update and no look at the store."""
     rb = open_buffer(MCAdvantage(2))
     rb.extend(lazy_stack(make_rows([4] * 2)))
-    for name in ("patch", "update", "refresh"):
+    for name in ("update", "refresh"):
         monkeypatch.setattr(rb.store, name, lambda *args, **kwargs: pytest.fail("the store was asked"))
     rb.extend(lazy_stack(make_rows([4] * 8, first_group=3)))
     assert set(rb.store.read_scalars("waiting").tolist()) == {-1}
