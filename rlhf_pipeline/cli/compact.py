@@ -38,7 +38,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Compact, and say what came of it."""
+    """Compact the store and report the result."""
     from rlhf_pipeline.report.inspect import disk_usage
     from rlhf_pipeline.report.stored import open_run_or_store
     from trajectory_store import TrajectoryStore

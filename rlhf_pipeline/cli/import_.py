@@ -25,7 +25,7 @@ and the dumps of other trainers: trl (completions/*.parquet), verl (rollout_data
 is recognised by the field names. Rewards are named, or told by the table's advantages; else you are asked.
 
 Token ids and log-probs in the file are kept; text is encoded once, with --tokenizer. An import that
-was stopped is typed again and goes on; nothing is imported twice, and a broken line is named.
+was stopped continues when the command is typed again; nothing is imported twice, and a broken line is named.
 
 examples:
   rlhf-pipeline import example_model_solutions.jsonl --into runs/gsm8k-store --tokenizer model
@@ -69,7 +69,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Import, and say what came of it and what to type next."""
+    """Import the files and report the result and the next commands."""
     from rlhf_pipeline.exchange import import_files
 
     into = Path(args.into).expanduser()

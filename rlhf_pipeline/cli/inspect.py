@@ -41,7 +41,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print what is stored; 1 if a reward does not come out again."""
+    """Print what is stored; 1 if a reward cannot be reproduced."""
     from rlhf_pipeline.report.inspect import inspect_store
     from rlhf_pipeline.report.stored import Stored, open_run_or_store
 

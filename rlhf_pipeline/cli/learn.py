@@ -23,7 +23,7 @@ examples:
   rlhf-pipeline learn --run runs/mine                    definition and seed are the recorded ones
   rlhf-pipeline learn --run runs/mine --steps 5000       go on with a run that has ended
 
-Exit code 3: trouble that another try may not have (the disk, a live learner)."""
+Exit code 3: a failure that a retry may not have (the disk, a live learner)."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Learn from what collectors store; 130 or 143 if a signal stopped it, 3 if another try may help."""
+    """Learn from what collectors store; 130 or 143 if a signal stopped it, 3 if a retry may help."""
     from rlhf_pipeline.cli.closing import finish
     from rlhf_pipeline.cli.plan import make_joining_plan
     from trajectory_store import StoreError

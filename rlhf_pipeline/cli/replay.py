@@ -67,7 +67,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Replay; 1 if a step does not come out as recorded."""
+    """Replay; 1 if a step differs from its record."""
     if args.from_step is None:
         from rlhf_pipeline.cli import replay_stores
 
@@ -80,7 +80,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _check_rerun(args: argparse.Namespace) -> None:
-    """Refuse what does not go with `--from-step`, which changes nothing and takes all from the run."""
+    """Refuse options that do not go with `--from-step`, which takes everything from the run."""
     if len(args.paths) != 1:
         raise DefinitionError("--from-step takes the steps of one run again; name one run.")
     values = {"--definition": args.definition, "--out": args.out, "--epochs": args.epochs, "--weight": args.weights}
@@ -149,7 +149,7 @@ def _recorded_pipeline(config: RunConfig, folder: Path) -> Pipeline:
 
 
 def _advice(config: RunConfig) -> str:
-    """Say what may have moved the bits."""
+    """Return what may have changed the last bits."""
     from importlib.metadata import PackageNotFoundError, version
 
     moved: list[str] = []

@@ -32,7 +32,7 @@ examples:
   rlhf-pipeline run long_running --collectors 2
 
 Ctrl-C finishes the step, saves, and says how to go on. After a crash, --resume goes on from the
-last checkpoint; trajectories that were stored since are used again, not sampled anew."""
+last checkpoint; trajectories that were stored since are used again and not resampled."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

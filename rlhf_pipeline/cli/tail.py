@@ -59,7 +59,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _wait_for_store(folder: Path) -> None:
-    """A run that has just been started has no store yet."""
+    """Wait while a run that has just started has no store."""
     said = False
     while is_run(folder) and not is_store(RunFolder.open(folder).store_path):
         if not said:

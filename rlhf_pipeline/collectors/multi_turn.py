@@ -83,7 +83,7 @@ def converse(
     stream_ids: Sequence[int] | None = None,
     tools: Sequence[Any] | None = None,
 ) -> list[Conversation]:
-    """Let a policy and `respond` talk, all conversations side by side, until each has ended.
+    """Run conversations between a policy and `respond`, side by side, until each has ended.
 
     A sampled turn keeps its tokens and log-probs for good; only replies are encoded, with what the chat template puts
     around them. So the mask of the assistant's tokens is the sampler's own, over all turns, and no row is ever

@@ -18,7 +18,7 @@ from rlhf_pipeline.exchange._rollout import as_reward, shown
 Array = npt.NDArray[np.float64]
 
 MOST_COLUMNS = 10
-"""So many columns are tried in all their sums; more are asked for."""
+"""Up to this many columns are tried in all their sums; with more, the user is asked."""
 _TOLERANCE = 1e-3
 """Of the largest advantage of a step: advantages are float32, and some trainers compute in bfloat16."""
 _EPSILON = 1e-4
@@ -106,7 +106,7 @@ class AdvantageCheck:
     columns: Sequence[str]
     weights: Array
     told: bool = False
-    """Some advantage is not 0, so that they tell anything."""
+    """Some advantage is not 0, so that the advantages are evidence."""
     _fits: npt.NDArray[np.bool_] = field(init=False)
     _seen: npt.NDArray[np.bool_] = field(init=False)
     _prints: Array = field(init=False)

@@ -131,7 +131,7 @@ def _pairs(ids: torch.Tensor, mask: torch.Tensor) -> zip[tuple[np.ndarray, np.nd
 
 
 def flush_callback(recorder: TrajectoryRecorder) -> Any:
-    """Return a `TrainerCallback` that flushes a recorder when the trainer saves and ends, and tells it of a resume."""
+    """Return a `TrainerCallback` that flushes a recorder when the trainer saves and ends, and announces a resume."""
     from transformers import TrainerCallback
 
     class Flush(TrainerCallback):

@@ -104,7 +104,7 @@ class TrajectoryRecorder:
         self._resumed_at: int | None = None
 
     def resume(self, step: int) -> None:
-        """Say that the training goes on from its checkpoint of `step` optimizer steps and takes later ones again.
+        """Announce that the training resumes from its checkpoint of `step` optimizer steps and repeats later ones.
 
         What is recorded next then gets the ids of what an earlier recorder recorded at those steps, if it is of the
         same prompts, and takes its place when the store is learned from: of rows with one trajectory id the newest
@@ -233,7 +233,7 @@ class TrajectoryRecorder:
         return ids
 
     def _retaken(self, step: int, rollouts: Sequence[Rollout], offset: int) -> int:
-        """Take up the ids of the recorder before this one from a step on; return the place of that step's first row."""
+        """Reuse the previous recorder's ids from a step on; return the place of that step's first row."""
         rows = self.store.ids()
         base = self._base - (1 << SOURCE_BITS)
         named = self.store.read_scalars("trajectory_id", rows)
@@ -254,7 +254,7 @@ class TrajectoryRecorder:
         return start
 
     def _leave_to_others(self) -> None:
-        """Take other ids where another recorder, opened before this one had written, has begun to use the same ones."""
+        """Switch to other ids if another recorder, opened before this one had written, uses the same ones."""
         before, watermark = self._seen, self.store.refresh()
         if self.world_size > 1 or watermark == before.watermark:
             return  # of several ranks each has its own places among the same ids
@@ -352,7 +352,7 @@ class TrajectoryRecorder:
     # -- TRL ---------------------------------------------------------------------------------------------------------
 
     def attach(self, trainer: Any, *, compute_log_probs: bool = True, record_eval: bool = False) -> None:
-        """Record everything that a TRL trainer samples, from now on; the trainer's numbers are not changed.
+        """Record everything that a TRL trainer samples from now on, without changing its numbers.
 
         Args:
             trainer: a `GRPOTrainer` of TRL 1.16, or a trainer with the same methods.
@@ -368,13 +368,13 @@ class TrajectoryRecorder:
         listen(self, trainer, compute_log_probs=compute_log_probs, record_eval=record_eval)
 
     def callback(self) -> Any:
-        """Return a `TrainerCallback` that waits for the disk when the trainer saves and ends, and tells of a resume."""
+        """Return a `TrainerCallback` that syncs when the trainer saves and ends, and announces a resume."""
         from rlhf_pipeline.exchange._trl import flush_callback
 
         return flush_callback(self)
 
     def flush(self) -> None:
-        """Wait until everything recorded is on the disk."""
+        """Sync everything recorded to the disk."""
         if not self.store.closed:
             self.store.flush()
 
@@ -392,7 +392,7 @@ class TrajectoryRecorder:
 
 
 class _Pending:
-    """A batch whose reward functions have not all answered."""
+    """A batch that some reward functions have not graded yet."""
 
     def __init__(self, completions: Any) -> None:
         self.completions = completions
@@ -422,7 +422,7 @@ def _open(path: Path, durability: Any) -> TrajectoryStore:
 
 @contextlib.contextmanager
 def _alone(store: Path) -> Iterator[None]:
-    """Keep other recorders from writing for a moment."""
+    """Hold the lock that recorders take to write."""
     with (store / _LOCK).open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
