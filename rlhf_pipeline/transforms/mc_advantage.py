@@ -46,6 +46,7 @@ from rlhf_pipeline.keys import (
     DONE,
     FAILED_MEMBERS,
     GROUP_ID,
+    LEFT_OUT,
     PRIORITY,
     PROMPT,
     RETURN,
@@ -79,7 +80,7 @@ from rlhf_pipeline.transforms.groups import (
     number_of_group,
     repoint,
 )
-from rlhf_pipeline.transforms.waiting_rows import LEFT_OUT, Later, WaitingRows
+from rlhf_pipeline.transforms.waiting_rows import Later, WaitingRows
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
 
@@ -210,6 +211,7 @@ class MCAdvantage(GroupFigures):
         self._queue = GroupQueue(self.group_timeout_s)
         self._lock = threading.RLock()
         self._rows: WaitingRows | None = None
+        self._held: set[int] = set()
         self._known, self._recovered = True, False
         self._settling: _Settling | None = None
         self.reset_stats()
@@ -651,7 +653,7 @@ class MCAdvantage(GroupFigures):
             call.alone = True
             call.stack.enter_context(rows.alone())
             found = rows.look()
-            if not self._known or set(found.tolist()) != {member.row for member in self._queue.members()}:
+            if not self._known or len(found) != len(self._held) or not self._held.issuperset(found.tolist()):
                 self._recover(found)
 
     def _recover(self, found: np.ndarray) -> None:
@@ -668,6 +670,7 @@ class MCAdvantage(GroupFigures):
             waiting = queue.waiting.get(group) or queue.open(group, self._now())
             waiting.failed += count
         self._unique = self.group_key in (None, GROUP_ID)
+        self._held = set(found.tolist())
         self._known, self._recovered = True, True
 
     def _write_rows(self, arrived: Arrived, now: float) -> Trajectories | None:
@@ -779,6 +782,9 @@ class MCAdvantage(GroupFigures):
                 kept = replace(kept, bounds=list(range(len(call.waiting) + 1)))
                 kept.stored(rows[call.num_whole :], keep_rewards=self.trajectory_return is None)
                 repoint(call.waiting, kept)
+                self._held.update(rows[call.num_whole :].tolist())
+        stored = [m.row for group in call.closed for m in (*group.members, *group.left) if m.arrived.rows is not None]
+        self._held.difference_update(stored)
         out += self._left_out([m for group in call.closed for m in group.left])
         out += self._completed([group for group in call.closed if group.members])
         for waiting in call.failed:

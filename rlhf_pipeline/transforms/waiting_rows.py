@@ -27,9 +27,6 @@ from rlhf_pipeline.keys import (
 from rlhf_pipeline.transforms.groups import Arrived, Ints, Scores
 from trajectory_store import TrajectoryStore
 
-LEFT_OUT = -2
-"""Value of the column `waiting` of a row that waited and is never learned from."""
-
 
 class Later(NamedTuple):
     """Later values of rows that a store holds.
