@@ -30,7 +30,7 @@ was stopped continues when the command is typed again; nothing is imported twice
 examples:
   rlhf-pipeline import example_model_solutions.jsonl --into runs/gsm8k-store --tokenizer model
   rlhf-pipeline import outputs/completions --into runs/trl-store --tokenizer model --field reward=accuracy
-  rlhf-pipeline import answers.parquet --into runs/mine --field prompt=question --field reward=score"""
+  rlhf-pipeline import answers.parquet --into runs/mine --tokenizer model --field prompt=question"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
