@@ -46,7 +46,9 @@ from rlhf_pipeline.keys import (
     DONE,
     FAILED_MEMBERS,
     GROUP_ID,
+    KL_COEF,
     LEFT_OUT,
+    LOG_PROBS,
     PRIORITY,
     PROMPT,
     RETURN,
@@ -267,7 +269,8 @@ class MCAdvantage(GroupFigures):
     def _needed(self) -> list[Key]:
         """The keys that are read of a batch."""
         identities = (self.group_key,) if self.group_key is not None else (GROUP_ID, self.prompt_key, *_PROMPT_KEYS)
-        named = (*identities, self.rewards_key, TASK_REWARD, ASSISTANT_MASK, self.done_key, PRIORITY)
+        penalised = (KL_COEF, LOG_PROBS)  # what the rounding of a penalty is told from
+        named = (*identities, self.rewards_key, TASK_REWARD, ASSISTANT_MASK, self.done_key, PRIORITY, *penalised)
         return list(dict.fromkeys(key for key in named if key is not None))
 
     def _now(self) -> float:
