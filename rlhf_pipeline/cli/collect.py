@@ -8,7 +8,6 @@ import shlex
 import time
 from typing import TYPE_CHECKING, Final
 
-from rlhf_pipeline import definitions
 from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.cli.parser import add_process_options
 from rlhf_pipeline.cli.process import TRY_AGAIN, import_torch, signals_seen, stopped_code, view_of_stdout
@@ -51,6 +50,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Collect until the run ends; 130 or 143 if a signal stopped it, 3 if a retry may help."""
+    from rlhf_pipeline import definitions
     from rlhf_pipeline.cli.plan import make_joining_plan
     from trajectory_store import StoreError
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from rlhf_pipeline.cli.output import Ticker, say
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.words import count, duration, number
-from rlhf_pipeline.run.folder import is_run
 
 if TYPE_CHECKING:
     from rlhf_pipeline.exchange import FileReport, ImportReport
@@ -71,6 +70,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Import the files and report the result and the next commands."""
     from rlhf_pipeline.exchange import import_files
+    from rlhf_pipeline.run.folder import is_run
 
     into = Path(args.into).expanduser()
     run = into.resolve().parent if into.resolve().name == "store" else into

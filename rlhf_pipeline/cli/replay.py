@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlhf_pipeline import definitions
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.cli.parser import above_zero, add_filter, add_overrides, add_steps, natural, positive
-from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError
 from rlhf_pipeline.report.words import count
-from rlhf_pipeline.run.folder import RunConfig, RunFolder, is_run, not_found
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.config import Pipeline
+    from rlhf_pipeline.run.folder import RunConfig
 
 HELP = "learn from stores alone; or take a run's steps again and compare"
 DETAILS = """\
@@ -72,6 +74,8 @@ def execute(args: argparse.Namespace) -> int:
         from rlhf_pipeline.cli import replay_stores
 
         return replay_stores.execute(args)
+    from rlhf_pipeline.run.folder import is_run, not_found
+
     _check_rerun(args)
     folder = Path(args.paths[0]).expanduser()
     if not is_run(folder):
@@ -94,12 +98,13 @@ def _check_rerun(args: argparse.Namespace) -> None:
 
 def replay_run(folder: Path, *, from_step: int, num_steps: int | None, device: str | None) -> int:
     """Print each step's recorded and recomputed loss; 1 if one differs."""
+    from rlhf_pipeline.cli import preflight
+    from rlhf_pipeline.run.folder import RunFolder
+
     config = RunFolder.open(folder).config
     pipeline = _recorded_pipeline(config, folder)
     RunFolder.open(folder).check_unchanged(pipeline, config.seed, inputs=False)  # nothing is sampled
     device = device or config.device
-    from rlhf_pipeline.cli import preflight
-
     preflight.check_device(device)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # about how libraries use torch's internals
     from rlhf_pipeline.run import retake
@@ -142,6 +147,8 @@ def _figure(value: float | None) -> str:
 
 
 def _recorded_pipeline(config: RunConfig, folder: Path) -> Pipeline:
+    from rlhf_pipeline import definitions
+
     try:
         return definitions.find(config.definition).pipeline(config.overrides)
     except MissingPathError as error:

@@ -168,6 +168,17 @@ class AdvantageCheck:
         return list(found.values())
 
 
+def weighted(scores: Array, weights: Array) -> Array:
+    """Return the weighted sum of `[n, functions]` rewards as TRL forms it: NaN counts as 0, unless all are NaN.
+
+    >>> weighted(np.array([[1.0, np.nan], [np.nan, np.nan]]), np.array([2.0, 1.0])).tolist()
+    [2.0, nan]
+    """
+    total = np.nansum(scores * weights, axis=1)
+    total[np.isnan(scores).all(axis=1)] = np.nan
+    return total
+
+
 def all_sums(num: int) -> Array:
     """Return `[2^num - 1, num]` weights: every sum of some of `num` columns, those of few columns first."""
     picks = [pick for size in range(1, num + 1) for pick in itertools.combinations(range(num), size)]

@@ -18,6 +18,7 @@ import numpy as np
 
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
 from rlhf_pipeline.exchange._encode import Encoder, columns_of, load_tokenizer, meta_of
+from rlhf_pipeline.exchange._rewards import weighted
 from rlhf_pipeline.exchange._rollout import Messages, Rollout, as_answer, as_text
 from rlhf_pipeline.exchange._target import SOURCE_BITS
 from rlhf_pipeline.replay.schema import trajectory_schema
@@ -397,17 +398,6 @@ class _Pending:
     def __init__(self, completions: Any) -> None:
         self.completions = completions
         self.rewards: dict[int, list[float]] = {}
-
-
-def weighted(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the weighted sum of `[n, functions]` rewards as TRL forms it: NaN counts as 0, unless all are NaN.
-
-    >>> weighted(np.array([[1.0, np.nan], [np.nan, np.nan]]), np.array([2.0, 1.0])).tolist()
-    [2.0, nan]
-    """
-    total = np.nansum(scores * weights, axis=1)
-    total[np.isnan(scores).all(axis=1)] = np.nan
-    return total
 
 
 def _open(path: Path, durability: Any) -> TrajectoryStore:
