@@ -43,6 +43,8 @@ META: Final[Key] = "meta"
 WAITING: Final[Key] = "waiting"
 """-1 where a trajectory's group came whole; the number of its group while it waits for the rest; -2 where it waited and
 is not learned from; `-3 - i` where it waited and then came as number `i` of those that may be learned from."""
+LEFT_OUT: Final = -2
+"""Value of `waiting` of a trajectory that waited and is not learned from."""
 FAILED_MEMBERS: Final[Key] = "failed_members"
 """On one row of a group that waits: how many of its members are reported failed."""
 

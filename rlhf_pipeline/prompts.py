@@ -49,7 +49,7 @@ class NoPrompts:
     """No prompts: for definitions that learn from stores alone."""
 
     as_chat: bool = False
-    """Has no meaning here."""
+    """Unused."""
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
         """Refuse.

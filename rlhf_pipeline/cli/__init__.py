@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _message(error: Exception) -> str | None:
-    """Return what is said of an error; None for one that is nobody's mistake but ours."""
+    """Return the message for an error that a user can act on; None for a bug of ours."""
     from rlhf_pipeline.errors import PipelineError
 
     store = sys.modules.get("trajectory_store")

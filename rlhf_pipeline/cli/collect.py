@@ -8,7 +8,6 @@ import shlex
 import time
 from typing import TYPE_CHECKING, Final
 
-from rlhf_pipeline import definitions
 from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.cli.parser import add_process_options
 from rlhf_pipeline.cli.process import TRY_AGAIN, import_torch, signals_seen, stopped_code, view_of_stdout
@@ -35,7 +34,7 @@ examples:
   rlhf-pipeline collect --run runs/mine                  in a third: one more collector
 
 `rlhf-pipeline run long_running --collectors 2` starts all of them and keeps them alive.
-Exit code 3: trouble that another try may not have (the reward function, the disk)."""
+Exit code 3: a failure that a retry may not have (the reward function, the disk)."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -50,7 +49,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Collect until the run has ended; 130 or 143 if a signal stopped it, 3 if another try may help."""
+    """Collect until the run ends; 130 or 143 if a signal stopped it, 3 if a retry may help."""
+    from rlhf_pipeline import definitions
     from rlhf_pipeline.cli.plan import make_joining_plan
     from trajectory_store import StoreError
 
@@ -87,7 +87,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 class _Lines:
-    """Prints a line for a rollout now and then, and the closing lines."""
+    """Prints a line for a rollout at most once a second, and the closing lines."""
 
     def __init__(self, view: RunView, plan: Plan) -> None:
         self._view = view

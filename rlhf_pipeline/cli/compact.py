@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from rlhf_pipeline.cli.output import said_now_and_then, say
 from rlhf_pipeline.errors import RunExistsError, RunStorageError
 from rlhf_pipeline.report.words import count, duration
-from rlhf_pipeline.run.folder import RunFolder
 
 if TYPE_CHECKING:
+    from rlhf_pipeline.run.folder import RunFolder
     from trajectory_store import CompactReport
 
 HELP = "merge the segments of a store that nobody writes to"
@@ -38,7 +38,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Compact, and say what came of it."""
+    """Compact the store and report the result."""
     from rlhf_pipeline.report.inspect import disk_usage
     from rlhf_pipeline.report.stored import open_run_or_store
     from trajectory_store import TrajectoryStore

@@ -73,8 +73,10 @@ def execute(args: argparse.Namespace) -> int:
             raise
     paths = [path for path, _ in (paths_of(Pipeline) if pipeline is None else _paths_in(pipeline))]
     wanted = [path for path in paths if field is None or path == field or path.startswith(f"{field}.")]
-    one = field is not None and len(wanted) <= 1
-    say("\n".join(_one(field, known[field], pipeline) if one else _table(wanted, known, pipeline)))
+    if field is not None and len(wanted) <= 1:
+        say("\n".join(_one(field, known[field], pipeline)))
+    else:
+        say("\n".join(_table(wanted, known, pipeline)))
     return 0
 
 

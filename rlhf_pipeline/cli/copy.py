@@ -37,7 +37,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Copy, and say what was written and how to compare it."""
+    """Copy the store and report what was written."""
     from rlhf_pipeline.exchange.copier import copy_store
     from rlhf_pipeline.report.inspect import disk_usage
     from rlhf_pipeline.report.stored import Stored, open_run_or_store

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.cli.output import Ticker, say
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
-from rlhf_pipeline.report.diff_steps import StepsDifference, compare_configs, compare_steps
 from rlhf_pipeline.report.words import count, one_line
-from rlhf_pipeline.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from rlhf_pipeline.report.diff import Comparison, RowsDifference
+    from rlhf_pipeline.report.diff_steps import StepsDifference
     from rlhf_pipeline.report.stored import Stored
+    from rlhf_pipeline.run.folder import RunFolder
 
 _VALUE_WIDTH = 40
 _FIELDS = 30
@@ -50,6 +50,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Print what differs; 0 if the trajectories and the learning are the same, else 1."""
     from rlhf_pipeline.report.diff import Comparison, compare_rows
+    from rlhf_pipeline.report.diff_steps import compare_configs, compare_steps
     from rlhf_pipeline.report.stored import Stored, open_run_or_store
 
     with ExitStack() as open_stores:

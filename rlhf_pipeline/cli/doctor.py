@@ -107,7 +107,7 @@ def _file_system_type(folder: Path) -> str | None:
 
 
 def _file_system(folder: Path) -> Iterator[Check]:
-    """Try what the store relies on, in this folder."""
+    """Test what the store relies on, in this folder."""
     try:
         with tempfile.TemporaryDirectory(prefix=".rlhf-doctor-", dir=folder) as scratch:
             for name, trial in _TRIALS.items():

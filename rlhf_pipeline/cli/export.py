@@ -33,7 +33,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Export, and say what was written and how to read it."""
+    """Export the store and report what was written and how to read it."""
     from rlhf_pipeline.exchange import export_store
     from rlhf_pipeline.report.stored import open_run_or_store
 

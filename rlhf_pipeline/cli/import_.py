@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from rlhf_pipeline.cli.output import Ticker, say
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.words import count, duration, number
-from rlhf_pipeline.run.folder import is_run
 
 if TYPE_CHECKING:
     from rlhf_pipeline.exchange import FileReport, ImportReport
@@ -25,12 +24,12 @@ and the dumps of other trainers: trl (completions/*.parquet), verl (rollout_data
 is recognised by the field names. Rewards are named, or told by the table's advantages; else you are asked.
 
 Token ids and log-probs in the file are kept; text is encoded once, with --tokenizer. An import that
-was stopped is typed again and goes on; nothing is imported twice, and a broken line is named.
+was stopped continues when the command is typed again; nothing is imported twice, and a broken line is named.
 
 examples:
   rlhf-pipeline import example_model_solutions.jsonl --into runs/gsm8k-store --tokenizer model
   rlhf-pipeline import outputs/completions --into runs/trl-store --tokenizer model --field reward=accuracy
-  rlhf-pipeline import answers.parquet --into runs/mine --field prompt=question --field reward=score"""
+  rlhf-pipeline import answers.parquet --into runs/mine --tokenizer model --field prompt=question"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -69,8 +68,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Import, and say what came of it and what to type next."""
+    """Import the files and report the result and the next commands."""
     from rlhf_pipeline.exchange import import_files
+    from rlhf_pipeline.run.folder import is_run
 
     into = Path(args.into).expanduser()
     run = into.resolve().parent if into.resolve().name == "store" else into

@@ -8,15 +8,14 @@ import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline import definitions
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.errors import PipelineError, plain
 from rlhf_pipeline.report.words import count, number
-from rlhf_pipeline.rewards import RewardFunction, no_reward
-from rlhf_pipeline.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from rlhf_pipeline.report.inspect import Inspection, RewardCheck
+    from rlhf_pipeline.rewards import RewardFunction
+    from rlhf_pipeline.run.folder import RunFolder
 
 _BAR = 30
 
@@ -41,7 +40,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print what is stored; 1 if a reward does not come out again."""
+    """Print what is stored; 1 if a reward cannot be reproduced."""
     from rlhf_pipeline.report.inspect import inspect_store
     from rlhf_pipeline.report.stored import Stored, open_run_or_store
 
@@ -58,6 +57,8 @@ def execute(args: argparse.Namespace) -> int:
 
 def _reward(run: RunFolder | None, typed: str | None) -> tuple[RewardFunction | None, str | None]:
     """Return the reward function, or why there is none. A definition that was asked for must load."""
+    from rlhf_pipeline.rewards import no_reward
+
     reward, why_not = _found(run, typed)
     if reward is no_reward:
         return (
@@ -68,6 +69,8 @@ def _reward(run: RunFolder | None, typed: str | None) -> tuple[RewardFunction | 
 
 
 def _found(run: RunFolder | None, typed: str | None) -> tuple[RewardFunction | None, str | None]:
+    from rlhf_pipeline import definitions
+
     if typed is not None:
         overrides = run.config.overrides if run is not None else ()
         return definitions.find(typed).pipeline(overrides).reward, None

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from rlhf_pipeline import definitions
 from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.cli.parser import add_process_options, add_steps
 from rlhf_pipeline.cli.process import TRY_AGAIN, import_torch, signals_seen, stopped_code, view_of_stdout
 from rlhf_pipeline.errors import RunExistsError, RunStorageError
-from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.weights import reopen
 
 HELP = "learn from what collectors store, in a process of its own"
 DETAILS = """\
@@ -23,7 +20,7 @@ examples:
   rlhf-pipeline learn --run runs/mine                    definition and seed are the recorded ones
   rlhf-pipeline learn --run runs/mine --steps 5000       go on with a run that has ended
 
-Exit code 3: trouble that another try may not have (the disk, a live learner)."""
+Exit code 3: a failure that a retry may not have (the disk, a live learner)."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -33,9 +30,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Learn from what collectors store; 130 or 143 if a signal stopped it, 3 if another try may help."""
+    """Learn from what collectors store; 130 or 143 if a signal stopped it, 3 if a retry may help."""
+    from rlhf_pipeline import definitions
     from rlhf_pipeline.cli.closing import finish
     from rlhf_pipeline.cli.plan import make_joining_plan
+    from rlhf_pipeline.run.folder import RunFolder
+    from rlhf_pipeline.run.processes.weights import reopen
     from trajectory_store import StoreError
 
     plan = make_joining_plan(args)

@@ -7,7 +7,6 @@ import shutil
 import textwrap
 from pathlib import Path
 
-from rlhf_pipeline import definitions
 from rlhf_pipeline.cli.output import say, warn
 from rlhf_pipeline.errors import PipelineError
 
@@ -25,6 +24,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print name, description and needs of each definition; a broken file is one line, not the end."""
+    from rlhf_pipeline import definitions
+
     files = [Path(name).expanduser() for name in args.files] or definitions.builtin_files()
     failed = False
     for file in files:

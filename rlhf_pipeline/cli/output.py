@@ -1,4 +1,4 @@
-"""What commands print: lines in which nothing can drive the terminal, and a line now and then while work goes on."""
+"""Output of commands: lines that are safe for a terminal, and progress every few seconds."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def say(text: str = "", end: str = "\n") -> None:
 
 
 def warn(text: str) -> None:
-    """Print to standard error; where that cannot be written there is nobody to tell."""
+    """Print to standard error, and ignore an error there."""
     with contextlib.suppress(OSError):
         print(plain(text), file=sys.stderr, flush=True)
 
 
 class Ticker:
-    """Prints every few seconds how far a command has come; pass it as a progress callback.
+    """Prints a command's progress every few seconds; pass it as a progress callback.
 
     Args:
         what: what is done with the trajectories, for example `compared`.
@@ -53,7 +53,7 @@ class Ticker:
         self._next = time.perf_counter() + _EVERY_S
 
     def __call__(self, done: int, total: int | None = None) -> None:
-        """Say it, where it is time."""
+        """Print the progress, if it is time."""
         now = time.perf_counter()
         if now < self._next:
             return
@@ -64,7 +64,7 @@ class Ticker:
 
 @contextmanager
 def said_now_and_then(text: str) -> Iterator[None]:
-    """Print every few seconds that the work goes on, where it has no callback: `  {text} for 12 s; ...`."""
+    """Print a line every few seconds while work without a progress callback runs: `  {text} for 12 s; ...`."""
     done, started = threading.Event(), time.perf_counter()
 
     def tick() -> None:
@@ -81,7 +81,7 @@ def said_now_and_then(text: str) -> Iterator[None]:
 
 
 def open_standard_streams() -> None:
-    """Open what the caller has closed (`>&-`): else the next file would get its number, and what is printed."""
+    """Reopen standard streams that the caller closed (`>&-`), or the next file opened would receive the output."""
     if sys.stdout is not None and sys.stderr is not None and sys.stdin is not None:
         return
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -97,5 +97,5 @@ def open_standard_streams() -> None:
 
 
 def leave_standard_output() -> None:
-    """Point standard output elsewhere, so that Python does not complain again at exit; its reader or disk is gone."""
+    """Redirect standard output to the null device, so that Python does not fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

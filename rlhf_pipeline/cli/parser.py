@@ -21,7 +21,7 @@ COMMANDS = (
     *("run", "collect", "learn", "list", "config", "inspect", "show", "tail", "diff", "verify", "replay", "compact"),
     *("report", "import", "export", "copy", "new-model", "doctor"),
 )
-"""In the order of `--help`; the file of a command is called after it."""
+"""In the order of `--help`; each command has a file of the same name."""
 
 _DESCRIPTION = """\
 The data path of RL post-training: collect rollouts, keep every one of them, learn, look.
@@ -48,11 +48,11 @@ class Parser(argparse.ArgumentParser):
     """argparse with "did you mean" for commands and options."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print help or a mistake; argparse would pass over an output that cannot be written."""
+        """Print help or an error; argparse itself ignores an output that cannot be written."""
         say(message, end="") if file is sys.stdout else warn(message.rstrip("\n"))
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where the help is, and exit with code 2."""
+        """Print what is wrong and where to find help, and exit with code 2."""
         wrong = re.match(
             r"argument (?P<where>.+): invalid choice: '(?P<typed>[^']*)' \(choose from (?P<known>.+)\)", message
         )

@@ -1,4 +1,4 @@
-"""What is to be run, found out from what was typed and from what a run recorded, all of it checked without torch."""
+"""What to run, from the options that were typed and a run's record; all of it is checked without torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Plan:
     collectors: int = 0
     """Processes that collect beside a learner, under a supervisor; 0 runs all in this process."""
     joins: bool = False
-    """Whether this is one process of a run of several, for which going on is the same command."""
+    """Whether this is one process of several, which continues by the same command."""
 
     @property
     def again(self) -> str:
@@ -40,7 +40,7 @@ class Plan:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Find out what to run and check all of it that needs no torch.
+    """Plan a run, and check everything that can be checked without torch.
 
     Raises:
         PipelineError: anything wrong with the definition, the run folder, the model folder or the prompts.
@@ -50,7 +50,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 def make_joining_plan(args: argparse.Namespace) -> Plan:
-    """Find out what a process of a run has to do: what the run in `--run` recorded, or a new run there.
+    """Plan one process of a run: continue the run in `--run`, or start one there.
 
     Raises:
         PipelineError: as `make_plan`.
@@ -87,7 +87,7 @@ def _overrides(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 
 
 def checked(plan: Plan) -> Plan:
-    """Check all that a plan names, without torch.
+    """Check everything a plan names, without torch.
 
     Raises:
         PipelineError: something is not there, or cannot be.
@@ -125,7 +125,7 @@ def _new(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -> Pl
 
 
 def _resumed(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -> Plan:
-    """Take definition, overrides, seed and device from the run; what was typed comes on top."""
+    """Take definition, overrides, seed and device from the run; options that were typed win."""
     named = args.definition
     if named is not None and not args.out and is_run(Path(named).expanduser()):
         out, named = Path(named).expanduser(), None  # `run runs/copy_digits --resume`
@@ -151,7 +151,7 @@ def recorded_plan(
     command: str,
     otherwise: str = "leave --resume out and choose another --out",
 ) -> Plan:
-    """Return the plan to go on with a run: what it recorded, and what was typed on top.
+    """Return the plan that continues a run: its record, and the options that were typed.
 
     Args:
         args: what was typed.

@@ -1,4 +1,4 @@
-"""What can be checked before torch is imported, so that a slip costs a second and not ten.
+"""Checks that need no torch, so that a mistake costs one second and not ten.
 
 Every check raises the error that the run itself would end with, or a better one.
 """
@@ -72,7 +72,7 @@ def check_resumable(out: Path) -> None:
 
 
 def check_writable(out: Path, option: str) -> None:
-    """Try whether a folder can be made and written, and leave nothing behind.
+    """Test whether a folder can be made and written, and leave nothing behind.
 
     Raises:
         DefinitionError: its name cannot be handed to the libraries that write into it.
@@ -128,7 +128,7 @@ def check_processes(pipeline: Pipeline) -> None:
 
 
 def check_pipeline(pipeline: Pipeline, seed: int) -> None:
-    """Check all that a definition names: the model's folder, the prompts, the reward function's arguments.
+    """Check everything a definition names: the model's folder, the prompts, the reward function's arguments.
 
     Raises:
         MissingPathError: the model folder or the prompt file is not there.
@@ -189,7 +189,7 @@ def check_reward(pipeline: Pipeline) -> None:
 
 
 def first_prompt(pipeline: Pipeline, seed: int) -> Prompt:
-    """Return the run's first prompt; a prompt file is read and checked whole by that.
+    """Return the run's first prompt; reading it checks a prompt file as a whole.
 
     Raises:
         DefinitionError: the source raises something of its own or returns something else.

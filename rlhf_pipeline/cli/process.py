@@ -17,7 +17,7 @@ from rlhf_pipeline.report.words import count
 from rlhf_pipeline.run.signals import STOPPING
 
 TRY_AGAIN: Final = 3
-"""The exit code of `collect` and `learn` after trouble that another try may not have: a full disk, a reward service."""
+"""The exit code of `collect` and `learn` after a failure that a retry may not have: a full disk, a reward service."""
 
 
 def view_of_stdout(log_name: str = "log.txt") -> RunView:
@@ -32,7 +32,7 @@ def stopped_code(seen: list[int]) -> int:
 
 
 def import_torch(device: str) -> None:
-    """Import torch, and check the device while no folder is made yet.
+    """Import torch and check the device, before any folder is made.
 
     Raises:
         DefinitionError: torch sees no such device.
@@ -53,7 +53,7 @@ def import_torch(device: str) -> None:
 
 @contextmanager
 def signals_seen(seen: list[int]) -> Iterator[None]:
-    """Collect the numbers of the signals that arrive, whoever handles them, for the exit code."""
+    """Record which signals arrive, whoever handles them; the exit code depends on it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one live line in a terminal, plain lines elsewhere."""
+"""Progress of a run: one live line in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ class RunView:
                 self._erase()
 
     def say(self, text: str) -> None:
-        """Print a line of its own; a live line is drawn again below it."""
+        """Print a line; the live line is redrawn below it."""
         self._erase()
         self._write(f"{plain(text)}\n")
 
     def close(self) -> None:
-        """Take the live line away, so that what is printed next starts on a line of its own."""
+        """Erase the live line, so that the next output starts on a fresh line."""
         self._erase()
 
     def _started(self, event: RunStarted) -> None:
@@ -111,7 +111,7 @@ class RunView:
             self._write("  ".join(self._fields(event, graph=False)) + "\n")
 
     def _notice(self, event: Notice) -> None:
-        """Print a notice; of those that differ only in numbers the first few are enough, unless they tell progress."""
+        """Print a notice; of notices that differ only in their numbers, print the first few, except for progress."""
         if event.level == "progress":
             self.say(event.message)
             return
@@ -147,7 +147,7 @@ class RunView:
 
     @staticmethod
     def _fit(fields: list[str], columns: int) -> str:
-        """Join as many fields as a line holds; the ETA, which is last, outlives the ones before it."""
+        """Join as many fields as fit on the line; the ETA, which is last, is kept longest."""
         while len(fields) > 3 and len("  ".join(fields)) > columns:
             del fields[-2]
         return "  ".join(fields)[: max(columns, 0)]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlhf_pipeline import definitions
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.cli.parser import above_zero, add_filter, add_overrides, add_steps, natural, positive
-from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError
 from rlhf_pipeline.report.words import count
-from rlhf_pipeline.run.folder import RunConfig, RunFolder, is_run, not_found
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.config import Pipeline
+    from rlhf_pipeline.run.folder import RunConfig
 
 HELP = "learn from stores alone; or take a run's steps again and compare"
 DETAILS = """\
@@ -67,11 +69,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Replay; 1 if a step does not come out as recorded."""
+    """Replay; 1 if a step differs from its record."""
     if args.from_step is None:
         from rlhf_pipeline.cli import replay_stores
 
         return replay_stores.execute(args)
+    from rlhf_pipeline.run.folder import is_run, not_found
+
     _check_rerun(args)
     folder = Path(args.paths[0]).expanduser()
     if not is_run(folder):
@@ -80,7 +84,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _check_rerun(args: argparse.Namespace) -> None:
-    """Refuse what does not go with `--from-step`, which changes nothing and takes all from the run."""
+    """Refuse options that do not go with `--from-step`, which takes everything from the run."""
     if len(args.paths) != 1:
         raise DefinitionError("--from-step takes the steps of one run again; name one run.")
     values = {"--definition": args.definition, "--out": args.out, "--epochs": args.epochs, "--weight": args.weights}
@@ -94,12 +98,13 @@ def _check_rerun(args: argparse.Namespace) -> None:
 
 def replay_run(folder: Path, *, from_step: int, num_steps: int | None, device: str | None) -> int:
     """Print each step's recorded and recomputed loss; 1 if one differs."""
+    from rlhf_pipeline.cli import preflight
+    from rlhf_pipeline.run.folder import RunFolder
+
     config = RunFolder.open(folder).config
     pipeline = _recorded_pipeline(config, folder)
     RunFolder.open(folder).check_unchanged(pipeline, config.seed, inputs=False)  # nothing is sampled
     device = device or config.device
-    from rlhf_pipeline.cli import preflight
-
     preflight.check_device(device)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # about how libraries use torch's internals
     from rlhf_pipeline.run import retake
@@ -142,6 +147,8 @@ def _figure(value: float | None) -> str:
 
 
 def _recorded_pipeline(config: RunConfig, folder: Path) -> Pipeline:
+    from rlhf_pipeline import definitions
+
     try:
         return definitions.find(config.definition).pipeline(config.overrides)
     except MissingPathError as error:
@@ -149,7 +156,7 @@ def _recorded_pipeline(config: RunConfig, folder: Path) -> Pipeline:
 
 
 def _advice(config: RunConfig) -> str:
-    """Say what may have moved the bits."""
+    """Return what may have changed the last bits."""
     from importlib.metadata import PackageNotFoundError, version
 
     moved: list[str] = []

@@ -8,14 +8,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline import definitions
-from rlhf_pipeline.cli import sharded
 from rlhf_pipeline.cli.parser import add_overrides, add_steps, natural, positive, seconds
 from rlhf_pipeline.cli.process import import_torch, signals_seen, stopped_code, view_of_stdout
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.report.words import duration
 from rlhf_pipeline.run.events import RunFinished
-from rlhf_pipeline.run.folder import is_run
 
 if TYPE_CHECKING:
     from rlhf_pipeline.cli.plan import Plan
@@ -32,7 +29,7 @@ examples:
   rlhf-pipeline run long_running --collectors 2
 
 Ctrl-C finishes the step, saves, and says how to go on. After a crash, --resume goes on from the
-last checkpoint; trajectories that were stored since are used again, not sampled anew."""
+last checkpoint; trajectories that were stored since are used again and not resampled."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -79,7 +76,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Run a pipeline; 130 or 143 if a signal stopped it."""
-    from rlhf_pipeline.cli import supervised
+    from rlhf_pipeline.cli import sharded, supervised
     from rlhf_pipeline.cli.plan import make_plan
 
     if sharded.is_follower():
@@ -100,6 +97,10 @@ def run_plan(plan: Plan, *, then: Callable[[RunView], int] = lambda view: 0) -> 
     Returns:
         The exit code: 130 or 143 if a signal stopped it.
     """
+    from rlhf_pipeline.cli import sharded
+    from rlhf_pipeline.cli.closing import finish
+    from rlhf_pipeline.run.folder import is_run
+
     view = view_of_stdout()
     view.say(f"{plan.pipeline.name}: starting, seed {plan.seed}, on {plan.device}; importing torch ...")
     started = time.perf_counter()
@@ -115,14 +116,15 @@ def run_plan(plan: Plan, *, then: Callable[[RunView], int] = lambda view: 0) -> 
     finally:
         view.close()
         sharded.leave()
-    from rlhf_pipeline.cli.closing import finish
-
     finish(finished, plan, view)
     return stopped_code(seen) if finished.reason == "interrupted" else then(view)
 
 
 def _run(plan: Plan, view: RunView, started: float, seen: list[int]) -> RunFinished:
     """Import torch and run; `seen` collects the signals that arrived."""
+    from rlhf_pipeline import definitions
+    from rlhf_pipeline.cli import sharded
+
     with signals_seen(seen):
         import_torch(plan.device)
         from rlhf_pipeline.run import start

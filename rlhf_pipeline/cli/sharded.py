@@ -13,9 +13,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline import definitions
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.run.folder import RunFolder, is_run
 from rlhf_pipeline.run.signals import STOPPING
 
 if TYPE_CHECKING:
@@ -53,6 +51,9 @@ def joined(plan: Plan) -> Plan:
 
 def follow(args: argparse.Namespace) -> int:
     """Do what the first process says, until it stops."""
+    from rlhf_pipeline import definitions
+    from rlhf_pipeline.run.folder import RunFolder, is_run
+
     # The first process answers a signal: it finishes the step, saves, and says stop.
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rlhf_pipeline.cli.output import say, warn
 from rlhf_pipeline.cli.parser import add_filter, natural
-from rlhf_pipeline.run.folder import RunFolder, is_run, is_store
 
 _POLL_S = 0.25
 
@@ -59,7 +58,9 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _wait_for_store(folder: Path) -> None:
-    """A run that has just been started has no store yet."""
+    """Wait while a run that has just started has no store."""
+    from rlhf_pipeline.run.folder import RunFolder, is_run, is_store
+
     said = False
     while is_run(folder) and not is_store(RunFolder.open(folder).store_path):
         if not said:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.report.words import count
-from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, not_found
 
 HELP = "check a run or a store for damage"
 DETAILS = """\
@@ -27,6 +26,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Print what each check found; 1 if something is damaged."""
     from rlhf_pipeline.report.check import check_run, check_store
+    from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, not_found
 
     folder = Path(args.path).expanduser()
     if is_run(folder):

@@ -28,7 +28,7 @@ from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """What one rollout brought."""
+    """The result of one rollout."""
 
     index: int
     num_trajectories: int
@@ -107,7 +107,7 @@ class Collector:
             )
 
     def collect(self, rollout: int, policy_version: int, *, refresh: WeightRefresh | None = None) -> Rollout:
-        """Make sure that rollout number `rollout` is in the store, whole.
+        """Ensure that the whole of rollout number `rollout` is in the store.
 
         Args:
             rollout: 0, 1, 2, ...

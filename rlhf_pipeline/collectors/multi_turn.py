@@ -6,13 +6,14 @@ import json
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from tensordict import TensorDict
 
 from rlhf_pipeline.collectors.grading import describe_error
 from rlhf_pipeline.collectors.trajectories import trajectory_rows
+from rlhf_pipeline.data.trajectories import Text, Trajectories, td_of
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies.adapters import Policy
 from rlhf_pipeline.policies.chat import Message, decode_completion, encode_prompt, encode_reply
@@ -83,7 +84,7 @@ def converse(
     stream_ids: Sequence[int] | None = None,
     tools: Sequence[Any] | None = None,
 ) -> list[Conversation]:
-    """Let a policy and `respond` talk, all conversations side by side, until each has ended.
+    """Run conversations between a policy and `respond`, side by side, until each has ended.
 
     A sampled turn keeps its tokens and log-probs for good; only replies are encoded, with what the chat template puts
     around them. So the mask of the assistant's tokens is the sampler's own, over all turns, and no row is ever
@@ -263,7 +264,7 @@ def conversation_rows(
     for talk in conversations:
         meta: dict[str, Any] = {"messages": talk.messages, "turns": talk.num_turns}
         metas.append(json.dumps(meta | ({"error": talk.error} if talk.error else {}), ensure_ascii=False))
-    return trajectory_rows(
+    rows = trajectory_rows(
         flat("token_ids", np.int64),
         flat("assistant_mask", np.bool_),
         flat("log_probs", np.float32),
@@ -278,6 +279,11 @@ def conversation_rows(
         completions=[text(talk.token_ids[talk.num_prompt_tokens :]) for talk in conversations],
         metas=metas,
     )
+    texts = {key: column.items for key, column in rows.items() if isinstance(column, Text)}
+    data = td_of(Trajectories(n, {key: column for key, column in rows.items() if key not in texts}))
+    for key, items in texts.items():  # one list per key: a stack of single strings costs 20 times as much
+        data.set_non_tensor(key, items)
+    return cast(TensorDict, data)
 
 
 def _given(group_ids: Sequence[int], talk: Conversation) -> int:

@@ -1,4 +1,4 @@
-"""Which field of a row holds what: by the names that tools use, or as the user says."""
+"""Which field of a row holds what: by the names that tools use, or by the user's options."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "answer": ("answer", "ground_truth", "reference_answer", "gts", "target"),
     "created_at": ("created_at", "timestamp"),
 }
-"""What is known of a rollout, and under which names it is looked for, in this order."""
+"""Each property of a rollout and the field names it is looked for under, in this order."""
 
 TARGETS = tuple(ALIASES)
 
 
 NONE = "none"
-"""What the user writes where a target is to be left out, although the rows have it."""
+"""What the user writes to leave out a target that the rows have."""
 
 
 class Fields:

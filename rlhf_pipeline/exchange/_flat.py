@@ -38,7 +38,7 @@ Row = Mapping[str, Any]
 
 
 class Layout(Protocol):
-    """What a format says of its fields; see `rlhf_pipeline.exchange.formats.Format`."""
+    """The fields of a format; see `rlhf_pipeline.exchange.formats.Format`."""
 
     @property
     def fields(self) -> Mapping[str, tuple[str, ...]]:
@@ -95,7 +95,7 @@ class FlatReader:
                 self.terms = RewardTerms({self.fields.of["reward"]: 1.0})
 
     def about(self) -> str:
-        """Return which field was taken for what, in words."""
+        """Describe which field was read as what."""
         pairs = self.fields.of | {"reward": NONE if self.terms is None else str(self.terms)}
         return ", ".join(f"{target}={name}" for target, name in pairs.items())
 

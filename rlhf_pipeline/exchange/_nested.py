@@ -39,7 +39,7 @@ class SolutionsReader:
         self.answer = given.get("answer", "ground_truth")
 
     def about(self) -> str:
-        """Return which field was taken for what, in words."""
+        """Describe which field was read as what."""
         return (
             f"prompt={self.question}, answer={self.answer}, completion=*.solution, reward=*.is_correct, "
             "one group per line"
@@ -93,7 +93,7 @@ class PrimeRLReader:
         self.left_out = 0
 
     def about(self) -> str:
-        """Return which field was taken for what, in words."""
+        """Describe which field was read as what."""
         if self.is_export:
             return (
                 "token export: tokens=token_ids, log_probs=inference_logprobs, advantage=advantages; it has no rewards"
@@ -212,7 +212,7 @@ class TinkerReader:
         self.without_reward = 0
 
     def about(self) -> str:
-        """Return which field was taken for what, in words."""
+        """Describe which field was read as what."""
         num = sum(map(len, self.rewards.values()))
         rewards = f"reward=total_reward of {num:,} summaries" if num else "no rollout summaries"
         return (
@@ -280,7 +280,7 @@ class NemoReader:
         self.left_out = 0
 
     def about(self) -> str:
-        """Return which field was taken for what, in words."""
+        """Describe which field was read as what."""
         return (
             "tokens=token_ids to input_lengths, mask=token_loss_mask, reward=rewards, log_probs=generation_logprobs, "
             "advantage=advantages"
@@ -334,7 +334,7 @@ class SkyRLBatchReader:
         _only(given)
 
     def about(self) -> str:
-        """Return which field was taken for what, in words."""
+        """Describe which field was read as what."""
         return "prompt_ids=prompt_token_ids, completion_ids=response_ids, reward=rewards, log_probs=rollout_logprobs"
 
     def read(self, row: Row) -> list[Rollout]:

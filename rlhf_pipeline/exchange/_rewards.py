@@ -18,9 +18,11 @@ from rlhf_pipeline.exchange._rollout import as_reward, shown
 Array = npt.NDArray[np.float64]
 
 MOST_COLUMNS = 10
-"""So many columns are tried in all their sums; more are asked for."""
+"""Up to this many columns are tried in all their sums; with more, the user is asked."""
 _TOLERANCE = 1e-3
 """Of the largest advantage of a step: advantages are float32, and some trainers compute in bfloat16."""
+_ROUNDING = 1e-6
+"""Of a group's rewards: a smaller deviation is none."""
 _EPSILON = 1e-4
 """What trainers add to a standard deviation before they divide by it; a smaller advantage is none."""
 _TERM = re.compile(r"\s*(?:(-?(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?)\s*\*\s*)?(.+?)\s*\Z")
@@ -106,14 +108,14 @@ class AdvantageCheck:
     columns: Sequence[str]
     weights: Array
     told: bool = False
-    """Some advantage is not 0, so that they tell anything."""
+    """Some advantage is not 0, so that the advantages are evidence."""
     _fits: npt.NDArray[np.bool_] = field(init=False)
     _seen: npt.NDArray[np.bool_] = field(init=False)
     _prints: Array = field(init=False)
     _num_rows: int = 0
 
     def __post_init__(self) -> None:
-        self._fits = np.ones((len(self.weights), 3), bool)
+        self._fits = np.ones((len(self.weights), 4), bool)
         self._seen = np.zeros(len(self.weights), bool)
         self._prints = np.zeros(len(self.weights))
 
@@ -125,26 +127,32 @@ class AdvantageCheck:
             prompts: `n` prompts; rows in turn with equal ones are one group or several.
             advantages: `[n]`.
         """
+        self.told |= bool(np.any(np.nan_to_num(advantages))) and _group_size(prompts) > 1
         draws = np.random.default_rng(self._num_rows).standard_normal(len(values))
         self._num_rows += len(values)
-        rewards = _weighted(values, self.weights)
-        self._prints += np.nan_to_num(rewards, nan=1e3) @ draws
+        alive = np.flatnonzero(self._fits.any(axis=1))
+        if not len(alive):
+            return
+        weights = self.weights[alive]
+        rewards = _weighted(values, weights)
+        self._prints[alive] += np.nan_to_num(rewards, nan=1e3) @ draws
         size = _group_size(prompts)
         if size < 2:
             return
         wanted = np.nan_to_num(advantages).reshape(-1, size)
-        self.told |= bool(wanted.any())
         groups = rewards.reshape(len(rewards), -1, size)
         whole = ~np.any(np.isnan(groups), axis=-1)
-        self._seen |= np.any(whole & np.any(wanted, axis=-1), axis=-1)
+        self._seen[alive] |= np.any(whole & np.any(wanted, axis=-1), axis=-1)
         centred = groups - _mean(groups)
         deviation = _deviation(groups)
         each = values.T.reshape(values.shape[1], -1, size)
         each = (each - _mean(each)) / (_deviation(each) + _EPSILON)
-        summed = _weighted(each.reshape(len(each), -1).T, self.weights).reshape(groups.shape)
-        shapes = (centred / np.where(deviation > 0, deviation, 1.0), centred, summed)
+        summed = _weighted(each.reshape(len(each), -1).T, weights).reshape(groups.shape)
+        level = deviation <= _ROUNDING * np.maximum(np.abs(_mean(groups)), _EPSILON)
+        plain = np.where(level, 0.0, centred / np.where(level, 1.0, deviation))
+        shapes = (centred / (deviation + _EPSILON), plain, centred, summed)
         for place, shape in enumerate(shapes):
-            self._fits[:, place] &= _proportional(wanted, shape, whole, shifted=place == 2)
+            self._fits[alive, place] &= _proportional(wanted, shape, whole, shifted=shape is summed)
 
     def fitting(self) -> list[RewardTerms]:
         """Return the sums that all advantages follow from, small ones first, equal ones once.
@@ -158,6 +166,17 @@ class AdvantageCheck:
                 terms = {name: float(w) for name, w in zip(self.columns, weights, strict=True) if w}
                 found.setdefault(round(float(mark), 6), RewardTerms(terms))
         return list(found.values())
+
+
+def weighted(scores: Array, weights: Array) -> Array:
+    """Return the weighted sum of `[n, functions]` rewards as TRL forms it: NaN counts as 0, unless all are NaN.
+
+    >>> weighted(np.array([[1.0, np.nan], [np.nan, np.nan]]), np.array([2.0, 1.0])).tolist()
+    [2.0, nan]
+    """
+    total = np.nansum(scores * weights, axis=1)
+    total[np.isnan(scores).all(axis=1)] = np.nan
+    return total
 
 
 def all_sums(num: int) -> Array:

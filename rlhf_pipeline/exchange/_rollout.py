@@ -31,14 +31,14 @@ class Rollout:
     prompt_ids: Sequence[int] | None = None
     completion_ids: Sequence[int] | None = None
     completion_mask: Sequence[bool] | None = None
-    """Which completion tokens the policy produced; None for all (no tool output or later user turn among them)."""
+    """Which completion tokens the policy produced; None for all of them."""
     log_probs: Sequence[float | None] | None = None
     """Behaviour log-probs, one per completion token; None where unknown."""
     ref_log_probs: Sequence[float | None] | None = None
     reward: float = math.nan
     advantage: float = math.nan
     group: Hashable = None
-    """Names the instance of the prompt within its file; None: rows in turn with equal prompts are one group."""
+    """Names the instance of the prompt within its file; None groups consecutive rows with equal prompts."""
     policy_version: int = 0
     finish_reason: str = ""
     answer: str | None = None

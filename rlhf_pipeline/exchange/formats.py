@@ -28,7 +28,7 @@ class Reader(Protocol):
     """Turns rows of one file into rollouts."""
 
     def about(self) -> str:
-        """Return which field was taken for what, in words."""
+        """Describe which field was read as what."""
         ...
 
     def read(self, row: Row) -> list[Rollout]:
@@ -52,7 +52,7 @@ class Format:
     needs: tuple[str, ...] = ()
     """A row that has all these fields is of this format."""
     also: Callable[[Row], bool] = _always
-    """And meets this."""
+    """And this condition holds."""
     fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     """What is known of a rollout to the field that holds it. A target that is not named is looked for under the names
     that tools use (`rlhf_pipeline.exchange._fields.ALIASES`); one with no names is not in the file."""

@@ -183,7 +183,7 @@ def _recognise(sources: Sequence[Source], format: str, fields: Mapping[str, str]
 
 @contextlib.contextmanager
 def naming(source: Source, number: int) -> Iterator[None]:
-    """Add the place to errors about one row."""
+    """Prefix errors with the file and the row."""
     try:
         yield
     except (DataError, DefinitionError) as error:

@@ -18,6 +18,7 @@ import numpy as np
 
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
 from rlhf_pipeline.exchange._encode import Encoder, columns_of, load_tokenizer, meta_of
+from rlhf_pipeline.exchange._rewards import weighted
 from rlhf_pipeline.exchange._rollout import Messages, Rollout, as_answer, as_text
 from rlhf_pipeline.exchange._target import SOURCE_BITS
 from rlhf_pipeline.replay.schema import trajectory_schema
@@ -104,7 +105,7 @@ class TrajectoryRecorder:
         self._resumed_at: int | None = None
 
     def resume(self, step: int) -> None:
-        """Say that the training goes on from its checkpoint of `step` optimizer steps and takes later ones again.
+        """Announce that the training resumes from its checkpoint of `step` optimizer steps and repeats later ones.
 
         What is recorded next then gets the ids of what an earlier recorder recorded at those steps, if it is of the
         same prompts, and takes its place when the store is learned from: of rows with one trajectory id the newest
@@ -233,7 +234,7 @@ class TrajectoryRecorder:
         return ids
 
     def _retaken(self, step: int, rollouts: Sequence[Rollout], offset: int) -> int:
-        """Take up the ids of the recorder before this one from a step on; return the place of that step's first row."""
+        """Reuse the previous recorder's ids from a step on; return the place of that step's first row."""
         rows = self.store.ids()
         base = self._base - (1 << SOURCE_BITS)
         named = self.store.read_scalars("trajectory_id", rows)
@@ -254,7 +255,7 @@ class TrajectoryRecorder:
         return start
 
     def _leave_to_others(self) -> None:
-        """Take other ids where another recorder, opened before this one had written, has begun to use the same ones."""
+        """Switch to other ids if another recorder, opened before this one had written, uses the same ones."""
         before, watermark = self._seen, self.store.refresh()
         if self.world_size > 1 or watermark == before.watermark:
             return  # of several ranks each has its own places among the same ids
@@ -352,7 +353,7 @@ class TrajectoryRecorder:
     # -- TRL ---------------------------------------------------------------------------------------------------------
 
     def attach(self, trainer: Any, *, compute_log_probs: bool = True, record_eval: bool = False) -> None:
-        """Record everything that a TRL trainer samples, from now on; the trainer's numbers are not changed.
+        """Record everything that a TRL trainer samples from now on, without changing its numbers.
 
         Args:
             trainer: a `GRPOTrainer` of TRL 1.16, or a trainer with the same methods.
@@ -368,13 +369,13 @@ class TrajectoryRecorder:
         listen(self, trainer, compute_log_probs=compute_log_probs, record_eval=record_eval)
 
     def callback(self) -> Any:
-        """Return a `TrainerCallback` that waits for the disk when the trainer saves and ends, and tells of a resume."""
+        """Return a `TrainerCallback` that syncs when the trainer saves and ends, and announces a resume."""
         from rlhf_pipeline.exchange._trl import flush_callback
 
         return flush_callback(self)
 
     def flush(self) -> None:
-        """Wait until everything recorded is on the disk."""
+        """Sync everything recorded to the disk."""
         if not self.store.closed:
             self.store.flush()
 
@@ -392,22 +393,11 @@ class TrajectoryRecorder:
 
 
 class _Pending:
-    """A batch whose reward functions have not all answered."""
+    """A batch that some reward functions have not graded yet."""
 
     def __init__(self, completions: Any) -> None:
         self.completions = completions
         self.rewards: dict[int, list[float]] = {}
-
-
-def weighted(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the weighted sum of `[n, functions]` rewards as TRL forms it: NaN counts as 0, unless all are NaN.
-
-    >>> weighted(np.array([[1.0, np.nan], [np.nan, np.nan]]), np.array([2.0, 1.0])).tolist()
-    [2.0, nan]
-    """
-    total = np.nansum(scores * weights, axis=1)
-    total[np.isnan(scores).all(axis=1)] = np.nan
-    return total
 
 
 def _open(path: Path, durability: Any) -> TrajectoryStore:
@@ -422,7 +412,7 @@ def _open(path: Path, durability: Any) -> TrajectoryStore:
 
 @contextlib.contextmanager
 def _alone(store: Path) -> Iterator[None]:
-    """Keep other recorders from writing for a moment."""
+    """Hold the lock that recorders take to write."""
     with (store / _LOCK).open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

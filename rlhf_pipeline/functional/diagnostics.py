@@ -29,13 +29,14 @@ def row_mean(values: torch.Tensor) -> torch.Tensor:
 
 
 def weight_sums(
-    log_ratio: torch.Tensor, mask: torch.Tensor | None = None
+    log_ratio: torch.Tensor, mask: torch.Tensor | None = None, dim: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`(n, sum w, sum w^2)` of `w = exp(log_ratio)`, float64; sums over micro-batches and ranks may be added.
 
     Args:
         log_ratio: any shape, clamped to +-20 here.
         mask: bool, same shape; all elements by default.
+        dim: the dimension to sum over; all by default.
 
     >>> weight_sums(torch.tensor([0.0, 0.0]))[1:]
     (tensor(2., dtype=torch.float64), tensor(2., dtype=torch.float64))
@@ -44,7 +45,7 @@ def weight_sums(
         w = log_ratio.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         keep = torch.ones_like(w, dtype=torch.bool) if mask is None else mask
         w = torch.where(keep, w, torch.zeros_like(w))
-        return keep.sum().double(), w.sum(), w.square().sum()
+        return keep.sum(dim).double(), w.sum(dim), w.square().sum(dim)
 
 
 def sequence_weight_sums(

@@ -9,17 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.config import Sample
-from rlhf_pipeline.replay.samplers import (
-    FreshSampler,
-    GroupSampler,
-    MixSampler,
-    PrioritySampler,
-    RecencySampler,
-    SuccessSampler,
-    TrajectorySampler,
-    UniformSampler,
-    VarianceSampler,
-)
+from rlhf_pipeline.replay.samplers import STRATEGIES, TrajectorySampler, as_sampler
 
 Ints = npt.NDArray[np.int64]
 
@@ -35,28 +25,15 @@ def sampler_of(sample: Sample, *, max_staleness: int | None, updates_per_rollout
     >>> sampler_of(Sample(strategy="mix", tau=8.0), max_staleness=16)
     MixSampler(max_staleness=None, max_uses=None)
     """
-    tau = math.inf if sample.tau is None else sample.tau
-    age, uses = max_staleness, sample.max_uses
-    match sample.strategy:
-        case "fresh":
-            return FreshSampler(max_staleness=age, max_uses=uses)
-        case "uniform":
-            return UniformSampler(max_staleness=age, max_uses=uses)
-        case "recency":
-            return RecencySampler(tau=tau, max_staleness=age, max_uses=uses)
-        case "priority":
-            return PrioritySampler(column="advantage", alpha=sample.alpha, tau=tau, max_staleness=age, max_uses=uses)
-        case "group":
-            return GroupSampler(max_staleness=age, max_uses=uses)
-        case "success":
-            return SuccessSampler(tau=tau, max_staleness=age, max_uses=uses)
-        case "variance":
-            return VarianceSampler(alpha=sample.alpha, tau=tau, max_staleness=age, max_uses=uses)
-        case "mix":
-            newest = FreshSampler(max_staleness=updates_per_rollout - 1, max_uses=uses)
-            return MixSampler(
-                newest, RecencySampler(tau=tau, max_staleness=age, max_uses=uses), fraction=sample.fresh_fraction
-            )
+    entry = STRATEGIES[sample.strategy]
+    given = {
+        "tau": math.inf if sample.tau is None else sample.tau,
+        "alpha": sample.alpha,
+        "fresh_fraction": sample.fresh_fraction,
+        "updates_per_rollout": updates_per_rollout,
+    }
+    settings = {name: given[name] for name in entry.settings}
+    return as_sampler(sample.strategy, max_staleness=max_staleness, max_uses=sample.max_uses, **settings)
 
 
 class StepLedger(Protocol):

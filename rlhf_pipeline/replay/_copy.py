@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from rlhf_pipeline.errors import MissingPathError
+from rlhf_pipeline.keys import LEFT_OUT
 from rlhf_pipeline.replay.schema import SLOT, WAITING
-from rlhf_pipeline.transforms.waiting_rows import LEFT_OUT
 from trajectory_store import RaggedArray, TrajectoryStore
 
 _CHUNK = 1024

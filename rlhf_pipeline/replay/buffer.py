@@ -208,11 +208,13 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
 
     # -- writing -----------------------------------------------------------------------------------------------
 
-    def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
+    def extend(
+        self, tensordicts: TensorDictBase | Trajectories, *, update_priority: bool | None = None
+    ) -> torch.Tensor:
         """Run the write path and commit what is complete, in one atomic commit.
 
         Args:
-            tensordicts: whole trajectories, in any of the forms of the write path.
+            tensordicts: whole trajectories, in any of the forms of the write path, or flat columns.
             update_priority: ignored; a `priority` key is stored with the row.
 
         Returns:
@@ -223,7 +225,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             StoreError: if the store could not take the rows; then none of them is there.
         """
         del update_priority
-        if not isinstance(tensordicts, TensorDictBase):
+        if not isinstance(tensordicts, (TensorDictBase, Trajectories)):
             raise DataError(f"extend takes a TensorDict of trajectories, not {type(tensordicts).__name__}")
         with self._call() as advantage:
             written = self._write(self._through(tensordicts, self._transforms()))

@@ -1,4 +1,4 @@
-"""Is a run whole: the store's checksums, the ledger, the steps, the checkpoints."""
+"""Whether a run is intact: the store's checksums, the ledger, the steps, the checkpoints."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_run(run: RunFolder) -> Iterator[Finding]:
 
 
 def _check_parts(run: RunFolder) -> Iterator[Finding]:
-    """Do store, ledger, metrics and checkpoints tell of the same steps?"""
+    """Check that store, ledger, metrics and checkpoints agree on the steps."""
     problems = [] if run.came_to_nothing else list(run.missing_parts())
     # A step's ledger row is written before the step, its metrics after: the ledger may be one row ahead.
     if not problems and not 0 <= len(run.ledger) - len(run.metrics) <= 1:

@@ -123,7 +123,7 @@ class _Differing:
 
 
 def _batch(row: Row, other: Row) -> Any:
-    """Return what names the batch: trajectory ids where both rows have them, since row ids depend on the store."""
+    """Return the batch's identity: trajectory ids where both rows have them, as row ids depend on the store."""
     named = "trajectory_ids" in row and "trajectory_ids" in other
     return row.get("trajectory_ids" if named else "row_ids")
 

@@ -19,7 +19,7 @@ from rlhf_pipeline.run.rows import NewRows, Row
 
 
 class Follower:
-    """Prints what a store holds, and what is added to it.
+    """Prints what a store holds and what is added to it.
 
     Args:
         run: the store's run, if it has one.
@@ -49,7 +49,7 @@ class Follower:
         self._print(self._tail.newest(num), steps, heading=True)
 
     def follow(self, every: float) -> None:
-        """Print what comes, looking every so many seconds. Ends when nobody reads it any more.
+        """Print new arrivals, polling at an interval in seconds. Ends when the reader has left.
 
         Raises:
             MissingPathError: the store was removed, or another one was made in its place.
@@ -82,7 +82,7 @@ class Follower:
 
 
 def _identity(store: Path) -> object:
-    """Return what tells a store from another one at its path; None where none is."""
+    """Return the identity of the store at a path; None if there is none."""
     try:
         return json.loads((store / "zarr.json").read_bytes())["attributes"]["salt"]
     except (FileNotFoundError, ValueError, LookupError, TypeError):

@@ -96,7 +96,7 @@ def reward_curve(run: RunFolder, *, width: int = 720, height: int = 360) -> str:
 
 
 def _of_what(run: RunFolder) -> str:
-    """Return what a point of the curve is about: a run that draws from stores has rewards of others."""
+    """Return what a point of the curve stands for: in a run over stores, stored rewards."""
     replay = run.config.pipeline.get("replay")
     return "stored with each step's trajectories" if replay and not replay["recorded_order"] else "per rollout"
 

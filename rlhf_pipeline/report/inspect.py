@@ -33,7 +33,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Disagreement:
-    """One stored reward that does not come out again."""
+    """One stored reward that was not reproduced."""
 
     id: int
     stored: float | None
@@ -44,7 +44,7 @@ class Disagreement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutDisagreement:
-    """One point of the curve that the stored trajectories do not give."""
+    """One point of the curve that the stored trajectories do not reproduce."""
 
     step: int
     rollout: int
@@ -59,9 +59,9 @@ class RewardCheck:
     function: str
     num_trajectories: int
     num_different: int
-    """Trajectories whose stored reward is not what the function says now."""
+    """Trajectories whose stored reward differs from the function's now."""
     num_failed_before: int
-    """Trajectories whose call failed during the run and succeeds now. They count neither here nor there."""
+    """Trajectories whose call failed during the run and succeeds now; not counted as different."""
     first_different: tuple[Disagreement, ...]
     num_rollouts: int
     """Rollouts that are whole in the store and have a line in `metrics.jsonl`."""
@@ -72,7 +72,7 @@ class RewardCheck:
 
     @property
     def agrees(self) -> bool:
-        """True if every reward and every point of the curve came out again."""
+        """True if every reward and every point of the curve was reproduced."""
         return self.num_different == 0 and self.num_rollouts_different == 0
 
 
@@ -218,7 +218,7 @@ def check_rewards(
 def grade_again(
     reward: RewardFunction, prompts: Sequence[str], completions: Sequence[str], contexts: Sequence[Context]
 ) -> tuple[Floats, dict[int, str]]:
-    """Call the reward function on each trajectory; a call that raises gives NaN, as it does during a run.
+    """Call the reward function on each trajectory; a call that raises gives NaN, as in a run.
 
     Returns:
         The rewards [N], and the errors by place.

@@ -14,7 +14,7 @@ _COMPARED = ("loss", "task_reward", "grad_norm")
 
 
 def sources_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return what a run wrote down of each store that it learned from; nothing of a run that collected.
+    """Return a run's record of each store that it learned from; empty for a run that collected.
 
     Each has `path`, `num_stored`, `num_chosen` and `num_ungraded`.
     """

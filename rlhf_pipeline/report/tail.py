@@ -24,7 +24,7 @@ _HEADINGS = ("id", "version", "group", "reward", "tokens", "finish")
 _LEAST_WIDTHS = (6, 7, 6, 7, 6, 6)
 
 Choose = Callable[[Ids], Ids]
-"""Returns those of some ids that are wanted, in their order; raises MissingRowError where one is gone."""
+"""Returns the wanted ones of some ids, in their order; raises MissingRowError if one is gone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Arrival:
     """One trajectory in short."""
 
     place: int
-    """The how many-th trajectory it is, counted from 1 since the store was made."""
+    """Its ordinal, counted from 1 since the store was made."""
     fields: tuple[str, ...]
     """Id, policy version, group, reward, completion tokens, finish reason."""
     completion: str
@@ -92,7 +92,7 @@ class Tail:
                     break
 
     def _still_there(self, ids: Ids) -> Ids:
-        """Return the ids that eviction has left by now."""
+        """Return those of the ids that have not been evicted."""
         self._store.refresh()
         return ids[np.isin(ids, self._stored.ids())]
 
@@ -137,7 +137,7 @@ class Tail:
             yield row, f"[{shown}{' ...' if more else ''}]"
 
     def _places(self, ids: Ids) -> list[int]:
-        """Return the how many-th trajectory each one is; `ids` are in the order of arrival."""
+        """Return each trajectory's ordinal since the store was made; `ids` are in the order of arrival."""
         known = self._stored.ids()
         first = self._store.watermark - len(known) + 1
         for nearby in (known[-4 * BATCH_ROWS :], known):

@@ -17,6 +17,8 @@ from rlhf_pipeline.config import Replay
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.files import write_atomically
+from rlhf_pipeline.keys import LEFT_OUT
+from rlhf_pipeline.replay.schema import WAITING
 from rlhf_pipeline.run.folder import RunFolder, is_run
 from trajectory_store import StoreNotFoundError, TrajectoryStore
 
@@ -252,6 +254,8 @@ def _choose_from(store: TrajectoryStore, filters: Sequence[str], limits: Limits)
     for condition in filters:
         ids = select(store, [condition], ids)
         counts.append(len(ids))
+    if WAITING.name in store.schema:  # rows that waited for their group and were not taken into it
+        ids = ids[store.read_scalars(WAITING.name, ids) != LEFT_OUT]
     graded = np.isfinite(store.read_scalars("task_reward", ids))
     num_ungraded = int(len(ids) - np.count_nonzero(graded))
     ids = ids[graded]

@@ -42,6 +42,7 @@ from rlhf_pipeline.errors import (
     RunMismatchError,
     RunStorageError,
     did_you_mean,
+    plain,
 )
 from rlhf_pipeline.files import remove_folder, tidy, write_atomically
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
@@ -432,7 +433,7 @@ class RunFolder:
     def log(self, file: Path | None = None, level: int = logging.WARNING) -> Iterator[None]:
         """Write what the package logs, from a level on, to a file as well; `log.txt` by default."""
         handler = logging.FileHandler(self.log_file if file is None else file, encoding="utf-8")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(_PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         package = logging.getLogger("rlhf_pipeline")
         before = package.level
         if not package.isEnabledFor(level):
@@ -495,6 +496,13 @@ def make_record(
         "versions": {"rlhf-pipeline": __version__, "python": platform.python_version()}
         | {name: version(name) for name in packages},
     }
+
+
+class _PlainFormatter(logging.Formatter):
+    """Lines that can be printed to a terminal, whatever names and exceptions are in them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record))
 
 
 def is_run(path: Path) -> bool:

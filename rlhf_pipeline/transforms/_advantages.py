@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.data.trajectories import Flat, Trajectories, segment_sum, step_sum
-from rlhf_pipeline.functional.advantage import group_advantage, penalty_rounding
+from rlhf_pipeline.functional.advantage import group_advantage, penalty_rounding, whitened_step_rewards
 from rlhf_pipeline.keys import KL_COEF, LOG_PROBS, TASK_REWARD
-from rlhf_pipeline.transforms._segments import whitened
 from rlhf_pipeline.transforms.groups import Scores
 
 
@@ -119,8 +118,8 @@ def advantage_values(
     if per_step is not None:
         flat = reward.values.detach().double().nan_to_num(0.0, 0.0, 0.0).reshape(-1)
         each = torch.ones(n, dtype=torch.int64) if reward.lengths is None else reward.lengths
-        values = whitened(flat, each * (flat.numel() // max(element.numel(), 1)), per_step[owner])
-        values = values.reshape(reward.values.shape)
+        each = each * (flat.numel() // max(element.numel(), 1))
+        values = whitened_step_rewards(flat, per_step[owner], each).advantages.reshape(reward.values.shape)
     else:
         values = advantage[element].reshape(-1, *(1 for _ in trailing)).expand(-1, *trailing)
     values = values.to(torch.float32).contiguous()

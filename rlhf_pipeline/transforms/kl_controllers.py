@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torchrl.data.llm.utils import KLControllerBase
 
 from rlhf_pipeline.errors import DefinitionError, MissingAttributeError, RunMismatchError
 
 _LARGEST_ERROR = 0.2
 
 
-class KLController(abc.ABC):
+class KLController(KLControllerBase):
     """Holds the coefficient of the KL penalty, a plain float, as `coef`.
 
     Args:

@@ -46,6 +46,9 @@ from rlhf_pipeline.keys import (
     DONE,
     FAILED_MEMBERS,
     GROUP_ID,
+    KL_COEF,
+    LEFT_OUT,
+    LOG_PROBS,
     PRIORITY,
     PROMPT,
     RETURN,
@@ -79,7 +82,7 @@ from rlhf_pipeline.transforms.groups import (
     number_of_group,
     repoint,
 )
-from rlhf_pipeline.transforms.waiting_rows import LEFT_OUT, Later, WaitingRows
+from rlhf_pipeline.transforms.waiting_rows import Later, WaitingRows
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
 
@@ -210,6 +213,7 @@ class MCAdvantage(GroupFigures):
         self._queue = GroupQueue(self.group_timeout_s)
         self._lock = threading.RLock()
         self._rows: WaitingRows | None = None
+        self._held: set[int] = set()
         self._known, self._recovered = True, False
         self._settling: _Settling | None = None
         self.reset_stats()
@@ -265,7 +269,8 @@ class MCAdvantage(GroupFigures):
     def _needed(self) -> list[Key]:
         """The keys that are read of a batch."""
         identities = (self.group_key,) if self.group_key is not None else (GROUP_ID, self.prompt_key, *_PROMPT_KEYS)
-        named = (*identities, self.rewards_key, TASK_REWARD, ASSISTANT_MASK, self.done_key, PRIORITY)
+        penalised = (KL_COEF, LOG_PROBS)  # what the rounding of a penalty is told from
+        named = (*identities, self.rewards_key, TASK_REWARD, ASSISTANT_MASK, self.done_key, PRIORITY, *penalised)
         return list(dict.fromkeys(key for key in named if key is not None))
 
     def _now(self) -> float:
@@ -651,7 +656,7 @@ class MCAdvantage(GroupFigures):
             call.alone = True
             call.stack.enter_context(rows.alone())
             found = rows.look()
-            if not self._known or set(found.tolist()) != {member.row for member in self._queue.members()}:
+            if not self._known or len(found) != len(self._held) or not self._held.issuperset(found.tolist()):
                 self._recover(found)
 
     def _recover(self, found: np.ndarray) -> None:
@@ -668,6 +673,7 @@ class MCAdvantage(GroupFigures):
             waiting = queue.waiting.get(group) or queue.open(group, self._now())
             waiting.failed += count
         self._unique = self.group_key in (None, GROUP_ID)
+        self._held = set(found.tolist())
         self._known, self._recovered = True, True
 
     def _write_rows(self, arrived: Arrived, now: float) -> Trajectories | None:
@@ -779,6 +785,9 @@ class MCAdvantage(GroupFigures):
                 kept = replace(kept, bounds=list(range(len(call.waiting) + 1)))
                 kept.stored(rows[call.num_whole :], keep_rewards=self.trajectory_return is None)
                 repoint(call.waiting, kept)
+                self._held.update(rows[call.num_whole :].tolist())
+        stored = [m.row for group in call.closed for m in (*group.members, *group.left) if m.arrived.rows is not None]
+        self._held.difference_update(stored)
         out += self._left_out([m for group in call.closed for m in group.left])
         out += self._completed([group for group in call.closed if group.members])
         for waiting in call.failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +28,7 @@ from rlhf_pipeline.keys import (
 from rlhf_pipeline.transforms.groups import Arrived, Ints, Scores
 from trajectory_store import TrajectoryStore
 
-LEFT_OUT = -2
-"""Value of the column `waiting` of a row that waited and is never learned from."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Later(NamedTuple):
@@ -84,7 +84,11 @@ class WaitingRows:
             return
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:  # there one process has to write
+                    raise
             yield
         finally:
             os.close(descriptor)

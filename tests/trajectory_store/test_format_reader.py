@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from zipfile import BadZipFile
 
 import google_crc32c
 import numpy as np
@@ -172,7 +173,7 @@ def test_what_a_power_loss_left(tmp_path, durability):
 
 @BACKENDS
 def test_damage_is_noticed(tmp_path, backend):
-    """A flipped byte in any file that holds values or says what counts is found by its checksum."""
+    """A flipped byte in a value, in a commit, in the root or in both lines of the catalog is found by its checksum."""
     path = tmp_path / "s"
     with TrajectoryStore.create(path, SCHEMA, backend=backend, segment_rows=8) as store:
         ids = append(store, 3, 6)
@@ -181,14 +182,19 @@ def test_damage_is_noticed(tmp_path, backend):
         append(store, 11, 2)
         update(store, ids[3:], 7, "prompt")
     agrees(path)
-    files = [file for file in path.glob("seg-*/*/c/**/*") if file.is_file() and file.stat().st_size]
-    for file in [path / "zarr.json", *path.glob("seg-*/zarr.json"), *path.glob("seg-*/*.zip"), *files]:
+    flips = [(file, 20) for pattern in ("tag/c/0", "target/c/0", "commits/c/0/0", "*.zip") for file in path.glob(f"seg-*/{pattern}")]
+    flips += [(path / "zarr.json", (path / "zarr.json").read_bytes().find(b"uuid") + 10)]
+    assert len(flips) > 4
+    for file, at in flips:
         good = file.read_bytes()
-        at = good.find(b'"salt"') + 10 if b'"salt"' in good else good.find(b'"uuid"') + 12 if b'"uuid"' in good else 0
-        if file.parts[-3] == "c" or not any(good):
-            continue
         file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-        with pytest.raises((ValueError, RuntimeError)):
+        with pytest.raises((ValueError, RuntimeError, BadZipFile)):
             read_store(path)
         file.write_bytes(good)
+    record = max((path / "catalog").glob("*.rec"))
+    good = record.read_bytes()
+    record.write_bytes(b"0" + good[1:] if good[:1] != b"0" else b"1" + good[1:])
     agrees(path)
+    record.write_bytes(bytes(byte ^ (byte == 0x22) for byte in good))
+    with pytest.raises(ValueError, match="damaged"):
+        read_store(path)

@@ -30,7 +30,7 @@ class Sampling(NamedTuple):
 
 @contextmanager
 def evaluated(module: Any) -> Iterator[None]:
-    """Put a module in eval mode (dropout off) and give every part its own mode back afterwards."""
+    """Put a module in eval mode (dropout off) and restore each part's mode afterwards."""
     modes = [(part, part.training) for part in module.modules()] if isinstance(module, nn.Module) else []
     for part, _ in modes:
         part.training = False

@@ -64,7 +64,7 @@ class ChatTrajectories(Transform):
     """
 
     takes_steps = True
-    """The buffer hands the turns over as they come, and does not take them for rows."""
+    """The buffer passes the turns on as they are, and does not treat them as rows."""
 
     def __init__(self, group_key: keys.Key | None = None, *, keep_log_probs: bool = True) -> None:
         super().__init__()

@@ -313,7 +313,7 @@ class RolloutFromModel:
         values = [value for rollout in self._kl_queue for value in rollout]
         self._kl_queue.clear()
         if self.kl_scheduler is not None and values:
-            if isinstance(self.kl_scheduler, KLControllerBase):
+            if not isinstance(self.kl_scheduler, KLController):  # TorchRL's
                 values = [-self.kl_coef * value for value in values]
             self.kl_coef = self.kl_scheduler.update(values)
         return self.kl_coef

@@ -28,7 +28,7 @@ sys.stdin.read()
 
 
 def in_pieces(run: Path, folder: Path) -> Path:
-    """Write the run again, its store in five segments and two patches."""
+    """Write the run again, its store in five segments and two updates."""
     folder.mkdir()
     for file in run.iterdir():
         if file.is_file():
@@ -49,7 +49,7 @@ def pieces(run_dir: Path) -> Path:
 
 
 def test_compact(cli: Cli, run_dir: Path, pieces: Path):
-    """Segments and patches become one segment, and nothing that can be read changes."""
+    """Segments become one, updates of the same columns too, and nothing that can be read changes."""
     before = in_pieces(run_dir, Path("runs/before"))
     shown = cli("compact", pieces)
     assert shown.code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.collectors.grading import grade
 from rlhf_pipeline.errors import DataError, MissingPathError, RewardError
 from rlhf_pipeline.prompts import Prompt
+from rlhf_pipeline.run.folder import RunFolder
 
 from .conftest import Cli
 
@@ -150,6 +152,9 @@ def test_nothing_that_is_named_drives_the_terminal(cli: Cli, run_dir: Path, tmp_
     with pytest.raises(RewardError) as caught:
         grade(reward, [Prompt(text="a")], ["b"])
     assert "\\x1b]0;owned" in str(caught.value)
+    with RunFolder(run_dir).log(tmp_path / "log.txt"):
+        logging.getLogger("rlhf_pipeline").warning("%s", ESCAPE)
+    assert "\x1b" not in (tmp_path / "log.txt").read_text()
     for error in (DataError(ESCAPE), MissingPathError(ESCAPE)):
         assert "\x1b" not in str(error)
     with (tmp_path / "out.txt").open("w+") as out:

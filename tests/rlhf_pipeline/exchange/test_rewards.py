@@ -66,6 +66,18 @@ def test_the_advantages_tell_the_rewards(tmp_path: Path, jsonl: Write, tokenizer
     assert np.allclose(rewards_of(tmp_path / "store"), [row["accuracy"] + row["brevity"] for row in rows])
 
 
+def test_groups_that_hardly_differ(tmp_path: Path, jsonl: Write, tokenizer: Any):
+    """Rewards that differ by little, or by rounding alone, agree with advantages that have TRL's epsilon in them."""
+    rewards = np.array([[0.0, 1.0, 0.0, 1.0], [0.5, 0.502, 0.501, 0.5], [0.1 + 0.2, 0.3, 0.3, 0.3]])
+    credit = advantages(rewards, "group")
+    rows = [
+        {"step": 1, "prompt": str(group), "completion": "2", "accuracy": rewards[group, i], "length": i, "advantage": a}
+        for group in range(3)
+        for i, a in enumerate(credit[group].tolist())
+    ]
+    assert "reward=accuracy" in import_files([jsonl(rows)], tmp_path / "a", tokenizer=tokenizer).files[0].about
+
+
 def test_rewards_that_are_normalised_before_they_are_summed(tmp_path: Path, jsonl: Write, tokenizer: Any):
     """Advantages of TRL's `normalize_then_sum` tell the rewards as well."""
     rows = table(steps=1)

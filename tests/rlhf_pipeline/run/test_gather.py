@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline import KLRewardTransform, MCAdvantage, Replay, RetrieveLogProb, TrajectoryReplayBuffer
@@ -308,3 +309,18 @@ def test_a_policy_that_cannot_read_the_store_is_refused_before_anything_is_made(
         choose(replay, Limits(vocabulary=40, positions=5))
     policy = build_policy(offline(source), seed=0, device="cpu")
     assert limits_of(policy).vocabulary == VOCABULARY
+
+
+def test_rows_that_were_left_out_of_their_group_stay_out(tmp_path):
+    """A candidate that waited and was not taken is not learned from; a group that still waits is taken as it is."""
+    buffer = TrajectoryReplayBuffer(
+        storage=tmp_path / "store",
+        transform=MCAdvantage(2, keep_return_bounds=(0.1, 0.9), candidate_group_size=3),
+    )
+    for number, (group, reward) in enumerate([(0, 0.0), (0, 0.0), (0, 1.0), (1, 1.0)]):
+        row = {"tokens": {"full": torch.arange(4)}, "num_prompt_tokens": torch.tensor(2)}
+        row |= {"group_id": torch.tensor(group), "task_reward": torch.tensor(reward)}
+        buffer.extend(TensorDict({**row, "trajectory_id": torch.tensor(number)}))
+    buffer.storage.close()
+    choice = choose(Replay(stores=(str(tmp_path / "store"),)), LIMITS)
+    assert choice.trajectory_id.tolist() == [0, 2, 3]

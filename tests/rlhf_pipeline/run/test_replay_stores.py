@@ -171,14 +171,16 @@ def test_the_ledger_is_followed_where_rollouts_were_taken_as_they_arrived(tmp_pa
     run(pipeline, run_dir=tmp_path / "run")
     rows = read_rows(tmp_path / "run" / "ledger.jsonl")
     arrived = [0, 2, 1, 3, 5, 4]
-    for row, rollout in zip(rows, arrived, strict=True):
-        first = 12 * rollout
-        row |= {"rollout": rollout, "row_ids": list(range(first + 11, first - 1, -1)), "trajectory_ids": []}
+    with TrajectoryStore.open(tmp_path / "run" / "store") as store:
+        ids = store.ids().tolist()
+    wanted = [list(range(12 * rollout + 11, 12 * rollout - 1, -1)) for rollout in arrived]
+    for row, rollout, places in zip(rows, arrived, wanted, strict=True):
+        row |= {"rollout": rollout, "row_ids": [ids[place] for place in places], "trajectory_ids": []}
     (tmp_path / "run" / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     replay = Replay(stores=(str(tmp_path / "run"),), recorded_order=True)
     run(dataclasses.replace(pipeline, replay=replay), run_dir=tmp_path / "again")
     assert [ids[0] // 12 for ids in ledger_of(tmp_path / "again", "trajectory_ids")] == arrived
-    assert ledger_of(tmp_path / "again", "trajectory_ids") == [row["row_ids"] for row in rows]
+    assert ledger_of(tmp_path / "again", "trajectory_ids") == wanted
     assert ledger_of(tmp_path / "again", "ages")[1] == [-1] * 12
     with TrajectoryStore.open(tmp_path / "run" / "store") as store:
         means = store.read_scalars("task_reward").reshape(6, 12).mean(axis=1, dtype=np.float64)

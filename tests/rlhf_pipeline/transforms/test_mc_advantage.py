@@ -13,6 +13,7 @@ from torchrl.envs.transforms import Compose
 from rlhf_pipeline import keys
 from rlhf_pipeline.data.trajectories import Flat, Text, columns_of
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 
 
@@ -408,3 +409,18 @@ def test_a_batch_does_not_wait_for_a_group_that_failed_whole(make_rows):
     assert transform.queued_groups == 0
     with pytest.raises(DataError, match="counts groups by an integer group_id"):
         transform.inv(TensorDict(query=["a", "a"], task_reward=torch.tensor([0.0, 1.0]), batch_size=[2]))
+
+
+def test_rounding_of_a_penalty_is_no_spread(make_rows, to_form, form):
+    """Equal rewards whose returns differ by the penalty's rounding only have no spread, whatever the form."""
+    rows = make_rows([6, 6], rewards=[1.0, 1.0])
+    for row, off in zip(rows, (0.0, 5e-7), strict=True):
+        said = row["masks", "all_assistant_mask"]
+        row["log_probs", "full"] = torch.where(said, -5.0 + off, torch.nan)
+        row["next", "ref_log_probs", "full"] = torch.where(said, -5.0, torch.nan)
+    shaped = KLRewardTransform(coef=0.5).inv(to_form(rows, form))
+    out = MCAdvantage(2).inv(shaped)
+    assert out is not None
+    returns = scalars(out, keys.RETURN)
+    assert returns[0] != returns[1]
+    assert scalars(out, keys.DEGENERATE).tolist() == [True, True]

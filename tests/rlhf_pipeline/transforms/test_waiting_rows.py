@@ -16,12 +16,13 @@ from torchrl.envs.transforms import Compose, Transform
 
 from rlhf_pipeline import keys
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.keys import LEFT_OUT
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.schema import trajectory_schema
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
-from rlhf_pipeline.transforms.waiting_rows import LEFT_OUT, Later
+from rlhf_pipeline.transforms.waiting_rows import Later
 from trajectory_store import Column, Schema, StoreError, TrajectoryStore
 
 
