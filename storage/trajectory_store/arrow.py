@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +12,13 @@ from trajectory_store.ragged import Int64Array
 from trajectory_store.schema import Column
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from trajectory_store.reads import StoreReads
 
 
-def to_table(store: StoreReads, columns: Sequence[Column], ids: Int64Array) -> pa.Table:
+def to_table(store: StoreReads, columns: Sequence[Column], ids: Int64Array) -> Any:
     """Columns of some trajectories as a table; what was not given is null."""
     try:
-        import pyarrow as pa
+        pa: Any = importlib.import_module("pyarrow")
     except ImportError as error:
         raise ImportError("to_arrow needs the package pyarrow. Install it with `pip install pyarrow`.") from error
     arrays: dict[str, Any] = {}

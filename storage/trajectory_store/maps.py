@@ -179,7 +179,7 @@ def _map(fd: int, size: int) -> memoryview | None:
             return None
         raise OSError(number, os.strerror(number))
     block = (ctypes.c_ubyte * size).from_address(address)
-    array = np.frombuffer(block, np.uint8)
+    array: npt.NDArray[np.uint8] = np.frombuffer(cast("bytearray", block), np.uint8)
     array.flags.writeable = False
     weakref.finalize(block, _libc.munmap, address, size).atexit = False
     return memoryview(cast("bytes", array))

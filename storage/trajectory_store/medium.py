@@ -24,14 +24,17 @@ class SegmentWriter(Protocol):
         meta: what the segment says about itself.
         rows: rows committed so far.
         records: commits so far.
-        in_doubt: the outcome of the last commit is not known; the next call of `commit` finds it out first.
     """
 
     ordinal: int
     meta: SegmentMeta
     rows: int
     records: int
-    in_doubt: bool
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the outcome of the last commit is not known."""
+        ...
 
     def has_room(self, batch: Batch) -> bool:
         """Whether a batch still fits."""

@@ -10,9 +10,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trajectory_store import fs
 from trajectory_store.batch import Batch
@@ -259,10 +260,10 @@ class LocalWriter:
         self.folder = folder
         self.ordinal = ordinal
         self.meta = meta
-        self.rows = 0
-        self.records = 0
-        self.elements = dict.fromkeys(meta.schema.axes, 0)
-        self._last_time = 0
+        self.rows: int = 0
+        self.records: int = 0
+        self.elements: dict[str, int] = dict.fromkeys(meta.schema.axes, 0)
+        self._last_time: int = 0
         self._catalog = 0
         self._meta_crc = meta_crc
         self._log_fd = log_fd
@@ -350,9 +351,10 @@ class LocalWriter:
             crc = crc32c(raw, crc)
             fs.pwrite(self._fds[name], raw, (first + 1) * 8)
             touched.append(name)
-        internal = {PRESENT: batch.present(schema)} if self.meta.has_present else {}
-        for name in (*internal, *self.meta.internal_rows()):
-            raw = (internal.get(name) if name in internal else batch.extra[name]).view(np.uint8)
+        internal: dict[str, npt.NDArray[Any]] = {PRESENT: batch.present(schema)} if self.meta.has_present else {}
+        internal |= {name: batch.extra[name] for name in self.meta.internal_rows()}
+        for name, array in internal.items():
+            raw = array.view(np.uint8)
             crc = crc32c(raw, crc)
             fs.pwrite(self._fds[name], raw, first * 8)
             touched.append(name)

@@ -7,7 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,6 @@ from trajectory_store.schema import Column, Schema
 from trajectory_store.snapshot import Snapshot
 from trajectory_store.upkeep import read_batch
 from trajectory_store.where import evaluate
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 Ids = npt.ArrayLike
 Columns = Sequence[str] | str | None
@@ -46,12 +43,12 @@ def _following(read: Callable[Concatenate[StoreReads, P], R]) -> Callable[Concat
     def wrapper(self: StoreReads, /, *args: P.args, **kwargs: P.kwargs) -> R:
         looks = 0
         while True:
-            number = self._catalog.state.number
+            number = self.catalog_number
             try:
                 return read(self, *args, **kwargs)
             except SegmentGoneError as error:
-                self._catalog.refresh()
-                looks += self._catalog.state.number == number
+                self.refresh()
+                looks += self.catalog_number == number
                 if looks > 2:
                     raise CorruptionError(
                         f"{self.path}: {error} The catalog says that the segment counts, so its files were removed by "
@@ -80,6 +77,11 @@ class StoreReads:
         self._cold = COLD_BATCHES if catalog.medium.keeps_arrays else 0  # what a cache just got is in memory
         self._blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
         self._closed = False
+
+    @property
+    def catalog_number(self) -> int:
+        """The number of the newest record of the catalog that this reader has seen."""
+        return self._catalog.state.number
 
     @property
     def closed(self) -> bool:
@@ -176,12 +178,15 @@ class StoreReads:
     def __getitem__(self, ids: Ids) -> dict[str, Any]:
         return self.read(ids)
 
-    def to_arrow(self, columns: Columns = None, ids: Ids | None = None) -> pa.Table:
+    def to_arrow(self, columns: Columns = None, ids: Ids | None = None) -> Any:
         """The trajectories as an Arrow table: ragged columns are lists, elements with a shape fixed-size lists.
 
         Args:
             columns: names; None for all.
             ids: which trajectories; None for all in the order of arrival.
+
+        Returns:
+            A `pyarrow.Table`; what was not given is null.
 
         Raises:
             ImportError: pyarrow is not installed.

@@ -72,10 +72,11 @@ class Root:
         """
         attributes = read_attributes(raw, where, "store")
         try:
-            known = {f.name: attributes[f.name] for f in fields(cls)}
+            known: dict[str, Any] = {f.name: attributes[f.name] for f in fields(cls)}
             if attributes["crc"] != _crc({k: v for k, v in attributes.items() if k != "crc"}):
                 raise CorruptionError(f"{where} is damaged: its attributes do not have their checksum.")
-            return cls(**{**known, "schema": Schema.from_json(known["schema"])})
+            known["schema"] = Schema.from_json(known["schema"])
+            return cls(**known)
         except (KeyError, RecursionError) as error:
             raise CorruptionError(f"{where}: the attribute {error} is missing.") from None
 

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -80,7 +80,7 @@ class Column:
 
     def _set_shape(self) -> None:
         shape = tuple(self.shape)
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in cast("tuple[Any, ...]", shape)):
             raise SchemaError(f"column '{self.name}' has shape {self.shape!r}: give sizes of 1 or more.")
         if shape and not self.ragged:
             raise SchemaError(f"column '{self.name}' has a shape per element, so it must be ragged: set ragged=True.")

@@ -66,9 +66,9 @@ class Segment(ABC):
         self.ordinal = ordinal
         self.name = name
         self.meta = meta
-        self.rows = 0
-        self.records = 0
-        self.finished = False
+        self.rows: int = 0
+        self.records: int = 0
+        self.finished: bool = False
         self._maps: dict[str, memoryview | PreadBytes] = {}
         self._items: dict[str, tuple[memoryview | PreadBytes, memoryview | PreadItems]] = {}
         self._arrays: dict[str, npt.NDArray[Any]] = {}

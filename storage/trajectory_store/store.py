@@ -414,12 +414,24 @@ def _with_columns(state: State, columns: Sequence[Column]) -> State | None:
     for column in columns:
         known = state.schema.find(column.name)
         if known is None:
-            new.append(column)
+            new.append(_fits(column, state.schema))
         elif known.to_json() != column.to_json():
             raise SchemaError(
                 f"the store has a column '{column.name}' already, defined as {known}. Choose another name."
             )
     return replace(state, schema=state.schema.with_columns(new)) if new else None
+
+
+def _fits(column: Column, schema: Schema) -> Column:
+    """Refuse a column on an axis with a single column that may have changed its lengths by itself."""
+    others = schema.axes.get(column.axis or "", ())
+    if len(others) == 1 and others[0].optional:
+        raise SchemaError(
+            f"column '{column.name}' cannot join axis '{column.axis}': '{others[0].name}' was alone on it and may have "
+            "rows of other lengths by now. Choose an axis of its own, for example "
+            f"Column({column.name!r}, {column.dtype!r}, ragged=True, axis={column.name!r}, fill=...)."
+        )
+    return column
 
 
 def _backend(path: Any, asked: Backend | None) -> Backend:

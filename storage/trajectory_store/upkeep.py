@@ -222,7 +222,7 @@ def _due(catalog: Catalog, root: Root, *, sealing: bool) -> list[Segment]:
             if len(members) < FANOUT:
                 continue
             still = [s for s in members if not s.is_live() and (not sealing or catalog.medium.seal(s))]
-            group = max(_packed(still, *most), key=len, default=[])
+            group = max([[], *_packed(still, *most)], key=len)
             if len(group) >= FANOUT:
                 return group
     return []

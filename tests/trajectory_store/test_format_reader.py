@@ -90,12 +90,15 @@ def agrees(path):
         for name, wanted in store.read(ids).items():
             assert found["present"][name] == store.present(name, ids).tolist(), name
             for row_id, one, other in zip(ids, found["values"][name], wanted, strict=True):
-                assert type(one) is type(other) or isinstance(one, (np.ndarray, np.generic)), name
-                np.testing.assert_array_equal(one, other, err_msg=f"{name} of {row_id}", strict=not isinstance(one, (str, bytes)))
+                if not isinstance(other, (str, bytes)):
+                    assert (one.dtype, one.shape) == (other.dtype, other.shape), f"{name} of {row_id}"
+                    one, other = one.tobytes(), other.tobytes()  # NaN equals itself
+                assert one == other, f"{name} of {row_id}"
     return found
 
 
 @BACKENDS
+@pytest.mark.slow
 def test_the_page_says_all_that_a_reader_needs(tmp_path, backend):
     """Two writers in turns, columns left out, given, updated and added later, merged twice, with the writers open."""
     path = tmp_path / "s"
@@ -149,7 +152,7 @@ def test_the_rows_of_a_ring(tmp_path, backend):
 
 @pytest.mark.parametrize("durability", ["process", "group"])
 def test_what_a_power_loss_left(tmp_path, durability):
-    """Where the machine has started again since, rows count up to the first commit whose data does not match."""
+    """After a restart of the machine, rows count up to the first bad commit; with `group` it is damage."""
     path = tmp_path / "s"
     with TrajectoryStore.create(path, SCHEMA, durability=durability, segment_rows=32) as store:
         for first in (0, 4, 8):
@@ -168,12 +171,18 @@ def test_what_a_power_loss_left(tmp_path, durability):
     tags = bytearray((segment / "tag/c/0").read_bytes())
     tags[5 * 8] ^= 1
     (segment / "tag/c/0").write_bytes(tags)
-    assert agrees(path)["values"]["tag"] == [0, 1, 2, 3]
+    if durability == "process":
+        assert agrees(path)["values"]["tag"] == [0, 1, 2, 3]
+        return
+    with pytest.raises(ValueError, match="data of record 1"):  # `group` promised to keep it
+        read_store(path)
+    with TrajectoryStore.open(path) as store:
+        assert not store.verify().ok
 
 
 @BACKENDS
 def test_damage_is_noticed(tmp_path, backend):
-    """A flipped byte in a value, in a commit, in the root or in both lines of the catalog is found by its checksum."""
+    """A flipped byte in a value, a commit or the root is found by its checksum; one line of the catalog may be bad."""
     path = tmp_path / "s"
     with TrajectoryStore.create(path, SCHEMA, backend=backend, segment_rows=8) as store:
         ids = append(store, 3, 6)
@@ -182,7 +191,9 @@ def test_damage_is_noticed(tmp_path, backend):
         append(store, 11, 2)
         update(store, ids[3:], 7, "prompt")
     agrees(path)
-    flips = [(file, 20) for pattern in ("tag/c/0", "target/c/0", "commits/c/0/0", "*.zip") for file in path.glob(f"seg-*/{pattern}")]
+    flips = [(file, 64) for file in path.glob("seg-*/*.zip")]
+    for name in ("tag/c/0", "target/c/0", "commits/c/0/0"):
+        flips += [(file, 4) for file in path.glob(f"seg-*/{name}")]
     flips += [(path / "zarr.json", (path / "zarr.json").read_bytes().find(b"uuid") + 10)]
     assert len(flips) > 4
     for file, at in flips:
@@ -191,10 +202,7 @@ def test_damage_is_noticed(tmp_path, backend):
         with pytest.raises((ValueError, RuntimeError, BadZipFile)):
             read_store(path)
         file.write_bytes(good)
-    record = max((path / "catalog").glob("*.rec"))
+    wanted, record = read_store(path)["ids"], max((path / "catalog").glob("*.rec"))
     good = record.read_bytes()
-    record.write_bytes(b"0" + good[1:] if good[:1] != b"0" else b"1" + good[1:])
-    agrees(path)
-    record.write_bytes(bytes(byte ^ (byte == 0x22) for byte in good))
-    with pytest.raises(ValueError, match="damaged"):
-        read_store(path)
+    record.write_bytes(bytes([good[0] ^ 1]) + good[1:])  # the other line is enough
+    assert read_store(path)["ids"] == wanted

@@ -373,14 +373,14 @@ class ObjectWriter:
     def __init__(self, bucket: Bucket, ordinal: int, meta: SegmentMeta, own: list[Commit], *, compress: bool) -> None:
         self.ordinal = ordinal
         self.meta = meta
-        self.rows = 0
-        self.records = 0
+        self.rows: int = 0
+        self.records: int = 0
         self._bucket = bucket
         self._own = own
         self._compress = compress
         self._name = segment_name(ordinal)
-        self._last_time = 0
-        self._ends = dict.fromkeys(meta.schema.axes, 0)
+        self._last_time: int = 0
+        self._ends: dict[str, int] = dict.fromkeys(meta.schema.axes, 0)
         self._specs = {spec.name: spec for spec in meta.arrays()}
         self._pending: tuple[Commit, bytes] | None = None
 

@@ -196,6 +196,10 @@ class ObstoreBucket(_Parallel):
         self._each(one, list(keys))
 
 
+def _prototype() -> Any:
+    return importlib.import_module("zarr.core.buffer").default_buffer_prototype()
+
+
 class ZarrBucket(_Parallel):
     """Objects in any zarr `Store`; put-if-absent is as safe as that store makes it.
 
@@ -209,10 +213,8 @@ class ZarrBucket(_Parallel):
         self.where = str(store)
 
     def _run(self, work: Coroutine[Any, Any, R]) -> R:
-        import zarr.core.sync
-
         try:
-            return zarr.core.sync.sync(work)
+            return importlib.import_module("zarr.core.sync").sync(work)
         except (StoreError, FileNotFoundError):
             raise
         except (OSError, ValueError, RuntimeError) as error:
@@ -221,9 +223,7 @@ class ZarrBucket(_Parallel):
             raise Transient(str(error)) from error
 
     def _buffer(self, data: bytes) -> Any:
-        from zarr.core.buffer import default_buffer_prototype
-
-        return default_buffer_prototype().buffer.from_bytes(data)
+        return _prototype().buffer.from_bytes(data)
 
     def put_new(self, key: str, data: bytes) -> bool:
         """Put an object unless there is one, and look whose it is."""
@@ -249,9 +249,7 @@ class ZarrBucket(_Parallel):
         return self._again(lambda: self._run(every()), f"reading {keys[0]}") if keys else []
 
     async def _fetch(self, key: str) -> bytes | None:
-        from zarr.core.buffer import default_buffer_prototype
-
-        found = await self.store.get(key, default_buffer_prototype())
+        found = await self.store.get(key, _prototype())
         return None if found is None else found.to_bytes()
 
     def _get(self, key: str) -> bytes:
