@@ -68,6 +68,12 @@ def _message(error: Exception) -> str | None:
     store = sys.modules.get("trajectory_store")
     if isinstance(error, PipelineError) or (store is not None and isinstance(error, store.StoreError)):
         return str(error)
+    if isinstance(error, MemoryError):
+        return (
+            "there is not enough memory. Lower learn.token_budget, collect.num_slots or collect.prompts_per_rollout, "
+            "or raise the limit of this process (`ulimit -v`, the container's). What was acknowledged is kept: a run "
+            "goes on with --resume. (--debug shows where.)"
+        )
     if not isinstance(error, OSError) or error.strerror is None or error.filename is None:
         return None
     return f"{os.fsdecode(error.filename)}: {error.strerror}. (--debug shows where.)"

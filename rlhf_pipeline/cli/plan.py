@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhf_pipeline import definitions
 from rlhf_pipeline.cli import preflight
+from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunMismatchError
+from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError
 from rlhf_pipeline.run.folder import RunFolder, is_run
 from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
+
+_POLL_S = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +61,8 @@ def make_joining_plan(args: argparse.Namespace) -> Plan:
     """
     overrides, out = _overrides(args), Path(args.run).expanduser()
     command = shlex.join(["rlhf-pipeline", args.command, "--run", args.run])
+    if args.command == "learn" and args.definition is None:
+        _wait_for_run(out)
     if is_run(out):
         RunFolder.open(out).check_processes(several=True)
         plan = recorded_plan(args, out, args.definition, overrides, command, "choose another --run")
@@ -79,6 +85,23 @@ def make_joining_plan(args: argparse.Namespace) -> Plan:
             joins=True,
         )
     )
+
+
+def _wait_for_run(out: Path) -> None:
+    """Wait until a collector has said what the run is; a learner may be typed first.
+
+    Raises:
+        RunExistsError: there is something else.
+    """
+    said = False
+    while not is_run(out):
+        if not RunFolder(out).is_free:
+            raise RunExistsError(f"{out} exists and is not a run. Choose another folder: --run OTHER_FOLDER.")
+        if not said:
+            example = shlex.join(["rlhf-pipeline", "collect", "long_running", "--run", str(out)])
+            warn(f"{out} is not a run yet; waiting for a collector to begin it, for example: {example}")
+            said = True
+        time.sleep(_POLL_S)
 
 
 def _overrides(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:

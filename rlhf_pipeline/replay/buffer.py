@@ -24,7 +24,7 @@ from rlhf_pipeline.data.trajectories import (
     td_of,
     trajectories_of,
 )
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.keys import TRAJECTORY_ID, WAITING, Key
 from rlhf_pipeline.replay._torchrl_samplers import check_consuming
 from rlhf_pipeline.replay._transfer import DeviceRing
@@ -371,6 +371,29 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         ids, named = np.unique(np.asarray(row_ids, dtype=np.int64).reshape(-1), return_counts=True)
         if len(ids):
             self.store.update(ids, use_count=self.store.read_scalars("use_count", ids) + named * times)
+
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """Give trajectories their priorities, which are a column of the store, whatever the sampler.
+
+        Args:
+            index: slots, as `sample` gives them under `index`.
+            priority: one number each, or one for all.
+        """
+        ids = self.trajectories.row_ids(index)
+        values = torch.as_tensor(priority, dtype=torch.float32).detach().cpu().reshape(-1).expand(len(ids))
+        self.trajectories.update(ids, priority=values)
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Take the priorities of a sampled batch from its `priority_key` (`td_error`), the largest of each trajectory.
+
+        Raises:
+            MissingKeyError: the batch has no such key, or no `index`.
+        """
+        value, index = data.get(self.priority_key, None), data.get("index", None)
+        if value is None or index is None:
+            key = "index" if index is None else self.priority_key
+            raise MissingKeyError(f"the batch has no {key!r}; sample it from the buffer and set {self.priority_key!r}.")
+        self.update_priority(index.reshape(-1), value.reshape(index.numel(), -1).amax(1))
 
     def refresh(self) -> int:
         """Take in what other processes wrote; returns the watermark."""

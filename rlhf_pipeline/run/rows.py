@@ -191,8 +191,8 @@ class StepRows(Sequence[Row]):
             os.truncate(self.path, self.entry(len(self) - 1).end if len(self) else 0)
         if _size(self.index_path) != self._num_indexed * _ENTRY.size:
             os.truncate(self.index_path, self._num_indexed * _ENTRY.size)
-        for entry in self._later:
-            self._write(entry)
+        if self._later:
+            append_line(self.index_path, b"".join(_packed(entry) for entry in self._later))
         self._num_indexed, self._later = len(self), []
         self._torn = self.num_passed_over = 0
 
@@ -206,7 +206,7 @@ class StepRows(Sequence[Row]):
         line = line_of(row)
         start = self.entry(len(self) - 1).end if len(self) else 0
         append_line(self.path, line)
-        self._write(Entry(row["step"], start, len(line), _crc32c(line)))
+        append_line(self.index_path, _packed(Entry(row["step"], start, len(line), _crc32c(line))))
         self._num_indexed += 1
 
     def drop_from(self, step: int) -> None:
@@ -245,10 +245,6 @@ class StepRows(Sequence[Row]):
         if not 0 <= entry.start < entry.end <= size:
             return False
         return _crc32c(_read(self.path, entry.start, entry.length)) == entry.checksum
-
-    def _write(self, entry: Entry) -> None:
-        packed = _ENTRY.pack(entry.step, entry.start, entry.length, entry.checksum)
-        append_line(self.index_path, packed)
 
     def _scan(self, start: int) -> Iterator[Entry]:
         """Yield entries of the whole lines from a place in the file on."""
@@ -314,6 +310,10 @@ _LOOK_BACK: Final = 4096
 """Rows that may be replaced without a follower missing it; a resumed learner replaces those since a checkpoint."""
 
 _RESTORE: Final = "The file was edited or damaged: restore it from a copy, or start a new run with --out OTHER_FOLDER."
+
+
+def _packed(entry: Entry) -> bytes:
+    return _ENTRY.pack(entry.step, entry.start, entry.length, entry.checksum)
 
 
 def _size(path: Path) -> int:

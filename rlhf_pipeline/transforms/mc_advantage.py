@@ -674,7 +674,7 @@ class MCAdvantage(GroupFigures):
             waiting.failed += count
         self._unique = self.group_key in (None, GROUP_ID)
         self._held = set(found.tolist())
-        self._known, self._recovered = True, True
+        self._known, self._recovered = True, len(found) > 0
 
     def _write_rows(self, arrived: Arrived, now: float) -> Trajectories | None:
         """The rows to append: groups that came whole with their advantages, then the trajectories that wait."""

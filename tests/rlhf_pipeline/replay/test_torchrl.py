@@ -517,3 +517,18 @@ def test_a_view_goes_through_the_write_path_unchanged(make, make_rows):
     rb.extend(lazy_stack(make_rows([4, 5])))
     assert len(rb[:]) == 2
     assert rb[:]["advantage"].abs().sum() > 0
+
+
+@pytest.mark.parametrize("sampler", [None, "priority"])
+def test_priorities_are_a_column(make, sampler):
+    """`update_priority` and `update_tensordict_priority` reach the store, whatever the sampler."""
+    rb = make(sampler=sampler, batch_size=3)
+    rb.update_priority(torch.tensor([0, 1]), torch.tensor([5.0, 6.0]))
+    rb.update_priority([7], 9.0)
+    assert rb[:]["priority"].tolist() == [5.0, 6.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0]
+    batch = rb.read(rb.storage.row_ids([2, 3]))
+    batch["index"], batch["td_error"] = torch.tensor([2, 3]), torch.tensor([[1.0, 4.0], [3.0, 2.0]])
+    rb.update_tensordict_priority(batch)
+    assert TrajectoryStorage(rb.storage.store.path, mode="r")[:]["priority"].tolist()[2:4] == [4.0, 3.0]
+    with pytest.raises(KeyError, match="td_error"):
+        rb.update_tensordict_priority(batch.exclude("td_error"))
