@@ -7,6 +7,7 @@ import functools
 import json
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -50,25 +51,41 @@ def override(config: T, path: str, text: str) -> T:
     Raises:
         DefinitionError: no such field, or the text does not fit its type. Names the nearest field.
     """
-    head, _, rest = path.partition(".")
+    return override_all(config, [(path, text)])
+
+
+def override_all(config: T, pairs: Sequence[tuple[str, str]]) -> T:
+    """Return a copy with several fields replaced at once: what only holds for all of them together is checked once.
+
+    Args:
+        config: a definition.
+        pairs: dotted paths and values as typed; of two for one field the last one counts.
+
+    Raises:
+        DefinitionError: as `override`.
+    """
     names = [item.name for item in dataclasses.fields(cast(Any, config))]
-    if head not in names:
-        raise DefinitionError(f"{type(config).__name__} has no field '{head}'.{_near(config, path, names)}")
-    value = getattr(config, head)
-    if rest and value is None:
-        value = _default_of(typing.get_type_hints(type(config))[head])
-    if rest:
-        if not dataclasses.is_dataclass(value):
-            raise DefinitionError(f"'{head}' has no fields of its own, so '{path}' names nothing.")
-        new = override(value, rest, text)
-    elif dataclasses.is_dataclass(value):
-        inner = [item.name for item in dataclasses.fields(value)]
-        raise DefinitionError(
-            f"'{head}' is a group of fields. Set one of them: {', '.join(f'{head}.{n}' for n in inner)}."
-        )
-    else:
-        new = _parse(text, typing.get_type_hints(type(config))[head], path)
-    return dataclasses.replace(cast(Any, config), **{head: new})
+    new: dict[str, Any] = {}
+    inner: dict[str, list[tuple[str, str]]] = {}
+    for path, text in pairs:
+        head, _, rest = path.partition(".")
+        if head not in names:
+            raise DefinitionError(f"{type(config).__name__} has no field '{head}'.{_near(config, path, names)}")
+        value = getattr(config, head)
+        if rest and value is None:
+            value = _default_of(typing.get_type_hints(type(config))[head])
+        if rest:
+            if not dataclasses.is_dataclass(value):
+                raise DefinitionError(f"'{head}' has no fields of its own, so '{path}' names nothing.")
+            inner.setdefault(head, []).append((rest, text))
+            new[head] = value
+        elif dataclasses.is_dataclass(value):
+            fields = ", ".join(f"{head}.{item.name}" for item in dataclasses.fields(value))
+            raise DefinitionError(f"'{head}' is a group of fields. Set one of them: {fields}.")
+        else:
+            new[head] = _parse(text, typing.get_type_hints(type(config))[head], path)
+    new |= {head: override_all(new[head], within) for head, within in inner.items()}
+    return dataclasses.replace(cast(Any, config), **new)
 
 
 def _near(config: object, typed: str, names: list[str]) -> str:
