@@ -15,7 +15,7 @@ from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, segment_name
 from trajectory_store.journal import Entry, Journal, State
 from trajectory_store.medium import Medium
 from trajectory_store.order import ArrivalOrder
-from trajectory_store.ragged import Int64Array
+from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.schema import Column
 from trajectory_store.segment import Segment
 from trajectory_store.updates import Later
@@ -283,7 +283,7 @@ class Catalog:
         ordinals, rows = ordinals.copy(), rows.copy()
         homes = np.where(outside & (ordinals >= 0), self._homes[ordinals], _NOWHERE)
         ordinals[outside] = _NOWHERE
-        for home in np.unique(homes[outside]).tolist():
+        for home in distinct(homes[outside & (homes >= 0)]):
             segment = self.segments.get(home)
             if segment is None or not segment.rows:
                 continue
@@ -352,7 +352,7 @@ class Catalog:
         out = np.empty(len(addresses), column.np_dtype)
         owners, rows = addresses >> ORDINAL_SHIFT, addresses & ROW_MASK
         first = int(owners[0]) if len(owners) else 0
-        for owner in [first] if bool((owners == first).all()) else np.unique(owners).tolist():
+        for owner in [first] if bool((owners == first).all()) else distinct(owners):
             mine = owners == owner
             out[mine] = self.any_segment(owner).array(column.name)[rows[mine]]
         return out

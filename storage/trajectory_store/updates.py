@@ -10,9 +10,11 @@ import numpy.typing as npt
 
 from trajectory_store.errors import SnapshotGoneError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK, TARGET
-from trajectory_store.ragged import Int64Array
+from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.schema import Column
 from trajectory_store.segment import Segment
+
+_NONE: Int64Array = np.empty(0, np.int64)
 
 
 class Later:
@@ -93,7 +95,7 @@ class Later:
         owners = targets >> ORDINAL_SHIFT
         first = int(owners[0]) if len(owners) else 0
         one = bool((owners == first).all())
-        for owner in [first] if one else np.unique(owners).tolist():
+        for owner in [first] if one else distinct(owners):
             mine = slice(None) if one else owners == owner
             self._apply_to(owner, targets[mine], addresses[mine], times[mine])
 
@@ -125,7 +127,7 @@ class Later:
         if not self._address:
             return out
         owners, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
-        for owner in np.unique(owners).tolist():
+        for owner in distinct(owners):
             known = self._address.get(owner)
             if known is not None:
                 where = np.flatnonzero((owners == owner) & (rows < len(known)))
@@ -155,7 +157,7 @@ class Later:
         targets, addresses = (np.concatenate(parts) for parts in zip(*news, strict=True))
         ordinals, rows = locate(targets)
         new = values(addresses)
-        for home in np.unique(ordinals).tolist():
+        for home in distinct(ordinals[ordinals >= 0]):
             mine = ordinals == home
             array = self._folded.get(home)
             if array is None:
@@ -180,7 +182,10 @@ class Later:
             array = self._folded[segment.ordinal] = grown
         has = segment.has(column.name)
         array[done:rows] = segment.array(column.name)[done:rows] if has else column.fill_value
-        later = self.lookup(segment.row_ids(done, rows))
+        if segment.meta.merged:
+            later = self.lookup(segment.row_ids(done, rows))
+        else:
+            later = self._address.get(segment.ordinal, _NONE)[done:rows]
         hit = np.flatnonzero(later >= 0)
         if len(hit):
             array[done + hit] = values(later[hit])
