@@ -30,8 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from _gsm8k import DATA, trajectories
 from _stores import Table, disk_bytes
-from trajectory_store._remote import Remote
-from trajectory_store._zarr_shard import read_sharded
 
 from trajectory_store import RaggedArray
 
@@ -98,7 +96,7 @@ def codec_table(data: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
 
 
 def shard_table(data: dict[str, tuple[np.ndarray, np.ndarray]], repeat: int) -> float:
-    """Size and speed per chunk and shard, as zarr writes and the store reads; returns the ratio of the choice."""
+    """Size and speed per chunk and shard, as zarr writes and reads them; returns the ratio of the choice."""
     import zarr
 
     chosen = 1.0
@@ -129,8 +127,7 @@ def shard_table(data: dict[str, tuple[np.ndarray, np.ndarray]], repeat: int) -> 
 
                 total += values.nbytes
                 write += best(put, 1)
-                remote = Remote(folder)
-                read += best(lambda r=remote, n=name, d=values.dtype: read_sharded(r, n, d))
+                read += best(lambda folder=folder, name=name: zarr.open_array(folder, path=name, mode="r")[:])
             size = disk_bytes(Path(folder))
             objects = sum(1 for f in Path(folder).rglob("c/*") if f.is_file())
         ratio = size / total

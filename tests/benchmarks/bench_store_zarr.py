@@ -1,9 +1,9 @@
-"""The zarr backend: requests and bytes of a commit, opening a folder, and how fast columns come back.
+"""The zarr backend: objects, requests and bytes of a commit, opening a folder, and how fast columns come back.
 
     python tests/benchmarks/bench_store_zarr.py [--quick]
 
-Requests are counted by a wrapper around a zarr store in memory: those that overlap in time are one round trip. The
-bytes put (values, metadata and commit object) over the payload are the write amplification, without compression and
+Requests are counted at a bucket in memory: those that overlap in time are one round trip. The bytes put (values,
+metadata, record and directory of the zip) over the payload are the write amplification, without compression and
 with it. Opening is measured in fresh processes that have used the library once on another small store, so imports do
 not count; wall and processor time, the best of the rounds, as other work only adds.
 """
@@ -11,12 +11,14 @@ not count; wall and processor time, the best of the rounds, as other work only a
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,52 +39,59 @@ from _stores import (
     rows_of,
     token_schema,
 )
-from zarr.storage import MemoryStore, WrapperStore
+from obstore.store import MemoryStore
 
-from trajectory_store import TrajectoryStore
+from trajectory_store import Column, Schema, TrajectoryStore
+from trajectory_store.objects import medium
+from trajectory_store.objects.remote import ObstoreBucket
 
-ROUND_TRIPS, AMPLIFICATION = 2, 1.05
-OPEN_MS, BATCH_MS = 10.0, 50.0
+ROUND_TRIPS, OBJECTS, AMPLIFICATION = 1, 1, 1.02
+OPEN_MS, BATCH_MS = 12.0, 50.0
+DELAY_S = 0.02
 
 
-class Counting(WrapperStore[Any]):
-    """Counts requests, round trips and bytes put; a request may take a while."""
-
-    delay = 0.001
+class Counting(ObstoreBucket):
+    """Counts requests, round trips and bytes put; a request may take a while. Those that overlap are one round trip."""
 
     def __init__(self, store: Any) -> None:
-        super().__init__(store)
-        self.running = self.trips = self.gets = self.puts = self.put_bytes = 0
+        super().__init__(store, "memory")
+        self.delay = 0.0
+        self._lock = threading.Lock()
+        self.running = self.trips = self.requests = self.puts = self.put_bytes = 0
 
     def clear(self) -> None:
         """Count from 0."""
-        self.trips = self.gets = self.puts = self.put_bytes = 0
+        self.trips = self.requests = self.puts = self.put_bytes = 0
 
-    async def _wait(self) -> None:
-        self.trips += self.running == 0
-        self.running += 1
-        await asyncio.sleep(self.delay)
-        self.running -= 1
+    def _call(self, call: Callable[[], Any]) -> Any:
+        with self._lock:
+            self.trips += self.running == 0
+            self.running += 1
+            self.requests += 1
+        try:
+            time.sleep(self.delay)
+            return super()._call(call)
+        finally:
+            with self._lock:
+                self.running -= 1
 
-    async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
-        """Get and count."""
-        self.gets += 1
-        await self._wait()
-        return await self._store.get(key, prototype, byte_range)
-
-    async def set(self, key: str, value: Any) -> None:
+    def put_new(self, key: str, data: bytes) -> bool:
         """Put and count."""
         self.puts += 1
-        self.put_bytes += len(value)
-        await self._wait()
-        await self._store.set(key, value)
+        self.put_bytes += len(data)
+        return super().put_new(key, data)
 
-    async def set_if_not_exists(self, key: str, value: Any) -> None:
-        """Put and count."""
-        self.puts += 1
-        self.put_bytes += len(value)
-        await self._wait()
-        await self._store.set_if_not_exists(key, value)
+
+@contextmanager
+def counted() -> Generator[Counting]:
+    """A bucket in memory, to which every store that is made or opened goes."""
+    bucket = Counting(MemoryStore())
+    real = medium.open_bucket
+    medium.open_bucket = lambda target, *, durable: bucket
+    try:
+        yield bucket
+    finally:
+        medium.open_bucket = real
 
 
 def commits(table: Table, count: int) -> None:
@@ -90,38 +99,58 @@ def commits(table: Table, count: int) -> None:
     rng = np.random.default_rng(0)
     for compress in (False, True):
         what = "zstd" if compress else "uncompressed"
-        store = Counting(MemoryStore())
-        writer = TrajectoryStore.create(store, token_schema(), backend="zarr", compress=compress)
-        reader = TrajectoryStore.open(store)
-        writer.append(rows_of(lengths_of(BATCH, rng), rng))  # the first one makes the segment
-        reader.refresh()
-        trips, amplification, follow, requests = [], [], [], []
-        for _ in range(count):
-            lengths = lengths_of(BATCH, rng)
-            data = rows_of(lengths, rng)
-            store.clear()
-            writer.append(data)
-            trips.append(store.trips)
-            requests.append(store.puts + store.gets)
-            payload = BYTES_PER_TOKEN * int(lengths.sum()) + 4 * BATCH
-            amplification.append(store.put_bytes / payload)
-            store.clear()
+        with counted() as bucket:
+            writer = TrajectoryStore.create("memory", token_schema(), backend="zarr", compress=compress)
+            reader = TrajectoryStore.open(bucket.store)
+            for _ in range(5):  # the first ones make segments
+                writer.append(rows_of(lengths_of(BATCH, rng), rng))
             reader.refresh()
-            follow.append(store.trips)
-        table.line(f"zarr, {what}: round trips per commit of 64 trajectories", max(trips), "", ROUND_TRIPS)
-        table.line("  requests", statistics.mean(requests))
-        table.line(f"zarr, {what}: bytes put / payload (write amplification)", max(amplification), "x", AMPLIFICATION)
-        table.line("  round trips of a refresh that finds it", statistics.mean(follow))
-        store.clear()
-        reader.refresh()
-        table.line("  round trips of a refresh without news", store.trips)
-        if not compress:
-            store.delay = 0.02
-            start = time.perf_counter()
-            writer.append(data)
-            table.line("  a commit where a request takes 20 ms", (time.perf_counter() - start) * 1e3, "ms")
-        reader.close()
-        writer.close()
+            trips, objects, amplification, follow = [], [], [], []
+            for _ in range(count):
+                lengths = lengths_of(BATCH, rng)
+                data = rows_of(lengths, rng)
+                bucket.clear()
+                writer.append(data)
+                trips.append(bucket.trips)
+                objects.append(bucket.puts)
+                payload = BYTES_PER_TOKEN * int(lengths.sum()) + 4 * BATCH
+                amplification.append(bucket.put_bytes / payload)
+                bucket.clear()
+                reader.refresh()
+                follow.append(bucket.trips)
+            table.line(f"zarr, {what}: round trips per commit of 64 trajectories", max(trips), "", ROUND_TRIPS)
+            table.line(f"zarr, {what}: objects per commit", max(objects), "", OBJECTS)
+            table.line(
+                f"zarr, {what}: bytes put / payload (write amplification)", max(amplification), "x", AMPLIFICATION
+            )
+            table.line("  round trips of a refresh that finds it", statistics.mean(follow))
+            bucket.clear()
+            reader.refresh()
+            table.line("  round trips of a refresh without news", bucket.trips)
+            if not compress:
+                bucket.delay = DELAY_S
+                start = time.perf_counter()
+                writer.append(data)
+                table.line("  a commit where a request takes 20 ms", (time.perf_counter() - start) * 1e3, "ms")
+                bucket.delay = 0.0
+            reader.close()
+            writer.close()
+
+
+def many(table: Table, count: int) -> None:
+    """Opening a store with many commits that nothing was merged of, where a request takes 20 ms."""
+    with counted() as bucket:
+        schema = Schema([Column("n", "int64")])
+        writer = TrajectoryStore.create("memory", schema, backend="zarr", segment_rows=count)
+        for i in range(count):
+            writer.append({"n": [i]})
+        bucket.delay = DELAY_S
+        start = time.perf_counter()
+        reader = TrajectoryStore.open(bucket.store)
+        took = time.perf_counter() - start
+        assert len(reader) == count
+        table.line(f"zarr: open {count} unmerged commits at 20 ms a request", took, "s", 1.0)
+        bucket.delay = 0.0
 
 
 def opening(path: str) -> None:
@@ -189,6 +218,7 @@ def main() -> int:
         return 0
     table = Table()
     commits(table, 3 if options.quick else 10)
+    many(table, 2_000 if options.quick else 16_000)
     folders(table, 2560 if options.quick else 10_240, 3 if options.quick else 7)
     return int(options.check and not table.good)
 

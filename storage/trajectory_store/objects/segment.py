@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -303,16 +304,17 @@ class ObjectSegment(Segment):
         try:
             if self.sealed is not None:
                 return self._fetch_sealed(name, self.sealed)
-            if self.bucket.local:
-                return sum(self._land(seq, [name], None) for seq in seqs)
-            total = 0
-            for first in range(0, len(seqs), FETCHED):
-                part = seqs[first : first + FETCHED]
-                for seq, raw in zip(part, self.bucket.get_many([self.key(s) for s in part]), strict=True):
-                    if raw is None:
-                        raise FileNotFoundError(self.key(seq))
-                    total += self._land(seq, list(self.specs), raw)
-            return total
+            with self._files([name] if self.bucket.local else list(self.specs)) as files:
+                if self.bucket.local:
+                    return sum(self._land(seq, files, None) for seq in seqs)
+                total = 0
+                for first in range(0, len(seqs), FETCHED):
+                    part = seqs[first : first + FETCHED]
+                    for seq, raw in zip(part, self.bucket.get_many([self.key(s) for s in part]), strict=True):
+                        if raw is None:
+                            raise FileNotFoundError(self.key(seq))
+                        total += self._land(seq, files, raw)
+                return total
         except BaseException as error:
             if not self._whole:  # the next read may be of other rows
                 self._wanted[seqs] = False
@@ -340,11 +342,23 @@ class ObjectSegment(Segment):
             done = self._fetched[name] = grown
         done[seq] = True
 
-    def _land(self, seq: int, names: Sequence[str], raw: bytes | None) -> int:
+    @contextmanager
+    def _files(self, names: Sequence[str]) -> Generator[Mapping[str, int]]:
+        """The cached files of some arrays, open for writing."""
+        files: dict[str, int] = {}
+        try:
+            for name in names:
+                files[name] = fs.open_fd(self._file(name), os.O_RDWR)
+            yield files
+        finally:
+            for fd in files.values():
+                os.close(fd)
+
+    def _land(self, seq: int, files: Mapping[str, int], raw: bytes | None) -> int:
         """Put the values of some arrays of a commit where they belong; returns the bytes."""
         key, total = self.key(seq), 0
         places, crcs = self._contents(seq, raw)
-        for name in names:
+        for name, fd in files.items():
             spec = self.specs[name]
             count, start = self.extent(spec, seq)
             size = count * spec.itemsize
@@ -354,8 +368,7 @@ class ObjectSegment(Segment):
                 values = decode(chunk, size, crcs.get(name, -1), f"object {key}").view(spec.dtype)
                 if name.endswith(".offsets"):  # these count from the start of the segment there
                     values = values + self.history[seq].starts[self._axes.index(name.removesuffix(".offsets"))]
-                with self._file(name).open("r+b") as file:
-                    fs.pwrite(file.fileno(), values.view(np.uint8), start * spec.itemsize)
+                fs.pwrite(fd, values.view(np.uint8), start * spec.itemsize)
                 total += size
             self._note_fetched(name, seq)
         return total
@@ -405,8 +418,8 @@ class ObjectSegment(Segment):
 
     def _fetch_sealed(self, name: str, sealed: Mapping[str, Any]) -> int:
         values = self.sealed_values(name, sealed)
-        with self._file(name).open("r+b") as file:
-            fs.pwrite(file.fileno(), values.view(np.uint8), 0)
+        with self._files([name]) as files:
+            fs.pwrite(files[name], values.view(np.uint8), 0)
         self._note_fetched(name, 0)
         return values.nbytes
 
