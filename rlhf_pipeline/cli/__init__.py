@@ -74,6 +74,11 @@ def _message(error: Exception) -> str | None:
             "or raise the limit of this process (`ulimit -v`, the container's). What was acknowledged is kept: a run "
             "goes on with --resume. (--debug shows where.)"
         )
+    if isinstance(error, UnicodeEncodeError) and any("\udc80" <= letter <= "\udcff" for letter in str(error.object)):
+        return (
+            f"Python reads file names as {sys.getfilesystemencoding()} here, which does not know one of the names that "
+            "were typed. Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ..."
+        )
     if not isinstance(error, OSError) or error.strerror is None or error.filename is None:
         return None
     return f"{os.fsdecode(error.filename)}: {error.strerror}. (--debug shows where.)"

@@ -647,7 +647,8 @@ def attach(td: TensorDictBase, columns: Mapping[Key, Flat]) -> TensorDictBase:
     if not columns:
         return td
     if is_stack(td):
-        split = {key: column.rows() for key, column in columns.items()}
+        masks = leaves_of(rows_of(td), ATTENTION_MASK)
+        split = {key: _padded_rows(column, masks) for key, column in columns.items()}
         news = [dict(zip(split, leaves, strict=True)) for leaves in zip(*split.values(), strict=True)]
         return lazy_stack([_with(row, new) for row, new in zip(rows_of(td), news, strict=True)])  # pyright: ignore[reportReturnType]
     mask = td.get(ATTENTION_MASK, None)
@@ -669,6 +670,18 @@ def attach(td: TensorDictBase, columns: Mapping[Key, Flat]) -> TensorDictBase:
             leaves[key] = jagged(column) if leaf is None else leaf
     device = td.device
     return _with(td, leaves if device is None else {key: leaf.to(device) for key, leaf in leaves.items()})
+
+
+def _padded_rows(column: Flat, masks: list[Any] | None) -> list[Tensor]:
+    """The rows of a column; a row that came with padding of its own, under its attention mask, has it again."""
+    rows = column.rows()
+    if masks is None or column.lengths is None:
+        return rows
+    for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+        if isinstance(mask, Tensor) and mask.ndim == 1 and mask.numel() != row.shape[0] == int(mask.sum()):
+            rows[i] = row.new_zeros((mask.numel(), *row.shape[1:]))
+            rows[i][mask.to(device=row.device, dtype=torch.bool)] = row
+    return rows
 
 
 def put(td: TensorDictBase, filled: TensorDictBase) -> TensorDictBase:

@@ -66,3 +66,11 @@ def test_the_page_lists_the_suites():
     """All that stand beside this page's classes are there."""
     known = ["TestMCAdvantage", "TestKLTransforms", "TestLosses", "TestSFT", "TestRollout"]
     assert [name for _, name in SUITES] == known
+
+
+def test_the_tests_of_ours_that_the_page_names_are_there():
+    """A reason that names a test names one that exists."""
+    sources = "".join(path.read_text(encoding="utf-8") for path in HERE.glob("test_*.py"))
+    listed = {name.partition("[")[0] for _, suite in SUITES for name in section(suite)[1]}
+    for name in set(re.findall(r"`(test_\w+)`", PAGE)) - listed:
+        assert f"def {name}(" in sources, name

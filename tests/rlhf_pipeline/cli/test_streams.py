@@ -86,6 +86,17 @@ def test_names_beyond_ascii(run_dir: Path, tmp_path: Path, encoding: str):
         assert (shown.returncode, shown.stderr) == (0, "")
 
 
+def test_names_that_a_library_cannot_take(run_dir: Path, tmp_path: Path):
+    """Where Python reads names as ASCII, and pyarrow cannot have them, the way out is said in one line."""
+    pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    line = f"{COMMAND} export {run_dir} --to r\u00fcn.parquet"
+    shown = shell(line, tmp_path, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    assert shown.returncode == 2
+    assert shown.stderr.endswith("Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...\n")
+    assert len(shown.stderr.splitlines()) == 1
+    assert shell(line, tmp_path, LC_ALL="C", PYTHONUTF8="1").returncode == 0
+
+
 def test_errors_of_files_are_one_line(cli: Cli, run_dir: Path, tmp_path: Path):
     """What the system refuses is said in one sentence with the path."""
     (run_dir / "report.html").mkdir()

@@ -197,3 +197,12 @@ def test_the_write_path_leaves_what_it_is_given(policy, make_rows, to_form, form
     out = RetrieveLogProb(policy, log_probs_full_key=("ref_log_probs", "full")).inv(td)
     assert out[0].get(keys.REF_LOG_PROBS, None) is not None
     assert td[0].get(keys.REF_LOG_PROBS, None) is None
+
+
+def test_a_stack_of_padded_rows_keeps_its_padding(policy, make_rows, to_form):
+    """The result is as long as the row's tokens, and 0 where its attention mask says padding."""
+    padded = to_form(make_rows([4, 6], ref=False), "padded")
+    want = RetrieveLogProb(policy)(padded.clone())[keys.REF_LOG_PROBS]
+    stack = RetrieveLogProb(policy)(lazy_stack(list(padded.clone().unbind(0))))
+    for row, scores in zip(stack.unbind(0), want, strict=True):
+        assert torch.equal(row[keys.REF_LOG_PROBS], scores)
