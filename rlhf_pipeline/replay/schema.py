@@ -71,6 +71,25 @@ def extra_columns(extra: Mapping[Key, str] | Iterable[Column]) -> list[Column]:
     return out
 
 
+PROVENANCE: tuple[Column, ...] = (
+    Column("version_spans", "int64", ragged=True, axis="versions", shape=(2,), fill=0),
+    Column("turn_spans", "int64", ragged=True, axis="turns", shape=(2,), fill=0),
+    Column("temperature", "float32", fill=math.nan),
+    Column("log_prob_mode", "str", fill=""),
+    Column("engine", "str", fill=""),
+    Column("failure_reason", "str", fill=""),
+    Column("reward_trusted", "bool", fill=True),
+    Column("parent_id", "int64", fill=-1),
+    Column("branch", "int32", fill=0),
+)
+"""Where a trajectory comes from, as far as its engine and environment say: `trajectory_schema(PROVENANCE)`.
+
+Spans are `[n, 2]`: the first token of a span, and the version of the weights or the role of the turn. `log_prob_mode` is
+`processed` or `raw`; `parent_id` and `branch` tell the conversation that this one was continued from. A column that nobody
+gives takes no space: a segment has only the columns that its rows were given.
+"""
+
+
 def trajectory_schema(extra: Mapping[Key, str] | Iterable[Column] = (), *, token_rewards: bool = False) -> Schema:
     """The default columns: 13 bytes per token (ids, mask, two log-probs), scalars and text per trajectory.
 

@@ -37,8 +37,9 @@ FANOUT = 8
 SUPERSEDED = 1 << 16
 """Updates from which on a merge leaves out those that a newer one covers."""
 
-MANY = 64
-"""Objects from which on a single finished segment is merged: a reader that opens asks for each."""
+MANY, MANY_FILES = 64, 1024
+"""Objects from which on a single finished segment is merged, as a reader that opens asks for each; a folder answers
+quickly, and gives back single columns of single commits, so there it takes more."""
 
 LEASE_S = 120.0
 log = logging.getLogger("trajectory_store")
@@ -212,8 +213,9 @@ def _due(catalog: Catalog, root: Root, *, sealing: bool) -> list[Segment]:
     kinds = [catalog.row_segments(), *_by_columns(catalog.updates.values())]
     for segments in kinds:
         if not catalog.medium.complete:
+            many = MANY_FILES if catalog.medium.bucket.local else MANY
             for segment in segments:
-                if segment.records >= MANY and segment.finished and not segment.meta.merged:
+                if segment.records >= many and segment.finished and not segment.meta.merged:
                     return [segment]
         tiers: dict[int, list[Segment]] = {}
         for segment in segments:
