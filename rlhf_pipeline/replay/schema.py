@@ -84,9 +84,9 @@ PROVENANCE: tuple[Column, ...] = (
 )
 """Where a trajectory comes from, as far as its engine and environment say: `trajectory_schema(PROVENANCE)`.
 
-Spans are `[n, 2]`: the first token of a span, and the version of the weights or the role of the turn. `log_prob_mode` is
-`processed` or `raw`; `parent_id` and `branch` tell the conversation that this one was continued from. A column that nobody
-gives takes no space: a segment has only the columns that its rows were given.
+Spans are `[n, 2]`: the first token of a span, and the version of the weights or the role of the turn. `log_prob_mode`
+is `processed` or `raw`; `parent_id` and `branch` tell the conversation that this one was continued from. A column that
+nobody gives takes no space: a segment has only the columns that its rows were given.
 """
 
 
