@@ -159,7 +159,7 @@ def group_advantage(
     r = returns.double()
     if r.numel() == 0:
         return GroupAdvantage(returns.to(dtype), torch.zeros_like(returns, dtype=torch.bool))
-    _, index = torch.unique(group_ids, return_inverse=True)
+    index = _numbers(group_ids)
     groups = int(index.max()) + 1
     size = _group_sum(torch.ones_like(r), index, groups)[index]
     centred = r - _group_sum(r, index, groups)[index] / size
@@ -191,6 +191,14 @@ def group_advantage(
     else:
         advantages = r - _length_baseline(r, index, groups, lengths)
     return GroupAdvantage(advantages.masked_fill(degenerate, 0.0).to(dtype), degenerate.clone())
+
+
+def _numbers(group_ids: torch.Tensor) -> torch.Tensor:
+    """Groups as small numbers; those that are small already are not sorted again, step by step of long rollouts."""
+    low, high = group_ids.aminmax()
+    if not group_ids.is_floating_point() and int(low) >= 0 and int(high) < group_ids.numel():
+        return group_ids.long()
+    return torch.unique(group_ids, return_inverse=True)[1]
 
 
 def _length_baseline(r: torch.Tensor, index: torch.Tensor, groups: int, lengths: torch.Tensor | None) -> torch.Tensor:

@@ -20,11 +20,13 @@ class Policy(Protocol):
         temperature: of sampling and scoring.
         tokenizer: of prompts and completions, or None for work on token ids.
         eos_token_ids: what ends a completion.
+        max_new_tokens: the limit of a completion.
     """
 
     temperature: float
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
+    max_new_tokens: int
 
     @property
     def max_positions(self) -> int | None:

@@ -155,7 +155,7 @@ def bench_stack(name: str, folder: Path, *, rollouts: int, goal: bool, **sizes: 
     transforms = [MCAdvantage(sizes["group_size"]), KLRewardTransform(coef=0.05), RetrieveLogProb(reference)]
     inside, model = Timer(), Timer()
     for transform in transforms:
-        timed(transform, "inv", inside)
+        timed(transform, "write", inside)
     timed(reference, "log_probs", model)
     buffer = TrajectoryReplayBuffer(storage=folder, transform=Compose(*transforms))
     collector = Collector(

@@ -54,8 +54,8 @@ from trajectory_store import TrajectoryStore
 
 Digest = dict[str, Any]
 
-LEFT_OUT = frozenset({"created_at", "slot", "pending_id", "use_count", "priority"})
-"""Columns that hold the time or the store's bookkeeping. Of the rest a column that was not recorded is not compared."""
+LEFT_OUT = frozenset({"created_at", "slot", "source_row", "pending_id", "use_count", "priority"})
+"""Columns that hold the time, row ids or bookkeeping. Of the rest, a column that was not recorded is not compared."""
 
 FIGURES = ("loss", "task_reward", "grad_norm", "kl_k1", "kl_coef", "kl_approx", "entropy", "ess", "clip_fraction")
 """Of each step's metrics, as hexadecimal floats: all bits."""

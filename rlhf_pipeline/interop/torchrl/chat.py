@@ -171,7 +171,9 @@ class ChatTrajectories(Transform):
 def _keep_further(row: TensorDict, turn: Any) -> None:
     """Take along numbers and strings of the last turn; the store keeps those that it has columns for."""
     for td, prefix in ((turn, ()), (turn.get("next", None), ("next",))):
-        for name in () if td is None else td.keys():
+        if td is None:
+            continue
+        for name in td.keys():  # noqa: SIM118  # a TensorDict iterates over its rows
             key: Any = (*prefix, name) if prefix else name
             if name in _TAKEN or row.get(key, None) is not None:
                 continue
