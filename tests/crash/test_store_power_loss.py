@@ -165,8 +165,8 @@ def build(target, disk, number=0):
 
 
 def tree(root):
-    """Every file and folder below, with what is in it."""
-    return {p.relative_to(root): p.is_dir() or p.read_bytes() for p in root.rglob("*")}
+    """Every file below, with what is in it."""
+    return {file.relative_to(root): file.read_bytes() for file in root.rglob("*") if file.is_file()}
 
 
 class Writer:
