@@ -12,16 +12,18 @@ import random
 import re
 import shutil
 import struct
+import tempfile
 import threading
 import tracemalloc
 import warnings
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from trajectory_store import StoreError, TrajectoryStore
 
-from ._folders import everything, files, folders, make, outcome, rows
+from ._folders import everything, files, folders, in_memory, make, outcome, rows
 
 BACKENDS = pytest.mark.parametrize("backend", ["memmap", "zarr"])
 
@@ -41,14 +43,23 @@ def some(places, most=DAMAGES):
     return [*places[:1], *random.Random(most).sample(inner, min(len(inner), max(0, most - 2))), *places[1:][-1:]]
 
 
+@pytest.fixture
+def tmp_path():
+    """A folder in memory, where there is one."""
+    with tempfile.TemporaryDirectory(prefix="damage-", dir=in_memory()) as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(scope="module")
-def stores(tmp_path_factory):
+def stores():
     """Closed stores to copy, by medium and kind, each with what a reader sees."""
     made = {}
+    room = tempfile.TemporaryDirectory(prefix="stores-", dir=in_memory())
 
     def get(backend, kind):
         if (backend, kind) not in made:
-            path = tmp_path_factory.mktemp(f"{backend}-{kind}") / "s"
+            path = Path(room.name, backend, kind)
+            path.parent.mkdir(exist_ok=True)
             if kind == "plain":
                 make(path, backend)
             elif kind == "compacted":
@@ -60,7 +71,8 @@ def stores(tmp_path_factory):
                 made[backend, kind] = path, everything(store)
         return made[backend, kind]
 
-    return get
+    yield get
+    room.cleanup()
 
 
 @pytest.fixture
