@@ -44,6 +44,12 @@ def session(path: Path, tags: list[int], updated: list[int] | None = None) -> li
     return ids
 
 
+def in_memory() -> str | None:
+    """A folder in memory for the many copies, where there is one: disks of shared machines are slow."""
+    memory = "/dev/shm"
+    return memory if os.access(memory, os.W_OK) else None
+
+
 def make(
     path: Path, backend: str, *, sessions: int = 4, count: int = 5, compact_after: int = 0, **options: Any
 ) -> Path:
