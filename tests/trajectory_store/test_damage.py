@@ -10,13 +10,14 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import struct
 import tempfile
 import threading
-import tracemalloc
 import warnings
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,18 @@ def _replace(file, name, document):
     file.write_bytes(new.getvalue())
 
 
+@contextmanager
+def little_memory(more=2 << 30):
+    """So many bytes of address space on top of what the process has: who asks for more gets a MemoryError."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 @exhaustive
 @BACKENDS
 @pytest.mark.parametrize("kind", ["plain", "compacted"])
@@ -253,9 +266,8 @@ def test_forged_metadata_is_an_error_of_the_store(copies, backend, kind):
     copy, wanted = copies(backend, kind)
     rng = random.Random(1)
     documents = [(file.relative_to(path), name) for path in [copy()] for file, name in _documents(path)]
-    tracemalloc.start()
-    try:
-        for _ in range(3 * DAMAGES):
+    with little_memory():
+        for _ in range(2 * DAMAGES):
             path = copy()
             file, name = rng.choice(documents)
             if rng.random() < 0.2:
@@ -280,10 +292,6 @@ def test_forged_metadata_is_an_error_of_the_store(copies, backend, kind):
                     pass
                 except Exception as error:
                     raise AssertionError(f"{file}: {what}: appending: {type(error).__name__}: {error}") from error
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 200e6, f"{peak / 1e6:.0f} MB were asked for"
 
 
 @exhaustive
@@ -303,8 +311,7 @@ def test_names_with_huge_numbers_cost_nothing(copies, backend, kind):
                 shutil.copytree(path / name, forged)
             else:
                 shutil.copy(path / name, forged)
-            tracemalloc.start()
-            try:
+            with little_memory():
                 outcome(path, wanted, f"{name} copied to {forged.name}")
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", RuntimeWarning)
@@ -314,9 +321,6 @@ def test_names_with_huge_numbers_cost_nothing(copies, backend, kind):
                             assert store.read(ids)["tag"].tolist() == [78]
                     except StoreError:
                         pass
-                assert tracemalloc.get_traced_memory()[1] < 100e6, name
-            finally:
-                tracemalloc.stop()
 
 
 @exhaustive
