@@ -34,7 +34,7 @@ DAMAGES = int(os.environ.get("STORE_DAMAGES", "40"))
 
 def exhaustive(test):
     """Each of these damages a store in many places."""
-    return pytest.mark.slow(pytest.mark.timeout(1800)(test))
+    return pytest.mark.slow(pytest.mark.timeout(300)(test))
 
 
 def some(places, most=DAMAGES):
