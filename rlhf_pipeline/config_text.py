@@ -7,10 +7,12 @@ import functools
 import json
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
+from rlhf_pipeline.settings import paths_of
 
 T = TypeVar("T")
 
@@ -49,25 +51,49 @@ def override(config: T, path: str, text: str) -> T:
     Raises:
         DefinitionError: no such field, or the text does not fit its type. Names the nearest field.
     """
-    head, _, rest = path.partition(".")
+    return override_all(config, [(path, text)])
+
+
+def override_all(config: T, pairs: Sequence[tuple[str, str]]) -> T:
+    """Return a copy with several fields replaced at once: what only holds for all of them together is checked once.
+
+    Args:
+        config: a definition.
+        pairs: dotted paths and values as typed; of two for one field the last one counts.
+
+    Raises:
+        DefinitionError: as `override`.
+    """
     names = [item.name for item in dataclasses.fields(cast(Any, config))]
-    if head not in names:
-        raise DefinitionError(f"{type(config).__name__} has no field '{head}'.{did_you_mean(head, names)}")
-    value = getattr(config, head)
-    if rest and value is None:
-        value = _default_of(typing.get_type_hints(type(config))[head])
-    if rest:
-        if not dataclasses.is_dataclass(value):
-            raise DefinitionError(f"'{head}' has no fields of its own, so '{path}' names nothing.")
-        new = override(value, rest, text)
-    elif dataclasses.is_dataclass(value):
-        inner = [item.name for item in dataclasses.fields(value)]
-        raise DefinitionError(
-            f"'{head}' is a group of fields. Set one of them: {', '.join(f'{head}.{n}' for n in inner)}."
-        )
-    else:
-        new = _parse(text, typing.get_type_hints(type(config))[head], path)
-    return dataclasses.replace(cast(Any, config), **{head: new})
+    new: dict[str, Any] = {}
+    inner: dict[str, list[tuple[str, str]]] = {}
+    for path, text in pairs:
+        head, _, rest = path.partition(".")
+        if head not in names:
+            raise DefinitionError(f"{type(config).__name__} has no field '{head}'.{_near(config, path, names)}")
+        value = getattr(config, head)
+        if rest and value is None:
+            value = _default_of(typing.get_type_hints(type(config))[head])
+        if rest:
+            if not dataclasses.is_dataclass(value):
+                raise DefinitionError(f"'{head}' has no fields of its own, so '{path}' names nothing.")
+            inner.setdefault(head, []).append((rest, text))
+            new[head] = value
+        elif dataclasses.is_dataclass(value):
+            fields = ", ".join(f"{head}.{item.name}" for item in dataclasses.fields(value))
+            raise DefinitionError(f"'{head}' is a group of fields. Set one of them: {fields}.")
+        else:
+            new[head] = _parse(text, typing.get_type_hints(type(config))[head], path)
+    new |= {head: override_all(new[head], within) for head, within in inner.items()}
+    return dataclasses.replace(cast(Any, config), **new)
+
+
+def _near(config: object, typed: str, names: list[str]) -> str:
+    """Return a hint: the field of that name in a group of fields, else the nearest of this group."""
+    known = [path for path, item in paths_of(type(config)) if "." in path and item.name == typed]
+    if known:
+        return f" Did you mean {' or '.join(repr(path) for path in known)}?"
+    return did_you_mean(typed.partition(".")[0], names)
 
 
 def _default_of(hint: Any) -> Any:

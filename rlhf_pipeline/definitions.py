@@ -13,6 +13,7 @@ file is run by path, like a user's own. Nothing here imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -26,7 +27,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.config_text import override
+from rlhf_pipeline.config_text import override, override_all
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, did_you_mean
 
 Overrides = Sequence[tuple[str, str]]
@@ -82,6 +83,8 @@ def apply_overrides(pipeline: Pipeline, overrides: Overrides) -> Pipeline:
             except DefinitionError as error:
                 refused.append(((path, text), error))
         if len(refused) == len(waiting):
+            with contextlib.suppress(DefinitionError):
+                return override_all(pipeline, waiting)  # valid only together
             (path, text), error = refused[0]
             message = str(error)
             setting = f"--set {path}={text}"

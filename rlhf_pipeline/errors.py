@@ -2,7 +2,11 @@
 
     PipelineError
     +-- DefinitionError (ValueError)      a pipeline definition, a --set override or an argument is wrong
+    |   +-- UnsupportedError (NotImplementedError)  what is asked for cannot be done with this object
+    |   +-- MissingAttributeError (AttributeError)  an object that was passed has not what it needs
     +-- DataError (ValueError)            a prompt file, a trajectory or a batch is not what it must be
+    |   +-- MissingKeyError (KeyError)    a batch or a store has not the key that is asked for
+    |   +-- IncompleteError (RuntimeError)  a trajectory has no end
     +-- MissingPathError (FileNotFoundError)   a folder or file that the definition names is not there
     +-- RunExistsError (FileExistsError)  the run folder is taken
     +-- RunMismatchError (ValueError)     a resumed run or replay does not match what was recorded
@@ -17,19 +21,55 @@ type next. Each class is also a standard error, so `except ValueError` keeps wor
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+
+def plain(text: str) -> str:
+    r"""Return `text` with control characters spelled out, so that names and model output cannot drive a terminal.
+
+    >>> plain("a\x1b[31m b")
+    'a\\x1b[31m b'
+    >>> plain("one\ntwo")
+    'one\ntwo'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 class PipelineError(Exception):
-    """The root of all errors that this package raises on purpose."""
+    """The root of all errors that this package raises on purpose. Its text is safe for a terminal."""
+
+    def __str__(self) -> str:
+        return plain(super().__str__())
 
 
 class DefinitionError(PipelineError, ValueError):
     """A pipeline definition, an override or an argument is wrong."""
 
 
+class UnsupportedError(DefinitionError, NotImplementedError):
+    """What is asked for cannot be done with this object."""
+
+
+class MissingAttributeError(DefinitionError, AttributeError):
+    """An object that was passed has not what it needs."""
+
+
 class DataError(PipelineError, ValueError):
     """A prompt file, a trajectory or a batch is not what it must be."""
+
+
+class MissingKeyError(DataError, KeyError):
+    """A batch or a store has not the key that is asked for."""
+
+    def __str__(self) -> str:
+        """Return the message as it is; a KeyError would quote it."""
+        return str(self.args[0]) if self.args else ""
+
+
+class IncompleteError(DataError, RuntimeError):
+    """A trajectory has no end."""
 
 
 class MissingPathError(PipelineError, FileNotFoundError):
@@ -54,6 +94,28 @@ class RewardError(PipelineError, RuntimeError):
 
 class ProcessFailedError(PipelineError, RuntimeError):
     """A process of a run failed again and again; what was acknowledged is kept."""
+
+
+def refuse_unknown(owner: str, names: Iterable[str], known: Iterable[str], reasons: Mapping[str, str]) -> None:
+    """Refuse the first argument of a call that has no place, with the reason where there is one.
+
+    Args:
+        owner: whose arguments they are.
+        names: the arguments that were passed and are not taken.
+        known: those that are.
+        reasons: why some known from elsewhere are not, one sentence each.
+
+    Raises:
+        DefinitionError: there is a name.
+
+    >>> refuse_unknown("GRPOLoss", ["clip_epsilom"], ["clip_epsilon"], {})
+    Traceback (most recent call last):
+    rlhf_pipeline.errors.DefinitionError: GRPOLoss takes no 'clip_epsilom'. Did you mean 'clip_epsilon'?
+    """
+    for name in names:
+        if name in reasons:
+            raise DefinitionError(f"{owner} takes no {name}: {reasons[name]}")
+        raise DefinitionError(f"{owner} takes no {name!r}.{did_you_mean(name, known)}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

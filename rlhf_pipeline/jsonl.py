@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,27 @@ def append_row(path: Path, row: Mapping[str, object]) -> None:
     Raises:
         OSError: the disk is full or the file cannot be written.
     """
-    line = json.dumps(_plain(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    append_line(path, line_of(row))
+
+
+def line_of(row: Mapping[str, object]) -> bytes:
+    """Return a row as one line; non-finite numbers become `null`."""
+    return json.dumps(_plain(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append bytes with one `write`; where a full disk takes only some of them, none stay.
+
+    Raises:
+        OSError: the disk is full or the file cannot be written.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         start = os.fstat(descriptor).st_size
         written = os.write(descriptor, line)
-        if written != len(line):  # a full disk may take half a line: take it back
+        if written != len(line):
             os.ftruncate(descriptor, start)
-            raise OSError(28, f"no space left for a line of {len(line)} bytes", str(path))
+            raise OSError(errno.ENOSPC, f"no space left for a line of {len(line)} bytes", str(path))
     finally:
         os.close(descriptor)
 
@@ -53,95 +67,25 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
         DataError: a line other than the last is not JSON.
     """
-    if not path.is_file():
-        return []
-    *lines, _torn_tail = path.read_bytes().split(b"\n")  # the tail is empty when the file ends with a newline
-    rows: list[Row] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise DataError(
-                f"{path}:{number}: this line is not JSON ({error}). "
-                "The file was edited or damaged; delete the line to go on without it."
-            ) from error
-    return rows
+    return list(each_row(path))
 
 
-def last_row(path: Path) -> Row | None:
-    """Return the last whole row, or None; reads the end of the file only.
+def each_row(path: Path) -> Iterator[Row]:
+    """Yield all whole rows, with one of them in memory at a time; a torn last line is left out.
 
     Raises:
-        DataError: that line is not JSON.
+        DataError: a line other than the last is not JSON.
     """
     if not path.is_file():
-        return None
+        return
     with path.open("rb") as file:
-        size, tail = file.seek(0, os.SEEK_END), b""
-        while tail.count(b"\n") < 2 and len(tail) < size:
-            length = min(max(2 * len(tail), 65_536), size)
-            file.seek(size - length)
-            tail = file.read(length)
-    *lines, _torn_tail = tail.split(b"\n")
-    if not lines:
-        return None
-    try:
-        return json.loads(lines[-1])
-    except ValueError as error:
-        raise DataError(
-            f"{path}: its last line is not JSON ({error}). "
-            "The file was edited or damaged; delete the line to go on without it."
-        ) from error
-
-
-def mend_tail(path: Path) -> None:
-    """Take off a last line that a kill or a full disk cut short, so that the next row starts on a line of its own."""
-    if not path.is_file():
-        return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole != len(content):
-        os.truncate(path, whole)
-
-
-def keep_rows(path: Path, keep: Callable[[Row], bool]) -> list[Row]:
-    """Drop rows for which `keep` is false, atomically, and return the dropped rows.
-
-    The file is replaced by a new one in a single rename, so a kill leaves the old rows or the new ones.
-    """
-    rows = read_rows(path)
-    kept = [row for row in rows if keep(row)]
-    if path.is_file():
-        write_atomically(path, b"".join(json.dumps(row, separators=(",", ":")).encode() + b"\n" for row in kept))
-    return [row for row in rows if not keep(row)]
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a whole file so that a reader, or a restart after a crash, sees the old content or the new."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_file(path: Path) -> None:
-    """Make a file's content survive a power loss; a file that is not there is nothing to lose."""
-    if not path.exists():
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise DataError(
+                    f"{path}:{number}: this line is not JSON ({error}). The file was edited or damaged; restore it "
+                    "from a copy."
+                ) from error

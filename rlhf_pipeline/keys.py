@@ -40,8 +40,13 @@ DEGENERATE: Final[Key] = "degenerate"
 PROMPT: Final[Key] = "prompt"
 COMPLETION: Final[Key] = "completion"
 META: Final[Key] = "meta"
-PENDING_ID: Final[Key] = "pending_id"
-"""The number of the incomplete group that a trajectory waited in; -1 where it did not wait."""
+WAITING: Final[Key] = "waiting"
+"""-1 where a trajectory's group came whole; the number of its group while it waits for the rest; -2 where it waited and
+is not learned from; `-3 - i` where it waited and then came as number `i` of those that may be learned from."""
+LEFT_OUT: Final = -2
+"""Value of `waiting` of a trajectory that waited and is not learned from."""
+FAILED_MEMBERS: Final[Key] = "failed_members"
+"""On one row of a group that waits: how many of its members are reported failed."""
 
 # The row id that the store gave; present on everything that was read from a store.
 ROW_ID: Final[Key] = "row_id"
@@ -69,7 +74,8 @@ COLUMN_OF_KEY: Final[dict[Key, str]] = {
     PROMPT: "prompt",
     COMPLETION: "completion",
     META: "meta",
-    PENDING_ID: "pending_id",
+    WAITING: "waiting",
+    FAILED_MEMBERS: "failed_members",
 }
 """Which column on disk holds which key. `("next", "reward")` has none: it is derived on read."""
 

@@ -1,13 +1,12 @@
 """Ragged and padded batches, and micro-batches with little padding.
 
-Four forms of the same rows: flat values with lengths, a padded `[B, T, ...]` tensor with lengths or a mask, a jagged
-nested tensor, and a list of tensors. Conversions are vectorised; trailing dimensions are kept.
+Rows come as flat values with lengths, or as a list; `rlhf_pipeline.data.trajectories` knows the forms of a TensorDict.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,15 +15,10 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 
 __all__ = [
     "Side",
-    "flatten_padded",
-    "from_jagged",
     "length_mask",
     "pad_flat",
     "pad_rows",
-    "padding_efficiency",
     "plan_batches",
-    "split_flat",
-    "to_jagged",
 ]
 
 Side = Literal["left", "right"]
@@ -120,77 +114,6 @@ def pad_flat(
     out = values.new_full((rows * total, *values.shape[1:]), pad_value)
     out = out.index_copy(0, (row * total + column).to(values.device), values)
     return out.view(rows, total, *values.shape[1:])
-
-
-def flatten_padded(
-    padded: torch.Tensor,
-    lengths: torch.Tensor | None = None,
-    *,
-    mask: torch.Tensor | None = None,
-    side: Side = "right",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A padded batch to flat rows.
-
-    Args:
-        padded: [B, T, ...].
-        lengths: int64 [B]; or
-        mask: bool [B, T], any pattern: the True positions of each row are kept in order.
-        side: where the padding is, when `lengths` is given.
-
-    Returns:
-        `(values [sum of lengths, ...], lengths int64 [B])`.
-
-    Raises:
-        DefinitionError: both or neither of lengths and mask.
-
-    >>> flatten_padded(torch.tensor([[1, 0], [2, 3]]), torch.tensor([1, 2]))
-    (tensor([1, 2, 3]), tensor([1, 2]))
-    """
-    if (lengths is None) == (mask is None):
-        raise DefinitionError("pass either lengths or mask, not both and not neither.")
-    if mask is None:
-        mask = length_mask(cast(torch.Tensor, lengths), padded.shape[1], side=side)
-    return padded[mask], mask.sum(1)
-
-
-def to_jagged(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Flat rows to a jagged nested tensor [B, ragged, ...]; no copy of the values.
-
-    >>> to_jagged(torch.tensor([1, 2, 3]), torch.tensor([1, 2])).is_nested
-    True
-    """
-    offsets = torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))
-    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
-
-
-def from_jagged(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A jagged nested tensor to `(values, lengths int64 [B])`; holes left by narrowing are closed.
-
-    Raises:
-        DataError: not a jagged nested tensor.
-
-    >>> from_jagged(to_jagged(torch.tensor([1, 2, 3]), torch.tensor([1, 2])))
-    (tensor([1, 2, 3]), tensor([1, 2]))
-    """
-    if not (nested.is_nested and nested.layout is torch.jagged):
-        raise DataError(
-            f"expected a nested tensor of layout torch.jagged; got {nested.layout} "
-            f"(is_nested={nested.is_nested}). Make one with to_jagged(values, lengths)."
-        )
-    jagged = cast(Any, nested)
-    lengths = jagged.lengths()
-    if lengths is None:
-        return jagged.values(), jagged.offsets().diff()
-    return torch.cat(list(nested.unbind())), lengths
-
-
-def split_flat(values: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
-    """Flat rows to a list of views, one per row.
-
-    >>> split_flat(torch.tensor([1, 2, 3]), torch.tensor([1, 2]))
-    [tensor([1]), tensor([2, 3])]
-    """
-    return list(values.split(lengths.tolist()))
 
 
 def pad_rows(
@@ -290,26 +213,3 @@ def plan_batches(
         plan.append(torch.from_numpy(order[start:end].copy()))
         start = end
     return plan
-
-
-def padding_efficiency(
-    lengths: torch.Tensor | Sequence[int],
-    batches: Sequence[torch.Tensor] | None = None,
-    *,
-    multiple_of: int = 1,
-) -> float:
-    """Real tokens over positions computed, 0 to 1; 1 for nothing at all.
-
-    Args:
-        lengths: [N].
-        batches: the rows of each padded batch, as `plan_batches` gives; all rows in one batch by default.
-        multiple_of: padded lengths are rounded up to a multiple of this.
-
-    >>> padding_efficiency([4, 1, 1], [torch.tensor([0]), torch.tensor([1, 2])])
-    1.0
-    """
-    sizes = torch.as_tensor(lengths, dtype=torch.int64).cpu()
-    groups = [torch.arange(sizes.numel())] if batches is None else [b.cpu() for b in batches]
-    padded = sum(b.numel() * _padded_length(sizes[b], None, multiple_of) for b in groups)
-    real = sum(int(sizes[b].sum()) for b in groups)
-    return real / padded if padded else 1.0

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, did_you_mean
+from rlhf_pipeline.settings import Settings, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +49,7 @@ class NoPrompts:
     """No prompts: for definitions that learn from stores alone."""
 
     as_chat: bool = False
-    """Has no meaning here."""
+    """Unused."""
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
         """Refuse.
@@ -60,7 +61,7 @@ class NoPrompts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CopyDigits:
+class CopyDigits(Settings):
     """Random digits followed by `=`; the answer is the same digits.
 
     >>> source = CopyDigits(num_digits=3)
@@ -70,15 +71,8 @@ class CopyDigits:
     True
     """
 
-    num_digits: int = 4
-    """How many digits to copy."""
-    as_chat: bool = False
-    """Always False: the prompt is raw text."""
-
-    def __post_init__(self) -> None:
-        """Refuse a task without digits."""
-        if self.num_digits < 1:
-            raise DefinitionError(f"CopyDigits.num_digits is {self.num_digits}; it must be at least 1.")
+    num_digits: int = setting(4, min=1, help="How many digits to copy.")
+    as_chat: bool = setting(False, help="Always false: the prompt is raw text.")
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
         """Return prompt number `cursor`: `num_digits` digits, then `=`."""
@@ -89,23 +83,29 @@ class CopyDigits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JsonlPrompts:
+class JsonlPrompts(Settings):
     """Prompts from a JSONL file: one object per line, a question and its reference answer.
 
     The defaults read GSM8K's `train.jsonl`. The file is read once and checked whole before the first rollout, so a
     broken line stops the run at the start and not after a day.
     """
 
-    path: str
-    """The file. Relative paths are taken from the working directory."""
-    prompt_field: str = "question"
-    """The field that holds the prompt."""
-    answer_field: str | None = "answer"
-    """The field that holds the reference answer; None if there is none."""
-    as_chat: bool = True
-    """Put the prompt through the tokenizer's chat template, where it has one."""
-    limit: int | None = None
-    """Use only the first `limit` lines."""
+    path: str = setting(help="The file. Relative paths are taken from the working directory.")
+    prompt_field: str = setting("question", help="The field that holds the prompt.")
+    answer_field: str | None = setting(
+        "answer", help="The field that holds the reference answer; none if there is none."
+    )
+    as_chat: bool = setting(True, help="Put the prompt through the tokenizer's chat template, where it has one.")
+    limit: int | None = setting(None, min=1, help="Use only so many lines, the first ones.")
+
+    def all_prompts(self) -> tuple[Prompt, ...]:
+        """Return every prompt of the file, in its order, the first `limit` lines only where that is set.
+
+        Raises:
+            MissingPathError: the file is not there.
+            DataError: a line is not JSON, not an object, or lacks a field.
+        """
+        return _read_jsonl_prompts(self.path, self.prompt_field, self.answer_field, self.limit)
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
         """Return prompt number `cursor`; every epoch is a new shuffle of the whole file.
@@ -114,7 +114,7 @@ class JsonlPrompts:
             MissingPathError: the file is not there.
             DataError: a line is not JSON, not an object, or lacks a field.
         """
-        rows = _read_jsonl_prompts(self.path, self.prompt_field, self.answer_field, self.limit)
+        rows = self.all_prompts()
         epoch, position = divmod(cursor, len(rows))
         return rows[_epoch_order(len(rows), seed, epoch)[position]]
 

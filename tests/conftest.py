@@ -19,3 +19,7 @@ def gsm8k_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"the GSM8K files are not at {folder}")
     return folder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full-sweep", action="store_true", help="kill at every file-system call, not at a few of them")

@@ -31,6 +31,32 @@ def test_examples_in_docstrings(name):
     assert failed == 0
 
 
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    """Each link of a page names a file that is there, and a heading in it where it names one."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("http"):
+            continue
+        path, _, heading = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE) if heading else []
+        slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+        assert not heading or heading in slugs, target
+
+
+def test_the_house_is_as_drawn():
+    """Every package of `rlhf_pipeline` is in the drawing of docs/architecture.md, and everything drawn is there."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (drawing,) = re.findall(r"## The house\n\n```\n(.*?)```", text, flags=re.DOTALL)
+    drawn = {name for line in drawing.splitlines() for name in re.findall(r"^  (\w+/)", line)}
+    there = {f"{path.parent.name}/" for path in (ROOT / "rlhf_pipeline").glob("*/__init__.py")}
+    assert drawn == there
+
+
 def test_python_blocks_of_the_readme():
     """Every Python block of the README runs, in order, in one namespace each."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)

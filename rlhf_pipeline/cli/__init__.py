@@ -1,19 +1,18 @@
 """The `rlhf-pipeline` command.
 
-Every command answers before anything heavy is imported; only `run`, `new-model` and `doctor` need torch, and they say
-so first.
+One file per command: its options, its help, what it does. Every command answers before anything heavy is imported:
+help and mistakes need neither NumPy nor torch, and the commands that look need no torch.
 """
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
 
-from rlhf_pipeline.cli.parser import parse
-from rlhf_pipeline.errors import PipelineError
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,35 +21,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 is success, 1 damage found (`verify`, `inspect`, `doctor`), 2 a mistake in what was asked, 130 and 143 a run that
     was stopped by SIGINT or SIGTERM and saved.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes, not a traceback
-    # Read when torch is first imported. By default its CPU threads spin while they wait; where another process wants a
-    # core (a second run, a collector beside a learner) generation is then 9 times slower, measured on two cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    args = parse(sys.argv[1:] if argv is None else argv)
+    debug = False
     try:
-        command = importlib.import_module(f"rlhf_pipeline.cli.{args.module}")
-        code = command.execute(args)
-        sys.stdout.flush()
+        from rlhf_pipeline.cli.output import open_standard_streams
+
+        open_standard_streams()
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes, not a traceback
+        # Read when torch is first imported. By default its CPU threads spin while they wait; where another process
+        # wants a core (a second run, a collector beside a learner) generation is then 9 times slower, measured on two
+        # cores.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        from rlhf_pipeline.cli.parser import module_of, parse
+
+        args = parse(sys.argv[1:] if argv is None else argv)
+        debug = args.debug
+        code = module_of(args.command).execute(args)
     except BrokenPipeError:
-        # The reader of a pipe (head, less) has left. Point stdout elsewhere, or Python complains again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from rlhf_pipeline.cli.output import leave_standard_output
+
+        leave_standard_output()  # the reader of a pipe (head, less) has left
         return 141
     except KeyboardInterrupt:
-        if args.debug:
+        if debug:
             raise
-        print("\ninterrupted", file=sys.stderr)
+        sys.stderr.write("\nrlhf-pipeline: interrupted\n")
         return 130
     except Exception as error:
-        if args.debug or not _is_on_purpose(error):
+        message = _message(error)
+        if debug or message is None:
             raise
-        print(f"rlhf-pipeline: {error}", file=sys.stderr)
+        from rlhf_pipeline.cli.output import OutputError, leave_standard_output, warn
+
+        if isinstance(error, OutputError):
+            leave_standard_output()
+        warn(f"rlhf-pipeline: {message}")
         return 2
     return code
 
 
-def _is_on_purpose(error: Exception) -> bool:
-    """Return True for an error whose message is written for people."""
+def _message(error: Exception) -> str | None:
+    """Return the message for an error that a user can act on; None for a bug of ours."""
+    from rlhf_pipeline.errors import PipelineError
+
     store = sys.modules.get("trajectory_store")
-    return isinstance(error, PipelineError) or (store is not None and isinstance(error, store.StoreError))
+    if isinstance(error, PipelineError) or (store is not None and isinstance(error, store.StoreError)):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return (
+            "there is not enough memory. Lower learn.token_budget, collect.num_slots or collect.prompts_per_rollout, "
+            "or raise the limit of this process (`ulimit -v`, the container's). What was acknowledged is kept: a run "
+            "goes on with --resume. (--debug shows where.)"
+        )
+    if not isinstance(error, OSError) or error.strerror is None or error.filename is None:
+        return None
+    return f"{os.fsdecode(error.filename)}: {error.strerror}. (--debug shows where.)"

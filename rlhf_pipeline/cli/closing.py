@@ -7,10 +7,10 @@ import shutil
 
 from rlhf_pipeline.cli.plan import Plan
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.events import RunFinished
 from rlhf_pipeline.report.replayed import sources_of
-from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.words import count, duration, number
+from rlhf_pipeline.run.events import RunFinished
+from rlhf_pipeline.run.folder import RunFolder
 
 
 def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
@@ -18,16 +18,17 @@ def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
     from rlhf_pipeline.report.html import write_report
     from rlhf_pipeline.report.samples import before_and_after
 
-    run = RunFolder(finished.run_dir)
+    run = RunFolder.open(finished.run_dir)
     if plan.pipeline.replay is not None:
         view.say(replay_sentence(finished, run, resumed=plan.resume))
     else:
         view.say(result_sentence(finished, resumed=plan.resume))
-        for line in before_and_after(run, shutil.get_terminal_size((110, 24)).columns):
-            view.say(line)
-    if finished.reason == "interrupted" and not run.metrics:
+    if finished.reason == "interrupted" and not run.metrics:  # there may be no store yet
         view.say(f"next:\n  {plan.again}\n      go on where it stopped")
         return
+    if plan.pipeline.replay is None:
+        for line in before_and_after(run, shutil.get_terminal_size((110, 24)).columns):
+            view.say(line)
     written = write_report(run)
     view.say(f"written: {', '.join(str(path) for path in written)}")
     view.say("next:")

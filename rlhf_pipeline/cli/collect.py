@@ -3,25 +3,57 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
-import sys
 import time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from rlhf_pipeline import definitions
-from rlhf_pipeline.cli.plan import Plan, make_joining_plan
+from rlhf_pipeline.cli.output import warn
+from rlhf_pipeline.cli.parser import add_process_options
 from rlhf_pipeline.cli.process import TRY_AGAIN, import_torch, signals_seen, stopped_code, view_of_stdout
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import RewardError, RunExistsError, RunStorageError
-from rlhf_pipeline.events import CollectorFinished, Event, RolloutDone
 from rlhf_pipeline.report.words import count, duration, number
-from trajectory_store import StoreError
+from rlhf_pipeline.run.events import CollectorFinished, Event, RolloutDone
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.cli.plan import Plan
 
 _SECONDS_BETWEEN_LINES: Final = 1.0
 
+HELP = "collect rollouts into a run, in a process of its own"
+DETAILS = """\
+Claims one rollout after the other, samples it with the newest weights that the learner has published, and
+stores it. Any number of collectors may work for one run on one machine; each may be stopped and killed
+at any time, and no prompt is lost or repeated. A collector waits where a rollout would be too old
+(buffer.max_staleness) by the time it is learned from.
+
+examples:
+  rlhf-pipeline collect long_running --run runs/mine     in one terminal,
+  rlhf-pipeline learn --run runs/mine                    in another: the first one has made the run
+  rlhf-pipeline collect --run runs/mine                  in a third: one more collector
+
+`rlhf-pipeline run long_running --collectors 2` starts all of them and keeps them alive.
+Exit code 3: a failure that a retry may not have (the reward function, the disk)."""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add what can be typed."""
+    add_process_options(command)
+    command.add_argument(
+        "--name",
+        type=_process_name,
+        metavar="NAME",
+        help="of this process (default: the first free of collector-0, ...)",
+    )
+
 
 def execute(args: argparse.Namespace) -> int:
-    """Collect until the run has ended; 130 or 143 if a signal stopped it, 3 if another try may help."""
+    """Collect until the run ends; 130 or 143 if a signal stopped it, 3 if a retry may help."""
+    from rlhf_pipeline import definitions
+    from rlhf_pipeline.cli.plan import make_joining_plan
+    from trajectory_store import StoreError
+
     plan = make_joining_plan(args)
     view, seen = view_of_stdout(), list[int]()
     view.say(f"{plan.pipeline.name}: collector, seed {plan.seed}, on {plan.device}; importing torch ...")
@@ -29,7 +61,7 @@ def execute(args: argparse.Namespace) -> int:
     try:
         with signals_seen(seen):
             import_torch(plan.device)
-            from rlhf_pipeline.service.collect import collect
+            from rlhf_pipeline.run.processes.collect import collect
 
             definitions.share_with_workers()
             finished = collect(
@@ -49,13 +81,13 @@ def execute(args: argparse.Namespace) -> int:
     except (RewardError, RunExistsError, RunStorageError, StoreError) as error:
         if args.debug:
             raise
-        print(f"rlhf-pipeline: {error}", file=sys.stderr)
+        warn(f"rlhf-pipeline: {error}")
         return TRY_AGAIN
     return stopped_code(seen) if finished.reason == "interrupted" else 0
 
 
 class _Lines:
-    """Prints a line for a rollout now and then, and the closing lines."""
+    """Prints a line for a rollout at most once a second, and the closing lines."""
 
     def __init__(self, view: RunView, plan: Plan) -> None:
         self._view = view
@@ -95,3 +127,9 @@ class _Lines:
         else:
             self._view.say(f"  {self._plan.again}    collect on")
         self._view.say(f"  rlhf-pipeline inspect {folder}    count what is stored and grade it again")
+
+
+def _process_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", text) or text in ("learner", "supervisor"):
+        raise argparse.ArgumentTypeError(f"'{text}' cannot name a collector. For example: --name collector-7")
+    return text

@@ -6,42 +6,64 @@ import argparse
 import fcntl
 import os
 import shlex
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlhf_pipeline.errors import RunExistsError
-from rlhf_pipeline.report.inspect import disk_usage
-from rlhf_pipeline.report.run_folder import RunFolder
-from rlhf_pipeline.report.stored import open_run_or_store
+from rlhf_pipeline.cli.output import said_now_and_then, say
+from rlhf_pipeline.errors import RunExistsError, RunStorageError
 from rlhf_pipeline.report.words import count, duration
-from rlhf_pipeline.run_lock import run_lock
-from trajectory_store import CompactReport, TrajectoryStore
 
-_SAY_EVERY_S = 5.0
+if TYPE_CHECKING:
+    from rlhf_pipeline.run.folder import RunFolder
+    from trajectory_store import CompactReport
+
+HELP = "merge the segments of a store that nobody writes to"
+DETAILS = """\
+Merges finished segments into few, keeps the newest of later values, and gives the space of the old ones
+back. Ids, order and values stay, so a run resumes and replays as before. A zarr store becomes sharded,
+zstd-compressed groups. While it works, both old and new segments are on the disk; it may be stopped at
+any time. Readers are not disturbed; a run, an import or a recorder that writes is refused.
+
+examples:
+  rlhf-pipeline compact runs/copy_digits
+  rlhf-pipeline compact runs/mine/store"""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add what can be typed."""
+    command.add_argument("path", metavar="RUN|STORE")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Compact, and say what came of it."""
+    """Compact the store and report the result."""
+    from rlhf_pipeline.report.inspect import disk_usage
+    from rlhf_pipeline.report.stored import open_run_or_store
+    from trajectory_store import TrajectoryStore
+
     run, path = open_run_or_store(args.path)
     before = disk_usage(path)
     started = time.perf_counter()
+    if not os.access(path, os.W_OK):
+        raise RunStorageError(
+            f"{path} can only be read, so it cannot be compacted. Make a compacted copy: "
+            f"rlhf-pipeline copy {shlex.quote(args.path)} --to NEW_STORE"
+        )
     with alone(run, path), TrajectoryStore.open(path, mode="a") as store:
         if store.being_written():
             raise RunExistsError(
                 f"a process writes to {path}, and compaction would lose use counts that it sets meanwhile. Stop it "
                 "first. (In the zarr backend a writer that was killed counts as living for an hour.)"
             )
-        with _said_now_and_then(started):
+        with said_now_and_then("compacting for {}; stopping it loses nothing"):
             report = store.compact()
         num = len(store)
     if report.skipped:
         raise RunExistsError(f"nothing was done at {path}: {report.skipped}. Try again when it is done.")
-    print("\n".join(_lines(report, path, num, (before, disk_usage(path)), time.perf_counter() - started)))
-    print(f"check it:  rlhf-pipeline verify {shlex.quote(args.path)}")
+    say("\n".join(_lines(report, path, num, (before, disk_usage(path)), time.perf_counter() - started)))
+    say(f"check it:  rlhf-pipeline verify {shlex.quote(args.path)}")
     return 0
 
 
@@ -63,29 +85,10 @@ def alone(run: RunFolder | None, store: Path) -> Iterator[None]:
         if run is None:
             yield
             return
-        with run_lock(run.path, advice="Stop that first."):
+        with run.lock(advice="Stop that first."):
             yield
     finally:
         os.close(folder)
-
-
-@contextmanager
-def _said_now_and_then(started: float) -> Iterator[None]:
-    """Say every few seconds that the work goes on."""
-    done = threading.Event()
-
-    def say() -> None:
-        while not done.wait(_SAY_EVERY_S):
-            took = duration(time.perf_counter() - started)
-            print(f"  compacting for {took}; stopping it loses nothing", file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=say, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def _lines(report: CompactReport, path: Path, num: int, sizes: tuple[int, int], seconds: float) -> Iterator[str]:

@@ -5,26 +5,54 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rlhf_pipeline.cli.output import Ticker, say
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
-from rlhf_pipeline.report.diff import Comparison, RowsDifference, compare_rows
-from rlhf_pipeline.report.diff_steps import StepsDifference, compare_configs, compare_steps
-from rlhf_pipeline.report.run_folder import RunFolder
-from rlhf_pipeline.report.stored import Stored, open_run_or_store
 from rlhf_pipeline.report.words import count, one_line
 
-_SAY_EVERY_S = 5.0
+if TYPE_CHECKING:
+    from rlhf_pipeline.report.diff import Comparison, RowsDifference
+    from rlhf_pipeline.report.diff_steps import StepsDifference
+    from rlhf_pipeline.report.stored import Stored
+    from rlhf_pipeline.run.folder import RunFolder
+
 _VALUE_WIDTH = 40
 _FIELDS = 30
 
+HELP = "say how two runs, or two stores, differ"
+DETAILS = """\
+Compares the trajectories, by trajectory_id where each has one, else in the order of arrival. Of two runs
+also config.json, and the first optimizer step at which batch, loss, reward or gradient norm differ.
+NaN equals NaN; created_at, the time of writing, is not compared.
+
+examples:
+  rlhf-pipeline diff runs/copy_digits runs/again
+  rlhf-pipeline diff runs/copy_digits runs/again --ignore use_count
+  rlhf-pipeline diff runs/copy_digits/store copy --json | jq .trajectories.columns
+
+Exit code 0 if the trajectories and the learning are the same, 1 if not, 2 if they cannot be compared.
+Settings that made no difference, and columns that one side has besides, are listed and are no difference."""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add what can be typed."""
+    command.add_argument("left", metavar="LEFT", help="a run or a store")
+    command.add_argument("right", metavar="RIGHT", help="another one")
+    command.add_argument(
+        "--ignore", action="append", default=[], metavar="COLUMN", help="do not compare it; may be given several times"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+
 
 def execute(args: argparse.Namespace) -> int:
-    """Print what differs; 0 if nothing does, 1 if something does."""
+    """Print what differs; 0 if the trajectories and the learning are the same, else 1."""
+    from rlhf_pipeline.report.diff import Comparison, compare_rows
+    from rlhf_pipeline.report.diff_steps import compare_configs, compare_steps
+    from rlhf_pipeline.report.stored import Stored, open_run_or_store
+
     with ExitStack() as open_stores:
         runs: list[RunFolder | None] = []
         sides: list[Stored] = []
@@ -40,27 +68,14 @@ def execute(args: argparse.Namespace) -> int:
         config = steps = None
         if runs[0] is not None and runs[1] is not None:
             config, steps = compare_configs(runs[0], runs[1]), compare_steps(runs[0], runs[1])
-        rows = compare_rows(left, right, ignore=args.ignore, on_rows=_Progress())
+        rows = compare_rows(left, right, ignore=args.ignore, on_rows=Ticker("compared"))
         found = Comparison(left=args.left, right=args.right, config=config, steps=steps, trajectories=rows)
         sizes = [len(side.ids()) for side in sides]
     if args.json:
-        print(json.dumps(found.to_json(), indent=2))
+        say(json.dumps(found.to_json(), indent=2))
     else:
-        print("\n".join(_lines(found, sizes)))
+        say("\n".join(_lines(found, sizes)))
     return 0 if found.same else 1
-
-
-class _Progress:
-    """One line now and then, for stores that are large."""
-
-    def __init__(self) -> None:
-        self._next = time.perf_counter() + _SAY_EVERY_S
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.perf_counter()
-        if now >= self._next:
-            self._next = now + _SAY_EVERY_S
-            print(f"  {done:,} of {count(total, 'trajectory')} compared", file=sys.stderr, flush=True)
 
 
 def _lines(found: Comparison, sizes: list[int]) -> Iterator[str]:
@@ -76,14 +91,19 @@ def _lines(found: Comparison, sizes: list[int]) -> Iterator[str]:
     if found.steps is not None and not found.steps.same:
         yield "optimizer steps"
         yield from _step_lines(found.steps)
-    if not found.trajectories.same:
+    if not found.trajectories.same or found.trajectories.columns_left or found.trajectories.columns_right:
         by = f", paired by {found.trajectories.key}" if found.trajectories.key else ", paired in the order of arrival"
         yield f"trajectories{by}"
         yield from _row_lines(found.trajectories)
     not_compared = found.trajectories.not_compared
     aside = f" ({', '.join(not_compared)} not compared)" if not_compared else ""
     if found.same:
-        yield f"no difference{aside}"
+        learned = "the same trajectories, and the same learning" if found.steps is not None else "the same trajectories"
+        yield (
+            f"{learned}; what is listed above made no difference{aside}"
+            if found.has_remarks
+            else f"no difference{aside}"
+        )
         return
     yield f"they differ{aside}"
     if found.trajectories.columns:

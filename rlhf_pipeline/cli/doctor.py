@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.report.words import count, duration
 
 _NEEDED = ("torch", "torchrl", "tensordict", "transformers", "tokenizers", "safetensors", "numpy", "zarr")
@@ -22,31 +23,41 @@ _SELF_TEST_SECONDS = 2.0
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse", "lustre", "gpfs", "ceph", "afs", "beegfs")
 _FREE_GB = 2.0
 
+HELP = "say what this machine and this folder can do, and what is missing"
+DETAILS = """\
+example:
+  rlhf-pipeline doctor          in the folder that runs go to"""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add what can be typed."""
+    del command
+
 
 def execute(args: argparse.Namespace) -> int:
     """Print each check as it is done; 1 if something is missing."""
     del args
-    print(f"python {platform.python_version()} ({sys.executable}), {platform.system()} {platform.release()}")
-    bad = _print(_packages())
+    say(f"python {platform.python_version()} ({sys.executable}), {platform.system()} {platform.release()}")
+    bad = _report(_packages())
     here = Path.cwd()
-    print(f"folder {here}")
-    bad += _print(_disk(here))
-    bad += _print(_file_system(here))
-    bad += _print([_store(here)])
-    print("devices (importing torch ...)", flush=True)
-    bad += _print(_devices())
-    print("All is well. Try: rlhf-pipeline run copy_digits" if not bad else f"{count(bad, 'problem')}, see above.")
+    say(f"folder {here}")
+    bad += _report(_disk(here))
+    bad += _report(_file_system(here))
+    bad += _report([_store(here)])
+    say("devices (importing torch ...)")
+    bad += _report(_devices())
+    say("All is well. Try: rlhf-pipeline run copy_digits" if not bad else f"{count(bad, 'problem')}, see above.")
     return 1 if bad else 0
 
 
 Check = tuple[bool, str]
 
 
-def _print(checks: Iterator[Check] | list[Check]) -> int:
+def _report(checks: Iterator[Check] | list[Check]) -> int:
     bad = 0
     for ok, text in checks:
         bad += not ok
-        print(f"  {'ok ' if ok else 'BAD'}  {text}", flush=True)
+        say(f"  {'ok ' if ok else 'BAD'}  {text}")
     return bad
 
 
@@ -96,7 +107,7 @@ def _file_system_type(folder: Path) -> str | None:
 
 
 def _file_system(folder: Path) -> Iterator[Check]:
-    """Try what the store relies on, in this folder."""
+    """Test what the store relies on, in this folder."""
     try:
         with tempfile.TemporaryDirectory(prefix=".rlhf-doctor-", dir=folder) as scratch:
             for name, trial in _TRIALS.items():

@@ -4,31 +4,44 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 import time
 
-from rlhf_pipeline.exchange import export_store
-from rlhf_pipeline.report.stored import open_run_or_store
+from rlhf_pipeline.cli.output import Ticker, say
+from rlhf_pipeline.cli.parser import add_filter
 from rlhf_pipeline.report.words import count, duration
 
-_SAY_EVERY_S = 5.0
+HELP = "write a store as Parquet, JSONL or a Hugging Face dataset"
+DETAILS = """\
+Writes every column, ragged ones as lists of numbers; `import` makes an equal store of it again.
+A filter is a column (reward, version, date and group are short names; num_tokens and
+num_completion_tokens exist too), one of >= <= == != > <, and a value.
+
+examples:
+  rlhf-pipeline export runs/copy_digits --to copy_digits.parquet
+  rlhf-pipeline export runs/copy_digits --to dataset --filter 'reward>=0.5' --filter 'version<100'
+  rlhf-pipeline export runs/copy_digits --to best.jsonl --filter 'date>=2026-01-31' --columns prompt completion"""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add what can be typed."""
+    command.add_argument("path", metavar="RUN|STORE")
+    command.add_argument(
+        "--to", required=True, metavar="FILE.parquet|FILE.jsonl|FOLDER", help="must not exist; a folder is a dataset"
+    )
+    add_filter(command)
+    command.add_argument("--columns", nargs="+", metavar="NAME", help="only these columns")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Export, and say what was written and how to read it."""
+    """Export the store and report what was written and how to read it."""
+    from rlhf_pipeline.exchange import export_store
+    from rlhf_pipeline.report.stored import open_run_or_store
+
     _, store = open_run_or_store(args.path)
     started = time.perf_counter()
-    said = started
-
-    def say(done: int, total: int) -> None:
-        nonlocal said
-        if time.perf_counter() - said >= _SAY_EVERY_S:
-            said = time.perf_counter()
-            print(f"  {done:,} of {count(total, 'trajectory')}", file=sys.stderr, flush=True)
-
-    report = export_store(store, args.to, filters=args.filters, columns=args.columns, on_batch=say)
+    report = export_store(store, args.to, filters=args.filters, columns=args.columns, on_batch=Ticker())
     chosen = f", {report.num_left_out:,} left out by the filter" if report.num_left_out else ""
-    print(
+    say(
         f"{report.path}: {count(report.num_trajectories, 'trajectory')}{chosen}, "
         f"{count(len(report.columns), 'column')}, {report.size_bytes / 1e6:.1f} MB, "
         f"{duration(time.perf_counter() - started)}"
@@ -39,6 +52,6 @@ def execute(args: argparse.Namespace) -> int:
         "hf": f"datasets.load_from_disk({path!r})",
         "jsonl": f"head -n 1 {shlex.quote(path)} | jq .",
     }
-    print(f"read it:   {readers[report.kind]}")
-    print(f"and back:  rlhf-pipeline import {shlex.quote(path)} --into NEW_STORE")
+    say(f"read it:   {readers[report.kind]}")
+    say(f"and back:  rlhf-pipeline import {shlex.quote(path)} --into NEW_STORE")
     return 0

@@ -4,20 +4,74 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from rlhf_pipeline.cli.output import Ticker, say
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.exchange import FileReport, ImportReport, import_files
-from rlhf_pipeline.report.run_folder import is_run
 from rlhf_pipeline.report.words import count, duration, number
 
-_SAY_EVERY_S = 5.0
+if TYPE_CHECKING:
+    from rlhf_pipeline.exchange import FileReport, ImportReport
+
+HELP = "bring other tools' rollouts into a store"
+DETAILS = """\
+Reads (prompt, completion, reward) groups from JSONL, Parquet and Hugging Face datasets (save_to_disk),
+and the dumps of other trainers: trl (completions/*.parquet), verl (rollout_data_dir), open-instruct
+(--save_traces), prime-rl (traces.jsonl, token exports), verifiers, skyrl, nemo-rl, openrlhf, tinker
+(capture/sample.jsonl with its rollout summaries), gsm8k-solutions; and what `export` wrote. The format
+is recognised by the field names. Rewards are named, or told by the table's advantages; else you are asked.
+
+Token ids and log-probs in the file are kept; text is encoded once, with --tokenizer. An import that
+was stopped continues when the command is typed again; nothing is imported twice, and a broken line is named.
+
+examples:
+  rlhf-pipeline import example_model_solutions.jsonl --into runs/gsm8k-store --tokenizer model
+  rlhf-pipeline import outputs/completions --into runs/trl-store --tokenizer model --field reward=accuracy
+  rlhf-pipeline import answers.parquet --into runs/mine --tokenizer model --field prompt=question"""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add what can be typed."""
+    command.add_argument("files", nargs="+", metavar="FILE", help="files, saved datasets, or folders of files")
+    command.add_argument("--into", required=True, metavar="STORE", help="the store's folder; made if it is not there")
+    command.add_argument(
+        "--format",
+        default="auto",
+        metavar="NAME",
+        help="auto, jsonl, parquet, hf, trl, verl, skyrl, nemo-rl, openrlhf, open-instruct, prime-rl, "
+        "verifiers, tinker, gsm8k-solutions, store (default: auto)",
+    )
+    command.add_argument("--tokenizer", metavar="FOLDER", help="encodes text that has no token ids")
+    command.add_argument(
+        "--field",
+        dest="fields",
+        type=_field,
+        action="append",
+        default=[],
+        metavar="WHAT=NAME",
+        help="the field that holds the prompt, completion, reward, group, ...; none leaves it out, and reward may be "
+        "a sum: accuracy+0.5*format; may be given several times",
+    )
+    command.add_argument(
+        "--group-by",
+        default="auto",
+        choices=("auto", "prompt"),
+        help="auto: the format's groups, else rows in turn with equal prompts; prompt: all rows with one prompt",
+    )
+    command.add_argument("--no-chat-template", action="store_true", help="encode prompts as plain text")
+    command.add_argument("--no-eos", action="store_true", help="do not end encoded completions with the EOS token")
+    command.add_argument(
+        "--durability", choices=("process", "power", "group"), help="of a new store (default: process)"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Import, and say what came of it and what to type next."""
+    """Import the files and report the result and the next commands."""
+    from rlhf_pipeline.exchange import import_files
+    from rlhf_pipeline.run.folder import is_run
+
     into = Path(args.into).expanduser()
     run = into.resolve().parent if into.resolve().name == "store" else into
     if is_run(run):
@@ -25,8 +79,8 @@ def execute(args: argparse.Namespace) -> int:
             f"{run} is a run, whose store is its own. Name a new folder: --into {run.parent / 'imported'}"
         )
     if args.tokenizer is not None:
-        print("importing transformers for the tokenizer ...", flush=True)
-    started = time.perf_counter()
+        say("importing transformers for the tokenizer ...")
+    started, ticker = time.perf_counter(), Ticker()
     report = import_files(
         args.files,
         into,
@@ -38,27 +92,14 @@ def execute(args: argparse.Namespace) -> int:
         eos=not args.no_eos,
         durability=args.durability,
         on_file=_say_file,
-        on_commit=_Progress(started),
+        on_commit=lambda report: ticker(report.num_imported),
     )
-    print("\n".join(_lines(report, time.perf_counter() - started, args.tokenizer)))
+    say("\n".join(_lines(report, time.perf_counter() - started, args.tokenizer)))
     return 0
 
 
 def _say_file(file: FileReport) -> None:
-    print(f"{file.path}: {file.format}; {file.about}", flush=True)
-
-
-class _Progress:
-    """One line now and then, for imports that take long."""
-
-    def __init__(self, started: float) -> None:
-        self._next = started + _SAY_EVERY_S
-
-    def __call__(self, report: ImportReport) -> None:
-        now = time.perf_counter()
-        if now >= self._next:
-            self._next = now + _SAY_EVERY_S
-            print(f"  {count(report.num_imported, 'trajectory')} so far", file=sys.stderr, flush=True)
+    say(f"{file.path}: {file.format}; {file.about}")
 
 
 def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[str]:
@@ -91,3 +132,10 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
     model = f" --set policy.path={shlex.quote(tokenizer)}" if tokenizer else " --set policy.path=MODEL"
     made.append(f"learn from them: rlhf-pipeline replay {store}{model}")
     return made
+
+
+def _field(text: str) -> tuple[str, str]:
+    target, equals, name = text.partition("=")
+    if not equals or not target or not name:
+        raise argparse.ArgumentTypeError(f"'{text}' is not WHAT=NAME. For example: --field prompt=question")
+    return target.strip(), name.strip()

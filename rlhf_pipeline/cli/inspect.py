@@ -6,33 +6,59 @@ import argparse
 import json
 import shlex
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from rlhf_pipeline import definitions
-from rlhf_pipeline.errors import PipelineError
-from rlhf_pipeline.report.inspect import Inspection, RewardCheck, inspect_store
-from rlhf_pipeline.report.run_folder import RunFolder
-from rlhf_pipeline.report.stored import Stored, open_run_or_store
-from rlhf_pipeline.report.words import count, number, plain
-from rlhf_pipeline.rewards import RewardFunction, no_reward
+from rlhf_pipeline.cli.output import say
+from rlhf_pipeline.errors import PipelineError, plain
+from rlhf_pipeline.report.words import count, number
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.report.inspect import Inspection, RewardCheck
+    from rlhf_pipeline.rewards import RewardFunction
+    from rlhf_pipeline.run.folder import RunFolder
 
 _BAR = 30
 
+HELP = "count what a run has stored, and grade it again"
+DETAILS = """\
+Counts trajectories, groups and tokens, and calls the definition's reward function again on every
+stored prompt and completion: do the stored rewards, and the curve in metrics.jsonl, hold?
+
+examples:
+  rlhf-pipeline inspect runs/copy_digits
+  rlhf-pipeline inspect runs/copy_digits --json | jq .reward_check
+  rlhf-pipeline inspect runs/mine --definition ./my_task.py      where the file has moved
+
+Exit code 1 if a reward does not agree."""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add what can be typed."""
+    command.add_argument("path", metavar="RUN|STORE")
+    command.add_argument("--definition", metavar="NAME|FILE.py[:function]", help="take the reward function from here")
+    command.add_argument("--json", action="store_true", help="print JSON")
+
 
 def execute(args: argparse.Namespace) -> int:
-    """Print what is stored; 1 if a reward does not come out again."""
+    """Print what is stored; 1 if a reward cannot be reproduced."""
+    from rlhf_pipeline.report.inspect import inspect_store
+    from rlhf_pipeline.report.stored import Stored, open_run_or_store
+
     run, store_path = open_run_or_store(args.path)
     reward, why_not = _reward(run, args.definition)
     with Stored(store_path) as stored:
         found = inspect_store(stored, run=run, reward=reward, why_no_reward=why_not)
     if args.json:
-        print(json.dumps(found.to_json(), indent=2))
+        say(json.dumps(found.to_json(), indent=2))
     else:
-        print("\n".join(lines(found)))
+        say("\n".join(lines(found)))
     return 0 if found.reward_check is None or found.reward_check.agrees else 1
 
 
 def _reward(run: RunFolder | None, typed: str | None) -> tuple[RewardFunction | None, str | None]:
     """Return the reward function, or why there is none. A definition that was asked for must load."""
+    from rlhf_pipeline.rewards import no_reward
+
     reward, why_not = _found(run, typed)
     if reward is no_reward:
         return (
@@ -43,6 +69,8 @@ def _reward(run: RunFolder | None, typed: str | None) -> tuple[RewardFunction | 
 
 
 def _found(run: RunFolder | None, typed: str | None) -> tuple[RewardFunction | None, str | None]:
+    from rlhf_pipeline import definitions
+
     if typed is not None:
         overrides = run.config.overrides if run is not None else ()
         return definitions.find(typed).pipeline(overrides).reward, None

@@ -7,8 +7,31 @@ import shlex
 import time
 from pathlib import Path
 
+from rlhf_pipeline.cli.output import say
+from rlhf_pipeline.cli.parser import natural, positive
 from rlhf_pipeline.errors import DefinitionError, MissingPathError
 from rlhf_pipeline.report.words import duration
+
+HELP = "make a small untrained model and its tokenizer from a text file"
+DETAILS = """\
+Trains a tokenizer on the text and writes a small untrained causal language model with it, as a
+checkpoint folder that transformers loads. Nothing is downloaded.
+
+example:
+  rlhf-pipeline new-model model --text train.jsonl --hidden-size 256 --num-layers 4
+  rlhf-pipeline run gsm8k --set policy.path=model --set prompts.path=train.jsonl"""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add what can be typed."""
+    command.add_argument("folder", metavar="FOLDER", help="where to; must not exist")
+    command.add_argument("--text", required=True, metavar="FILE", help="the text that the tokenizer is made from")
+    command.add_argument("--vocab-size", type=positive, default=4096, metavar="N", help="tokens (default: %(default)s)")
+    command.add_argument("--hidden-size", type=positive, default=256, metavar="N", help="(default: %(default)s)")
+    command.add_argument("--num-layers", type=positive, default=4, metavar="N", help="(default: %(default)s)")
+    command.add_argument(
+        "--seed", type=natural, default=0, metavar="N", help="seeds the weights (default: %(default)s)"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -18,7 +41,10 @@ def execute(args: argparse.Namespace) -> int:
         raise MissingPathError(f"there is no text file at {text}. Any text will do, for example your prompts' JSONL.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DefinitionError(f"{folder} exists already and is not an empty folder. Name another.")
-    print("importing torch ...", flush=True)
+    from rlhf_pipeline.cli.preflight import check_writable
+
+    check_writable(folder, "FOLDER")
+    say("importing torch ...")
     started = time.perf_counter()
     from rlhf_pipeline.policies.new_model import new_model
 
@@ -30,9 +56,9 @@ def execute(args: argparse.Namespace) -> int:
         num_layers=args.num_layers,
         seed=args.seed,
     )
-    print(
+    say(
         f"{folder}: {made.num_parameters:,} parameters, {made.vocab_size:,} tokens, "
         f"made in {duration(time.perf_counter() - started)}"
     )
-    print(f"try it: rlhf-pipeline run gsm8k --set policy.path={shlex.quote(str(folder))} --set prompts.path=FILE.jsonl")
+    say(f"try it: rlhf-pipeline run gsm8k --set policy.path={shlex.quote(str(folder))} --set prompts.path=FILE.jsonl")
     return 0

@@ -1,4 +1,4 @@
-"""What can be typed: commands, options, help with examples, and "did you mean" for slips.
+"""What can be typed: commands and options with "did you mean" for slips. Each command's own options are in its file.
 
 argparse, because the whole `--help` then costs 0.1 s less than with the libraries built on click.
 """
@@ -6,20 +6,53 @@ argparse, because the whole `--help` then costs 0.1 s less than with the librari
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import re
 import shutil
+import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from rlhf_pipeline.cli import help_texts
+from rlhf_pipeline.cli.output import say, warn
 from rlhf_pipeline.errors import did_you_mean
 
+COMMANDS = (
+    *("run", "collect", "learn", "list", "config", "inspect", "show", "tail", "diff", "verify", "replay", "compact"),
+    *("report", "import", "export", "copy", "new-model", "doctor"),
+)
+"""In the order of `--help`; each command has a file of the same name."""
 
-class _Parser(argparse.ArgumentParser):
+_DESCRIPTION = """\
+The data path of RL post-training: collect rollouts, keep every one of them, learn, look.
+
+Start here (CPU, nothing to download, about a minute):
+  rlhf-pipeline run copy_digits"""
+
+_EXAMPLES = """\
+examples:
+  rlhf-pipeline list                              what can be run, and what each needs
+  rlhf-pipeline run copy_digits                   learn to copy digits, into runs/copy_digits
+  rlhf-pipeline run my_task.py:my_pipeline        your own: a function that returns a Pipeline
+  rlhf-pipeline run copy_digits --resume          go on where a run stopped
+  rlhf-pipeline config learn.lr                   what a setting means, and what it may be
+  rlhf-pipeline inspect runs/copy_digits          counts, lengths, rewards graded again
+  rlhf-pipeline show runs/copy_digits --id 17     one trajectory, token by token
+  rlhf-pipeline tail runs/copy_digits -f          watch what a run stores and learns
+  rlhf-pipeline replay runs/copy_digits           the same learning curve, from the store alone
+
+`rlhf-pipeline COMMAND --help` says more about each."""
+
+
+class Parser(argparse.ArgumentParser):
     """argparse with "did you mean" for commands and options."""
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help or an error; argparse itself ignores an output that cannot be written."""
+        say(message, end="") if file is sys.stdout else warn(message.rstrip("\n"))
+
     def error(self, message: str) -> NoReturn:
+        """Print what is wrong and where to find help, and exit with code 2."""
         wrong = re.match(
             r"argument (?P<where>.+): invalid choice: '(?P<typed>[^']*)' \(choose from (?P<known>.+)\)", message
         )
@@ -42,256 +75,54 @@ class _Help(argparse.RawDescriptionHelpFormatter):
             self._action_max_length += 4  # argparse forgets that it indents the commands
 
 
-def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser, and the parser of each command by name."""
-    main = _Parser(
-        prog="rlhf-pipeline",
-        description=help_texts.DESCRIPTION,
-        epilog=help_texts.EXAMPLES,
-        formatter_class=_Help,
-        allow_abbrev=False,
+def module_of(command: str) -> Any:
+    """Return the module of a command: `HELP`, `DETAILS`, `add_options` and `execute`."""
+    return importlib.import_module(
+        f"rlhf_pipeline.cli.{'import_' if command == 'import' else command.replace('-', '_')}"
+    )
+
+
+def build_parser(only: str | None = None) -> tuple[Parser, dict[str, Parser]]:
+    """Return the parser, and the parser of each command by name.
+
+    Args:
+        only: the one command that is needed; the others are then not imported.
+    """
+    main = Parser(
+        prog="rlhf-pipeline", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=_Help, allow_abbrev=False
     )
     main.add_argument("--version", action="store_true", help="show the version")
     main.set_defaults(debug=False)
     subparsers = main.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    commands: dict[str, argparse.ArgumentParser] = {}
-
-    def command(name: str, module: str, help_line: str, more: str = "") -> argparse.ArgumentParser:
+    commands: dict[str, Parser] = {}
+    for name in COMMANDS if only is None else (only,):
+        module = module_of(name)
         added = subparsers.add_parser(
             name,
-            help=help_line,
-            description=f"{help_line[0].upper()}{help_line[1:]}.",
-            epilog=more,
+            help=module.HELP,
+            description=f"{module.HELP[0].upper()}{module.HELP[1:]}.",
+            epilog=module.DETAILS,
             formatter_class=_Help,
             allow_abbrev=False,
         )
-        added.set_defaults(module=module)
         added.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        module.add_options(added)
         commands[name] = added
-        return added
-
-    run = command("run", "run", "run a pipeline", help_texts.RUN)
-    run.add_argument(
-        "definition",
-        nargs="?",
-        metavar="NAME|FILE.py[:function]",
-        help="a built-in pipeline or your own; may be left out with --resume --out DIR",
-    )
-    run.add_argument("--out", metavar="DIR", help="the run folder (default: runs/NAME)")
-    run.add_argument("--seed", type=_natural, metavar="N", help="seeds weights, prompts and completions (default: 0)")
-    run.add_argument(
-        "--steps", type=_positive, metavar="N", help="optimizer steps at most; same as --set learn.steps=N"
-    )
-    run.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: cpu)")
-    run.add_argument("--resume", action="store_true", help="go on with a run that stopped")
-    _add_overrides(run)
-    several = run.add_argument_group("collectors and learner as processes of their own (docs/long_running.md)")
-    several.add_argument(
-        "--collectors", type=_positive, metavar="N", help="supervise N collectors and a learner; dead ones start again"
-    )
-    several.add_argument(
-        "--max-failures",
-        type=_positive,
-        default=5,
-        metavar="N",
-        help="give up when a process fails N times in a row and nothing is learned (default: %(default)s)",
-    )
-    several.add_argument(
-        "--hang-timeout",
-        type=_seconds,
-        default=60.0,
-        metavar="S",
-        help="kill a process that is frozen for S seconds (default: %(default)g)",
-    )
-    several.add_argument(
-        "--progress-timeout",
-        type=_seconds,
-        metavar="S",
-        help="kill a process that is in one rollout or step for S seconds (default: never)",
-    )
-
-    collect = command("collect", "collect", "collect rollouts into a run, in a process of its own", help_texts.COLLECT)
-    _add_process_options(collect)
-    collect.add_argument(
-        "--name",
-        type=_process_name,
-        metavar="NAME",
-        help="of this process (default: the first free of collector-0, ...)",
-    )
-
-    learn = command("learn", "learn", "learn from what collectors store, in a process of its own", help_texts.LEARN)
-    _add_process_options(learn)
-    learn.add_argument(
-        "--steps", type=_positive, metavar="N", help="optimizer steps at most; same as --set learn.steps=N"
-    )
-
-    listing = command("list", "listing", "list the pipelines that can be run")
-    listing.add_argument("files", nargs="*", metavar="FILE.py", help="list the definitions in these files instead")
-
-    inspect = command("inspect", "inspect", "count what a run has stored, and grade it again", help_texts.INSPECT)
-    inspect.add_argument("path", metavar="RUN|STORE")
-    inspect.add_argument("--definition", metavar="NAME|FILE.py[:function]", help="take the reward function from here")
-    inspect.add_argument("--json", action="store_true", help="print JSON")
-
-    show = command("show", "show", "show stored trajectories, token by token", help_texts.SHOW)
-    show.add_argument("path", metavar="RUN|STORE")
-    which = show.add_mutually_exclusive_group()
-    which.add_argument("--id", type=_natural, metavar="N", help="the trajectory with this id")
-    which.add_argument("--group", type=_natural, metavar="G", help="all trajectories of this group")
-    which.add_argument("--last", type=_positive, metavar="N", help="the newest N trajectories")
-    which.add_argument(
-        "--step", type=_positive, metavar="S", help="the trajectories that optimizer step S learned from"
-    )
-    show.add_argument("--full", action="store_true", help="show every token of every trajectory")
-
-    tail = command("tail", "tail", "show the newest trajectories, and those that come", help_texts.TAIL)
-    tail.add_argument("path", metavar="RUN|STORE")
-    tail.add_argument("-n", "--num", type=_natural, default=10, metavar="N", help="how many (default: %(default)s)")
-    tail.add_argument("-f", "--follow", action="store_true", help="go on as more are stored, until Ctrl-C")
-    _add_filter(tail)
-
-    diff = command("diff", "diff", "say how two runs, or two stores, differ", help_texts.DIFF)
-    diff.add_argument("left", metavar="LEFT", help="a run or a store")
-    diff.add_argument("right", metavar="RIGHT", help="another one")
-    diff.add_argument(
-        "--ignore", action="append", default=[], metavar="COLUMN", help="do not compare it; may be given several times"
-    )
-    diff.add_argument("--json", action="store_true", help="print JSON")
-
-    verify = command("verify", "verify", "check a run or a store for damage", help_texts.VERIFY)
-    verify.add_argument("path", metavar="RUN|STORE")
-
-    replay = command(
-        "replay", "replay", "learn from stores alone; or take a run's steps again and compare", help_texts.REPLAY
-    )
-    replay.add_argument("paths", nargs="*", metavar="STORE|RUN", help="what to learn from; only read")
-    replay.add_argument(
-        "--definition",
-        metavar="NAME|FILE.py[:function]",
-        help="what learns (default: the definition of the first RUN, else offline_replay)",
-    )
-    replay.add_argument("--out", metavar="DIR", help="the run folder (default: runs/NAME-replay)")
-    replay.add_argument("--steps", type=_positive, metavar="N", help="optimizer steps at most")
-    replay.add_argument("--epochs", type=_above_zero, metavar="E", help="stop when each was used E times on average")
-    replay.add_argument(
-        "--weight",
-        dest="weights",
-        type=_above_zero,
-        action="append",
-        default=[],
-        metavar="W",
-        help="share of each batch that comes from a store; one for each STORE, in their order",
-    )
-    _add_filter(replay)
-    replay.add_argument("--seed", type=_natural, metavar="N", help="seeds weights and batches (default: the run's)")
-    replay.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
-    replay.add_argument("--resume", action="store_true", help="go on with a replay that stopped")
-    _add_overrides(replay)
-    replay.add_argument(
-        "--from-step",
-        type=_positive,
-        metavar="K",
-        help="of one RUN: take steps K and later again from its checkpoint, and compare; changes nothing",
-    )
-
-    compact = command("compact", "compact", "merge the segments of a store that nobody writes to", help_texts.COMPACT)
-    compact.add_argument("path", metavar="RUN|STORE")
-
-    report = command("report", "report", "write report.html and reward.svg of a run again")
-    report.add_argument("path", metavar="RUN")
-    report.add_argument("--out", metavar="FILE.html", help="where to (default: RUN/report.html)")
-
-    imported = command("import", "import_", "bring other tools' rollouts into a store", help_texts.IMPORT)
-    imported.add_argument("files", nargs="+", metavar="FILE", help="files, saved datasets, or folders of files")
-    imported.add_argument("--into", required=True, metavar="STORE", help="the store's folder; made if it is not there")
-    imported.add_argument(
-        "--format",
-        default="auto",
-        metavar="NAME",
-        help="auto, jsonl, parquet, hf, trl, verl, open-instruct, prime-rl, tinker, gsm8k-solutions, store "
-        "(default: auto)",
-    )
-    imported.add_argument("--tokenizer", metavar="FOLDER", help="encodes text that has no token ids")
-    imported.add_argument(
-        "--field",
-        dest="fields",
-        type=_field,
-        action="append",
-        default=[],
-        metavar="WHAT=NAME",
-        help="the field that holds the prompt, completion, reward, group, ...; may be given several times",
-    )
-    imported.add_argument(
-        "--group-by",
-        default="auto",
-        choices=("auto", "prompt"),
-        help="auto: the format's groups, else rows in turn with equal prompts; prompt: all rows with one prompt",
-    )
-    imported.add_argument("--no-chat-template", action="store_true", help="encode prompts as plain text")
-    imported.add_argument("--no-eos", action="store_true", help="do not end encoded completions with the EOS token")
-    imported.add_argument(
-        "--durability", choices=("process", "power", "group"), help="of a new store (default: process)"
-    )
-
-    export = command("export", "export", "write a store as Parquet, JSONL or a Hugging Face dataset", help_texts.EXPORT)
-    export.add_argument("path", metavar="RUN|STORE")
-    export.add_argument(
-        "--to", required=True, metavar="FILE.parquet|FILE.jsonl|FOLDER", help="must not exist; a folder is a dataset"
-    )
-    _add_filter(export)
-    export.add_argument("--columns", nargs="+", metavar="NAME", help="only these columns")
-
-    copy = command("copy", "copying", "copy a store, whole or in part, to either backend", help_texts.COPY)
-    copy.add_argument("path", metavar="RUN|STORE")
-    copy.add_argument("--to", required=True, metavar="STORE", help="the new folder; must not exist")
-    copy.add_argument(
-        "--backend",
-        choices=("memmap", "zarr"),
-        default="memmap",
-        help="memmap: raw, for training; zarr: compressed, for keeping (default: %(default)s)",
-    )
-    _add_filter(copy)
-
-    model = command(
-        "new-model",
-        "new_model",
-        "make a small untrained model and its tokenizer from a text file",
-        help_texts.NEW_MODEL,
-    )
-    model.add_argument("folder", metavar="FOLDER", help="where to; must not exist")
-    model.add_argument("--text", required=True, metavar="FILE", help="the text that the tokenizer is made from")
-    model.add_argument("--vocab-size", type=_positive, default=4096, metavar="N", help="tokens (default: %(default)s)")
-    model.add_argument("--hidden-size", type=_positive, default=256, metavar="N", help="(default: %(default)s)")
-    model.add_argument("--num-layers", type=_positive, default=4, metavar="N", help="(default: %(default)s)")
-    model.add_argument("--seed", type=_natural, default=0, metavar="N", help="seeds the weights (default: %(default)s)")
-
-    command("doctor", "doctor", "say what this machine and this folder can do, and what is missing")
     return main, commands
 
 
-def _add_filter(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--filter",
-        dest="filters",
-        action="append",
-        default=[],
-        metavar="CONDITION",
-        help="only trajectories that meet it; may be given several times",
-    )
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return what was typed, with `module` naming the module in `rlhf_pipeline.cli` that does it.
+    """Return what was typed, `command` among it.
 
     Raises:
         SystemExit: after `--help`, `--version`, and (with code 2) after a mistake.
     """
-    main, commands = build_parser()
+    main, commands = build_parser(argv[0] if argv and argv[0] in COMMANDS else None)
     args, unknown = main.parse_known_args(argv)
     if args.version:
         from rlhf_pipeline import __version__
 
-        print(f"rlhf-pipeline {__version__}")
+        say(f"rlhf-pipeline {__version__}")
         main.exit(0)
     if args.command is None:
         if unknown:
@@ -303,7 +134,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _refuse(typed: str, command: argparse.ArgumentParser) -> NoReturn:
+def _refuse(typed: str, command: Parser) -> NoReturn:
     if not typed.startswith("-"):
         command.error(f"'{typed}' is one word too many. Put quotes around a path with spaces.")
     name = typed.split("=", 1)[0]
@@ -311,7 +142,23 @@ def _refuse(typed: str, command: argparse.ArgumentParser) -> NoReturn:
     command.error(f"there is no option {name}.{did_you_mean(name, known)}")
 
 
-def _add_overrides(command: argparse.ArgumentParser) -> None:
+# -- options that several commands take ------------------------------------------------------------------------------
+
+
+def add_filter(command: argparse.ArgumentParser) -> None:
+    """Add `--filter`."""
+    command.add_argument(
+        "--filter",
+        dest="filters",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="only trajectories that meet it; may be given several times",
+    )
+
+
+def add_overrides(command: argparse.ArgumentParser) -> None:
+    """Add `--set`."""
     command.add_argument(
         "--set",
         dest="overrides",
@@ -319,11 +166,18 @@ def _add_overrides(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY.PATH=VALUE",
-        help="change one field of the definition; may be given several times",
+        help="change one field of the definition (`rlhf-pipeline config` shows them); may be given several times",
     )
 
 
-def _add_process_options(command: argparse.ArgumentParser) -> None:
+def add_steps(command: argparse.ArgumentParser) -> None:
+    """Add `--steps`."""
+    command.add_argument(
+        "--steps", type=positive, metavar="N", help="optimizer steps at most; same as --set learn.steps=N"
+    )
+
+
+def add_process_options(command: argparse.ArgumentParser) -> None:
     """Add what `collect` and `learn` both take."""
     command.add_argument(
         "definition",
@@ -332,19 +186,15 @@ def _add_process_options(command: argparse.ArgumentParser) -> None:
         help="a built-in pipeline or your own; may be left out where the run is there",
     )
     command.add_argument("--run", required=True, metavar="DIR", help="the run folder; made if it is not there")
-    command.add_argument("--seed", type=_natural, metavar="N", help="of a new run (default: 0)")
+    command.add_argument("--seed", type=natural, metavar="N", help="of a new run (default: 0)")
     command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
-    _add_overrides(command)
+    add_overrides(command)
     command.add_argument(
-        "--parent", type=_positive, metavar="PID", help="stop when this process, which started this one, is gone"
+        "--parent", type=positive, metavar="PID", help="stop when this process, which started this one, is gone"
     )
 
 
-def _field(text: str) -> tuple[str, str]:
-    target, equals, name = text.partition("=")
-    if not equals or not target or not name:
-        raise argparse.ArgumentTypeError(f"'{text}' is not WHAT=NAME. For example: --field prompt=question")
-    return target.strip(), name.strip()
+# -- values ----------------------------------------------------------------------------------------------------------
 
 
 def _setting(text: str) -> tuple[str, str]:
@@ -354,40 +204,32 @@ def _setting(text: str) -> tuple[str, str]:
     return path.strip(), value
 
 
-def _process_name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", text) or text in ("learner", "supervisor"):
-        raise argparse.ArgumentTypeError(f"'{text}' cannot name a collector. For example: --name collector-7")
-    return text
-
-
-def _natural(text: str) -> int:
+def natural(text: str) -> int:
+    """Read a whole number from 0 up."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0 up")
     return int(text)
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds above 0")
-    return seconds
-
-
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Read a whole number from 1 up."""
     number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1 up")
     return number
 
 
-def _above_zero(text: str) -> float:
+def above_zero(text: str, what: str = "number") -> float:
+    """Read a finite number above 0."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a {what} above 0")
     return number
+
+
+def seconds(text: str) -> float:
+    """Read a number of seconds above 0."""
+    return above_zero(text, "number of seconds")

@@ -1,20 +1,22 @@
-"""What is to be run, found out from what was typed and from what a run recorded, all of it checked without torch."""
+"""What to run, from the options that were typed and a run's record; all of it is checked without torch."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhf_pipeline import definitions
 from rlhf_pipeline.cli import preflight
+from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunMismatchError
-from rlhf_pipeline.report.replayed import has_chosen
-from rlhf_pipeline.report.run_folder import RunFolder, is_run
-from rlhf_pipeline.run_record import check_processes, check_unchanged
-from rlhf_pipeline.service.heartbeat import read_heartbeat
+from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError
+from rlhf_pipeline.run.folder import RunFolder, is_run
+from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
+
+_POLL_S = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +35,7 @@ class Plan:
     collectors: int = 0
     """Processes that collect beside a learner, under a supervisor; 0 runs all in this process."""
     joins: bool = False
-    """Whether this is one process of a run of several, for which going on is the same command."""
+    """Whether this is one process of several, which continues by the same command."""
 
     @property
     def again(self) -> str:
@@ -42,7 +44,7 @@ class Plan:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Find out what to run and check all of it that needs no torch.
+    """Plan a run, and check everything that can be checked without torch.
 
     Raises:
         PipelineError: anything wrong with the definition, the run folder, the model folder or the prompts.
@@ -52,15 +54,17 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 def make_joining_plan(args: argparse.Namespace) -> Plan:
-    """Find out what a process of a run has to do: what the run in `--run` recorded, or a new run there.
+    """Plan one process of a run: continue the run in `--run`, or start one there.
 
     Raises:
         PipelineError: as `make_plan`.
     """
     overrides, out = _overrides(args), Path(args.run).expanduser()
     command = shlex.join(["rlhf-pipeline", args.command, "--run", args.run])
+    if args.command == "learn" and args.definition is None:
+        _wait_for_run(out)
     if is_run(out):
-        check_processes(out, several=True)
+        RunFolder.open(out).check_processes(several=True)
         plan = recorded_plan(args, out, args.definition, overrides, command, "choose another --run")
         return checked(replace(plan, joins=True))
     if args.definition is None:
@@ -83,13 +87,30 @@ def make_joining_plan(args: argparse.Namespace) -> Plan:
     )
 
 
+def _wait_for_run(out: Path) -> None:
+    """Wait until a collector has said what the run is; a learner may be typed first.
+
+    Raises:
+        RunExistsError: there is something else.
+    """
+    said = False
+    while not is_run(out):
+        if not RunFolder(out).is_free:
+            raise RunExistsError(f"{out} exists and is not a run. Choose another folder: --run OTHER_FOLDER.")
+        if not said:
+            example = shlex.join(["rlhf-pipeline", "collect", "long_running", "--run", str(out)])
+            warn(f"{out} is not a run yet; waiting for a collector to begin it, for example: {example}")
+            said = True
+        time.sleep(_POLL_S)
+
+
 def _overrides(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     steps = getattr(args, "steps", None)
     return (*args.overrides, *([("learn.steps", str(steps))] if steps is not None else []))
 
 
 def checked(plan: Plan) -> Plan:
-    """Check all that a plan names, without torch.
+    """Check everything a plan names, without torch.
 
     Raises:
         PipelineError: something is not there, or cannot be.
@@ -98,7 +119,7 @@ def checked(plan: Plan) -> Plan:
     if plan.joins or plan.collectors:
         preflight.check_processes(plan.pipeline)
     preflight.check_pipeline(plan.pipeline, plan.seed)
-    if plan.pipeline.replay is not None and not (plan.resume and has_chosen(plan.out)):
+    if plan.pipeline.replay is not None and not (plan.resume and RunFolder.open(plan.out).has_chosen):
         preflight.check_stores(plan.pipeline.replay)
     return plan
 
@@ -127,7 +148,7 @@ def _new(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -> Pl
 
 
 def _resumed(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -> Plan:
-    """Take definition, overrides, seed and device from the run; what was typed comes on top."""
+    """Take definition, overrides, seed and device from the run; options that were typed win."""
     named = args.definition
     if named is not None and not args.out and is_run(Path(named).expanduser()):
         out, named = Path(named).expanduser(), None  # `run runs/copy_digits --resume`
@@ -139,8 +160,8 @@ def _resumed(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -
         raise DefinitionError("say which run to go on with: rlhf-pipeline run --resume --out runs/NAME")
     preflight.check_resumable(out)
     command = _command(named, str(out) if args.out or named is None else None, args.collectors)
-    collectors = args.collectors or read_heartbeat(out / "processes", "supervisor").get("collectors", 0)
-    check_processes(out, several=collectors > 0)
+    collectors = args.collectors or read_heartbeat(RunFolder.open(out).processes, "supervisor").get("collectors", 0)
+    RunFolder.open(out).check_processes(several=collectors > 0)
     plan = recorded_plan(args, out, named, overrides, command)
     return replace(plan, collectors=collectors)
 
@@ -153,7 +174,7 @@ def recorded_plan(
     command: str,
     otherwise: str = "leave --resume out and choose another --out",
 ) -> Plan:
-    """Return the plan to go on with a run: what it recorded, and what was typed on top.
+    """Return the plan that continues a run: its record, and the options that were typed.
 
     Args:
         args: what was typed.
@@ -166,7 +187,7 @@ def recorded_plan(
     Raises:
         RunMismatchError: another definition or seed than the recorded one.
     """
-    config = RunFolder(out).config
+    config = RunFolder.open(out).config
     if args.seed is not None and args.seed != config.seed:
         raise RunMismatchError(
             f"{out} was started with seed {config.seed}, not {args.seed}. Leave --seed out to go on with it, "
@@ -175,7 +196,7 @@ def recorded_plan(
     definition = definitions.find(named) if named else _recorded_definition(config.definition, out)
     merged = tuple({**dict(config.overrides), **dict(overrides)}.items())
     pipeline = definition.pipeline(merged)
-    check_unchanged(out, pipeline, config.seed)
+    RunFolder.open(out).check_unchanged(pipeline, config.seed)
     return Plan(
         pipeline=pipeline,
         definition=definition.name,

@@ -1,4 +1,4 @@
-"""What can be checked before torch is imported, so that a slip costs a second and not ten.
+"""Checks that need no torch, so that a mistake costs one second and not ten.
 
 Every check raises the error that the run itself would end with, or a better one.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
+import sys
+import tempfile
 from pathlib import Path
 
 from rlhf_pipeline.config import Pipeline, PretrainedPolicy, Replay, TinyPolicy
@@ -17,13 +19,13 @@ from rlhf_pipeline.errors import (
     MissingPathError,
     PipelineError,
     RunExistsError,
+    RunStorageError,
     did_you_mean,
 )
 from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.prompts import Prompt
-from rlhf_pipeline.report.run_folder import RunFolder, is_run, not_found
 from rlhf_pipeline.report.stored import Stored, open_run_or_store
-from rlhf_pipeline.run_record import is_free
+from rlhf_pipeline.run.folder import RunFolder, is_run, not_found
 
 _DEVICES = ("cpu", "cuda", "mps")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
@@ -39,14 +41,16 @@ def check_new_folder(out: Path, command: str, *, option: str = "--out") -> None:
 
     Raises:
         RunExistsError: there is a run or something else; says how to go on with it, and names a free folder.
+        RunStorageError: the folder cannot be made or written.
     """
-    if is_free(out):
+    if RunFolder(out).is_free:
+        check_writable(out, option)
         return
     free = f"{option} {shlex.quote(str(_free_folder(out)))}"
     if out.is_dir() and is_run(out):
-        run = RunFolder(out)
-        rewards = run.reward_points()
-        state = f" ({run.metrics[-1]['step']} steps, last reward {rewards[-1][1]:.2f})" if rewards else ""
+        run = RunFolder.open(out)
+        _, reward = run.first_and_last("task_reward")
+        state = "" if reward is None else f" ({run.metrics.last_step} steps, last reward {reward:.2f})"
         raise RunExistsError(
             f"{out} holds a run already{state}. Go on with it: {command} --resume. "
             f"Or keep it and choose another folder: {free}"
@@ -60,9 +64,37 @@ def check_resumable(out: Path) -> None:
 
     Raises:
         MissingPathError: no run at `out`; names the runs that are there.
+        RunStorageError: the folder cannot be written.
     """
     if not is_run(out):
         raise not_found(out, "run to resume")
+    check_writable(out, "--out")
+
+
+def check_writable(out: Path, option: str) -> None:
+    """Test whether a folder can be made and written, and leave nothing behind.
+
+    Raises:
+        DefinitionError: its name cannot be handed to the libraries that write into it.
+        RunStorageError: it cannot.
+    """
+    try:
+        str(out).encode()
+    except UnicodeEncodeError as error:
+        encoding = sys.getfilesystemencoding()
+        raise DefinitionError(
+            f"{option} {out}: Python reads file names as {encoding} here, which does not know this one. "
+            f"{'Name another.' if encoding == 'utf-8' else 'Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...'}"
+        ) from error
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".rlhf-pipeline-", dir=there):
+            pass
+    except OSError as error:
+        raise RunStorageError(
+            f"{out} cannot be {'written' if there == out else 'made'}: {there}: {error.strerror}. "
+            f"Choose a folder that can be written: {option} OTHER_FOLDER"
+        ) from error
 
 
 def check_device(device: str) -> None:
@@ -96,7 +128,7 @@ def check_processes(pipeline: Pipeline) -> None:
 
 
 def check_pipeline(pipeline: Pipeline, seed: int) -> None:
-    """Check all that a definition names: the model's folder, the prompts, the reward function's arguments.
+    """Check everything a definition names: the model's folder, the prompts, the reward function's arguments.
 
     Raises:
         MissingPathError: the model folder or the prompt file is not there.
@@ -157,7 +189,7 @@ def check_reward(pipeline: Pipeline) -> None:
 
 
 def first_prompt(pipeline: Pipeline, seed: int) -> Prompt:
-    """Return the run's first prompt; a prompt file is read and checked whole by that.
+    """Return the run's first prompt; reading it checks a prompt file as a whole.
 
     Raises:
         DefinitionError: the source raises something of its own or returns something else.

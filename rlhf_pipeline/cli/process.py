@@ -14,9 +14,10 @@ from typing import Final
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.words import count
+from rlhf_pipeline.run.signals import STOPPING
 
 TRY_AGAIN: Final = 3
-"""The exit code of `collect` and `learn` after trouble that another try may not have: a full disk, a reward service."""
+"""The exit code of `collect` and `learn` after a failure that a retry may not have: a full disk, a reward service."""
 
 
 def view_of_stdout(log_name: str = "log.txt") -> RunView:
@@ -26,12 +27,12 @@ def view_of_stdout(log_name: str = "log.txt") -> RunView:
 
 
 def stopped_code(seen: list[int]) -> int:
-    """Return the exit code of a process that a signal stopped: 130 for SIGINT, 143 for SIGTERM."""
+    """Return the exit code of a process that a signal stopped: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP."""
     return 128 + (seen[-1] if seen else signal.SIGINT)
 
 
 def import_torch(device: str) -> None:
-    """Import torch, and check the device while no folder is made yet.
+    """Import torch and check the device, before any folder is made.
 
     Raises:
         DefinitionError: torch sees no such device.
@@ -52,7 +53,7 @@ def import_torch(device: str) -> None:
 
 @contextmanager
 def signals_seen(seen: list[int]) -> Iterator[None]:
-    """Collect the numbers of the signals that arrive, whoever handles them, for the exit code."""
+    """Record which signals arrive, whoever handles them; the exit code depends on it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -68,6 +69,6 @@ def signals_seen(seen: list[int]) -> Iterator[None]:
             arrived = os.read(reading, 4096)
         except BlockingIOError:
             arrived = b""
-        seen += [signum for signum in arrived if signum in (signal.SIGINT, signal.SIGTERM)]
+        seen += [signum for signum in arrived if signum in STOPPING]
         os.close(reading)
         os.close(writing)

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one live line in a terminal, plain lines elsewhere."""
+"""Progress of a run: one live line in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TextIO
 
-from rlhf_pipeline.events import Event, Notice, RunFinished, RunStarted, StepDone
+from rlhf_pipeline.errors import plain
 from rlhf_pipeline.report.sparkline import sparkline
-from rlhf_pipeline.report.words import count, number, plain
+from rlhf_pipeline.report.words import count, number
+from rlhf_pipeline.run.events import Event, Notice, RunFinished, RunStarted, StepDone
 
 _NOTICES_OF_A_KIND = 3
 _STEPS_BETWEEN_LINES = 10
@@ -71,12 +72,12 @@ class RunView:
                 self._erase()
 
     def say(self, text: str) -> None:
-        """Print a line of its own; a live line is drawn again below it."""
+        """Print a line; the live line is redrawn below it."""
         self._erase()
-        self._write(f"{text}\n")
+        self._write(f"{plain(text)}\n")
 
     def close(self) -> None:
-        """Take the live line away, so that what is printed next starts on a line of its own."""
+        """Erase the live line, so that the next output starts on a fresh line."""
         self._erase()
 
     def _started(self, event: RunStarted) -> None:
@@ -110,9 +111,9 @@ class RunView:
             self._write("  ".join(self._fields(event, graph=False)) + "\n")
 
     def _notice(self, event: Notice) -> None:
-        """Print a notice; of those that differ only in numbers the first few are enough, unless they tell progress."""
+        """Print a notice; of notices that differ only in their numbers, print the first few, except for progress."""
         if event.level == "progress":
-            self.say(plain(event.message))
+            self.say(event.message)
             return
         kind = re.sub(r"\d+", "#", event.message)[:60]
         self._seen[kind] += 1
@@ -121,7 +122,7 @@ class RunView:
             return
         is_last = event.level == "warning" and self._seen[kind] == allowed
         more = f" (more like this go to {self._log_name} only)" if is_last else ""
-        self.say(f"{'warning' if event.level == 'warning' else 'note'}: {plain(event.message)}{more}")
+        self.say(f"{'warning' if event.level == 'warning' else 'note'}: {event.message}{more}")
 
     def _fields(self, event: StepDone, *, graph: bool) -> list[str]:
         """Return the parts of the line, the ones to keep longest first."""
@@ -146,7 +147,7 @@ class RunView:
 
     @staticmethod
     def _fit(fields: list[str], columns: int) -> str:
-        """Join as many fields as a line holds; the ETA, which is last, outlives the ones before it."""
+        """Join as many fields as fit on the line; the ETA, which is last, is kept longest."""
         while len(fields) > 3 and len("  ".join(fields)) > columns:
             del fields[-2]
         return "  ".join(fields)[: max(columns, 0)]

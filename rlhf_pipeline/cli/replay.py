@@ -5,20 +5,77 @@ from __future__ import annotations
 import argparse
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlhf_pipeline import definitions
-from rlhf_pipeline.cli import preflight, replay_stores
-from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.cli.output import say
+from rlhf_pipeline.cli.parser import above_zero, add_filter, add_overrides, add_steps, natural, positive
 from rlhf_pipeline.errors import DefinitionError, MissingPathError
-from rlhf_pipeline.report.run_folder import RunConfig, RunFolder, is_run, not_found
 from rlhf_pipeline.report.words import count
-from rlhf_pipeline.run_record import check_unchanged
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.config import Pipeline
+    from rlhf_pipeline.run.folder import RunConfig
+
+HELP = "learn from stores alone; or take a run's steps again and compare"
+DETAILS = """\
+Learns from the trajectories of stores and runs, and samples nothing. They are copied into a new run
+folder, which keeps what any run keeps; what is missing (log-probs, advantages) is computed first.
+
+A RUN alone is replayed with its own definition and seed and in its own order, and the result compared
+with it: on a CPU loss, reward, gradient norm and weights come out the same, bit for bit. A STORE is
+learned from by `offline_replay`, or by --definition. A filter is written as for `export`.
+
+examples:
+  rlhf-pipeline replay runs/copy_digits                     the same learning curve, from the store alone
+  rlhf-pipeline replay runs/solutions --set policy.path=model --epochs 2
+  rlhf-pipeline replay runs/a runs/b --weight 3 --weight 1 --filter 'reward>=0.5' --steps 200
+  rlhf-pipeline replay runs/copy_digits --from-step 95      take steps again from the newest checkpoint
+                                                            before, as the ledger says; changes nothing
+
+Exit code 1 if something should come out the same and does not."""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add what can be typed."""
+    command.add_argument("paths", nargs="*", metavar="STORE|RUN", help="what to learn from; only read")
+    command.add_argument(
+        "--definition",
+        metavar="NAME|FILE.py[:function]",
+        help="what learns (default: the definition of the first RUN, else offline_replay)",
+    )
+    command.add_argument("--out", metavar="DIR", help="the run folder (default: runs/NAME-replay)")
+    add_steps(command)
+    command.add_argument("--epochs", type=above_zero, metavar="E", help="stop when each was used E times on average")
+    command.add_argument(
+        "--weight",
+        dest="weights",
+        type=above_zero,
+        action="append",
+        default=[],
+        metavar="W",
+        help="share of each batch that comes from a store; one for each STORE, in their order",
+    )
+    add_filter(command)
+    command.add_argument("--seed", type=natural, metavar="N", help="seeds weights and batches (default: the run's)")
+    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
+    command.add_argument("--resume", action="store_true", help="go on with a replay that stopped")
+    add_overrides(command)
+    command.add_argument(
+        "--from-step",
+        type=positive,
+        metavar="K",
+        help="of one RUN: take steps K and later again from its checkpoint, and compare; changes nothing",
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Replay; 1 if a step does not come out as recorded."""
+    """Replay; 1 if a step differs from its record."""
     if args.from_step is None:
+        from rlhf_pipeline.cli import replay_stores
+
         return replay_stores.execute(args)
+    from rlhf_pipeline.run.folder import is_run, not_found
+
     _check_rerun(args)
     folder = Path(args.paths[0]).expanduser()
     if not is_run(folder):
@@ -27,7 +84,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _check_rerun(args: argparse.Namespace) -> None:
-    """Refuse what does not go with `--from-step`, which changes nothing and takes all from the run."""
+    """Refuse options that do not go with `--from-step`, which takes everything from the run."""
     if len(args.paths) != 1:
         raise DefinitionError("--from-step takes the steps of one run again; name one run.")
     values = {"--definition": args.definition, "--out": args.out, "--epochs": args.epochs, "--weight": args.weights}
@@ -41,35 +98,38 @@ def _check_rerun(args: argparse.Namespace) -> None:
 
 def replay_run(folder: Path, *, from_step: int, num_steps: int | None, device: str | None) -> int:
     """Print each step's recorded and recomputed loss; 1 if one differs."""
-    config = RunFolder(folder).config
+    from rlhf_pipeline.cli import preflight
+    from rlhf_pipeline.run.folder import RunFolder
+
+    config = RunFolder.open(folder).config
     pipeline = _recorded_pipeline(config, folder)
-    check_unchanged(folder, pipeline, config.seed, inputs=False)  # nothing is sampled
+    RunFolder.open(folder).check_unchanged(pipeline, config.seed, inputs=False)  # nothing is sampled
     device = device or config.device
     preflight.check_device(device)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # about how libraries use torch's internals
-    from rlhf_pipeline import rerun
+    from rlhf_pipeline.run import retake
 
-    plan = rerun.plan_rerun(folder, from_step=from_step, num_steps=num_steps)
+    plan = retake.plan_rerun(folder, from_step=from_step, num_steps=num_steps)
     before = plan.first - 1 - plan.start
     lead = f", after taking {count(before, 'step')} before it again" if before else ""
-    print(f"{folder}: steps {plan.first} to {plan.last}, from checkpoint {plan.checkpoint.name}{lead}, on {device}")
-    print(f"{'step':>6}  {'trajectories':>12}  {'recorded loss':>22}  {'recomputed loss':>22}  result")
+    say(f"{folder}: steps {plan.first} to {plan.last}, from checkpoint {plan.checkpoint.name}{lead}, on {device}")
+    say(f"{'step':>6}  {'trajectories':>12}  {'recorded loss':>22}  {'recomputed loss':>22}  result")
     bad, inexact = 0, 0
-    for found in rerun.retake(pipeline, plan, run_dir=folder, seed=config.seed, device=device):
+    for found in retake.retake(pipeline, plan, run_dir=folder, seed=config.seed, device=device):
         bad, inexact = bad + (not found.ok), inexact + (found.ok and not found.same_bits)
         losses = f"{_figure(found.recorded):>22}  {_figure(found.computed):>22}"
-        print(f"{found.step:>6}  {found.num_trajectories:>12,}  {losses}  {_result(found)}", flush=True)
+        say(f"{found.step:>6}  {found.num_trajectories:>12,}  {losses}  {_result(found)}")
     total = count(plan.last - plan.first + 1, "step")
     if bad:
-        print(f"{bad} of {total} did not come out as recorded. {_advice(config)}")
+        say(f"{bad} of {total} did not come out as recorded. {_advice(config)}")
     elif inexact:
-        print(f"{total} came out as recorded, {inexact} of them up to rounding.")
+        say(f"{total} came out as recorded, {inexact} of them up to rounding.")
     else:
-        print(f"{total} came out as recorded, bit for bit.")
+        say(f"{total} came out as recorded, bit for bit.")
     return 1 if bad else 0
 
 
-def _result(found) -> str:  # noqa: ANN001 - a rerun.Retaken, whose module needs torch
+def _result(found) -> str:  # noqa: ANN001 - a retake.Retaken, whose module needs torch
     if found.batch_problem is not None:
         return f"DIFFERENT BATCH: {found.batch_problem}"
     if found.same_bits:
@@ -87,6 +147,8 @@ def _figure(value: float | None) -> str:
 
 
 def _recorded_pipeline(config: RunConfig, folder: Path) -> Pipeline:
+    from rlhf_pipeline import definitions
+
     try:
         return definitions.find(config.definition).pipeline(config.overrides)
     except MissingPathError as error:
@@ -94,7 +156,7 @@ def _recorded_pipeline(config: RunConfig, folder: Path) -> Pipeline:
 
 
 def _advice(config: RunConfig) -> str:
-    """Say what may have moved the bits."""
+    """Return what may have changed the last bits."""
     from importlib.metadata import PackageNotFoundError, version
 
     moved: list[str] = []

@@ -14,9 +14,9 @@ from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.cli.run import run_plan
 from rlhf_pipeline.errors import DefinitionError, MissingPathError
 from rlhf_pipeline.report.replayed import Comparison, compare
-from rlhf_pipeline.report.run_folder import RunFolder, is_run
 from rlhf_pipeline.report.stored import open_run_or_store
 from rlhf_pipeline.report.words import count
+from rlhf_pipeline.run.folder import RunFolder, is_run
 
 _DEFAULT = "offline_replay"
 
@@ -73,8 +73,8 @@ class _Base:
 
 
 def _of_a_run(args: argparse.Namespace, folder: Path) -> _Base:
-    """Take over a run's definition, overrides and seed; and its order, where nothing else was asked for."""
-    run = RunFolder(folder)
+    """Adopt a run's definition, overrides and seed, and its order unless another was asked for."""
+    run = RunFolder.open(folder)
     try:
         definition = definitions.find(run.config.definition)
     except MissingPathError as error:
@@ -92,7 +92,7 @@ def _of_a_run(args: argparse.Namespace, folder: Path) -> _Base:
 
 
 def _typed(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
-    """Return what was typed as overrides; the stores' folders as absolute paths."""
+    """Return the typed overrides, with the stores' folders as absolute paths."""
     stores = [str(Path(path).expanduser().absolute()) for path in args.paths]
     for text in (*stores, *args.filters):
         if "," in text:
@@ -124,7 +124,7 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def _compare(plan: Plan, view: RunView) -> int:
-    """Say whether the replay of a run in recorded order is the run; 1 if it should be and is not."""
+    """Compare the replay of a run in recorded order with the run; 1 if they should be equal and are not."""
     replay = plan.pipeline.replay
     if replay is None or not replay.recorded_order:
         return 0
@@ -132,8 +132,8 @@ def _compare(plan: Plan, view: RunView) -> int:
     source = source if is_run(source) else source.parent
     if not is_run(source):
         return 0
-    run = RunFolder(source)
-    found = compare(run, RunFolder(plan.out))
+    run = RunFolder.open(source)
+    found = compare(run, RunFolder.open(plan.out))
     if not found.num_steps:
         view.say(f"{source} has no metrics to compare with.")
         return 0
@@ -163,12 +163,12 @@ def _sentence(found: Comparison, source: Path) -> str:
         equal = "equal, byte for byte" if found.same_weights else "DIFFERENT"
         said += f"; the weights after step {found.weights_step} are {equal}"
     if found.num_missing:
-        said += f"; {count(found.num_missing, 'step')} of the run not taken"
+        said += f"; {count(found.num_missing, 'step')} of the run were not replayed"
     return f"{said}."
 
 
 def _what_was_changed(run: RunFolder, plan: Plan) -> str | None:
-    """Return in what the replay was told to differ from the run, or None."""
+    """Return which settings of the replay differ from the run's, or None."""
     before = {**dict(run.config.overrides), "definition": run.config.definition, "seed": str(run.config.seed)}
     now = {**dict(plan.overrides), "definition": plan.definition, "seed": str(plan.seed)}
     changed = [
@@ -180,7 +180,7 @@ def _what_was_changed(run: RunFolder, plan: Plan) -> str | None:
 
 
 def _why_not_exact(run: RunFolder) -> str | None:
-    """Return why the bits of a run cannot be expected again, or None where they can."""
+    """Return why a run cannot be expected to repeat bit for bit, or None where it can."""
     if any(row.get("processes", 1) != 1 for row in run.metrics):
         return "several processes took its steps, and they add gradients up in another order."
     if not run.config.device.startswith("cpu"):

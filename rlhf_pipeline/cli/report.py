@@ -5,13 +5,29 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.errors import MissingPathError
-from rlhf_pipeline.report.html import write_report
-from rlhf_pipeline.report.stored import open_run_or_store
+
+HELP = "write report.html and reward.svg of a run again"
+DETAILS = """\
+examples:
+  rlhf-pipeline report runs/copy_digits
+  rlhf-pipeline report runs/copy_digits --out copy_digits.html      for a run that can only be read"""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add what can be typed."""
+    command.add_argument("path", metavar="RUN")
+    command.add_argument(
+        "--out", metavar="FILE.html", help="where to (default: RUN/report.html); reward.svg goes beside it"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
     """Write `report.html` and `reward.svg`."""
+    from rlhf_pipeline.report.html import write_report
+    from rlhf_pipeline.report.stored import open_run_or_store
+
     run, store_path = open_run_or_store(args.path)
     if run is None:
         raise MissingPathError(
@@ -24,5 +40,5 @@ def execute(args: argparse.Namespace) -> int:
             f"there is no folder {target.parent} for {target.name}. Make it first, or leave --out out."
         )
     for path in write_report(run, target):
-        print(path)
+        say(str(path))
     return 0

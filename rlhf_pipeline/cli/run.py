@@ -3,22 +3,82 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from rlhf_pipeline import definitions
-from rlhf_pipeline.cli import sharded, supervised
-from rlhf_pipeline.cli.closing import finish
-from rlhf_pipeline.cli.plan import Plan, make_plan
+from rlhf_pipeline.cli.parser import add_overrides, add_steps, natural, positive, seconds
 from rlhf_pipeline.cli.process import import_torch, signals_seen, stopped_code, view_of_stdout
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.events import RunFinished
-from rlhf_pipeline.report.run_folder import is_run
 from rlhf_pipeline.report.words import duration
+from rlhf_pipeline.run.events import RunFinished
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.cli.plan import Plan
+
+HELP = "run a pipeline"
+DETAILS = """\
+examples:
+  rlhf-pipeline run copy_digits
+  rlhf-pipeline run copy_digits --seed 1 --out runs/seed-1
+  rlhf-pipeline run copy_digits --set learn.lr=3e-4 --set collect.group_size=8
+  rlhf-pipeline run gsm8k --set policy.path=model --set prompts.path=train.jsonl --device cuda
+  rlhf-pipeline run ./my_task.py:my_pipeline
+  rlhf-pipeline run copy_digits --resume --steps 800
+  rlhf-pipeline run long_running --collectors 2
+
+Ctrl-C finishes the step, saves, and says how to go on. After a crash, --resume goes on from the
+last checkpoint; trajectories that were stored since are used again and not resampled."""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add what can be typed."""
+    command.add_argument(
+        "definition",
+        nargs="?",
+        metavar="NAME|FILE.py[:function]",
+        help="a built-in pipeline or your own; may be left out with --resume --out DIR",
+    )
+    command.add_argument("--out", metavar="DIR", help="the run folder (default: runs/NAME)")
+    command.add_argument(
+        "--seed", type=natural, metavar="N", help="seeds weights, prompts and completions (default: 0)"
+    )
+    add_steps(command)
+    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: cpu)")
+    command.add_argument("--resume", action="store_true", help="go on with a run that stopped")
+    add_overrides(command)
+    several = command.add_argument_group("collectors and learner as processes of their own (docs/long_running.md)")
+    several.add_argument(
+        "--collectors", type=positive, metavar="N", help="supervise N collectors and a learner; dead ones start again"
+    )
+    several.add_argument(
+        "--max-failures",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="give up when a process fails N times in a row and nothing is learned (default: %(default)s)",
+    )
+    several.add_argument(
+        "--hang-timeout",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="kill a process that is frozen for S seconds (default: %(default)g)",
+    )
+    several.add_argument(
+        "--progress-timeout",
+        type=seconds,
+        metavar="S",
+        help="kill a process that is in one rollout or step for S seconds (default: never)",
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
     """Run a pipeline; 130 or 143 if a signal stopped it."""
+    from rlhf_pipeline.cli import sharded, supervised
+    from rlhf_pipeline.cli.plan import make_plan
+
     if sharded.is_follower():
         return sharded.follow(args)
     plan = make_plan(args)
@@ -37,6 +97,10 @@ def run_plan(plan: Plan, *, then: Callable[[RunView], int] = lambda view: 0) -> 
     Returns:
         The exit code: 130 or 143 if a signal stopped it.
     """
+    from rlhf_pipeline.cli import sharded
+    from rlhf_pipeline.cli.closing import finish
+    from rlhf_pipeline.run.folder import is_run
+
     view = view_of_stdout()
     view.say(f"{plan.pipeline.name}: starting, seed {plan.seed}, on {plan.device}; importing torch ...")
     started = time.perf_counter()
@@ -58,18 +122,22 @@ def run_plan(plan: Plan, *, then: Callable[[RunView], int] = lambda view: 0) -> 
 
 def _run(plan: Plan, view: RunView, started: float, seen: list[int]) -> RunFinished:
     """Import torch and run; `seen` collects the signals that arrived."""
+    from rlhf_pipeline import definitions
+    from rlhf_pipeline.cli import sharded
+
     with signals_seen(seen):
         import_torch(plan.device)
-        from rlhf_pipeline import runtime
+        from rlhf_pipeline.run import start
 
         definitions.share_with_workers()
         view.say(f"torch is there ({duration(time.perf_counter() - started)}); building the model and the store ...")
-        return runtime.run(
+        return start.run(
             plan.pipeline,
             run_dir=plan.out,
             seed=plan.seed,
             device=plan.device,
             resume=plan.resume,
+            parent=os.getppid() if sharded.is_one_of_several() else None,  # torchrun
             definition=plan.definition,
             overrides=plan.overrides,
             on_event=view,

@@ -13,21 +13,21 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline import definitions
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.report.run_folder import RunFolder, is_run
+from rlhf_pipeline.run.signals import STOPPING
 
 if TYPE_CHECKING:
     from rlhf_pipeline.cli.plan import Plan
 
 
-def _is_one_of_several() -> bool:
+def is_one_of_several() -> bool:
+    """Return True in a process that torchrun started beside others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def is_follower() -> bool:
     """Return True in a process of torchrun that is not the first."""
-    return _is_one_of_several() and os.environ["RANK"] != "0"
+    return is_one_of_several() and os.environ["RANK"] != "0"
 
 
 def joined(plan: Plan) -> Plan:
@@ -36,7 +36,7 @@ def joined(plan: Plan) -> Plan:
     Raises:
         DefinitionError: the definition learns from stores, which takes one process.
     """
-    if not _is_one_of_several():
+    if not is_one_of_several():
         return plan
     if plan.pipeline.replay is not None:
         raise DefinitionError("learning from stores takes one process: start it without torchrun.")
@@ -51,26 +51,29 @@ def joined(plan: Plan) -> Plan:
 
 def follow(args: argparse.Namespace) -> int:
     """Do what the first process says, until it stops."""
+    from rlhf_pipeline import definitions
+    from rlhf_pipeline.run.folder import RunFolder, is_run
+
     # The first process answers a signal: it finishes the step, saves, and says stop.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # about how libraries use torch's internals
-    from rlhf_pipeline import runtime_build
     from rlhf_pipeline.learner.distributed import join_group, receive
+    from rlhf_pipeline.run import build
 
     recorded = args.resume and args.out and is_run(Path(args.out).expanduser())
-    default = RunFolder(Path(args.out).expanduser()).config.device if recorded else "cpu"
+    default = RunFolder.open(Path(args.out).expanduser()).config.device if recorded else "cpu"
     device = join_group(args.device or default)
     plan = receive()
     overrides = tuple((str(path), str(text)) for path, text in plan["overrides"])
     pipeline = definitions.find(plan["definition"]).pipeline(overrides)
-    runtime_build.follow(pipeline, run_dir=Path(plan["out"]), seed=plan["seed"], device=device)
+    build.follow(pipeline, run_dir=Path(plan["out"]), seed=plan["seed"], device=device)
     return 0
 
 
 def leave() -> None:
     """Tell the others to stop, where there are any."""
-    if not _is_one_of_several():
+    if not is_one_of_several():
         return
     import torch.distributed as dist
 

@@ -10,7 +10,7 @@ from rlhf_pipeline.cli.plan import Plan
 from rlhf_pipeline.cli.process import signals_seen, stopped_code, view_of_stdout
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.words import count
-from rlhf_pipeline.service.supervise import SupervisorConfig, supervise
+from rlhf_pipeline.run.processes.supervise import SupervisorConfig, supervise
 
 
 def execute(args: argparse.Namespace, plan: Plan) -> int:

@@ -5,22 +5,38 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rlhf_pipeline.report.check import check_run, check_store
-from rlhf_pipeline.report.run_folder import RunFolder, is_run, is_store, not_found
-from rlhf_pipeline.report.words import count, plain
+from rlhf_pipeline.cli.output import say
+from rlhf_pipeline.report.words import count
+
+HELP = "check a run or a store for damage"
+DETAILS = """\
+Checks every checksum of the store. For a run also: each trajectory that the ledger names is in the
+store, and the steps in metrics.jsonl and ledger.jsonl have no gap. Exit code 1 if something is damaged.
+
+examples:
+  rlhf-pipeline verify runs/copy_digits
+  rlhf-pipeline verify runs/copy_digits/store"""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add what can be typed."""
+    command.add_argument("path", metavar="RUN|STORE")
 
 
 def execute(args: argparse.Namespace) -> int:
     """Print what each check found; 1 if something is damaged."""
+    from rlhf_pipeline.report.check import check_run, check_store
+    from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, not_found
+
     folder = Path(args.path).expanduser()
     if is_run(folder):
-        findings = list(check_run(RunFolder(folder)))
+        findings = list(check_run(RunFolder.open(folder)))
     elif is_store(folder):
         findings = list(check_store(folder))
     else:
         raise not_found(folder, "run or store")
     for finding in findings:
-        print(f"{'ok     ' if finding.ok else 'DAMAGED'}  {finding.part + ':':<15} {plain(finding.text)}")
+        say(f"{'ok     ' if finding.ok else 'DAMAGED'}  {finding.part + ':':<15} {finding.text}")
     bad = sum(not finding.ok for finding in findings)
-    print(f"{folder} is whole." if not bad else f"{folder}: {count(bad, 'problem')}.")
+    say(f"{folder} is whole." if not bad else f"{folder}: {count(bad, 'problem')}.")
     return 1 if bad else 0

@@ -6,28 +6,29 @@ import math
 import time
 from dataclasses import dataclass
 from itertools import compress
-from typing import cast
 
 import numpy as np
 import torch
-from torchrl.modules.llm.policies.common import LLMWrapperBase
+from torch import nn
 
 from rlhf_pipeline.collectors.grading import grade
 from rlhf_pipeline.collectors.trajectories import select, trajectories
 from rlhf_pipeline.config import Collect
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.policies.adapters import Policy, policy_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
 from rlhf_pipeline.policies.slot_engine import WeightRefresh
-from rlhf_pipeline.policies.torchrl_wrappers import EnginePolicy, as_policy, is_torchrl_wrapper
 from rlhf_pipeline.prompts import PromptSource
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.replay.stored_groups import StoredGroups
 from rlhf_pipeline.rewards import RewardFunction
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """What one rollout brought."""
+    """The result of one rollout."""
 
     index: int
     num_trajectories: int
@@ -51,7 +52,7 @@ class Collector:
     in the store already is not sampled at all: no prompt is lost or repeated.
 
     Args:
-        policy: samples the completions. A wrapper of TorchRL works too, see `policies.torchrl_wrappers`; around an
+        policy: samples the completions. A wrapper of TorchRL works too, see `interop.torchrl.wrappers`; around an
             engine elsewhere (vLLM) a rollout is not a pure function of the seed.
         prompts: a pure source of prompts.
         reward: `(prompt, completion, answer, meta) -> float`; a call that raises fails its trajectory only.
@@ -59,6 +60,9 @@ class Collector:
         config: sizes and temperature.
         seed: the run's seed.
         kl_reward: the write path's KL penalty; told of rollouts that were in the store already.
+
+    Raises:
+        DefinitionError: the write path takes batches of another size than a rollout.
 
     >>> import tempfile
     >>> from rlhf_pipeline import CopyDigits, MCAdvantage, token_match
@@ -79,7 +83,7 @@ class Collector:
     def __init__(
         self,
         *,
-        policy: CausalLMPolicy | EnginePolicy | LLMWrapperBase,
+        policy: Policy | nn.Module,
         prompts: PromptSource,
         reward: RewardFunction,
         buffer: TrajectoryReplayBuffer,
@@ -87,16 +91,23 @@ class Collector:
         seed: int,
         kl_reward: KLRewardTransform | None = None,
     ) -> None:
-        self.policy = as_policy(policy, "Collector") if is_torchrl_wrapper(policy) else cast(CausalLMPolicy, policy)
+        self.policy: CausalLMPolicy = policy_of(policy, "Collector")
         self.prompts = prompts
         self.reward = reward
         self.buffer = buffer
         self.config = config
         self.seed = seed
         self.kl_reward = kl_reward
+        self.stored = StoredGroups(buffer.store)
+        """Where the groups are that are in the store already."""
+        if buffer.batch_groups not in (None, config.prompts_per_rollout):
+            raise DefinitionError(
+                f"MCAdvantage has batch_groups={buffer.batch_groups} and a rollout {config.prompts_per_rollout} "
+                "groups. A batch is a rollout: give both the same number."
+            )
 
     def collect(self, rollout: int, policy_version: int, *, refresh: WeightRefresh | None = None) -> Rollout:
-        """Make sure that rollout number `rollout` is in the store, whole.
+        """Ensure that the whole of rollout number `rollout` is in the store.
 
         Args:
             rollout: 0, 1, 2, ...
@@ -114,7 +125,7 @@ class Collector:
         first = rollout * self.config.prompts_per_rollout
         cursors = np.arange(first, first + self.config.prompts_per_rollout)
         # Looked up each time: a ring may have evicted part of what a resumed run replays.
-        stored = self.buffer.store.read_scalars("group_id", self._rows_of(cursors))
+        stored = self.buffer.store.read_scalars("group_id", self.stored.rows(first, first + len(cursors) - 1))
         missing = np.bincount(stored - first, minlength=len(cursors)) < self.config.group_size
         if not missing.any():
             self.observe(cursors)
@@ -137,7 +148,9 @@ class Collector:
         grades = grade(self.reward, [prompts[index] for index in completions.prompt_index], texts)
         # The whole rollout is sampled even if only some groups are missing: batch composition moves the last
         # bits of a log-prob, and a resumed run must equal the straight one.
-        rows = missing[completions.prompt_index]
+        # Where the advantage needs the whole rollout, all of it is written; of a trajectory that is in the store twice
+        # the newest row counts.
+        rows = (missing | (self.buffer.batch_groups is not None))[completions.prompt_index]
         self.buffer.extend(
             trajectories(
                 prompts,
@@ -179,9 +192,7 @@ class Collector:
 
     def _rows_of(self, cursors: np.ndarray) -> np.ndarray:
         """Return the row ids of the groups from the first to the last cursor, int64, in the order of arrival."""
-        store = self.buffer.store
-        groups = store.read_scalars("group_id")
-        return store.ids()[(groups >= cursors[0]) & (groups <= cursors[-1])]
+        return self.stored.rows(int(cursors[0]), int(cursors[-1]))
 
     @staticmethod
     def _summary(

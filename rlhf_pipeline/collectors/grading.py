@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rlhf_pipeline.errors import RewardError
+from rlhf_pipeline.errors import RewardError, plain
 from rlhf_pipeline.prompts import Prompt
 from rlhf_pipeline.rewards import RewardFunction
 
@@ -55,19 +55,19 @@ def grade(reward: RewardFunction, prompts: Sequence[Prompt], completions: Sequen
 def _grade_one(reward: RewardFunction, prompt: Prompt, completion: str) -> Grade:
     try:
         value = float(reward(prompt.text, completion, prompt.answer, prompt.meta))
-    except Exception as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden
         return Grade(reward=math.nan, error=describe_error(error))
     if not abs(value) <= LARGEST:
         return Grade(reward=math.nan, error=f"the reward is {value}; it must be a finite float32")
     return Grade(reward=value)
 
 
-def describe_error(error: Exception) -> str:
-    """Return one line that can be stored, whatever the user's exception says or fails to say."""
+def describe_error(error: BaseException) -> str:
+    """Return one line that can be stored and printed, whatever the user's exception says or fails to say."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001 - its own __str__ is user code as well
         text = "(its message cannot be read)"
-    line = " ".join(text.split()).encode("utf-8", "replace").decode()
+    line = plain(" ".join(text.split()).encode("utf-8", "replace").decode())
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {line} ({frame.filename}:{frame.lineno})"

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from tensordict import TensorDict
 
 from rlhf_pipeline.collectors.grading import describe_error
 from rlhf_pipeline.collectors.trajectories import trajectory_rows
+from rlhf_pipeline.data.trajectories import Text, Trajectories, td_of
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.adapters import Policy
 from rlhf_pipeline.policies.chat import Message, decode_completion, encode_prompt, encode_reply
-from rlhf_pipeline.policies.torchrl_wrappers import EnginePolicy
 
 __all__ = ["Conversation", "Respond", "conversation_rows", "converse"]
 
 Respond = Callable[[Sequence[Message]], Sequence[Message] | None]
 """Given a conversation whose last message is the assistant's, the messages that answer it, or None at the end."""
 
+_LARGEST_ID = 2**63 - 1
 # Streams of one turn and of one member must not meet those of another.
 _TURN, _MEMBER = 1 << 48, 1 << 40
 
@@ -42,6 +44,9 @@ class Conversation:
         finish_reason: "stop" (nothing more to answer), "length" (a turn or the row was cut), "turns" (the limit of
             turns), "failed" (`respond` raised, or its reply cannot be encoded).
         error: one line about that failure, or None.
+        group_id: of its group; drawn at random by each call of `converse`, so no two calls give the same one.
+        group_size: conversations of its prompt in that call.
+        num_prompts: prompts of that call.
     """
 
     prompt_index: int
@@ -54,6 +59,9 @@ class Conversation:
     num_turns: int = 0
     finish_reason: Literal["stop", "length", "turns", "failed"] = "stop"
     error: str | None = None
+    group_id: int = field(default_factory=lambda: _new_group(1))
+    group_size: int = 1
+    num_prompts: int = 1
     _pending: list[int] = field(default_factory=list, repr=False)
 
     def _append(self, ids: list[int], log_probs: list[float] | None) -> None:
@@ -63,7 +71,7 @@ class Conversation:
 
 
 def converse(
-    policy: CausalLMPolicy | EnginePolicy,
+    policy: Policy,
     prompts: Sequence[str | Sequence[Message]],
     respond: Respond,
     *,
@@ -76,11 +84,12 @@ def converse(
     stream_ids: Sequence[int] | None = None,
     tools: Sequence[Any] | None = None,
 ) -> list[Conversation]:
-    """Let a policy and `respond` talk, all conversations side by side, until each has ended.
+    """Run conversations between a policy and `respond`, side by side, until each has ended.
 
     A sampled turn keeps its tokens and log-probs for good; only replies are encoded, with what the chat template puts
     around them. So the mask of the assistant's tokens is the sampler's own, over all turns, and no row is ever
-    tokenized again. The result is a pure function of the weights, the seed and the stream ids.
+    tokenized again. The result is a pure function of the weights, the seed and the stream ids, but for the group ids,
+    which are drawn at random so that the groups of another call, or of another process, have others.
 
     Args:
         policy: with a tokenizer that has a chat template.
@@ -92,7 +101,8 @@ def converse(
         max_tokens: of a whole row; the model's positions when None.
         temperature: of sampling; the policy's own when None.
         seed: of sampling.
-        stream_ids: one per prompt, for example its cursor; the index when None.
+        stream_ids: one per prompt, for example its cursor; the index when None. They choose what is sampled, not the
+            ids of what is stored.
         tools: handed to the chat template.
 
     Returns:
@@ -124,7 +134,7 @@ def converse(
     talks = [
         talk
         for index, prompt in enumerate(prompts)
-        for talk in _group(policy.tokenizer, index, prompt, group_size, tools, limit)
+        for talk in _group(policy.tokenizer, index, prompt, group_size, len(prompts), tools, limit)
     ]
     live = talks
     for turn in range(max_turns):
@@ -165,16 +175,38 @@ def converse(
     return talks
 
 
+def _new_group(size: int) -> int:
+    """Return a group id that no other call draws; the ids of its members follow from it, see `_member_id`."""
+    return secrets.randbelow((_LARGEST_ID - size) // size)
+
+
+def _member_id(group: int, size: int, member: int) -> int:
+    """Return the trajectory id of a member: as for a rollout of one turn, `group * size + member`."""
+    return group * size + member
+
+
 def _group(
-    tokenizer: Any, index: int, prompt: str | Sequence[Message], size: int, tools: Any, limit: int
+    tokenizer: Any, index: int, prompt: str | Sequence[Message], size: int, num_prompts: int, tools: Any, limit: int
 ) -> list[Conversation]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
     ids = encode_prompt(tokenizer, messages, tools=tools)
     if len(ids) >= limit:
         raise DefinitionError(f"Prompt {index} has {len(ids)} tokens; a row has at most {limit}. Leave it out.")
+    group = _new_group(size)
     return [
-        Conversation(index, m, list(messages), list(ids), [False] * len(ids), [float("nan")] * len(ids), len(ids))
-        for m in range(size)
+        Conversation(
+            prompt_index=index,
+            member=member,
+            messages=list(messages),
+            token_ids=list(ids),
+            assistant_mask=[False] * len(ids),
+            log_probs=[float("nan")] * len(ids),
+            num_prompt_tokens=len(ids),
+            group_id=group,
+            group_size=size,
+            num_prompts=num_prompts,
+        )
+        for member in range(size)
     ]
 
 
@@ -199,22 +231,26 @@ def conversation_rows(
     """Return conversations as the write path takes them: one row per trajectory, batch size `[n]`.
 
     Args:
-        conversations: whole groups, as `converse` returns them.
+        conversations: as `converse` returns them, whole groups or some of their members.
         rewards: one each, for the whole conversation; NaN for one that failed.
-        group_ids: one per prompt, for example its cursor; the prompt's index when None.
+        group_ids: one per prompt of the call of `converse`, for example its cursor; no other group of the store may
+            have it. None takes the conversations' own, which are unique. A trajectory's id is
+            `group_id * group_size + member`, so that the rows of a group may be made in several calls.
         policy_version: optimizer steps behind the weights that sampled them.
         tokenizer: writes `prompt` and `completion` as text, special tokens included; without one they are empty.
 
     Raises:
-        DefinitionError: there is not one reward each.
+        DefinitionError: there is not one reward each or not one group id per prompt, an id is out of range, or two
+            conversations would have the same one.
     """
     n = len(conversations)
     if len(rewards) != n:
         raise DefinitionError(f"{len(rewards)} rewards for {n} conversations; give one each.")
-    owner = np.array([talk.prompt_index for talk in conversations], dtype=np.int64)
-    member = np.array([talk.member for talk in conversations], dtype=np.int64)
-    groups = owner if group_ids is None else np.array(list(group_ids), dtype=np.int64)[owner]
-    size = int(member.max()) + 1 if n else 1
+    given = None if group_ids is None else [int(group) for group in group_ids]
+    named = [talk.group_id if given is None else _given(given, talk) for talk in conversations]
+    ids = [_member_id(group, t.group_size, t.member) for group, t in zip(named, conversations, strict=True)]
+    _check_ids(conversations, named, ids)
+    groups = np.array(named, dtype=np.int64)
     starts = np.array([talk.num_prompt_tokens for talk in conversations], dtype=np.int64)
 
     def text(ids: Sequence[int]) -> str:
@@ -228,14 +264,14 @@ def conversation_rows(
     for talk in conversations:
         meta: dict[str, Any] = {"messages": talk.messages, "turns": talk.num_turns}
         metas.append(json.dumps(meta | ({"error": talk.error} if talk.error else {}), ensure_ascii=False))
-    return trajectory_rows(
+    rows = trajectory_rows(
         flat("token_ids", np.int64),
         flat("assistant_mask", np.bool_),
         flat("log_probs", np.float32),
         np.concatenate([[0], np.cumsum([len(talk.token_ids) for talk in conversations])]).astype(np.int64),
         rewards=[float(value) for value in rewards],
         groups=groups,
-        trajectory_ids=groups * size + member,
+        trajectory_ids=np.array(ids, dtype=np.int64),
         policy_version=policy_version,
         num_prompt_tokens=starts,
         finish_reasons=[talk.finish_reason for talk in conversations],
@@ -243,3 +279,33 @@ def conversation_rows(
         completions=[text(talk.token_ids[talk.num_prompt_tokens :]) for talk in conversations],
         metas=metas,
     )
+    texts = {key: column.items for key, column in rows.items() if isinstance(column, Text)}
+    data = td_of(Trajectories(n, {key: column for key, column in rows.items() if key not in texts}))
+    for key, items in texts.items():  # one list per key: a stack of single strings costs 20 times as much
+        data.set_non_tensor(key, items)
+    return cast(TensorDict, data)
+
+
+def _given(group_ids: Sequence[int], talk: Conversation) -> int:
+    if len(group_ids) != talk.num_prompts:
+        raise DefinitionError(f"{len(group_ids)} group ids for {talk.num_prompts} prompts; give one each.")
+    return group_ids[talk.prompt_index]
+
+
+def _check_ids(conversations: Sequence[Conversation], groups: Sequence[int], ids: Sequence[int]) -> None:
+    owners: dict[int, int] = {}
+    seen: set[int] = set()
+    for talk, group, name in zip(conversations, groups, ids, strict=True):
+        if group < 0 or name > _LARGEST_ID:
+            raise DefinitionError(
+                f"the group id {group} is out of range: from 0 to {_LARGEST_ID // talk.group_size - 1} for groups of "
+                f"{talk.group_size}."
+            )
+        if owners.setdefault(group, talk.prompt_index) != talk.prompt_index:
+            raise DefinitionError(f"the group id {group} is given to two prompts; give each its own.")
+        if name in seen or talk.member >= talk.group_size:
+            raise DefinitionError(
+                f"two conversations would have the trajectory id {name} (group {group}, member {talk.member} of "
+                f"{talk.group_size}). Give each conversation once, with its own member and group_size."
+            )
+        seen.add(name)

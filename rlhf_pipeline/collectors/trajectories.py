@@ -1,4 +1,4 @@
-"""From sampled completions to the TensorDict that the write path takes."""
+"""From sampled completions to the batch that the write path takes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from tensordict import TensorDict
-from torch import Tensor
 
 from rlhf_pipeline import keys
 from rlhf_pipeline.collectors.grading import Grade
+from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
 from rlhf_pipeline.policies.slot_engine import RaggedCompletions
 from rlhf_pipeline.prompts import Prompt
 
@@ -27,8 +26,8 @@ def trajectories(
     cursors: np.ndarray,
     group_size: int,
     policy_version: int,
-) -> TensorDict:
-    """Return `n` completed trajectories as one TensorDict with jagged leaves, batch size `[n]`.
+) -> Trajectories:
+    """Return `n` completed trajectories.
 
     Token ids are the sampler's own, prompt first; nothing is decoded and encoded again. Log-probs are NaN on prompt
     tokens: no behaviour policy produced those.
@@ -94,8 +93,8 @@ def trajectory_rows(
     prompts: list[str],
     completions: list[str],
     metas: list[str],
-) -> TensorDict:
-    """Return `n` trajectories given as flat columns as one TensorDict with jagged leaves, batch size `[n]`.
+) -> Trajectories:
+    """Return `n` trajectories given as flat columns.
 
     Args:
         tokens: int64 `[sum T]`; likewise `assistant` bool and `log_probs` float32.
@@ -114,33 +113,31 @@ def trajectory_rows(
         completions: text.
         metas: JSON.
     """
-    num = len(offsets) - 1
+    num, lengths = len(offsets) - 1, torch.from_numpy(np.diff(offsets))
 
-    def jagged(values: np.ndarray) -> Tensor:
-        return torch.nested.nested_tensor_from_jagged(torch.from_numpy(values), torch.from_numpy(offsets))
+    def one_each(values: np.ndarray) -> Flat:
+        return Flat(torch.from_numpy(np.ascontiguousarray(values)))
 
-    data = TensorDict(batch_size=[num])
-    data[keys.TOKENS] = jagged(tokens)
-    data[keys.ASSISTANT_MASK] = jagged(assistant)
-    data[keys.LOG_PROBS] = jagged(log_probs)
-    data[keys.TASK_REWARD] = torch.tensor(rewards)
-    data[keys.GROUP_ID] = torch.from_numpy(groups)
-    data[keys.TRAJECTORY_ID] = torch.from_numpy(trajectory_ids)
-    if versions is None:
-        data[keys.POLICY_VERSION] = torch.full((num,), policy_version, dtype=torch.int64)
-    else:
+    data = Trajectories(num)
+    for key, values in ((keys.TOKENS, tokens), (keys.ASSISTANT_MASK, assistant), (keys.LOG_PROBS, log_probs)):
+        data[key] = Flat(torch.from_numpy(values), lengths)
+    data[keys.TASK_REWARD] = Flat(torch.tensor(rewards))
+    data[keys.GROUP_ID] = one_each(groups)
+    data[keys.TRAJECTORY_ID] = one_each(trajectory_ids)
+    data[keys.POLICY_VERSION] = one_each(np.full(num, policy_version) if versions is None else versions[:, 0])
+    if versions is not None:
         first, last = versions[:, 0], versions[:, 1]
-        data[keys.POLICY_VERSION] = torch.from_numpy(first.copy())
-        data[keys.NEWEST_POLICY_VERSION] = torch.from_numpy(np.where(first < last, last, -1))
-    data[keys.NUM_PROMPT_TOKENS] = torch.from_numpy(num_prompt_tokens)
-    data[keys.DONE] = torch.ones(num, dtype=torch.bool)
-    data[keys.CREATED_AT] = torch.full((num,), time.time(), dtype=torch.float64)
-    # One list per key: a stack of single strings costs 20 times as much.
-    data.set_non_tensor(keys.FINISH_REASON, finish_reasons)
-    data.set_non_tensor(keys.PROMPT, prompts)
-    data.set_non_tensor(keys.COMPLETION, completions)
-    data.set_non_tensor(keys.META, metas)
-    return data
+        data[keys.NEWEST_POLICY_VERSION] = one_each(np.where(first < last, last, -1))
+    data[keys.NUM_PROMPT_TOKENS] = one_each(num_prompt_tokens)
+    data[keys.DONE] = one_each(np.ones(num, np.bool_))
+    data[keys.CREATED_AT] = one_each(np.full(num, time.time()))
+    texts = (
+        (keys.FINISH_REASON, finish_reasons),
+        (keys.PROMPT, prompts),
+        (keys.COMPLETION, completions),
+        (keys.META, metas),
+    )
+    return Trajectories(num, data | {key: Text(items) for key, items in texts})
 
 
 def select(completions: RaggedCompletions, rows: np.ndarray) -> RaggedCompletions:

@@ -185,7 +185,13 @@ def _from_json(column: Column, given: list[Any]) -> Any:
 def _numbers(column: Column, values: list[Any]) -> npt.NDArray[Any]:
     kind = column.np_dtype.kind
     if kind == "f":
-        return np.array([math.nan if item is None else float(item) for item in values], column.np_dtype)
+        exact = [math.nan if item is None else float(item) for item in values]
+        with np.errstate(over="ignore"):
+            made = np.array(exact, np.float64).astype(column.np_dtype)
+        lost = np.flatnonzero(np.isinf(made) & np.isfinite(exact))
+        if len(lost):
+            raise ValueError(f"{exact[lost[0]]!r} is too large")
+        return made
     allowed = (bool,) if kind == "b" else (int,)
     if not all(type(item) in allowed for item in values):
         raise ValueError(f"{next(item for item in values if type(item) not in allowed)!r}")

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, did_you_mean
-from rlhf_pipeline.exchange._rollout import Rollout, text_of
+from rlhf_pipeline.exchange._rollout import Rollout, check_text, text_of
 from trajectory_store import RaggedArray
 
 Ids = npt.NDArray[np.int64]
@@ -91,6 +91,9 @@ class Encoder:
                 raise
             raise DataError("the completion has a character that the tokenizer does not know.") from error
         end = getattr(tokenizer, "eos_token_id", None) if self.eos else None
+        if ids and ids[-1] == end:  # the text has its special tokens
+            rollout.finish_reason = rollout.finish_reason or "stop"
+            return ids, False
         if end is None or rollout.finish_reason in ("length", "max_tokens"):
             return ids, False
         rollout.finish_reason = rollout.finish_reason or "stop"
@@ -123,14 +126,14 @@ def load_tokenizer(name: str) -> Any:
     return found
 
 
-def columns_of(rollouts: Sequence[Rollout], groups: Ids, ids: Ids, metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def columns_of(rollouts: Sequence[Rollout], groups: Ids, ids: Ids, metas: Sequence[str]) -> dict[str, Any]:
     """Return the columns of encoded rollouts as `TrajectoryStore.append` takes them.
 
     Args:
         rollouts: with token ids.
         groups: `[n]` int64 group ids.
         ids: `[n]` int64 trajectory ids.
-        metas: what `meta` says besides the answer and the other fields of the row.
+        metas: JSON, see `meta_of`.
     """
     tokens: list[Ids] = []
     masks: list[npt.NDArray[np.bool_]] = []
@@ -162,7 +165,7 @@ def columns_of(rollouts: Sequence[Rollout], groups: Ids, ids: Ids, metas: Sequen
         "finish_reason": [rollout.finish_reason for rollout in rollouts],
         "prompt": [text_of(rollout.prompt) for rollout in rollouts],
         "completion": [rollout.completion for rollout in rollouts],
-        "meta": [_meta(rollout, more) for rollout, more in zip(rollouts, metas, strict=True)],
+        "meta": list(metas),
     }
     if any(rollout.ref_log_probs is not None for rollout in rollouts):
         columns["ref_log_probs"] = _flat(scores["ref_log_probs"], lengths, np.float32)
@@ -191,12 +194,23 @@ def check_lengths(rollout: Rollout) -> None:
             raise DataError(f"{len(given)} values of {name} for {length} completion tokens.")
 
 
-def _meta(rollout: Rollout, more: dict[str, Any]) -> str:
+def meta_of(rollout: Rollout, more: dict[str, Any]) -> str:
+    """Return the JSON of the column `meta`: the answer, the other fields of the row, chat messages, and `more`.
+
+    Raises:
+        DataError: a field holds text that is not UTF-8.
+    """
     meta: dict[str, Any] = {"answer": rollout.answer, "prompt": rollout.meta, **more}
     if not isinstance(rollout.prompt, str):
         meta["messages"] = rollout.prompt
     try:
-        return json.dumps(meta, ensure_ascii=False, default=str, allow_nan=False)
+        text = json.dumps(meta, ensure_ascii=False, default=str, allow_nan=False)
     except ValueError:  # NaN, which JSON does not have, becomes null
         finite = json.loads(json.dumps(meta, default=str), parse_constant=lambda name: None)
-        return json.dumps(finite, ensure_ascii=False)
+        text = json.dumps(finite, ensure_ascii=False)
+    try:
+        return check_text(text, "meta")
+    except DataError:
+        for name, value in rollout.meta.items():  # name the one
+            check_text(json.dumps({name: value}, ensure_ascii=False, default=str), name)
+        raise

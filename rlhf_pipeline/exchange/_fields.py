@@ -1,17 +1,17 @@
-"""Which field of a row holds what: by the names that tools use, or as the user says."""
+"""Which field of a row holds what: by the names that tools use, or by the user's options."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
-    "prompt": ("prompt", "question", "query", "problem", "instruction", "prompts", "input"),
+    "prompt": ("prompt", "question", "query", "problem", "instruction", "prompts", "input", "input_prompt"),
     "completion": (
         *("completion", "completions", "response", "responses", "output", "outputs", "generation", "generations"),
-        *("solution", "solutions"),
+        *("solution", "solutions", "output_response"),
     ),
     "reward": ("reward", "rewards", "score", "scores", "task_reward", "is_correct", "correct"),
     "prompt_ids": ("prompt_ids", "prompt_token_ids", "prompt_tokens"),
@@ -19,22 +19,26 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
         *("completion_ids", "completion_token_ids", "completion_tokens", "response_ids", "response_token_ids"),
         *("response_tokens", "sampled_tokens"),
     ),
-    "completion_mask": ("completion_mask", "response_mask", "tool_mask"),
+    "completion_mask": ("completion_mask", "response_mask", "tool_mask", "loss_mask", "loss_masks"),
     "log_probs": (
         *("log_probs", "logprobs", "completion_log_probs", "completion_logprobs", "response_logprobs"),
-        *("sampling_logprobs", "sampling_per_token_logps", "old_log_probs"),
+        *("sampling_logprobs", "sampling_per_token_logps", "old_log_probs", "rollout_logprobs"),
     ),
     "ref_log_probs": ("ref_log_probs", "ref_logprobs", "ref_per_token_logps"),
     "advantage": ("advantage", "advantages"),
-    "group": ("group_id", "group", "prompt_id", "prompt_idx", "question_id", "uid"),
+    "group": ("group_id", "group", "prompt_id", "prompt_idx", "question_id", "uid", "example_id"),
     "policy_version": ("policy_version", "model_version", "weight_version", "step"),
-    "finish_reason": ("finish_reason", "finish_reasons", "stop_reason"),
+    "finish_reason": ("finish_reason", "finish_reasons", "stop_reason", "stop_reasons"),
     "answer": ("answer", "ground_truth", "reference_answer", "gts", "target"),
     "created_at": ("created_at", "timestamp"),
 }
-"""What is known of a rollout, and under which names it is looked for, in this order."""
+"""Each property of a rollout and the field names it is looked for under, in this order."""
 
 TARGETS = tuple(ALIASES)
+
+
+NONE = "none"
+"""What the user writes to leave out a target that the rows have."""
 
 
 class Fields:
@@ -42,8 +46,9 @@ class Fields:
 
     Args:
         row: the first row.
-        given: what the user said: target to field name. Wins over every alias.
-        preset: what the format says: target to field name; None for a target that the format does not have.
+        given: what the user said: target to field name, or `none`. Wins over every alias. `reward` is not among them.
+        preset: what the format says: target to field names in order of preference; none for a target that the format
+            does not have.
 
     Raises:
         DefinitionError: the user names a target that does not exist, or a field that the row does not have.
@@ -57,32 +62,28 @@ class Fields:
         self,
         row: Mapping[str, Any],
         given: Mapping[str, str] | None = None,
-        preset: Mapping[str, str | None] | None = None,
+        preset: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         self.of: dict[str, str] = {}
         given, preset = dict(given or {}), dict(preset or {})
         for target, name in given.items():
             if target not in ALIASES:
                 raise DefinitionError(
-                    f"--field {target}={name}: nothing is called '{target}'." + _near(target, TARGETS)
+                    f"--field {target}={name}: nothing is called '{target}'." + did_you_mean(target, TARGETS)
                 )
-            if name not in row:
-                raise DefinitionError(f"--field {target}={name}: the rows have no field '{name}'." + _near(name, row))
+            if name not in row and name != NONE:
+                raise DefinitionError(
+                    f"--field {target}={name}: the rows have no field '{name}'." + did_you_mean(name, map(str, row))
+                )
         taken = set(given.values())
         for target, aliases in ALIASES.items():
-            if target in given:
-                self.of[target] = given[target]
-                continue
-            if target in preset:
-                name = preset[target]
-                names: Iterable[str] = () if name is None else (name,)
-            else:
-                names = aliases
-            found = next((name for name in names if name in row and name not in taken), None)
-            if found is not None:
-                self.of[target] = found
-                taken.add(found)
-        self.given = frozenset(given)
+            names = (given[target],) if target in given else preset.get(target, aliases)
+            found = [name for name in names if name in row and (name not in taken or target in given)]
+            if found:
+                self.of[target] = found[0]
+                taken.add(found[0])
+            if target == "reward":
+                self.rivals = tuple(found)
 
     def get(self, row: Mapping[str, Any], target: str) -> Any:
         """Return a value, or None where the file has no such field.
@@ -94,11 +95,11 @@ class Fields:
         if name is None:
             return None
         if name not in row:
-            raise DataError(f"there is no field '{name}', which the first row has." + _near(name, row))
+            raise DataError(f"there is no field '{name}', which the first row has." + did_you_mean(name, map(str, row)))
         return row[name]
 
     def rest(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields that mean nothing here; they are kept in `meta`."""
+        """Return the other fields; they are kept in `meta`."""
         used = set(self.of.values())
         return {str(name): value for name, value in row.items() if name not in used}
 
@@ -117,7 +118,3 @@ class Fields:
             f"no field for {' and '.join(lacking)} (looked for {looked}). The rows have: {', '.join(sorted(row))}. "
             f"Name it: --field {lacking[0]}=NAME"
         )
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    return did_you_mean(name, [str(item) for item in known])

@@ -1,13 +1,23 @@
-"""Formats with one completion, or one prompt with its completions, per row: any such file, TRL, verl, open-instruct."""
+"""Rows with one completion, or one prompt with its completions, read by the names of their fields."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange._fields import Fields
+from rlhf_pipeline.exchange._fields import NONE, Fields
+from rlhf_pipeline.exchange._rewards import (
+    MOST_COLUMNS,
+    AdvantageCheck,
+    RewardTerms,
+    all_sums,
+    contradiction,
+    question,
+)
 from rlhf_pipeline.exchange._rollout import (
     ONE_ROW,
     Rollout,
@@ -17,6 +27,7 @@ from rlhf_pipeline.exchange._rollout import (
     as_list,
     as_number,
     as_prompt,
+    as_reward,
     as_scores,
     as_text,
     is_messages,
@@ -24,7 +35,30 @@ from rlhf_pipeline.exchange._rollout import (
 )
 
 Row = Mapping[str, Any]
-Preset = Mapping[str, str | None]
+
+
+class Layout(Protocol):
+    """The fields of a format; see `rlhf_pipeline.exchange.formats.Format`."""
+
+    @property
+    def fields(self) -> Mapping[str, tuple[str, ...]]:
+        """Target to the names of its field."""
+        ...
+
+    @property
+    def group_of(self) -> tuple[str, ...]:
+        """Fields that name a group together."""
+        ...
+
+    @property
+    def as_chat(self) -> bool:
+        """Whether text prompts go through the chat template."""
+        ...
+
+    @property
+    def per_token(self) -> bool:
+        """Whether a list of rewards is one per token."""
+        ...
 
 
 class FlatReader:
@@ -33,39 +67,37 @@ class FlatReader:
     Args:
         row: the first row, which settles the names.
         given: the user's `--field` options.
-        preset: field names that the format fixes.
-        group_of: fields that name the instance of a prompt within a file, if all are there.
-        as_chat: text prompts go through the chat template; False where the text is the whole prompt already.
-        needs_reward: the file must have a field of rewards.
+        layout: what the format fixes.
+        needs_reward: the rewards must be known from the first row.
 
     Raises:
-        DefinitionError: no field is known for the prompt, the completion or the reward.
+        DefinitionError: no field is known for the prompt, the completion or the reward, or several for the reward.
     """
 
-    def __init__(
-        self,
-        row: Row,
-        given: Mapping[str, str],
-        *,
-        preset: Preset | None = None,
-        group_of: tuple[str, ...] = (),
-        as_chat: bool = True,
-        needs_reward: bool = True,
-    ) -> None:
-        self.fields = Fields(row, given, preset)
+    def __init__(self, row: Row, given: Mapping[str, str], layout: Layout, *, needs_reward: bool = True) -> None:
+        self.layout = layout
+        others = {target: name for target, name in given.items() if target != "reward"}
+        self.terms: RewardTerms | None = None
+        self.no_reward = given.get("reward") == NONE and NONE not in row
+        if "reward" in given and not self.no_reward:
+            self.terms = RewardTerms.parse(given["reward"], row)
+            if len(self.terms.weights) == 1:
+                others["reward"] = next(iter(self.terms.weights))
+        preset = layout.fields if len(others) == len(given) else {**layout.fields, "reward": ()}
+        self.fields = Fields(row, others, preset)
         self.fields.require(("prompt", "completion"), ("prompt_ids", "completion_ids"), row=row)
-        if needs_reward:
-            self.fields.require(("reward",), row=row)
-        self.sum_of: tuple[str, ...] = ()
-        self.group_of = group_of
-        self.as_chat = as_chat
+        if self.terms is None and not self.no_reward:
+            if needs_reward:
+                self.fields.require(("reward",), row=row)
+            if len(self.fields.rivals) > 1 and "reward" not in layout.fields:
+                raise question(self.fields.rivals, (), told=False, tried=True)
+            if "reward" in self.fields.of:
+                self.terms = RewardTerms({self.fields.of["reward"]: 1.0})
 
     def about(self) -> str:
-        """Return which field was taken for what, in words."""
-        pairs = [f"{target}={name}" for target, name in self.fields.of.items()]
-        if self.sum_of:
-            pairs.append(f"reward={'+'.join(self.sum_of)}" + (" (summed)" if len(self.sum_of) > 1 else ""))
-        return ", ".join(pairs)
+        """Describe which field was read as what."""
+        pairs = self.fields.of | {"reward": NONE if self.terms is None else str(self.terms)}
+        return ", ".join(f"{target}={name}" for target, name in pairs.items())
 
     def read(self, row: Row) -> list[Rollout]:
         """Return the rollouts of one row.
@@ -73,38 +105,45 @@ class FlatReader:
         Raises:
             DataError: a field is of a wrong kind.
         """
-        fields, get = self.fields, self.fields.get
-        rest = fields.rest(row)
+        get = self.fields.get
+        rest = self.fields.rest(row)
         found = get(row, "completion")
         many = get(row, "completion_ids") if found is None else found
         if isinstance(many, list) and many and not is_messages(many) and not isinstance(many[0], int):
             return self._several(row, rest, len(many))
-        reward = self._reward(row, rest)
+        reward = self._reward(lambda name: _field(row, name))
         return [self._one(row, rest, found, get(row, "completion_ids"), reward, lambda target: get(row, target))]
+
+    def _reward(self, value_of: Callable[[str], Any]) -> float:
+        if self.terms is None:
+            return float("nan")
+        return self.terms.of(value_of, per_token=self.layout.per_token)
 
     def _several(self, row: Row, rest: dict[str, Any], num: int) -> list[Rollout]:
         """Return the completions of a row with lists: one group."""
+
+        def pick(name: str, i: int) -> Any:
+            values = _field(row, name)
+            if len(values) != num:
+                raise DataError(f"field '{name}' has {len(values)} items for {num} completions.")
+            return values[i]
 
         def item(target: str, i: int) -> Any:
             value = self.fields.get(row, target)
             if not isinstance(value, list) or (value and target.endswith("_mask") and not isinstance(value[0], list)):
                 return value  # one value for all of them, such as a policy version
-            if len(value) != num:
-                name = self.fields.of[target]
-                raise DataError(f"field '{name}' has {len(value)} items for {num} completions.")
-            return value[i]
+            return pick(self.fields.of[target], i)
 
-        rewards = self.fields.get(row, "reward")
-        if rewards is not None and not isinstance(rewards, list):
-            raise DataError(
-                f"field '{self.fields.of['reward']}' must be a list of {num} rewards, one per completion, "
-                f"got {shown(rewards)}."
-            )
+        for name in self.terms.weights if self.terms is not None else ():
+            if not isinstance(_field(row, name), list):
+                raise DataError(
+                    f"field '{name}' must be a list of {num} rewards, one per completion, got {shown(row[name])}."
+                )
         made: list[Rollout] = []
         for i in range(num):
-            reward = as_number(item("reward", i), self.fields.of.get("reward", "reward"))
-            ids, pick = item("completion_ids", i), functools.partial(item, i=i)
-            made.append(self._one(row, rest, item("completion", i), ids, reward, pick))
+            reward = self._reward(functools.partial(pick, i=i))
+            one = functools.partial(item, i=i)
+            made.append(self._one(row, rest, item("completion", i), item("completion_ids", i), reward, one))
         for one in made:
             one.group = ONE_ROW if one.group is None else one.group
         return made
@@ -112,12 +151,18 @@ class FlatReader:
     def _one(self, row: Row, rest: dict[str, Any], completion: Any, ids: Any, reward: float, get: Any) -> Rollout:
         name = self.fields.of.get
         prompt, prompt_ids = self.fields.get(row, "prompt"), self.fields.get(row, "prompt_ids")
-        made = Rollout(reward=reward, as_chat=self.as_chat, meta=rest)
+        made = Rollout(reward=reward, as_chat=self.layout.as_chat, meta=rest)
         if prompt is not None:
             made.prompt = as_prompt(prompt, name("prompt", ""))
         if prompt_ids is not None:
             made.prompt_ids = as_ids(prompt_ids, name("prompt_ids", ""))
         if completion is not None:
+            if ids is None and is_messages(completion) and len(completion) > 1:
+                roles = ", ".join(str(message.get("role")) for message in completion)
+                raise DataError(
+                    f"field '{name('completion', '')}' holds {len(completion)} messages ({roles}) and no token ids; "
+                    "which of its tokens the policy produced cannot be told from the text. Export the token ids too."
+                )
             made.completion = as_text(completion, name("completion", ""))
         if ids is not None:
             made.completion_ids = as_ids(ids, name("completion_ids", ""))
@@ -127,13 +172,13 @@ class FlatReader:
         if (mask := get("completion_mask")) is not None:
             made.completion_mask = [bool(item) for item in as_list(mask, name("completion_mask", ""))]
         if (advantage := get("advantage")) is not None and not isinstance(advantage, list):
-            made.advantage = as_number(advantage, name("advantage", ""))
+            made.advantage = as_reward(advantage, name("advantage", ""))
         if (version := get("policy_version")) is not None:
             made.policy_version = as_int(version, name("policy_version", ""))
         if (reason := get("finish_reason")) is not None:
-            made.finish_reason = str(reason)
+            made.finish_reason = as_text(str(reason), name("finish_reason", ""))
         if isinstance(created := get("created_at"), (int, float)):
-            made.created_at = float(created)
+            made.created_at = as_number(created, name("created_at", ""))
         made.answer = as_answer(self.fields.get(row, "answer"))
         made.group = self._group(row, made)
         return made
@@ -143,65 +188,110 @@ class FlatReader:
             group = self.fields.get(row, "group")
             if group is not None:
                 return ("group", made.policy_version, str(group))
-        if self.group_of and all(name in row for name in self.group_of):
-            return tuple(str(row[name]) for name in self.group_of)
+        if self.layout.group_of and all(name in row for name in self.layout.group_of):
+            return tuple(str(row[name]) for name in self.layout.group_of)
         return None
-
-    def _reward(self, row: Row, rest: dict[str, Any]) -> float:
-        return as_number(self.fields.get(row, "reward"), self.fields.of.get("reward", "reward"))
 
 
 class TRLReader(FlatReader):
-    """The completions table of TRL's trainers: `step, prompt, completion, <one column per reward function>, advantage`.
+    """The completions table of TRL's trainers, whose reward columns are called after the reward functions.
 
-    Source: `GRPOTrainer.log` of TRL 1.16, which writes `completions/completions_{step:05d}.parquet` when
-    `log_completions=True`. The reward columns are named after the reward functions. Their sum is the task reward, as
-    with TRL's own default weights; a function that returned None (NaN in the file) does not count.
+    Their names say nothing, and other columns of numbers stand beside them (`log_extra`), so the rewards are what the
+    user names, or the one sum of columns that the table's advantages follow from. A column `reward`, which older
+    versions wrote, is the total.
     """
 
-    def __init__(self, row: Row, given: Mapping[str, str]) -> None:
-        fixed = {"prompt": "prompt", "completion": "completion", "advantage": "advantage", "policy_version": "step"}
-        preset: dict[str, str | None] = fixed | {"reward": None, "group": None, "answer": None}
-        # A step's instances of one prompt cannot be told apart by name, so the place in the table does.
-        super().__init__(row, given, preset=preset, as_chat=False, needs_reward=False)
-        if "reward" not in self.fields.of:
-            rest = self.fields.rest(row)
-            self.sum_of = tuple(name for name, value in rest.items() if _may_be_reward(value))
-            if not self.sum_of:
-                raise DefinitionError(
-                    f"no column of rewards. The table has: {', '.join(sorted(row))}. Name it: --field reward=NAME"
-                )
+    def __init__(self, row: Row, given: Mapping[str, str], layout: Layout) -> None:
+        super().__init__(row, given, layout, needs_reward=False)
 
-    def _reward(self, row: Row, rest: dict[str, Any]) -> float:
-        if not self.sum_of:
-            return super()._reward(row, rest)
-        values = [as_number(row.get(name), name) for name in self.sum_of]
-        known = [value for value in values if value == value]
-        return sum(known) if known else float("nan")
+    def settle(self, files: Iterable[Iterable[Row]]) -> None:
+        """Look at all rows of a training's tables, and find out which columns are the rewards, or check the named ones.
+
+        Raises:
+            DefinitionError: it is not told, or the advantages are of other rewards than the user named.
+        """
+        if self.no_reward:
+            return
+        table = _Table(self)
+        for rows in files:
+            table.end_step()
+            for row in rows:
+                table.add(row)
+        columns = table.columns
+        tried = 0 < len(columns) <= MOST_COLUMNS
+        if not columns and self.terms is None:
+            raise DefinitionError(
+                f"no column of rewards. The table has: {', '.join(table.names)}. Name it: --field reward=NAME"
+            )
+        named = self.terms
+        sums = all_sums(len(columns)) if tried else np.zeros((0, len(columns)))
+        if named is not None:
+            own = [[named.weights.get(name, 0.0) for name in columns]]
+            check = table.checked(np.array(own)) if columns else None
+            if check is None or not check.told or check.fitting():
+                return
+            raise contradiction(named, table.checked(sums).fitting() if tried else ())
+        check = table.checked(sums)
+        fitting = check.fitting() if check.told else []
+        if len(fitting) != 1:
+            raise question(columns, fitting, told=check.told, tried=tried)
+        self.terms = fitting[0]
+
+
+class _Table:
+    """The numbers of a completions table, step by step."""
+
+    def __init__(self, reader: TRLReader) -> None:
+        self.reader = reader
+        self.names: list[str] = []
+        self._steps: list[tuple[Any, list[Any], list[float], list[dict[str, float]]]] = []
+        self._kinds: dict[str, bool] = {}
+
+    def end_step(self) -> None:
+        self._steps.append((object(), [], [], []))
+
+    def add(self, row: Row) -> None:
+        fields = self.reader.fields
+        self.names = self.names or sorted(map(str, row))
+        terms = self.reader.terms
+        wanted = terms.weights if terms is not None else ()
+        numbers: dict[str, float] = {}
+        for name, value in {**fields.rest(row), **{name: row.get(name) for name in wanted}}.items():
+            if value is None or isinstance(value, (bool, int, float)):
+                numbers[name] = as_number(value, name)
+                self._kinds[name] = self._kinds.get(name, True) and abs(numbers[name]) != float("inf")
+            else:
+                self._kinds[name] = False
+        step = row.get(fields.of.get("policy_version", ""))
+        if not self._steps or self._steps[-1][0] != step:
+            self._steps.append((step, [], [], []))
+        _, prompts, advantages, values = self._steps[-1]
+        prompts.append(hash(repr(row.get(fields.of.get("prompt", "")))))
+        advantages.append(as_number(row.get(fields.of.get("advantage", "")), "advantage"))
+        values.append(numbers)
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of numbers that have a value anywhere."""
+        filled = {name for step in self._steps for row in step[3] for name, value in row.items() if value == value}
+        return [name for name, numeric in self._kinds.items() if numeric and name in filled]
+
+    def checked(self, weights: np.ndarray) -> AdvantageCheck:
+        columns = self.columns
+        check = AdvantageCheck(columns, weights)
+        for _, prompts, advantages, rows in self._steps:
+            if not rows:
+                continue
+            values = np.array([[row.get(name, float("nan")) for name in columns] for row in rows])
+            check.add(values.reshape(len(rows), len(columns)), prompts, np.array(advantages))
+        return check
 
 
 class OpenInstructReader(FlatReader):
-    """Rollout shards of open-instruct's `grpo_fast.py --save_traces`.
-
-    Source: `RolloutRecord` in `open_instruct/rl_utils.py` (e6c3044): step, sample_idx, prompt_idx, prompt_tokens,
-    response_tokens, reward, advantage, finish_reason, dataset, ground_truth, request_info, logprobs. A group is
-    `(step, prompt_idx)`. The mask of tool output is not in the file, so all response tokens count as the policy's.
-    """
-
-    def __init__(self, row: Row, given: Mapping[str, str]) -> None:
-        preset: dict[str, str | None] = {
-            "prompt_ids": "prompt_tokens",
-            "completion_ids": "response_tokens",
-            "reward": "reward",
-            "log_probs": "logprobs",
-            "policy_version": "step",
-            "answer": "ground_truth",
-            "group": None,
-        }
-        super().__init__(row, given, preset=preset, group_of=("step", "prompt_idx"))
+    """Rollout shards of open-instruct; a reference answer in token ids stays in `meta`."""
 
     def read(self, row: Row) -> list[Rollout]:
-        """Return the rollout of one record; a reference answer in token ids is decoded at import."""
+        """Return the rollout of one record."""
         (made,) = super().read(row)
         truth = row.get("ground_truth")
         if isinstance(truth, list):
@@ -209,24 +299,7 @@ class OpenInstructReader(FlatReader):
         return [made]
 
 
-def verl_reader(row: Row, given: Mapping[str, str]) -> FlatReader:
-    """Return a reader of verl's rollout dumps, `trainer.rollout_data_dir/{step}.jsonl`.
-
-    Source: `RayPPOTrainer._dump_generations` (1dda039): input, output, gts, score, step, and the extra values of the
-    reward function. `input` is the whole prompt as text, template included and special tokens left out, so it does not
-    go through the chat template again. verl reorders a step's rows to balance its workers, so a group is what shares
-    `(step, input)`.
-    """
-    preset: dict[str, str | None] = {
-        "prompt": "input",
-        "completion": "output",
-        "reward": "score",
-        "answer": "gts",
-        "policy_version": "step",
-        "group": "uid" if "uid" in row else None,
-    }
-    return FlatReader(row, given, preset=preset, group_of=("step", "input"), as_chat=False)
-
-
-def _may_be_reward(value: Any) -> bool:
-    return value is None or isinstance(value, (int, float))
+def _field(row: Row, name: str) -> Any:
+    if name not in row:
+        raise DataError(f"there is no field '{name}', which the first row has.")
+    return row[name]

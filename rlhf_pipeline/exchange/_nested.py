@@ -1,4 +1,4 @@
-"""Formats whose rows hold more than one completion of one prompt: GSM8K's solutions, prime-rl, tinker-cookbook."""
+"""Formats with a structure of their own: GSM8K's solutions, prime-rl, tinker-cookbook, NeMo-RL, SkyRL's batches."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rlhf_pipeline.exchange._rollout import (
     as_int,
     as_list,
     as_number,
+    as_reward,
     as_scores,
     as_text,
     message_text,
@@ -32,13 +33,13 @@ class SolutionsReader:
     `is_correct` and `solution`. A row is one group; the reward is 1.0 where the solution is correct.
     """
 
-    def __init__(self, row: Row, given: Mapping[str, str]) -> None:
+    def __init__(self, row: Row, given: Mapping[str, str], layout: object = None) -> None:
         _only(given, "prompt", "answer")
         self.question = given.get("prompt", "question")
         self.answer = given.get("answer", "ground_truth")
 
     def about(self) -> str:
-        """Return which field was taken for what, in words."""
+        """Describe which field was read as what."""
         return (
             f"prompt={self.question}, answer={self.answer}, completion=*.solution, reward=*.is_correct, "
             "one group per line"
@@ -56,7 +57,7 @@ class SolutionsReader:
             Rollout(
                 prompt=prompt,
                 completion=as_text(value["solution"], f"{name}.solution"),
-                reward=as_number(value["is_correct"], f"{name}.is_correct"),
+                reward=as_reward(value["is_correct"], f"{name}.is_correct"),
                 answer=answer,
                 group=ONE_ROW,
                 meta={"model": name},
@@ -80,18 +81,19 @@ class PrimeRLReader:
     Sources: `FileMonitor.log_episodes` (prime-rl 559b447), which writes `verifiers.v1.Episode.to_record` (a60a606): a
     `group.id`, the `run.work.policy.start` version, and `traces` of `nodes` with token_ids, mask and logprobs. Each
     path from the root to a leaf is one trajectory; the reward is the sum of score times weight. Traces that failed
-    (`ok` false), that belong to an agent that is not trained, or that have no sampled tokens are left out. And
-    `TokenExporter` (`trainer/rl/token_export.py`): token_ids, loss_mask, inference_logprobs, advantages per sequence;
-    these files have no rewards and no groups.
+    (`ok` false), that belong to an agent that is not trained, or that have no sampled tokens are left out. A row that
+    is a trace by itself, as verifiers saves them, is an episode of one; its group is its task. And `TokenExporter`
+    (`trainer/rl/token_export.py`): token_ids, loss_mask, inference_logprobs, advantages per sequence; these files have
+    no rewards and no groups.
     """
 
-    def __init__(self, row: Row, given: Mapping[str, str]) -> None:
+    def __init__(self, row: Row, given: Mapping[str, str], layout: object = None) -> None:
         _only(given)
         self.is_export = "token_ids" in row
         self.left_out = 0
 
     def about(self) -> str:
-        """Return which field was taken for what, in words."""
+        """Describe which field was read as what."""
         if self.is_export:
             return (
                 "token export: tokens=token_ids, log_probs=inference_logprobs, advantage=advantages; it has no rewards"
@@ -106,6 +108,9 @@ class PrimeRLReader:
         """
         if self.is_export:
             return self._exported(row)
+        if "nodes" in row:
+            task = json.dumps(row.get("task"), sort_keys=True, default=str)
+            row = {"traces": [row], "group": {"id": task}, "env": {"id": row.get("env_id")}}
         work = (row.get("run") or {}).get("work") or {}
         version = (work.get("policy") or {}).get("start", work.get("step", 0))
         group = (row.get("group") or {}).get("id", ONE_ROW)
@@ -159,8 +164,8 @@ class PrimeRLReader:
             completion_mask=mask[start:],
             log_probs=scores[start:],
             ref_log_probs=None if all(item is None for item in ref) else ref[start:],
-            reward=sum(as_number(field_of(item, "score"), "score") * item.get("weight", 1.0) for item in values),
-            advantage=math.nan if credit is None else as_number(credit, "advantages"),
+            reward=as_reward(sum(map(_weighed, values)), "rewards") if values else math.nan,
+            advantage=math.nan if credit is None else as_reward(credit, "advantages"),
             finish_reason=str(calls[-1]["finish_reason"]) if calls else "",
             answer=as_answer(((trace.get("task") or {}).get("data") or {}).get("answer")),
         )
@@ -182,7 +187,7 @@ class PrimeRLReader:
                 completion_ids=ids[start:],
                 completion_mask=mask[start:],
                 log_probs=[score if on else None for score, on in zip(scores[start:], mask[start:], strict=True)],
-                advantage=as_number(credit, "advantages"),
+                advantage=as_reward(credit, "advantages"),
                 policy_version=as_int(row.get("step", 0), "step"),
                 group=ONE_ROW,
                 meta={"env": row.get("env_name"), "rank": row.get("rank")},
@@ -199,7 +204,7 @@ class TinkerReader:
     sample gets the reward of its trajectory. A call is one trajectory: the turns of an episode are rows of one group.
     """
 
-    def __init__(self, row: Row, given: Mapping[str, str]) -> None:
+    def __init__(self, row: Row, given: Mapping[str, str], layout: object = None) -> None:
         _only(given)
         self.rewards: dict[tuple[Any, ...], dict[Any, float]] = {}
         """By iteration, group and trajectory: the reward in each split."""
@@ -207,7 +212,7 @@ class TinkerReader:
         self.without_reward = 0
 
     def about(self) -> str:
-        """Return which field was taken for what, in words."""
+        """Describe which field was read as what."""
         num = sum(map(len, self.rewards.values()))
         rewards = f"reward=total_reward of {num:,} summaries" if num else "no rollout summaries"
         return (
@@ -217,7 +222,7 @@ class TinkerReader:
     def learn(self, row: Row) -> None:
         """Take the reward of a trajectory from its rollout summary."""
         key = tuple(row.get(name) for name in ("iteration", "group_idx", "traj_idx"))
-        reward = as_number(field_of(row, "total_reward"), "total_reward")
+        reward = as_reward(field_of(row, "total_reward"), "total_reward")
         self.rewards.setdefault(key, {})[row.get("split")] = reward
 
     def _reward(self, split: Any, key: tuple[Any, ...]) -> float:
@@ -260,6 +265,113 @@ class TinkerReader:
                 )
             )
         return made
+
+
+class NemoReader:
+    """NeMo-RL's training data, `train_data_step{N}.jsonl`: padded token ids with a loss mask, one sequence per row.
+
+    Each row has token_ids, input_lengths, token_loss_mask, rewards, and, by version, sample_loss_mask, advantages,
+    generation_logprobs (of the engine that sampled), prev_logprobs and content. Rows whose sample is masked or that
+    have no token to learn from are left out.
+    """
+
+    def __init__(self, row: Row, given: Mapping[str, str], layout: object = None) -> None:
+        _only(given)
+        self.left_out = 0
+
+    def about(self) -> str:
+        """Describe which field was read as what."""
+        return (
+            "tokens=token_ids to input_lengths, mask=token_loss_mask, reward=rewards, log_probs=generation_logprobs, "
+            "advantage=advantages"
+        )
+
+    def read(self, row: Row) -> list[Rollout]:
+        """Return the rollout of one row.
+
+        Raises:
+            DataError: a field is missing or of a wrong kind.
+        """
+        padded = as_ids(field_of(row, "token_ids"), "token_ids")
+        length = as_int(row.get("input_lengths", len(padded)), "input_lengths")
+        if not 0 <= length <= len(padded):
+            raise DataError(f"input_lengths is {length} for {len(padded)} token_ids.")
+        mask = [bool(item) for item in as_list(field_of(row, "token_loss_mask"), "token_loss_mask")[:length]]
+        if len(mask) != length:
+            raise DataError(f"{len(mask)} values of token_loss_mask for {length} tokens.")
+        if not any(mask) or not row.get("sample_loss_mask", 1):
+            self.left_out += 1
+            return []
+        start = mask.index(True)
+        credit = row.get("advantages")
+        scores = row.get("generation_logprobs")
+        known = None if scores is None else as_scores(scores[start:length], "generation_logprobs")
+        said = row.get("content")
+        texts = [str(text) for text in said] if isinstance(said, list) else []
+        return [
+            Rollout(
+                prompt="".join(texts[:-1]),
+                completion="".join(texts[-1:]),
+                prompt_ids=padded[:start],
+                completion_ids=padded[start:length],
+                completion_mask=mask[start:],
+                log_probs=known and [score if on else None for score, on in zip(known, mask[start:], strict=True)],
+                reward=as_reward(field_of(row, "rewards"), "rewards"),
+                advantage=as_reward(credit[start] if isinstance(credit, list) else credit, "advantages"),
+                meta={name: row[name] for name in ("idx", "agent_ref") if name in row},
+            )
+        ]
+
+
+class SkyRLBatchReader:
+    """Batches of SkyRL's generator: prompt_token_ids, response_ids, rewards, loss_masks, one item per trajectory.
+
+    Rewards per token are summed. A group is what shares `instance_id` in trajectory_ids, else trajectories in turn with
+    one prompt.
+    """
+
+    def __init__(self, row: Row, given: Mapping[str, str], layout: object = None) -> None:
+        _only(given)
+
+    def about(self) -> str:
+        """Describe which field was read as what."""
+        return "prompt_ids=prompt_token_ids, completion_ids=response_ids, reward=rewards, log_probs=rollout_logprobs"
+
+    def read(self, row: Row) -> list[Rollout]:
+        """Return the rollouts of one batch.
+
+        Raises:
+            DataError: a field is missing, of a wrong kind, or of another length.
+        """
+        num = len(as_list(field_of(row, "response_ids"), "response_ids"))
+        names = ("prompt_token_ids", "rewards", "loss_masks", "rollout_logprobs", "stop_reasons", "trajectory_ids")
+        columns: dict[str, list[Any]] = {}
+        for name in names:
+            values = row.get(name)
+            columns[name] = [None] * num if values is None else as_list(values, name)
+            if len(columns[name]) != num:
+                raise DataError(f"field '{name}' has {len(columns[name])} items for {num} responses.")
+        made: list[Rollout] = []
+        for i, ids in enumerate(row["response_ids"]):
+            prompt, reward, mask, scores, reason, trajectory = (columns[name][i] for name in names)
+            instance = trajectory.get("instance_id") if isinstance(trajectory, Mapping) else None
+            values = reward if isinstance(reward, list) else [reward]
+            made.append(
+                Rollout(
+                    prompt_ids=as_ids(prompt, "prompt_token_ids"),
+                    completion_ids=as_ids(ids, "response_ids"),
+                    completion_mask=None if mask is None else [bool(item) for item in as_list(mask, "loss_masks")],
+                    log_probs=None if scores is None else as_scores(scores, "rollout_logprobs"),
+                    reward=as_reward(sum(as_reward(item, "rewards") for item in values), "rewards"),
+                    finish_reason="" if reason is None else str(reason),
+                    group=None if instance is None else ("instance", str(instance)),
+                )
+            )
+        return made
+
+
+def _weighed(item: Any) -> float:
+    return as_reward(field_of(item, "score"), "score") * as_reward(item.get("weight", 1.0), "weight")
 
 
 def _only(given: Mapping[str, str], *allowed: str) -> None:

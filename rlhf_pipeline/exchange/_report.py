@@ -12,12 +12,12 @@ import numpy as np
 
 @dataclass(kw_only=True)
 class FileReport:
-    """What one file gave."""
+    """The result of one file."""
 
     path: Path
     format: str
     about: str = ""
-    """Which field was taken for what."""
+    """Which field was read as what."""
     num_imported: int = 0
     num_skipped: int = 0
     """Trajectories that the store had already."""

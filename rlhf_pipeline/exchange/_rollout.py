@@ -13,6 +13,11 @@ from rlhf_pipeline.errors import DataError
 ONE_ROW = "one row"
 """The group of a rollout whose row holds its whole group."""
 
+LARGEST = 3.4028234663852886e38
+"""The largest float32, the type in which rewards and log-probs are stored."""
+ROUNDING = 1e-4
+"""A log-prob may lie above 0 by this much, where an engine rounds."""
+
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -26,14 +31,14 @@ class Rollout:
     prompt_ids: Sequence[int] | None = None
     completion_ids: Sequence[int] | None = None
     completion_mask: Sequence[bool] | None = None
-    """Which completion tokens the policy produced; None for all (no tool output or later user turn among them)."""
+    """Which completion tokens the policy produced; None for all of them."""
     log_probs: Sequence[float | None] | None = None
     """Behaviour log-probs, one per completion token; None where unknown."""
     ref_log_probs: Sequence[float | None] | None = None
     reward: float = math.nan
     advantage: float = math.nan
     group: Hashable = None
-    """Names the instance of the prompt within its file; None: rows in turn with equal prompts are one group."""
+    """Names the instance of the prompt within its file; None groups consecutive rows with equal prompts."""
     policy_version: int = 0
     finish_reason: str = ""
     answer: str | None = None
@@ -77,6 +82,20 @@ def text_of(value: str | Messages) -> str:
     return "\n\n".join(f"[{message.get('role')}]\n{message_text(message)}" for message in value)
 
 
+def check_text(text: str, name: str) -> str:
+    """Return `text` if it can be written as UTF-8.
+
+    Raises:
+        DataError: it holds half of a surrogate pair, which JSON can spell and UTF-8 cannot.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise DataError(f"field '{name}' holds half of a surrogate pair ({half}), which is not text.") from None
+    return text
+
+
 def as_text(value: Any, name: str) -> str:
     """Return a field as text: a string, or the chat messages of one completion.
 
@@ -84,19 +103,16 @@ def as_text(value: Any, name: str) -> str:
         DataError: it is something else.
     """
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise DataError(f"field '{name}' holds half of a surrogate pair, which is no text.") from None
-        return value
+        return check_text(value, name)
     if is_messages(value):
-        return text_of(value)
+        return check_text(text_of(value), name)
     raise DataError(f"field '{name}' must be text or chat messages, got {shown(value)}.")
 
 
 def as_prompt(value: Any, name: str) -> str | Messages:
     """Return a prompt: text, or chat messages as they are."""
     if is_messages(value):
+        check_text(text_of(value), name)
         return value
     return as_text(value, name)
 
@@ -105,26 +121,50 @@ def as_number(value: Any, name: str) -> float:
     """Return a field as a float; True is 1.0 and null is NaN.
 
     Raises:
-        DataError: it is no number.
+        DataError: it is not a number, or one that no float holds.
     """
     if value is None:
         return math.nan
-    if isinstance(value, (bool, int, float)):
-        return float(value)
     if isinstance(value, str) and value.strip() in ("NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"):
         return float(value)
+    if isinstance(value, (bool, int, float)):
+        try:
+            return float(value)
+        except OverflowError:
+            raise DataError(f"field '{name}' must be a number of reasonable size, got {shown(value)}.") from None
     raise DataError(f"field '{name}' must be a number, got {shown(value)}.")
 
 
-def as_int(value: Any, name: str) -> int:
-    """Return a field as an int.
+def as_reward(value: Any, name: str) -> float:
+    """Return a field as a reward or an advantage: a finite float32, or NaN where there is none.
 
     Raises:
-        DataError: it is no whole number.
+        DataError: it is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not float(value).is_integer():
+    reward = as_number(value, name)
+    if not (abs(reward) <= LARGEST or reward != reward):
+        raise DataError(
+            f"field '{name}' must be finite and at most {LARGEST:.4g} in size (float32), got {shown(value)}. "
+            "Write null where there is no reward."
+        )
+    return reward
+
+
+def as_int(value: Any, name: str, largest: int = 2**63 - 1) -> int:
+    """Return a field as an int; digits in quotes are taken as the number that they spell.
+
+    Raises:
+        DataError: it is not a whole number, or larger than `largest`.
+    """
+    if isinstance(value, str) and value.strip().isdecimal() and len(value) < 30:
+        value = int(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
         raise DataError(f"field '{name}' must be a whole number, got {shown(value)}.")
-    return int(value)
+    if not -largest <= value <= largest:
+        raise DataError(f"field '{name}' must be a whole number of at most {largest}, got {shown(value)}.")
+    return value
 
 
 def as_ids(value: Any, name: str) -> list[int]:
@@ -150,24 +190,36 @@ def as_list(value: Any, name: str) -> list[Any]:
 
 
 def as_scores(value: Any, name: str) -> list[float | None]:
-    """Return a field as one log-prob per token; null where there is none.
+    """Return a field as one log-prob per token; None where there is none (null or NaN).
 
     Raises:
-        DataError: it is no list of numbers.
+        DataError: it is not a list of numbers, or one of them is no log-prob: above 0, or infinite.
     """
     if not isinstance(value, list):
         raise DataError(f"field '{name}' must be a list of log-probs, got {shown(value)}.")
-    for item in value:
-        if item is not None and (isinstance(item, bool) or not isinstance(item, (int, float))):
-            raise DataError(f"field '{name}' must be a list of log-probs, got {shown(item)} in it.")
-    return value
+    scores: list[float | None] = []
+    for place, item in enumerate(value):
+        if type(item) is float and -LARGEST <= item <= ROUNDING:
+            scores.append(item)
+            continue
+        score = as_number(item, f"{name}[{place}]")
+        if score != score:
+            scores.append(None)
+        elif not -LARGEST <= score <= ROUNDING:
+            raise DataError(
+                f"field '{name}' must hold log-probs, which are finite and not above 0, got {shown(item)} at place "
+                f"{place}. Write null where a token has none."
+            )
+        else:
+            scores.append(score)
+    return scores
 
 
 def as_answer(value: Any) -> str | None:
     """Return a reference answer as text: what is not text becomes JSON."""
     if value is None or isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False, default=str)
+        return None if value is None else check_text(value, "answer")
+    return json.dumps(value, ensure_ascii=True, default=str)
 
 
 def shown(value: Any) -> str:
@@ -176,5 +228,8 @@ def shown(value: Any) -> str:
     >>> shown(3)
     'int 3'
     """
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not spell out integers of more than a few thousand digits
+        text = f"of {value.bit_length():,} bits"
     return f"{type(value).__name__} {text[:57] + '...' if len(text) > 60 else text}"

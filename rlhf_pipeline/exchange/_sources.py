@@ -19,6 +19,8 @@ SCHEMA_KEY = b"trajectory_schema"
 """The same in the metadata of an exported Parquet file."""
 ROWS_PER_READ = 256
 
+_SUMMARIES = ("aggregated_results.jsonl",)
+"""Files of figures that tools write beside their rollouts."""
 _SUFFIXES: dict[str, Container] = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
 
@@ -137,7 +139,11 @@ def _in_folder(folder: Path) -> list[Source]:
         raise DefinitionError(f"{folder} holds several splits. Name one: {folder / (splits[0] if splits else 'train')}")
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return [Source(folder, "hf")]
-    files = [path for path in folder.iterdir() if path.suffix.lower() in (".jsonl", ".ndjson", ".parquet")]
+    files = [
+        path
+        for path in folder.iterdir()
+        if path.suffix.lower() in (".jsonl", ".ndjson", ".parquet") and path.name not in _SUMMARIES
+    ]
     if not files:
         raise DefinitionError(
             f"{folder} is no saved dataset, and holds no .jsonl or .parquet files. Name the files themselves."
@@ -157,6 +163,8 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             try:
                 row = json.loads(line)
+            except RecursionError:
+                raise DataError(f"{path}:{number}: this line is nested too deeply to be read.") from None
             except ValueError as error:
                 what = line.strip()[:60].decode("utf-8", "replace")
                 if number == 1 and what.startswith("["):

@@ -16,7 +16,7 @@ from rlhf_pipeline.exchange._report import FileReport, ImportReport
 from rlhf_pipeline.exchange._sources import ROWS_PER_READ, Source
 from rlhf_pipeline.exchange._target import open_target
 from rlhf_pipeline.replay.schema import trajectory_schema
-from trajectory_store import RaggedArray, Schema, TrajectoryStore
+from trajectory_store import RaggedArray, Schema, StoreError, TrajectoryStore
 
 NAME = "trajectory_id"
 
@@ -48,7 +48,7 @@ def import_stored(
         DefinitionError: the store lacks a column.
     """
     written = source.schema_json()
-    schema = trajectory_schema() if written is None else Schema.from_json(json.loads(written))
+    schema = trajectory_schema() if written is None else _schema(source, written)
     if written is None:
         file.about = "the columns that this version knows; the export's own list of columns is not beside it"
     report.files.append(file)
@@ -73,6 +73,16 @@ def import_stored(
                 if on_commit is not None:
                     on_commit(report)
     report.num_groups += len(np.unique(np.concatenate(seen))) if seen else 0
+
+
+def _schema(source: Source, written: str) -> Schema:
+    try:
+        return Schema.from_json(json.loads(written))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, StoreError) as error:
+        raise DataError(
+            f"{source.path}: the list of its columns, which `export` wrote, cannot be read ({type(error).__name__}: "
+            f"{error}). Export the store again."
+        ) from error
 
 
 def _batches(source: Source, schema: Schema, batch_rows: int) -> Iterator[tuple[str, Values]]:

@@ -119,7 +119,7 @@ class Known:
         self.num = int(self._places[-1]) + 1 if len(places) else 0
 
     def check_same(self, places: Sequence[int], rollouts: Sequence[Rollout], wheres: Sequence[str]) -> None:
-        """Check that rows that were imported before still say the same; evicted rows are not looked at.
+        """Check that rows imported before are unchanged in the file; evicted rows are skipped.
 
         Raises:
             DataError: one does not.

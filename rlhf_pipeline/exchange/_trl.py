@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.exchange._rewards import weighted
 
 if TYPE_CHECKING:
     from rlhf_pipeline.exchange.recorder import TrajectoryRecorder
@@ -32,8 +33,6 @@ def listen(recorder: TrajectoryRecorder, trainer: Any, *, compute_log_probs: boo
             f"{type(trainer).__name__} has no {', '.join(missing)}, which TRL's GRPOTrainer 1.16 has. "
             "Record through the reward functions: reward_funcs=recorder.reward_funcs([...])."
         )
-    from rlhf_pipeline.exchange.recorder import weighted
-
     recorder.rank = trainer.accelerator.process_index
     recorder.world_size = trainer.accelerator.num_processes
     sample, grade = getattr(trainer, _SAMPLES), getattr(trainer, _GRADES)
@@ -52,7 +51,7 @@ def listen(recorder: TrajectoryRecorder, trainer: Any, *, compute_log_probs: boo
         if heard and (training or record_eval):
             if recorder.group_size is None and training:
                 recorder.group_size = trainer.num_generations
-            _record(recorder, trainer, heard, output, weighted, compute_log_probs)
+            _record(recorder, trainer, heard, output, compute_log_probs)
         return output
 
     setattr(trainer, _GRADES, graded)
@@ -60,9 +59,7 @@ def listen(recorder: TrajectoryRecorder, trainer: Any, *, compute_log_probs: boo
     trainer.add_callback(flush_callback(recorder))
 
 
-def _record(
-    recorder: TrajectoryRecorder, trainer: Any, heard: dict[str, Any], output: Any, weighted: Any, compute: bool
-) -> None:
+def _record(recorder: TrajectoryRecorder, trainer: Any, heard: dict[str, Any], output: Any, compute: bool) -> None:
     ids: Sequence[Sequence[int]] = heard["completion_ids"]
     num = len(ids)
     mine = slice(recorder.rank * num, (recorder.rank + 1) * num)
@@ -131,10 +128,14 @@ def _pairs(ids: torch.Tensor, mask: torch.Tensor) -> zip[tuple[np.ndarray, np.nd
 
 
 def flush_callback(recorder: TrajectoryRecorder) -> Any:
-    """Return a `TrainerCallback` that flushes a recorder when the trainer saves and when it ends."""
+    """Return a `TrainerCallback` that flushes a recorder when the trainer saves and ends, and announces a resume."""
     from transformers import TrainerCallback
 
     class Flush(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step:
+                recorder.resume(int(state.global_step))
+
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             recorder.flush()
 

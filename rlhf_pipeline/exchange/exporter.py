@@ -49,7 +49,7 @@ def export_store(
 ) -> ExportReport:
     """Write the trajectories of a store to one file, or to a folder that `datasets.load_from_disk` reads.
 
-    All columns are written, ragged ones as lists of numbers, later values (`patch`, `update`) folded in. What the store
+    All columns are written, ragged ones as lists of numbers, later values (`update`) folded in. What the store
     only fills in is null. The columns' definitions go into the Parquet file's metadata, or into a file beside the
     others, so that `import_files` gives an equal store again. The target appears whole or not at all.
 
@@ -149,7 +149,7 @@ def _batches(
 
 
 def _may_be_absent(column: Column) -> bool:
-    return column.fill is not None and not column.mutable  # an update in place leaves no trace of presence
+    return column.optional
 
 
 def _writer(kind: Container) -> Callable[[Path, Schema, Iterator[_Batch]], None]:

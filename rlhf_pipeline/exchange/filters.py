@@ -1,4 +1,4 @@
-"""Which trajectories of a store are meant: conditions such as `task_reward>=0.5`."""
+"""Choosing trajectories of a store by conditions such as `task_reward>=0.5`."""
 
 from __future__ import annotations
 

@@ -1,14 +1,23 @@
-"""The formats that `import` reads, and how a file is recognised by its field names."""
+"""The formats that `import` reads: one table of what each tool calls its fields, and how a file is recognised."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
-from rlhf_pipeline.exchange._flat import FlatReader, OpenInstructReader, TRLReader, verl_reader
-from rlhf_pipeline.exchange._nested import PrimeRLReader, SolutionsReader, TinkerReader, is_solution
+from rlhf_pipeline.exchange._flat import FlatReader, OpenInstructReader, TRLReader
+from rlhf_pipeline.exchange._nested import (
+    NemoReader,
+    PrimeRLReader,
+    SkyRLBatchReader,
+    SolutionsReader,
+    TinkerReader,
+    is_solution,
+)
 from rlhf_pipeline.exchange._rollout import Rollout
 from rlhf_pipeline.exchange._sources import Container
 
@@ -19,7 +28,7 @@ class Reader(Protocol):
     """Turns rows of one file into rollouts."""
 
     def about(self) -> str:
-        """Return which field was taken for what, in words."""
+        """Describe which field was read as what."""
         ...
 
     def read(self, row: Row) -> list[Rollout]:
@@ -27,38 +36,81 @@ class Reader(Protocol):
         ...
 
 
+def _always(row: Row) -> bool:
+    return True
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """One format."""
+    """One format: where a tool puts what, from the tool's own source."""
 
     name: str
     summary: str
     """What it is, in a few words."""
-    matches: Callable[[Row], bool]
-    """Whether a row looks like it."""
-    reader: Callable[[Row, Mapping[str, str]], Reader]
-    """Makes a reader from the first row and the user's `--field` options."""
+    source: str
+    """Where the tool writes it."""
+    needs: tuple[str, ...] = ()
+    """A row that has all these fields is of this format."""
+    also: Callable[[Row], bool] = _always
+    """And this condition holds."""
+    fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    """What is known of a rollout to the field that holds it. A target that is not named is looked for under the names
+    that tools use (`rlhf_pipeline.exchange._fields.ALIASES`); one with no names is not in the file."""
+    group_of: tuple[str, ...] = ()
+    """Fields that name a group within a file, if all are there; else rows in turn with one prompt are a group."""
+    as_chat: bool = True
+    """Text prompts go through the chat template; False where the text is the whole prompt already."""
+    per_token: bool = False
+    """A list of rewards is one per token, to be summed."""
+    version_in_path: tuple[str, int] | None = None
+    """Where the policy version stands in the path of the file: an expression with one group, and what is added."""
+    make: Callable[[Row, Mapping[str, str], Format], Reader] = FlatReader
+    """Makes a reader from the first row, the user's `--field` options and this."""
 
+    def matches(self, row: Row) -> bool:
+        """Return True if a row looks like it."""
+        return all(name in row for name in self.needs) and self.also(row)
 
-def _has(*names: str) -> Callable[[Row], bool]:
-    return lambda row: all(name in row for name in names)
+    def reader(self, row: Row, given: Mapping[str, str]) -> Reader:
+        """Return a reader of files whose first row is `row`."""
+        return self.make(row, given, self)
+
+    def version_of(self, path: Path) -> int | None:
+        """Return the policy version that the path of a file tells, or None."""
+        if self.version_in_path is None:
+            return None
+        expression, offset = self.version_in_path
+        found = re.findall(expression, path.as_posix())
+        return int(found[-1]) + offset if found else None
 
 
 def _is_prime_rl(row: Row) -> bool:
-    return _has("traces", "task")(row) or _has("token_ids", "loss_mask", "inference_logprobs")(row)
+    return any(
+        all(name in row for name in names)
+        for names in (("traces", "task"), ("token_ids", "loss_mask", "inference_logprobs"), ("nodes", "rewards"))
+    )
 
 
 def is_tinker_summary(row: Row) -> bool:
     """Return True for a rollout summary of tinker-cookbook: rewards, and no tokens."""
-    return _has("total_reward", "group_idx", "traj_idx")(row)
+    return all(name in row for name in ("total_reward", "group_idx", "traj_idx"))
 
 
 def _is_tinker(row: Row) -> bool:
-    return _has("prompt_tokens", "samples")(row) or row.get("kind") == "sample" or is_tinker_summary(row)
+    return ("prompt_tokens" in row and "samples" in row) or row.get("kind") == "sample" or is_tinker_summary(row)
 
 
-def _is_solutions(row: Row) -> bool:
-    return any(is_solution(value) for value in row.values())
+def _is_trl(row: Row) -> bool:
+    return "advantage" in row or isinstance(row["step"], str)
+
+
+def _is_skyrl_dump(row: Row) -> bool:
+    return all(name in row for name in ("input_prompt", "output_response", "score"))
+
+
+def _is_skyrl_batch(row: Row) -> bool:
+    tokens = [row.get(name) for name in ("prompt_token_ids", "response_ids")]
+    return "rewards" in row and all(isinstance(rows, list) and rows and isinstance(rows[0], list) for rows in tokens)
 
 
 def is_store_row(row: Row) -> bool:
@@ -70,45 +122,119 @@ FORMATS: tuple[Format, ...] = (
     Format(
         name="gsm8k-solutions",
         summary="graded solutions in the form of GSM8K's example_model_solutions.jsonl",
-        matches=_is_solutions,
-        reader=SolutionsReader,
+        source="openai/grade-school-math, the file itself",
+        also=lambda row: any(is_solution(value) for value in row.values()),
+        make=SolutionsReader,
     ),
     Format(
         name="prime-rl",
-        summary="episodes (traces.jsonl) or token exports of prime-rl",
-        matches=_is_prime_rl,
-        reader=PrimeRLReader,
+        summary="episodes (traces.jsonl) or token exports of prime-rl; traces of verifiers",
+        source="prime-rl 559b447 FileMonitor.log_episodes, token_export.py; verifiers a60a606 Episode.to_record",
+        also=_is_prime_rl,
+        make=PrimeRLReader,
+    ),
+    Format(
+        name="verifiers",
+        summary="results of verifiers' evaluations",
+        source="verifiers, results.jsonl",
+        needs=("example_id", "prompt", "completion", "reward"),
+        fields={"group": (), "reward": ("reward",)},
+        group_of=("example_id",),
     ),
     Format(
         name="tinker",
         summary="captured samples of tinker-cookbook, with its rollout summaries",
-        matches=_is_tinker,
-        reader=TinkerReader,
+        source="tinker-cookbook 9dfcc3a capture/instrument.py, rl/rollout_logging.py",
+        also=_is_tinker,
+        make=TinkerReader,
     ),
     Format(
         name="open-instruct",
         summary="rollout shards of open-instruct's --save_traces",
-        matches=_has("prompt_tokens", "response_tokens", "reward"),
-        reader=OpenInstructReader,
+        # The mask of tool output is not in the file, so all response tokens count as the policy's.
+        source="open-instruct e6c3044 open_instruct/rl_utils.py RolloutRecord",
+        needs=("prompt_tokens", "response_tokens", "reward"),
+        fields={
+            "prompt_ids": ("prompt_tokens",),
+            "completion_ids": ("response_tokens",),
+            "reward": ("reward",),
+            "log_probs": ("logprobs",),
+            "policy_version": ("step",),
+            "answer": ("ground_truth",),
+            "group": (),
+        },
+        group_of=("step", "prompt_idx"),
+        make=OpenInstructReader,
+    ),
+    Format(
+        name="nemo-rl",
+        summary="NeMo-RL's train_data_step*.jsonl",
+        source="NeMo-RL 7ea279a nemo_rl/algorithms/grpo.py, log_batched_dict_as_jsonl",
+        needs=("token_ids", "token_loss_mask", "rewards"),
+        version_in_path=(r"train_data_step(\d+)", -1),  # step N is sampled from the weights of N - 1 updates
+        make=NemoReader,
+    ),
+    Format(
+        name="skyrl",
+        summary="SkyRL's dumps of evaluations, or batches of its generator",
+        source="SkyRL a956457 dump_per_dataset_eval_results, generators/base.py GeneratorOutput",
+        also=lambda row: _is_skyrl_dump(row) or _is_skyrl_batch(row),
+        fields={
+            "prompt": ("input_prompt",),
+            "completion": ("output_response",),
+            "reward": ("score",),
+            "finish_reason": ("stop_reason",),
+        },
+        as_chat=False,
+        per_token=True,
+        version_in_path=(r"global_step_(\d+)", 0),
+        make=lambda row, given, layout: (SkyRLBatchReader if _is_skyrl_batch(row) else FlatReader)(row, given, layout),
     ),
     Format(
         name="trl",
         summary="the completions table of TRL's trainers",
-        matches=_has("step", "prompt", "completion", "advantage"),
-        reader=TRLReader,
+        # The columns of rewards are called after the reward functions, see `TRLReader`.
+        source="TRL 1.16 GRPOTrainer.log; before 0.18 with `reward`, without `advantage`, and with `step` as text",
+        needs=("step", "prompt", "completion"),
+        also=_is_trl,
+        fields={
+            "prompt": ("prompt",),
+            "completion": ("completion",),
+            "reward": ("reward",),
+            "advantage": ("advantage",),
+            "policy_version": ("step",),
+            "group": (),  # the instances of one prompt have no name; their place in the table tells them apart
+            "answer": (),
+        },
+        as_chat=False,
+        make=TRLReader,
     ),
     Format(
         name="verl",
         summary="verl's rollout_data_dir dumps",
-        matches=_has("input", "output", "score", "step"),
-        reader=verl_reader,
+        # `input` is the whole prompt as text. verl reorders a step's rows to balance its workers.
+        source="verl 1dda039 RayPPOTrainer._dump_generations",
+        needs=("input", "output", "score", "step"),
+        fields={
+            "prompt": ("input",),
+            "completion": ("output",),
+            "reward": ("score",),
+            "answer": ("gts",),
+            "policy_version": ("step",),
+            "group": ("uid",),
+        },
+        group_of=("step", "input"),
+        as_chat=False,
     ),
     Format(
-        name="groups",
-        summary="prompts, completions and rewards by their field names",
-        matches=lambda row: True,
-        reader=FlatReader,
+        name="openrlhf",
+        summary="OpenRLHF's generations with rewards",
+        source="OpenRLHF cli/batch_inference.py",
+        needs=("input", "output", "reward"),
+        fields={"prompt": ("input",), "completion": ("output",), "reward": ("reward",)},
+        as_chat=False,
     ),
+    Format(name="groups", summary="prompts, completions and rewards by their field names", source="any tool"),
 )
 """In the order in which they are tried; the last takes any row that has a prompt, a completion and a reward."""
 

@@ -12,7 +12,8 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
-from rlhf_pipeline.exchange._encode import Encoder, columns_of, load_tokenizer
+from rlhf_pipeline.exchange._encode import Encoder, columns_of, load_tokenizer, meta_of
+from rlhf_pipeline.exchange._flat import TRLReader
 from rlhf_pipeline.exchange._nested import TinkerReader
 from rlhf_pipeline.exchange._report import FileReport, ImportReport
 from rlhf_pipeline.exchange._rollout import ONE_ROW, Rollout
@@ -53,7 +54,8 @@ def import_files(
         into: folder of the store.
         format: one of `rlhf_pipeline.exchange.formats.NAMES`; `auto` looks at the names of the fields.
         tokenizer: of transformers, or the folder or hub name of one; only needed for text without token ids.
-        fields: target to field name, for example `{"prompt": "question"}`.
+        fields: target to field name, for example `{"prompt": "question"}`; `none` leaves a target out. `reward` may
+            be a sum of fields with weights: `{"reward": "accuracy+0.5*format"}`.
         group_by: `auto` takes the group that the format names, else rows in turn with equal prompts; `prompt` takes
             all rows of a file with the same prompt.
         chat_template: put text prompts through the tokenizer's chat template, where the format allows and it has one.
@@ -122,12 +124,15 @@ class _Item:
     reader: Reader | None
     """None for an export of a store."""
     report: FileReport
+    version: int | None = None
+    """The policy version of all its rows, where the path tells it."""
 
 
 def _recognise(sources: Sequence[Source], format: str, fields: Mapping[str, str]) -> list[_Item]:
     plan: list[_Item] = []
     summaries: list[Source] = []
     tinker: TinkerReader | None = None
+    tables: dict[frozenset[str], tuple[TRLReader, list[Source]]] = {}
     for source in sources:
         with contextlib.closing(source.rows()) as rows:
             row = next((row for _, row in rows), None)
@@ -148,9 +153,19 @@ def _recognise(sources: Sequence[Source], format: str, fields: Mapping[str, str]
                 reader: Reader = tinker
             else:
                 reader = found.reader(row, fields)
+            if isinstance(reader, TRLReader):  # the tables of one training are settled together
+                reader, same = tables.setdefault(frozenset(map(str, row)), (reader, []))
+                same.append(source)
         except DefinitionError as error:
             raise DefinitionError(f"{source.path}: {error}") from None
-        plan.append(_Item(source=source, reader=reader, report=FileReport(path=source.path, format=found.name)))
+        file = FileReport(path=source.path, format=found.name)
+        plan.append(_Item(source=source, reader=reader, report=file, version=found.version_of(source.path)))
+    for reader, same in tables.values():
+        try:
+            reader.settle((row for _, row in source.rows()) for source in same)
+        except (DataError, DefinitionError) as error:
+            more = f" and {len(same) - 1} more" if same[1:] else ""
+            raise type(error)(f"{same[0].path}{more}: {error}") from error
     for source in summaries:
         for number, row in source.rows():
             with naming(source, number):
@@ -168,11 +183,13 @@ def _recognise(sources: Sequence[Source], format: str, fields: Mapping[str, str]
 
 @contextlib.contextmanager
 def naming(source: Source, number: int) -> Iterator[None]:
-    """Add the place to errors about one row."""
+    """Prefix errors with the file and the row."""
     try:
         yield
     except (DataError, DefinitionError) as error:
         raise type(error)(f"{source.where(number)}: {error}") from error
+    except RecursionError:
+        raise DataError(f"{source.where(number)}: a value is nested too deeply to be kept.") from None
 
 
 class _Import:
@@ -189,7 +206,7 @@ class _Import:
         on_commit: Callable[[ImportReport], None] | None,
     ) -> None:
         self.store, self.source, self.file, self.report = there.store, item.source, item.report, report
-        self.reader = cast(Reader, item.reader)
+        self.reader, self.version = cast(Reader, item.reader), item.version
         self.encoder, self.group_by, self.batch_rows, self.on_commit = encoder, group_by, batch_rows, on_commit
         self.known = there.known(item.source.path)
         self.num = 0
@@ -197,7 +214,7 @@ class _Import:
         self._groups: dict[bytes, int] = {}
         self._last_group: tuple[Any, int] | None = None
         self._old: list[tuple[int, Rollout, str]] = []
-        self._new: list[tuple[int, int, Rollout, dict[str, Any]]] = []
+        self._new: list[tuple[int, int, Rollout, str]] = []
         self._num_tokens = 0
         self._highest_group = -1
 
@@ -214,6 +231,8 @@ class _Import:
             self._commit()
 
     def _take(self, rollout: Rollout, number: int) -> None:
+        if self.version is not None:
+            rollout.policy_version = self.version
         place, group = self.num, self._group(rollout, number)
         if place < self.known.num:
             self.num += 1
@@ -229,7 +248,7 @@ class _Import:
         if encoded is not None:
             meta["encoded"] = encoded
             self.report.num_encoded += 1
-        self._new.append((place, group, rollout, meta))
+        self._new.append((place, group, rollout, meta_of(rollout, meta)))
         self._num_tokens += len(rollout.prompt_ids or ()) + len(rollout.completion_ids or ())
         if len(self._new) >= self.batch_rows or self._num_tokens >= BATCH_TOKENS:
             self._commit()

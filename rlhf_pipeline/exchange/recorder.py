@@ -17,7 +17,8 @@ from typing import Any, Literal
 import numpy as np
 
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
-from rlhf_pipeline.exchange._encode import Encoder, columns_of, load_tokenizer
+from rlhf_pipeline.exchange._encode import Encoder, columns_of, load_tokenizer, meta_of
+from rlhf_pipeline.exchange._rewards import weighted
 from rlhf_pipeline.exchange._rollout import Messages, Rollout, as_answer, as_text
 from rlhf_pipeline.exchange._target import SOURCE_BITS
 from rlhf_pipeline.replay.schema import trajectory_schema
@@ -40,9 +41,12 @@ class TrajectoryRecorder:
       `prompts`, `completions`, `completion_ids` and columns. Prompt ids come from the tokenizer, log-probs are NaN.
     - `recorder.record(...)`: any loop.
 
+    A training that resumes from a checkpoint takes some steps again; what is recorded of them takes the place of what
+    was recorded before, see `resume`. Any other recorder on an old store gives new ids.
+
     A call is one atomic commit, durable on return. The processes of one training may record into one store, each with
     its own recorder, all made before training starts, and all with equally many rows per call. So may several trainings
-    at once, if each is one process. A new recorder on an old store gives new ids. Not thread safe.
+    at once, if each is one process. Not thread safe.
 
     Args:
         store: folder of the store; made if it is not there.
@@ -98,6 +102,17 @@ class TrajectoryRecorder:
         self._name = tokenizer if isinstance(tokenizer, str) else str(getattr(tokenizer, "name_or_path", "given"))
         self._tokenizer = load_tokenizer(str(tokenizer)) if isinstance(tokenizer, (str, Path)) else tokenizer
         self._pending: _Pending | None = None
+        self._resumed_at: int | None = None
+
+    def resume(self, step: int) -> None:
+        """Announce that the training resumes from its checkpoint of `step` optimizer steps and repeats later ones.
+
+        What is recorded next then gets the ids of what an earlier recorder recorded at those steps, if it is of the
+        same prompts, and takes its place when the store is learned from: of rows with one trajectory id the newest
+        counts.
+        `attach` and `callback` call this where a TRL trainer resumes.
+        """
+        self._resumed_at = step
 
     def record(
         self,
@@ -183,7 +198,7 @@ class TrajectoryRecorder:
         if not num:
             return np.empty(0, np.int64)
         encoder = Encoder(self._tokenizer, self._name)
-        more: list[dict[str, Any]] = []
+        more: list[str] = []
         rollouts: list[Rollout] = []
         now = time.time()
         for i in range(num):
@@ -201,8 +216,13 @@ class TrajectoryRecorder:
                 **fields,
             )
             encoded = encoder.encode(rollout)
-            more.append({"source": {"recorder": source}} | ({} if encoded is None else {"encoded": encoded}))
+            said = {"source": {"recorder": source}} | ({} if encoded is None else {"encoded": encoded})
+            more.append(meta_of(rollout, said))
             rollouts.append(rollout)
+        if self._resumed_at is not None:
+            step, self._resumed_at = self._resumed_at, None
+            offset = self._retaken(step, rollouts, offset)
+            self._offset = offset + self.world_size * num
         first = offset + self.rank * num
         places = np.arange(first, first + num, dtype=np.int64)
         groups = self._groups(rollouts, places)
@@ -213,8 +233,29 @@ class TrajectoryRecorder:
         self.num_recorded += num
         return ids
 
+    def _retaken(self, step: int, rollouts: Sequence[Rollout], offset: int) -> int:
+        """Reuse the previous recorder's ids from a step on; return the place of that step's first row."""
+        rows = self.store.ids()
+        base = self._base - (1 << SOURCE_BITS)
+        named = self.store.read_scalars("trajectory_id", rows)
+        before = named >> SOURCE_BITS == base >> SOURCE_BITS
+        again = before & (self.store.read_scalars("policy_version", rows) >= step)
+        if base < 0 or not again.any():
+            return offset
+        start = int(named[again].min()) - base
+        for i, rollout in enumerate(rollouts):
+            there = rows[named == base + start + self.rank * len(rollouts) + i]
+            found = self.store.read(there[-1:], ["input_ids", "num_prompt_tokens"])
+            ends = found["num_prompt_tokens"]
+            prompts = [ids[:end].tolist() for ids, end in zip(found["input_ids"], ends, strict=True)]
+            if prompts != [list(rollout.prompt_ids or ())]:
+                _log.warning("%s: other prompts than before at step %d, so the earlier rows stay", self.path, step)
+                return offset
+        self._base = base
+        return start
+
     def _leave_to_others(self) -> None:
-        """Take other ids where another recorder, opened before this one had written, has begun to use the same ones."""
+        """Switch to other ids if another recorder, opened before this one had written, uses the same ones."""
         before, watermark = self._seen, self.store.refresh()
         if self.world_size > 1 or watermark == before.watermark:
             return  # of several ranks each has its own places among the same ids
@@ -294,6 +335,9 @@ class TrajectoryRecorder:
         if len(pending.rewards) < len(weights):
             return
         self._pending = None
+        step = int(getattr(columns.get("trainer_state"), "global_step", 0))
+        if step and not self._offset and self._resumed_at is None:
+            self.resume(step)  # a training whose first batch is not that of step 0 was resumed
         scores = np.array([pending.rewards[i] for i in range(len(weights))]).T
         answers = next((columns[name] for name in _ANSWERS if isinstance(columns.get(name), list)), None)
         self.record(
@@ -302,14 +346,14 @@ class TrajectoryRecorder:
             completion_ids=columns.get("completion_ids"),
             rewards=weighted(scores, weights).tolist(),
             answers=answers,
-            policy_version=int(getattr(columns.get("trainer_state"), "global_step", 0)),
+            policy_version=step,
             source="reward function",
         )
 
     # -- TRL ---------------------------------------------------------------------------------------------------------
 
     def attach(self, trainer: Any, *, compute_log_probs: bool = True, record_eval: bool = False) -> None:
-        """Record everything that a TRL trainer samples, from now on; the trainer's numbers are not changed.
+        """Record everything that a TRL trainer samples from now on, without changing its numbers.
 
         Args:
             trainer: a `GRPOTrainer` of TRL 1.16, or a trainer with the same methods.
@@ -325,13 +369,13 @@ class TrajectoryRecorder:
         listen(self, trainer, compute_log_probs=compute_log_probs, record_eval=record_eval)
 
     def callback(self) -> Any:
-        """Return a `TrainerCallback` that waits for the disk whenever the trainer saves and when it ends."""
+        """Return a `TrainerCallback` that syncs when the trainer saves and ends, and announces a resume."""
         from rlhf_pipeline.exchange._trl import flush_callback
 
         return flush_callback(self)
 
     def flush(self) -> None:
-        """Wait until everything recorded is on the disk."""
+        """Sync everything recorded to the disk."""
         if not self.store.closed:
             self.store.flush()
 
@@ -349,22 +393,11 @@ class TrajectoryRecorder:
 
 
 class _Pending:
-    """A batch whose reward functions have not all answered."""
+    """A batch that some reward functions have not graded yet."""
 
     def __init__(self, completions: Any) -> None:
         self.completions = completions
         self.rewards: dict[int, list[float]] = {}
-
-
-def weighted(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the weighted sum of `[n, functions]` rewards as TRL forms it: NaN counts as 0, unless all are NaN.
-
-    >>> weighted(np.array([[1.0, np.nan], [np.nan, np.nan]]), np.array([2.0, 1.0])).tolist()
-    [2.0, nan]
-    """
-    total = np.nansum(scores * weights, axis=1)
-    total[np.isnan(scores).all(axis=1)] = np.nan
-    return total
 
 
 def _open(path: Path, durability: Any) -> TrajectoryStore:
@@ -379,7 +412,7 @@ def _open(path: Path, durability: Any) -> TrajectoryStore:
 
 @contextlib.contextmanager
 def _alone(store: Path) -> Iterator[None]:
-    """Keep other recorders from writing for a moment."""
+    """Hold the lock that recorders take to write."""
     with (store / _LOCK).open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

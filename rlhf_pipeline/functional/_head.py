@@ -6,6 +6,8 @@ Everything here runs without autograd, on buffers that are made once per call. T
 * passes over a chunk go through it in blocks of rows that fit in a cache (CPU only);
 * the gradient of the logits is kept *unscaled* (`softmax - onehot`), and the per-row factor goes to the
   [chunk, H] side of both matmuls, so no pass over [chunk, V] is spent on scaling.
+
+A soft cap (`c * tanh(z / c)`, Gemma 2) costs a second buffer of [chunk, V], which holds its derivative.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ CUDA_CHUNK_ELEMENTS = 1 << 28
 CPU_BLOCK_ELEMENTS = 1 << 20
 CPU_CHUNK_ROWS = (256, 1024)
 CUDA_CHUNK_ROWS = (64, 8192)
+_LEAST = -1e30
+"""In place of a log-prob of -inf where it is multiplied by its probability, 0: `0 log 0 = 0`."""
 
 
 def default_chunk_rows(vocab_size: int, device: torch.device) -> int:
@@ -97,6 +101,7 @@ def check_head_shapes(
     bias: torch.Tensor | None,
     temperature: float,
     chunk_size: int | None,
+    soft_cap: float | None,
 ) -> None:
     """Raise `DefinitionError` with the shapes seen where the inputs of a head do not fit together."""
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
@@ -118,6 +123,8 @@ def check_head_shapes(
         )
     if chunk_size is not None and chunk_size < 1:
         raise DefinitionError(f"chunk_size must be 1 or more rows, or None; got {chunk_size}.")
+    if soft_cap is not None and not soft_cap > 0.0:
+        raise DefinitionError(f"soft_cap must be above 0, or None for logits without a cap; got {soft_cap}.")
 
 
 class HeadPass:
@@ -130,6 +137,7 @@ class HeadPass:
         targets: int64 [N].
         temperature: logits are divided by it.
         chunk_size: rows per chunk, or None for `default_chunk_rows`.
+        soft_cap: logits `z` become `soft_cap * tanh(z / soft_cap)` before the temperature; None for no cap.
         needs: whether gradients are wanted for (hidden, weight, bias).
     """
 
@@ -141,6 +149,7 @@ class HeadPass:
         targets: torch.Tensor,
         temperature: float,
         chunk_size: int | None,
+        soft_cap: float | None = None,
         needs: tuple[bool, bool, bool] = (False, False, False),
     ) -> None:
         self.operand = operand_dtype(hidden, weight)
@@ -148,6 +157,9 @@ class HeadPass:
         self.hidden, self.hidden_dtype, self.weight_dtype = hidden, hidden.dtype, weight.dtype
         self.weight = weight.to(self.operand)
         self.bias = None if bias is None else bias.to(self.result) / temperature
+        self.cap = None if soft_cap is None else soft_cap / temperature
+        # A bias of -inf bans a token; the product of its probability and its log-prob is not a number.
+        self.bans = bias is not None and not bool(torch.isfinite(bias).all())
         self.bias_dtype = None if bias is None else bias.dtype
         self.targets = targets.long()
         self.inverse = 1.0 / temperature
@@ -159,6 +171,7 @@ class HeadPass:
         self._buffer = torch.empty(largest, self.vocab, **make)
         block = CPU_BLOCK_ELEMENTS // self.vocab if hidden.device.type == "cpu" else largest
         self.block = max(1, min(block, largest))
+        self._slope = torch.empty_like(self._buffer) if self.cap is not None and any(needs) else None
         self._scratch: torch.Tensor | None = None
         need_hidden, need_weight, need_bias = needs
         self.grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -182,7 +195,21 @@ class HeadPass:
             torch.ops.aten.mm.dtype_out(h, self.weight.t(), self.result, out=x)
             if self.inverse != 1.0:
                 x.mul_(self.inverse)
-        return x if self.bias is None else x.add_(self.bias)
+        if self.bias is not None:
+            x.add_(self.bias)
+        return x if self.cap is None else self._capped_(x, self.cap)
+
+    def _capped_(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        """Cap tempered logits in place, and keep the derivative of the cap where a gradient is wanted."""
+        x.div_(cap).tanh_()
+        if self._slope is not None:
+            torch.square(x, out=self._slope[: x.shape[0]]).neg_().add_(1.0)
+        return x.mul_(cap)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the logits are finite and linear in the hidden state."""
+        return self.cap is None and not self.bans
 
     def blocks(self, x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Views of the rows of `x` that fit in a cache, with their slices."""
@@ -208,6 +235,8 @@ class HeadPass:
             torch.log_softmax(y, -1, out=y)
             log_probs[part] = y.gather(1, targets[part, None])[:, 0]
             if entropy is not None:
+                if self.bans:
+                    y.clamp_(min=_LEAST)
                 p = torch.exp(y, out=self.scratch(y))
                 entropy[part] = torch.linalg.vecdot(p, y).neg_()
 
@@ -254,6 +283,8 @@ class HeadPass:
         Returns:
             `x @ weight` [end - start, H] where the hidden gradient is wanted, else None.
         """
+        if self._slope is not None:
+            x.mul_(self._slope[: x.shape[0]])
         d = x.to(self.operand)
         product = None
         if self.grad_hidden is not None:
@@ -280,8 +311,9 @@ class HeadPass:
         return product
 
     def free(self) -> None:
-        """Let go of the chunk buffers before the gradients are handed on."""
+        """Free the chunk buffers before the gradients are handed on."""
         self._buffer = self._buffer[:0]
+        self._slope = None
         self._scratch = None
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:

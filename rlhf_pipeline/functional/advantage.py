@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, get_args
 
 import torch
 
+from rlhf_pipeline.config import Estimator
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 
-__all__ = ["ESTIMATORS", "GroupAdvantage", "group_advantage", "whitened_step_rewards"]
+__all__ = [
+    "BATCH_ESTIMATORS",
+    "ESTIMATORS",
+    "GroupAdvantage",
+    "group_advantage",
+    "penalty_rounding",
+    "whitened_step_rewards",
+]
 
-ESTIMATORS: Final = (
-    "grpo",
-    "dr_grpo",
-    "mean",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "opo",
-)
+ESTIMATORS: Final[tuple[str, ...]] = get_args(Estimator)
+BATCH_ESTIMATORS: Final = ("reinforce_pp", "reinforce_pp_baseline")
+"""Those that divide by the spread of a whole batch, and so need to be told what the batch is."""
 STD_FLOOR: Final = 1e-6
 """The smallest divisor, as in TorchRL."""
 
@@ -48,12 +50,56 @@ def _batch_std(centred: torch.Tensor) -> torch.Tensor:
     return (centred.square().sum() / max(centred.numel() - 1, 1)).sqrt()
 
 
+def penalty_rounding(
+    coef: torch.Tensor,
+    task_rewards: torch.Tensor,
+    log_probs: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    lengths: torch.Tensor,
+    eps: float = torch.finfo(torch.float32).eps,
+) -> torch.Tensor:
+    """How far a return may be from its exact value because of the log-probs that its KL penalty is summed from.
+
+    `8 * coef * lengths * eps * max |log_prob|`, and the rounding of a float32 reward. A log-prob is a difference of
+    logits, each rounded relative to its own size, so it is off by a few `eps` of itself: the factor allows for that.
+
+    Args:
+        coef: [N], weight of the penalty.
+        task_rewards: [N], the reward without the penalty.
+        log_probs: flat [sum of rows], one trajectory behind the other; those that are not finite do not count.
+        rows: int64 [N], how many of those each trajectory has.
+        lengths: [N], tokens that the penalty is summed over.
+        eps: the distance of 1 to the next number in the dtype that the models compute in.
+
+    Returns:
+        float64 [N].
+
+    >>> one = torch.ones(1)
+    >>> penalty_rounding(one, 0 * one, torch.tensor([-2.0]), torch.tensor([1]), lengths=one, eps=0.5)
+    tensor([8.], dtype=torch.float64)
+    """
+    sizes = log_probs.detach().double().abs().nan_to_num(0.0, 0.0, 0.0)
+    largest = torch.segment_reduce(sizes, "max", lengths=rows, initial=0.0)
+    penalty = 8.0 * eps * coef.double() * lengths.double() * largest
+    return penalty + 2.0 * torch.finfo(torch.float32).eps * task_rewards.double().abs()
+
+
+def _all_equal(values: torch.Tensor, index: torch.Tensor, groups: int) -> torch.Tensor:
+    """Whether all values of each group are equal; bool [groups]."""
+    low = values.new_full((groups,), float("inf")).scatter_reduce(0, index, values, "amin")
+    high = values.new_full((groups,), float("-inf")).scatter_reduce(0, index, values, "amax")
+    return low == high
+
+
 def group_advantage(
     returns: torch.Tensor,
     group_ids: torch.Tensor,
     estimator: str = "grpo",
     *,
     lengths: torch.Tensor | None = None,
+    task_rewards: torch.Tensor | None = None,
+    rounding: torch.Tensor | None = None,
 ) -> GroupAdvantage:
     """One advantage per trajectory, relative to the members of its group that arrived.
 
@@ -71,11 +117,17 @@ def group_advantage(
     their advantage and only a batch without spread is degenerate. Sums are float64; groups may have any
     sizes and their members any order.
 
+    A KL penalty in the return hides that a group has no spread: its members differ by rounding at least. With
+    `task_rewards` and `rounding` a group is degenerate too if its task rewards are all equal and no return is further
+    from the mean than its rounding.
+
     Args:
         returns: [N], float or integer.
         group_ids: int64 [N]; any numbers.
         estimator: one of `ESTIMATORS`.
         lengths: [N], the number of assistant tokens of each trajectory; needed by `opo` only.
+        task_rewards: [N], the rewards without the penalty; goes with `rounding`.
+        rounding: [N], how far each return may be from its exact value; see `penalty_rounding`.
 
     Returns:
         `(advantages [N], degenerate [N])` as a named tuple.
@@ -114,6 +166,10 @@ def group_advantage(
     std = (_group_sum(centred.square(), index, groups)[index] / (size - 1).clamp_min(1)).sqrt()
     scale = _group_sum(r.abs(), index, groups)[index] / size
     degenerate = (size < 2) | (std <= RELATIVE_SPREAD_FLOOR * scale)
+    if task_rewards is not None and rounding is not None:
+        flat = _all_equal(task_rewards.double(), index, groups)
+        flat &= _group_sum((centred.abs() > rounding.double()).double(), index, groups) == 0
+        degenerate = degenerate | flat[index]
 
     if estimator == "grpo":
         advantages = centred / std.clamp_min(STD_FLOOR)
@@ -124,7 +180,10 @@ def group_advantage(
     elif estimator == "reinforce_pp":
         batch = r - r.mean()
         spread = _batch_std(batch)
-        degenerate = (spread <= RELATIVE_SPREAD_FLOOR * r.abs().amax()).expand_as(degenerate)
+        flat = spread <= RELATIVE_SPREAD_FLOOR * r.abs().amax()
+        if task_rewards is not None and rounding is not None:
+            flat = flat | ((task_rewards == task_rewards[0]).all() & (batch.abs() <= rounding.double()).all())
+        degenerate = flat.expand_as(degenerate)
         advantages = batch / spread.clamp_min(STD_FLOOR)
     elif estimator == "reinforce_pp_baseline":
         kept = centred.masked_fill(degenerate, 0.0)

@@ -152,7 +152,7 @@ def contributes(advantages: torch.Tensor, *, kl_loss: bool = False, entropy_bonu
 
     Args:
         advantages: [N].
-        kl_loss: whether the loss has a KL term.
+        kl_loss: whether the loss has a KL term, against the reference or against the behaviour policy.
         entropy_bonus: whether the loss has an entropy term.
 
     Returns:

@@ -94,13 +94,13 @@ class _FusedTokenLoss(torch.autograd.Function):
         targets: torch.Tensor,
         objective: TokenObjective,
         rows: tuple[torch.Tensor, ...],
-        settings: tuple[float, int | None, bool, int, bool],
+        settings: tuple[float, int | None, float | None, bool, int, bool],
     ) -> tuple[torch.Tensor, ...]:
-        temperature, chunk_size, entropy_gradient, terms, grad_enabled = settings
+        temperature, chunk_size, soft_cap, entropy_gradient, terms, grad_enabled = settings
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3] if grad_enabled else (False,) * 3
         needs = (of_hidden, of_weight, of_bias)
         with torch.autocast(hidden.device.type, enabled=False):
-            head = HeadPass(hidden, weight, bias, targets, temperature, chunk_size, needs)
+            head = HeadPass(hidden, weight, bias, targets, temperature, chunk_size, soft_cap, needs)
             make = {"device": hidden.device, "dtype": head.result}
             log_probs = torch.empty(hidden.shape[0], **make)
             entropy = torch.empty(hidden.shape[0], **make)
@@ -109,8 +109,8 @@ class _FusedTokenLoss(torch.autograd.Function):
                 part = slice(start, end)
                 ent = entropy[part]
                 x, t = head.logits(start, end), head.targets[part]
-                # Without a hidden gradient there is no product to read the entropy from.
-                keep_log = entropy_gradient or not needs[0]
+                # Without a hidden gradient, or where logits are not linear in it, no product tells the entropy.
+                keep_log = entropy_gradient or not needs[0] or not head.is_linear
                 if keep_log:
                     head.log_softmax_(x, t, log_probs[part], ent)
                 else:
@@ -148,7 +148,7 @@ class _FusedTokenLoss(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        temperature, chunk_size, entropy_gradient, terms, _ = ctx.settings
+        temperature, chunk_size, soft_cap, entropy_gradient, terms, _ = ctx.settings
         term_grads = grads[:terms]
         # Handed over, not kept: a gradient that somebody else holds is copied on its way into `.grad`.
         collected, ctx.collected = ctx.collected, None
@@ -169,6 +169,7 @@ class _FusedTokenLoss(torch.autograd.Function):
                 needs=ctx.needs_input_grad[:3],
                 temperature=temperature,
                 chunk_size=chunk_size,
+                soft_cap=soft_cap,
             )
         return (*out, *[None] * 4)
 
@@ -202,6 +203,7 @@ def fused_token_loss(
     temperature: float = 1.0,
     bias: torch.Tensor | None = None,
     chunk_size: int | None = None,
+    soft_cap: float | None = None,
 ) -> FusedTokenLoss:
     """Sum a token loss over rows of hidden states, forming its gradient chunk by chunk in the forward pass.
 
@@ -222,6 +224,7 @@ def fused_token_loss(
         temperature: logits are divided by it.
         bias: [V] or None.
         chunk_size: rows per chunk; see `token_log_probs`.
+        soft_cap: of the logits; see `token_log_probs`.
 
     Returns:
         The losses, and the log-probs and entropies [N] without gradient.
@@ -236,10 +239,10 @@ def fused_token_loss(
     tensor([[-0.2119,  0.1060],
             [ 0.1060,  0.2881]])
     """
-    check_head_shapes(hidden, weight, targets, bias, temperature, chunk_size)
+    check_head_shapes(hidden, weight, targets, bias, temperature, chunk_size, soft_cap)
     for i, row in enumerate(rows):
         if row.shape != targets.shape:
             raise DefinitionError(f"row {i} of the objective must be {list(targets.shape)}; got {list(row.shape)}.")
-    settings = (float(temperature), chunk_size, entropy_gradient, terms, torch.is_grad_enabled())
+    settings = (float(temperature), chunk_size, soft_cap, entropy_gradient, terms, torch.is_grad_enabled())
     out: Any = _FusedTokenLoss.apply(hidden, weight, bias, targets, objective, tuple(rows), settings)
     return FusedTokenLoss(tuple(out[:terms]), out[terms], out[terms + 1])

@@ -1,13 +1,18 @@
-"""Estimators of the KL divergence from single log-probs, and masked means.
+"""Estimators of the KL divergence from single log-probs.
 
 With `d = log pi(token) - log ref(token)` for tokens drawn from `pi`. http://joschu.net/blog/kl-approx.html
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-__all__ = ["LOG_RATIO_LIMIT", "clamped_log_ratio", "kl_k1", "kl_k2", "kl_k3", "masked_mean"]
+from rlhf_pipeline.config import KLEstimator
+
+__all__ = ["LOG_RATIO_LIMIT", "KLEstimator", "clamped_log_ratio", "kl_figures", "kl_k1", "kl_k2", "kl_k3", "kl_loss"]
+
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to plus or minus this before an exponential."""
@@ -73,21 +78,63 @@ def kl_k3(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
     return torch.expm1(-d) + d
 
 
-def masked_mean(values: torch.Tensor, mask: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.Tensor:
-    """The mean of `values` where `mask` is True; 0 where nothing is, whatever stands at masked positions.
+def kl_loss(
+    log_probs: torch.Tensor,
+    other: torch.Tensor,
+    estimator: KLEstimator = "k3+",
+    *,
+    behaviour: torch.Tensor | None = None,
+    bounds: tuple[float, float] = (0.0, math.inf),
+) -> torch.Tensor:
+    """A KL term for a loss, per token; 0 where the other log-prob is not finite.
+
+    * `k2`: `d^2 / 2`; on-policy its gradient is the gradient of the KL.
+    * `k3+`: the value of k3, the gradient of k2.
+    * `k3`: `exp(-d) - 1 + d`; the gradient is biased.
+
+    For tokens that another policy sampled, `behaviour` corrects with `w = pi / behaviour`. The gradient of `k2` and
+    `k3+` is right under the policy's own expectation, so their weight is a constant, `stopgrad(w)`; `k3` is right as a
+    value under it, so its weight is differentiated too (the form of DeepSeek-V3.2). Within the bounds all three then
+    have the exact gradient of the KL in expectation.
 
     Args:
-        values: any shape.
-        mask: bool, the same shape.
-        dim: dimensions to reduce; all by default.
+        log_probs: any shape, with gradient.
+        other: the same shape.
+        estimator: see above.
+        behaviour: log-probs of the policy that sampled, the same shape; None for the policy itself.
+        bounds: of `w`, which bound its variance.
 
     Returns:
-        The mean; NaN or infinity at a masked position does not reach it.
+        The term per token, in nats, same shape.
 
-    >>> masked_mean(torch.tensor([1.0, 3.0, float("nan")]), torch.tensor([True, True, False]))
-    tensor(2.)
+    >>> kl_loss(torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, float("nan")]), "k2")
+    tensor([0.1250, 0.0000])
     """
-    kept = torch.where(mask, values, torch.zeros_like(values))
-    if dim is None:
-        return kept.sum() / mask.sum().clamp_min(1)
-    return kept.sum(dim) / mask.sum(dim).clamp_min(1)
+    known = torch.isfinite(other)
+    other = torch.where(known, other, log_probs.detach())
+    weight = None if behaviour is None else clamped_log_ratio(log_probs, behaviour).exp().clamp(*bounds)
+    if estimator == "k3":
+        value = kl_k3(log_probs, other)
+    else:
+        value = kl_k2(log_probs, other)
+        if estimator == "k3+":
+            value = value + (kl_k3(log_probs, other) - value).detach()
+        weight = None if weight is None else weight.detach()
+    if weight is not None:
+        value = value * weight
+    return torch.where(known, value, torch.zeros_like(value))
+
+
+def kl_figures(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> dict[str, float]:
+    """The means of k1, k2 and k3 over tokens, in nats, formed in float64; 0 without a token.
+
+    Args:
+        log_probs: [N], of the tokens that count.
+        ref_log_probs: [N].
+
+    >>> kl_figures(torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -1.0]))
+    {'k1': 0.25, 'k2': 0.0625, 'k3': 0.05326532985631...}
+    """
+    lp, lr = log_probs.detach().double(), ref_log_probs.detach().double()
+    estimators = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+    return {name: float(f(lp, lr).mean()) if lp.numel() else 0.0 for name, f in estimators.items()}

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from rlhf_pipeline.config import GRPO, Objective
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.kl import LOG_RATIO_LIMIT, clamped_log_ratio
 
@@ -44,24 +45,28 @@ class TokenLoss(NamedTuple):
     clipped_high: torch.Tensor
 
 
-def clip_bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
+def clip_bounds(clip_epsilon: float | tuple[float, float] | None, objective: Objective = "grpo") -> tuple[float, float]:
     """Read `clip_epsilon`: one number for both sides, or (low, high) as in DAPO (0.20, 0.28).
 
-    Raises:
-        DefinitionError: not one or two numbers, below 0, or a low side of 1 or more.
+    None is 0.2 for both, and for `cispo` no lower clip, as in its paper: the ratio is above `1 - 1` always.
 
-    >>> clip_bounds(0.2), clip_bounds((0.2, 0.28))
-    ((0.2, 0.2), (0.2, 0.28))
+    Raises:
+        DefinitionError: not one or two numbers, or out of the bounds of `config.GRPO`.
+
+    >>> clip_bounds(0.2), clip_bounds((0.2, 0.28)), clip_bounds(None, "cispo")
+    ((0.2, 0.2), (0.2, 0.28), (1.0, 0.2))
     """
+    if clip_epsilon is None:
+        return GRPO(objective=objective).clip_epsilon
     pair = clip_epsilon if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
     if len(pair) != 2:
         raise DefinitionError(f"clip_epsilon is one number or a pair (low, high); got {len(pair)} numbers.")
-    low, high = float(pair[0]), float(pair[1])
-    if not (0.0 <= low < 1.0 and high >= 0.0):
-        raise DefinitionError(
-            f"clip_epsilon needs 0 <= low < 1 and high >= 0, so that 1 - low stays positive; got ({low}, {high})."
-        )
-    return low, high
+    if objective == "cispo" and pair[0] == 1:
+        pair = (None, pair[1])
+    try:
+        return GRPO(objective=objective, clip_low=pair[0], clip_high=pair[1]).clip_epsilon
+    except DefinitionError as error:
+        raise DefinitionError(f"clip_epsilon={clip_epsilon}: {error}") from None
 
 
 def clipped_loss(
@@ -112,6 +117,8 @@ def cispo_loss(
     high: float = 0.2,
 ) -> TokenLoss:
     """`-stopgrad(clip(w, 1 - low, 1 + high)) A log pi`: a clipped token keeps its gradient. arXiv:2506.13585.
+
+    The paper has no lower clip, which is `low=1`.
 
     Args:
         log_probs: current log-probs per token, with gradient.

@@ -35,7 +35,7 @@ def guard(
         read: gives a micro-batch of the plan.
 
     Returns:
-        The plan with the weights changed, without any batch where nothing is left to learn from; the mean of what the
+        The plan with the weights changed, without a gradient where nothing is left to learn from; the mean of what the
         trajectories count; and a sentence per age that does not count in full.
     """
     if sample.min_ess is None or not plan.batches or not (ages > 0).any():
@@ -50,9 +50,9 @@ def guard(
     )
     weights = plan.weights.clone()
     weights[order] *= verdict.weights.cpu()
-    # Without a batch nothing has a gradient, and the optimizer leaves the weights as they are.
-    batches = [] if verdict.skip else plan.batches
-    return dataclasses.replace(plan, weights=weights, batches=batches), float(verdict.weights.mean()), verdict.message
+    weighed = dataclasses.replace(plan, weights=weights)
+    # Where nothing has a gradient, the optimizer leaves the weights as they are.
+    return weighed.without_gradient() if verdict.skip else weighed, float(verdict.weights.mean()), verdict.message
 
 
 def _log_ratio(policy: CausalLMPolicy, batch: TensorDict) -> tuple[Tensor, Tensor]:

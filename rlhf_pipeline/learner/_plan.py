@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.config import Learn
+from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.aggregation import contributes, step_counts, token_weights
 from rlhf_pipeline.losses.grpo import GRPOLoss
 from rlhf_pipeline.policies.packed import plan_micro_batches
@@ -22,33 +24,78 @@ class StepPlan:
     Attributes:
         row_ids: int64 [n], the rows that the step learns from.
         lengths: int64 [n], tokens of each, prompt included.
-        scored: int64 [n], tokens of each that the policy produced and has a finite log-prob of.
+        produced: int64 [n], tokens of each that the policy produced after a token to predict them from.
+        scored: int64 [n], those of them that the loss is about: the log-probs that it reads are finite.
         weights: float32 [n], what each of those tokens counts in the loss.
-        batches: micro-batches, int64 positions in `row_ids`. Rows without a gradient are in none.
-        positions: positions that the model computes for each micro-batch.
+        batches: micro-batches, int64 positions in `row_ids`, of the rows that have a gradient.
+        measured: micro-batches of the rows that have none, which run forward only, for the step's figures.
+        positions: positions that the model computes for each of `batches`.
     """
 
     row_ids: np.ndarray
     lengths: Tensor
+    produced: Tensor
     scored: Tensor
     weights: Tensor
     batches: list[Tensor]
+    measured: list[Tensor]
     positions: list[int]
 
     @property
-    def useful(self) -> Tensor:
-        """int64, the positions in `row_ids` of all rows that run through the model, in order."""
-        return torch.cat(self.batches).sort().values if self.batches else torch.zeros(0, dtype=torch.int64)
+    def learned(self) -> Tensor:
+        """int64, the positions in `row_ids` of the rows with a gradient, in order."""
+        return _ordered(self.batches)
+
+    @property
+    def only_measured(self) -> Tensor:
+        """int64, the positions in `row_ids` of the rows without one."""
+        return _ordered(self.measured)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row that runs through the model."""
-        return int(self.lengths[self.useful].max()) if self.batches else 0
+        """Tokens of the longest row."""
+        return int(self.lengths.max()) if len(self.lengths) else 0
 
     @property
     def padding_efficiency(self) -> float | None:
-        """Real tokens over computed positions; above 1 where prompts are shared. None without a micro-batch."""
-        return float(self.lengths[self.useful].sum()) / sum(self.positions) if self.batches else None
+        """Real tokens over computed positions of the rows with a gradient; above 1 where prompts are shared.
+
+        None where no row has one.
+        """
+        return float(self.lengths[self.learned].sum()) / sum(self.positions) if self.batches else None
+
+    def without(self, lost: Tensor, *, loss: GRPOLoss, max_completion_tokens: int) -> StepPlan:
+        """The same step with fewer tokens in the loss.
+
+        Args:
+            lost: int64 [n], how many of each row's scored tokens turned out to have no finite log-prob.
+            loss: as for `plan_step`.
+            max_completion_tokens: as for `plan_step`.
+        """
+        scored = self.scored - lost
+        return dataclasses.replace(self, scored=scored, weights=_weights(scored, loss, max_completion_tokens))
+
+    def without_gradient(self) -> StepPlan:
+        """The same step with every row measured and none learned from."""
+        return dataclasses.replace(self, batches=[], measured=[*self.batches, *self.measured])
+
+
+def _ordered(batches: list[Tensor]) -> Tensor:
+    return torch.cat(batches).sort().values if batches else torch.zeros(0, dtype=torch.int64)
+
+
+def check_reduction(loss: GRPOLoss) -> None:
+    """Refuse a loss whose reduction the fixed weights of a step would override.
+
+    Raises:
+        DefinitionError: it sums, or does not reduce.
+    """
+    if loss.reduction != "mean" or loss.aggregation == "none":
+        raise DefinitionError(
+            "the learner weighs tokens by the counts of the whole step, and its loss has "
+            f"reduction={loss.reduction!r}, aggregation={loss.aggregation!r}. Make it with reduction='mean' and choose "
+            "by aggregation: token_mean, sequence_mean, sequence_sum or dr_grpo."
+        )
 
 
 def plan_step(
@@ -57,40 +104,72 @@ def plan_step(
     """Fix the loss weights from the counts of the whole step, then cut it into micro-batches.
 
     A row longer than the token budget gets a micro-batch of its own size.
+
+    Raises:
+        DefinitionError: the loss reduces in a way that fixed weights would override.
     """
+    check_reduction(loss)
     lengths = torch.from_numpy(np.asarray(store.lengths("input_ids", row_ids), dtype=np.int64))
-    scored = torch.from_numpy(scored_tokens(store, row_ids))
-    weights = token_weights(
-        scored, loss.aggregation, counts=step_counts(scored), max_completion_tokens=max_completion_tokens
-    )
+    produced, scored = token_counts(store, row_ids, reference=bool(loss.kl_to_ref_coeff))
     useful = contributes(
         torch.from_numpy(store.read_scalars("advantage", row_ids)),
-        kl_loss=bool(loss.kl_to_ref_coeff),
+        kl_loss=bool(loss.kl_to_ref_coeff or loss.kl_to_inference_coeff),
         entropy_bonus=loss.entropy_bonus,
-    ).nonzero()[:, 0]
-    longest = int(lengths[useful].max()) if len(useful) else 0
-    at = useful.numpy()
-    plan = plan_micro_batches(
-        config.layout,
-        lengths[useful],
-        max(config.token_budget, longest),
-        prompt_lengths=torch.from_numpy(store.read_scalars("num_prompt_tokens", row_ids)[at].astype(np.int64)),
-        group_ids=torch.from_numpy(store.read_scalars("group_id", row_ids)[at].astype(np.int64)),
     )
-    batches = [useful[rows] for rows in plan.rows]
+
+    def cut(chosen: Tensor) -> tuple[list[Tensor], list[int]]:
+        at = chosen.nonzero()[:, 0]
+        plan = plan_micro_batches(
+            config.layout,
+            lengths[at],
+            max(config.token_budget, int(lengths[at].max()) if len(at) else 0),
+            prompt_lengths=torch.from_numpy(store.read_scalars("num_prompt_tokens", row_ids[at]).astype(np.int64)),
+            group_ids=torch.from_numpy(store.read_scalars("group_id", row_ids[at]).astype(np.int64)),
+        )
+        return [at[rows] for rows in plan.rows], plan.positions
+
+    batches, positions = cut(useful)
     return StepPlan(
-        row_ids=row_ids, lengths=lengths, scored=scored, weights=weights, batches=batches, positions=plan.positions
+        row_ids=row_ids,
+        lengths=lengths,
+        produced=produced,
+        scored=scored,
+        weights=_weights(scored, loss, max_completion_tokens),
+        batches=batches,
+        measured=cut(~useful)[0],
+        positions=positions,
     )
 
 
-def scored_tokens(store: TrajectoryStore, row_ids: np.ndarray) -> np.ndarray:
-    """Return how many tokens of each trajectory the policy produced and has a finite log-prob of, int64 [n].
+def _weights(scored: Tensor, loss: GRPOLoss, max_completion_tokens: int) -> Tensor:
+    return token_weights(
+        scored, loss.aggregation, counts=step_counts(scored), max_completion_tokens=max_completion_tokens
+    )
+
+
+def token_counts(store: TrajectoryStore, row_ids: np.ndarray, *, reference: bool = False) -> tuple[Tensor, Tensor]:
+    """Count the tokens of trajectories that the policy produced, and those that the loss is about; int64 `[n]` each.
 
     Counted from the mask and not from the prompt's length: a trajectory of several turns has tokens of others in
-    between.
+    between. The first token of a trajectory has nothing to be predicted from.
+
+    Args:
+        store: where the trajectories are.
+        row_ids: int64 [n].
+        reference: whether the loss reads reference log-probs too.
     """
     masks = store.read_ragged("assistant_mask", row_ids)
-    log_probs = store.read_ragged("log_probs", row_ids)
-    ends = np.cumsum(masks.values.astype(bool) & np.isfinite(log_probs.values))
-    at_row_ends = np.concatenate([[0], ends])[masks.offsets]
-    return np.diff(at_row_ends)
+    produced = masks.values.astype(bool)
+    begins = masks.offsets[:-1][np.diff(masks.offsets) > 0]
+    produced[begins] = False
+    scored = produced & np.isfinite(store.read_ragged("log_probs", row_ids).values)
+    if reference and "ref_log_probs" in store.schema:
+        found = store.read_ragged("ref_log_probs", row_ids)
+        sizes, given = np.diff(masks.offsets), np.diff(found.offsets)
+        same = sizes == given  # a trajectory without reference log-probs has none of them
+        scored[np.repeat(~same, sizes)] = False
+        scored[np.repeat(same, sizes)] &= np.isfinite(found.values[np.repeat(same, given)])
+    ends = np.cumsum(np.stack([produced, scored]), 1, dtype=np.int64)
+    at_row_ends = np.concatenate([np.zeros((2, 1), np.int64), ends], 1)[:, masks.offsets]
+    counts = torch.from_numpy(np.diff(at_row_ends, axis=1))
+    return counts[0], counts[1]

@@ -25,33 +25,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf_pipeline.checkpoint import NamedOptimizer
-from rlhf_pipeline.checkpoint_sharded import save_shards
 from rlhf_pipeline.config import Learn
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.learner.sharded_state import write_shards
+from rlhf_pipeline.learner.state import NamedOptimizer
 from rlhf_pipeline.losses.grpo import GRPOLossOutput
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 
 T = TypeVar("T")
-
-_FIELDS = (
-    "loss_objective",
-    "loss_entropy",
-    "loss_kl_to_ref",
-    "loss_kl_to_inference",
-    "clip_fraction",
-    "clip_fraction_low",
-    "clip_fraction_high",
-    "kl_approx",
-    "ESS",
-    "ess_sequence",
-    "entropy",
-    "kl_to_ref",
-    "kl_to_inference",
-    "num_tokens",
-    "weight_sum",
-    "weight_square_sum",
-)
 
 
 class _Root(nn.Module):
@@ -83,6 +64,11 @@ class Shards:
         self._leads = False
         self._mirror: nn.Module | None = None
         self._mirrors = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether the other processes of the group do what this one does, as it tells them."""
+        return self._leads
 
     @property
     def is_first(self) -> bool:
@@ -139,7 +125,11 @@ class Shards:
 
         What comes back and needs a gradient must be a tensor, or a tuple or list with tensors.
         """
-        return self._root(call)
+        found = self._root(call)
+        if not torch.is_grad_enabled():
+            # The backward pass would do it. Left whole, they would be taken as they are after the next step too.
+            self._root.reshard()  # pyright: ignore[reportCallIssue]
+        return found
 
     def share(self, batches: int) -> list[tuple[int, bool]]:
         """Return this process's micro-batches, and whether each counts.
@@ -162,11 +152,11 @@ class Shards:
             outputs: those of this process, by the number of the micro-batch.
             batches: micro-batches of the step.
         """
-        device = _device()
-        table = torch.zeros(batches, len(_FIELDS), dtype=torch.float64, device=device)
+        device, names = _device(), GRPOLossOutput.field_names()
+        table = torch.zeros(batches, len(names), dtype=torch.float64, device=device)
         known = torch.zeros_like(table)
         for number, output in outputs.items():
-            for column, name in enumerate(_FIELDS):
+            for column, name in enumerate(names):
                 value = getattr(output, name)
                 if value is not None:
                     table[number, column], known[number, column] = value.detach().double(), 1.0
@@ -174,15 +164,28 @@ class Shards:
         dist.all_reduce(known)
         rows = []
         for values, flags in zip(table.cpu(), known.cpu(), strict=True):
-            fields: dict[str, Any] = {n: v.float() for n, v, flag in zip(_FIELDS, values, flags, strict=True) if flag}
+            fields: dict[str, Any] = {name: v for name, v, flag in zip(names, values, flags, strict=True) if flag}
             rows.append(GRPOLossOutput(**fields))
         return rows
 
-    def save(
-        self, folder: Path, step: int, *, policy: CausalLMPolicy, optimizer: NamedOptimizer, state: Any, keep: int
-    ) -> Path:
-        """Write a sharded checkpoint; every process must call this. See `save_shards`."""
-        return save_shards(folder, step, policy=policy, optimizer=optimizer, state=state, keep=keep)
+    def exchange(self, found: dict[int, torch.Tensor], wanted: list[int]) -> dict[int, torch.Tensor]:
+        """Return the float32 vectors of all processes by their numbers; every process must call this.
+
+        Args:
+            found: those of this process. No number is found by two.
+            wanted: the numbers of all, in the same order in every process.
+        """
+        sizes = torch.tensor([len(found[at]) if at in found else 0 for at in wanted], device=_device())
+        dist.all_reduce(sizes)
+        empty = [torch.zeros(size) for size in sizes.tolist()]
+        rows = [found[at].float().cpu() if at in found else row for at, row in zip(wanted, empty, strict=True)]
+        flat = torch.cat(rows).to(_device())
+        dist.all_reduce(flat)  # a value and zeros, so nothing is rounded
+        return dict(zip(wanted, flat.cpu().split(sizes.tolist()), strict=True))
+
+    def write(self, folder: Path, *, policy: CausalLMPolicy, optimizer: NamedOptimizer) -> None:
+        """Write weights and optimizer in shards; every process must call this. See `write_shards`."""
+        write_shards(folder, policy=policy, optimizer=optimizer)
 
     def barrier(self) -> None:
         """Wait for all processes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,18 +12,19 @@ import torch
 from tensordict import TensorDict
 
 from rlhf_pipeline import keys
-from rlhf_pipeline.checkpoint import load_checkpoint, load_tensors, save_checkpoint
 from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.functional.aggregation import spread_token_weights
 from rlhf_pipeline.learner._guard import guard
-from rlhf_pipeline.learner._plan import StepPlan, plan_step
-from rlhf_pipeline.learner.ledger import Ledger
+from rlhf_pipeline.learner._plan import StepPlan, check_reduction, plan_step
 from rlhf_pipeline.learner.metrics import ModelCost, StepMeter, data_metrics, known_peak_flops, loss_metrics
-from rlhf_pipeline.learner.optimizer import PolicyOptimizer
+from rlhf_pipeline.learner.optimizer import PolicyOptimizer, learning_rate
+from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
-from rlhf_pipeline.learner.selection import UseCounts, sampler_of
+from rlhf_pipeline.learner.selection import StepLedger, UseCounts, sampler_of
+from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, write_tensors
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
+from rlhf_pipeline.policies._model_parts import rounding
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.samplers import StoreView
@@ -38,19 +40,19 @@ class Learner:
     policy version is at most `max_staleness` behind, and takes all of them, in the order of their ids, or as many as
     `sample` says. Loss weights are fixed from the counts
     of the whole step before it is split, so the token budget changes memory and not the gradient. The step's ledger row
-    is on disk before the optimizer moves. The ledger is exact; the column `use_count` is a hint, which counts a step
-    that a crash cut short as well.
+    is on disk before the optimizer moves, and how often a trajectory was used is counted from the ledger.
 
     Args:
         policy: the policy that learns.
-        loss: takes a padded batch with per-token weights.
+        loss: takes a padded batch with per-token weights. Where it is `decoupled`, the learner takes the trainer's own
+            log-probs of a trajectory before the first step that uses it, and keeps them for the later ones.
         buffer: where trajectories are read.
         config: optimizer and token budget.
-        max_staleness: largest age, in optimizer steps, of a trajectory that is learned from.
+        max_staleness: largest age, in optimizer steps, of a trajectory that is learned from; None sets no limit.
         sample: which of those a step takes; all by default.
         batch_size: how many, where `sample` does not say it.
         max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
-        ledger: which trajectories entered which step; None records nothing and leaves the store as it is (a replay).
+        ledger: which trajectories entered which step; None records nothing (a replay).
         seed: recorded in the ledger.
         may_be_empty: the write path may drop every group of a rollout; such a step counts and changes nothing.
         reference: moved towards the policy after each step; None where the reference is frozen, or there is none.
@@ -58,9 +60,13 @@ class Learner:
         check_sampler: say once if the log-probs that came with trajectories of these very weights are not what the
             policy scores.
 
+    Raises:
+        DefinitionError: the loss sums or does not reduce, or an option does not go with several processes.
+
     >>> import tempfile
     >>> from pathlib import Path
     >>> from rlhf_pipeline import Collect, Collector, CopyDigits, MCAdvantage, token_match
+    >>> from rlhf_pipeline.run.ledger import Ledger
     >>> from rlhf_pipeline.policies.new_model import scratch_policy
     >>> folder = tempfile.mkdtemp()
     >>> policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0)
@@ -74,7 +80,7 @@ class Learner:
     ...     max_completion_tokens=3, ledger=Ledger(Path(folder) / "ledger.jsonl"), seed=0,
     ... )
     >>> rollout = collector.collect(0, policy_version=0)
-    >>> learner.step(1)["num_trajectories"], len(learner.ledger.rows())
+    >>> learner.step(1)["num_trajectories"], len(learner.ledger.rows)
     (8, 1)
     >>> buffer.trajectories.close()
     """
@@ -86,9 +92,9 @@ class Learner:
         loss: GRPOLoss,
         buffer: TrajectoryReplayBuffer,
         config: Learn,
-        max_staleness: int,
+        max_staleness: int | None,
         max_completion_tokens: int,
-        ledger: Ledger | None,
+        ledger: StepLedger | None,
         seed: int,
         may_be_empty: bool = False,
         reference: MovingReference | None = None,
@@ -97,6 +103,7 @@ class Learner:
         sample: Sample | None = None,
         batch_size: int | None = None,
     ) -> None:
+        check_reduction(loss)
         self.policy = policy
         self.loss = loss
         self.buffer = buffer
@@ -110,7 +117,7 @@ class Learner:
         self._sampler = sampler_of(
             self.sample, max_staleness=max_staleness, updates_per_rollout=config.updates_per_rollout
         )
-        self._uses = UseCounts(ledger) if ledger is not None and self.sample.max_uses is not None else None
+        self._uses = None if ledger is None else UseCounts(ledger, window=self.max_staleness)
         self.may_be_empty = may_be_empty
         self.reference = reference
         self.shards = shards
@@ -127,9 +134,10 @@ class Learner:
         self._check_sampler = check_sampler
         self._notices: list[str] = []
         self._passed = (0, 0)
+        self._proximal = ProximalLogProbs()
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> StepLedger:
         """Which trajectories entered which step.
 
         Raises:
@@ -140,38 +148,50 @@ class Learner:
         return self._ledger
 
     @ledger.setter
-    def ledger(self, ledger: Ledger | None) -> None:
+    def ledger(self, ledger: StepLedger | None) -> None:
         self._ledger = ledger
-        self._uses = UseCounts(ledger) if ledger is not None and self.sample.max_uses is not None else None
+        self._uses = None if ledger is None else UseCounts(ledger, window=self.max_staleness)
 
-    def save(self, folder: Path, step: int, *, state: dict[str, Any], keep: int) -> Path:
-        """Write a checkpoint of weights, optimizer and moving reference; see `save_checkpoint`."""
+    def write(self, folder: Path) -> None:
+        """Write weights, optimizer, random generator, moving reference, proximal log-probs and use counts.
+
+        `run.checkpoint.save_checkpoint` makes a checkpoint of it, whole or absent.
+        """
         if self.shards is not None:
-            self.shards.tell("save", folder=str(folder), step=step, keep=keep)
-            return self.shards.save(folder, step, policy=self.policy, optimizer=self.optimizer, state=state, keep=keep)
-        tensors = {"reference": self.reference.state_tensors()} if self.reference is not None else None
-        return save_checkpoint(
-            folder, step, policy=self.policy, optimizer=self.optimizer, state=state, keep=keep, tensors=tensors
-        )
+            self.shards.tell("write", folder=str(folder))
+            self.shards.write(folder, policy=self.policy, optimizer=self.optimizer)
+            if not self.shards.is_first:
+                return
+        else:
+            write_state(folder, policy=self.policy, optimizer=self.optimizer)
+        if self.reference is not None:
+            write_tensors(folder, "reference", self.reference.state_tensors())
+        if self.loss.decoupled:
+            write_tensors(folder, "proximal", self._proximal.state_tensors())
+        if self._uses is not None:
+            write_tensors(folder, "uses", {"uses": torch.from_numpy(self._uses.state())})
 
-    def load(self, path: Path) -> dict[str, Any]:
-        """Load what `save` wrote and return its state; see `load_checkpoint`.
+    def read(self, folder: Path) -> None:
+        """Load what `write` wrote.
 
         Raises:
-            DataError: the checkpoint is damaged, or of another model.
+            DataError: the folder is damaged, or of another model.
         """
-        moved = load_tensors(path, "reference")
+        moved, proximal = read_tensors(folder, "reference"), read_tensors(folder, "proximal")
+        uses = read_tensors(folder, "uses")
         if self.shards is not None:
-            self.shards.tell("load", path=str(path))
-        state = load_checkpoint(path, policy=self.policy, optimizer=self.optimizer)
+            self.shards.tell("read", folder=str(folder))
+        read_state(folder, policy=self.policy, optimizer=self.optimizer)
         if self.shards is not None:
             self.shards.refresh_mirror()
         if self.reference is not None and moved is not None:
             self.reference.load_state_tensors(moved)
-        return state
+        self._proximal.load_state_tensors(proximal or {})
+        if self._uses is not None and uses is not None:
+            self._uses.load_state(uses["uses"].numpy())
 
     def follow(self) -> None:
-        """Do what the first process does, until it tells to stop: the same steps, checkpoints and loads.
+        """Do what the first process does, until it tells to stop: the same steps, writes and reads.
 
         For the other processes of a group whose first one leads; see `Shards.lead`.
         """
@@ -180,11 +200,12 @@ class Learner:
         while (message := receive())["what"] != "stop":
             if message["what"] == "step":
                 self.buffer.refresh()
-                self.step(message["step"], row_ids=np.asarray(message["row_ids"], dtype=np.int64))
-            elif message["what"] == "save":
-                self.save(Path(message["folder"]), message["step"], state={}, keep=message["keep"])
+                ages = None if message["ages"] is None else np.asarray(message["ages"], dtype=np.int64)
+                self.step(message["step"], row_ids=np.asarray(message["row_ids"], dtype=np.int64), ages=ages)
+            elif message["what"] == "write":
+                self.write(Path(message["folder"]))
             else:
-                self.load(Path(message["path"]))
+                self.read(Path(message["folder"]))
 
     def take_notices(self) -> list[str]:
         """Return what a person should know about the steps since the last call, and forget it."""
@@ -213,14 +234,18 @@ class Learner:
         """
         meter = StepMeter(self.policy.device)
         store, version = self.buffer.store, step - 1
+        aged = ages
+        if ages is None:
+            self._forget_proximal(version)
         if row_ids is None:
             row_ids, ages = self.chosen_rows(step)
         elif ages is None:
             ages = version - store.read_scalars("policy_version", row_ids)
+        uses = None if self._uses is None else self._uses.before(step, store.read_scalars("trajectory_id", row_ids))
         if len(row_ids) == 0:
             self._notices.append(f"step {step} has nothing to learn from: every group was without spread and dropped.")
         if self.shards is not None:
-            self.shards.tell("step", step=step, row_ids=row_ids.tolist())
+            self.shards.tell("step", step=step, row_ids=row_ids.tolist(), ages=None if aged is None else aged.tolist())
         plan = plan_step(
             store,
             row_ids,
@@ -228,6 +253,8 @@ class Learner:
             config=self.config,
             max_completion_tokens=self.max_completion_tokens,
         )
+        if self.loss.decoupled:
+            plan = self._freeze_proximal(plan)
         guarded: dict[str, float | None] = {}
         if self.sample.min_ess is not None:
             plan, guarded["ess_weight"], said = guard(plan, ages, self.sample, self.policy, self._micro_batch)
@@ -245,9 +272,8 @@ class Learner:
                 "the trajectories of this step with `rlhf-pipeline show`."
             )
         if self._ledger is not None and (self.shards is None or self.shards.is_first):
-            store.update(row_ids, use_count=store.read_scalars("use_count", row_ids) + 1)
             self._record(self._ledger, step, row_ids, ages, losses["ess"], ledger_fields or {})
-        self.optimizer.step(self._learning_rate(step))
+        self.optimizer.step(learning_rate(self.config, step))
         if self.reference is not None:
             self.reference.after_step(step)
         if self.shards is not None:
@@ -259,16 +285,12 @@ class Learner:
             "watermark": store.watermark,
             **losses,
             **guarded,
-            **data_metrics(store, row_ids, ages),
+            **data_metrics(store, row_ids, ages, uses),
             "padding_efficiency": plan.padding_efficiency,
             "grad_norm": float(gradient_norm),
-            "lr": self._learning_rate(step),
+            "lr": learning_rate(self.config, step),
             **meter.metrics(
-                self.cost,
-                plan.lengths[plan.useful],
-                plan.scored[plan.useful],
-                peak_flops=self.peak_flops,
-                processes=self.shards.world_size if self.shards else 1,
+                self.cost, plan, peak_flops=self.peak_flops, processes=self.shards.world_size if self.shards else 1
             ),
         }
 
@@ -286,6 +308,7 @@ class Learner:
             DataError: no graded trajectory is fresh enough.
         """
         store = self.buffer.store
+        oldest = math.inf if self.max_staleness is None else self.max_staleness
         every = store.ids()
         if watermark is not None:
             every = every[: max(len(every) - (store.watermark - watermark), 0)]
@@ -295,13 +318,15 @@ class Learner:
         seen = every[passed:]
         ages = version - store.read_scalars("policy_version", seen)
         if len(every) == store.watermark:
-            young = ages <= self.max_staleness
+            young = ages <= oldest
             self._passed = (version, passed + (int(young.argmax()) if young.any() else 0))
         # A NaN reward marks a trajectory whose reward call failed: stored, never learned from.
-        usable = (ages >= 0) & (ages <= self.max_staleness) & np.isfinite(store.read_scalars("task_reward", seen))
+        usable = (ages >= 0) & (ages <= oldest) & np.isfinite(store.read_scalars("task_reward", seen))
+        ready = self.buffer.trajectories.ready(seen)
+        usable = usable if ready is None else usable & ready
         if not usable.any() and not self.may_be_empty:
             raise DataError(
-                f"no graded trajectory is younger than {self.max_staleness + 1} optimizer steps at policy version "
+                f"no graded trajectory is younger than {oldest + 1} optimizer steps at policy version "
                 f"{version}; the store holds {len(every)}. Collect first, or raise buffer.max_staleness."
             )
         row_ids = seen[usable]
@@ -334,12 +359,12 @@ class Learner:
         if keep is not None:
             allowed = keep(row_ids)
             row_ids, ages = row_ids[allowed], ages[allowed]
-        if self.sample.strategy == "fresh" and self._uses is None:
+        limited = self.sample.max_uses is not None
+        if self.sample.strategy == "fresh" and not limited:
             return row_ids, ages
         uses = np.zeros(len(row_ids), np.int64)
-        if self._uses is not None:
-            uses = self._uses.before(step, row_ids)
-            self._uses.forget_all_but(row_ids)  # what is no longer a candidate is too old, and never comes back
+        if self._uses is not None and limited:
+            uses = self._uses.before(step, self.buffer.store.read_scalars("trajectory_id", row_ids))
         view = StoreView(self.buffer.store, row_ids, version=step - 1, uses=uses)
         chosen = np.sort(self._sampler.select(view, self.batch_size, seed=self.seed, step=step))
         if len(chosen) == 0 and not self.may_be_empty:
@@ -350,79 +375,120 @@ class Learner:
         return row_ids[chosen], ages[chosen]
 
     def _accumulate_gradient(self, plan: StepPlan) -> GRPOLossOutput | None:
-        """Run forward and backward over the step's micro-batches; return the loss of the whole step.
+        """Run forward and backward over the step's micro-batches; return the loss and the figures of the whole step.
 
-        None where nothing has a gradient: every group was without spread, and the step counts all the same.
+        Rows without a gradient run forward only: the figures are those of all trajectories. None without a row.
         """
         if plan.longest > self.config.token_budget:
             self._notices.append(
                 f"a trajectory of {plan.longest} tokens is above learn.token_budget={self.config.token_budget}; it "
                 "takes a forward pass of its own."
             )
-        if not plan.batches:
-            return None
-        if self.shards is not None:
-            return GRPOLossOutput.merge(self._accumulate_share(plan, self.shards))
         outputs: list[GRPOLossOutput] = []
-        for chosen in plan.batches:
-            output = self._forward(self._micro_batch(plan, chosen))
-            output.total_loss().backward()
-            outputs.append(output)
-        return GRPOLossOutput.merge(outputs)
+        for batches, learns in ((plan.batches, True), (plan.measured, False)):
+            if self.shards is not None:
+                outputs += self._accumulate_share(plan, batches, self.shards, learns=learns)
+                continue
+            for chosen in batches:
+                with torch.set_grad_enabled(learns):
+                    output = self.loss(self._micro_batch(plan, chosen))
+                if learns:
+                    output.total_loss().backward()
+                outputs.append(output)
+        return GRPOLossOutput.merge(outputs) if outputs else None
 
-    def _forward(self, batch: TensorDict) -> GRPOLossOutput:
-        """Run the loss; where it corrects the sampler, on the trainer's own log-probs at the weights of this step."""
-        if self.loss.decoupled:
-            mask = batch[keys.ASSISTANT_MASK]
-            with torch.no_grad():
-                own = self.policy.log_probs(batch[keys.TOKENS], batch[keys.ATTENTION_MASK], mask)
-            batch[self.loss.tensor_keys.prox_log_probs] = own
-        return self.loss(batch)
-
-    def _accumulate_share(self, plan: StepPlan, shards: Shards) -> list[GRPOLossOutput]:
+    def _accumulate_share(
+        self, plan: StepPlan, batches: list[torch.Tensor], shards: Shards, *, learns: bool
+    ) -> list[GRPOLossOutput]:
         """Run this process's micro-batches, and return the outputs of all processes."""
         outputs: dict[int, GRPOLossOutput] = {}
-        for number, counts in shards.share(len(plan.batches)):
-            batch = self._micro_batch(plan, plan.batches[number])
+        for number, counts in shards.share(len(batches)):
+            batch = self._micro_batch(plan, batches[number])
             if not counts:
                 batch[keys.LOSS_WEIGHT] = torch.zeros_like(batch[keys.LOSS_WEIGHT])
 
             def forward(batch: TensorDict = batch) -> tuple[torch.Tensor, GRPOLossOutput]:
-                output = self._forward(batch)
+                output = self.loss(batch)
                 return output.total_loss(), output
 
-            total, output = shards.run(forward)
-            total.backward()
+            with torch.set_grad_enabled(learns):
+                total, output = shards.run(forward)
+            if learns:
+                total.backward()
             if counts:
                 outputs[number] = output
-        return shards.gather(outputs, len(plan.batches))
+        return shards.gather(outputs, len(batches)) if batches else []
+
+    @torch.no_grad()
+    def _freeze_proximal(self, plan: StepPlan) -> StepPlan:
+        """Take the policy's log-probs of the rows that no step has used before; return the plan without lost tokens."""
+        new = torch.from_numpy(self._proximal.missing(plan.row_ids))
+        batches = [chosen for chosen in (*plan.batches, *plan.measured) if bool(new[chosen].any())]
+        found: dict[int, torch.Tensor] = {}
+        if self.shards is None:
+            for chosen in batches:
+                found |= self._own_log_probs(plan, chosen)
+        elif batches:
+            for number, counts in self.shards.share(len(batches)):
+                own = self.shards.run(lambda chosen=batches[number]: self._own_log_probs(plan, chosen))
+                found |= own if counts else {}
+            found = self.shards.exchange(found, torch.cat(batches).tolist())
+        for at in new.nonzero()[:, 0].tolist():
+            self._proximal.put(int(plan.row_ids[at]), found[at])
+        held = [self._proximal.row(row) for row in plan.row_ids.tolist()]
+        lost = torch.tensor([int((~torch.isfinite(row)).sum()) for row in held], dtype=torch.int64)
+        if not bool(lost.any()):
+            return plan
+        return plan.without(lost, loss=self.loss, max_completion_tokens=self.max_completion_tokens)
+
+    def _own_log_probs(self, plan: StepPlan, chosen: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The policy's log-probs of the assistant tokens of each row of a micro-batch, by its position in the plan."""
+        batch = self.buffer.read(plan.row_ids[chosen.numpy()]).to(self.policy.device)
+        mask = batch[keys.ASSISTANT_MASK]
+        own = self.policy.log_probs(batch[keys.TOKENS], batch[keys.ATTENTION_MASK], mask)
+        own = own.where(torch.isfinite(batch[keys.LOG_PROBS]), 0.0)  # the loss leaves those out already
+        return {at: row[keep] for at, row, keep in zip(chosen.tolist(), own, mask, strict=True)}
+
+    def _forget_proximal(self, version: int) -> None:
+        """Drop what is held of trajectories that are too old for good, or gone from the store."""
+        held, store = self._proximal.row_ids(), self.buffer.store
+        if not len(held):
+            return
+        there = np.isin(held, store.ids())
+        young = version - store.read_scalars("policy_version", held[there]) <= self.max_staleness
+        self._proximal.forget(np.concatenate([held[~there], held[there][~young]]))
 
     def _micro_batch(self, plan: StepPlan, chosen: torch.Tensor) -> TensorDict:
         """Read a micro-batch, with its loss weights, to where the policy is."""
         batch: Any = self.buffer.read(plan.row_ids[chosen.numpy()]).to(self.policy.device)
         weights = plan.weights[chosen].to(self.policy.device)
-        batch[keys.LOSS_WEIGHT] = spread_token_weights(weights, batch[keys.ASSISTANT_MASK])
+        mask = batch[keys.ASSISTANT_MASK]
+        batch[keys.LOSS_WEIGHT] = spread_token_weights(weights, mask)
+        if self.loss.decoupled:
+            held = torch.cat([self._proximal.row(row) for row in plan.row_ids[chosen.numpy()].tolist()])
+            proximal = torch.zeros(mask.shape, device=mask.device)
+            proximal[mask] = held.to(mask.device)
+            batch[self.loss.tensor_keys.prox_log_probs] = proximal
         return batch
 
     def _compare_with_the_sampler(self, step: int, losses: Mapping[str, float | int | None]) -> None:
         """Say so, once, where the stored log-probs are not those of the weights that sampled."""
-        bias, spread = losses["kl_approx"], losses["kl_to_inference"]
-        if bias is None or spread is None:
+        bias, gap = losses["kl_approx"], losses["sampler_gap"]
+        if bias is None or gap is None:
             return
-        coarse = self.policy.head_weight.dtype not in (torch.float32, torch.float64)
-        most_bias, most_spread = (5e-3, 1e-3) if coarse else (1e-4, 1e-5)
-        if abs(bias) > most_bias or spread > most_spread:
+        allowed = rounding(self.policy.head_weight, fine=1e-5, coarse=5e-3)
+        if gap > allowed:
             self._check_sampler = False
             self._notices.append(
                 f"step {step} learns from its own weights, and yet the sampled log-probs differ from the scored ones: "
-                f"by {bias:.1e} on average (rounding: {most_bias:.0e}), KL {spread:.1e} (rounding: {most_spread:.0e}). "
-                "Does the sampler use another temperature, another precision, or top-k or top-p? "
-                "--set loss.tis_cap=2 corrects for a difference that cannot be helped."
+                f"by {gap:.1e} in size and {bias:.1e} on average (rounding: {allowed:.0e}). Does the sampler use "
+                "another temperature, another precision, or top-k or top-p? --set loss.tis_cap=2 corrects for a "
+                "difference that cannot be helped."
             )
 
     def _record(
         self,
-        ledger: Ledger,
+        ledger: StepLedger,
         step: int,
         row_ids: np.ndarray,
         ages: np.ndarray,
@@ -447,9 +513,3 @@ class Learner:
                 f"step {step} uses other trajectories than before the restart; the run goes on, but it is not the "
                 "one that was interrupted."
             )
-
-    def _learning_rate(self, step: int) -> float:
-        """Linear warm-up, then constant."""
-        return (
-            self.config.lr * min(1.0, step / self.config.warmup_steps) if self.config.warmup_steps else self.config.lr
-        )

@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlhf_pipeline.functional.diagnostics import training_flops
+from rlhf_pipeline.functional.kl import kl_figures
+from rlhf_pipeline.learner._plan import StepPlan
 from rlhf_pipeline.losses.grpo import GRPOLossOutput
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from trajectory_store import TrajectoryStore
@@ -33,12 +36,14 @@ _LOSS_FIELDS = {
     "loss_objective": "loss_objective",
     "loss_entropy": "loss_entropy",
     "loss_kl_to_ref": "loss_kl_to_ref",
+    "loss_kl_to_inference": "loss_kl_to_inference",
     "clip_fraction": "clip_fraction",
     "clip_fraction_low": "clip_fraction_low",
     "clip_fraction_high": "clip_fraction_high",
     "kl_approx": "kl_approx",
     "kl_to_ref": "kl_to_ref",
     "kl_to_inference": "kl_to_inference",
+    "sampler_gap": "sampler_gap",
     "entropy": "entropy",
     "ess_sequence": "ess_sequence",
     "ess": "ESS",
@@ -52,16 +57,15 @@ def loss_metrics(output: GRPOLossOutput | None) -> Metrics:
     """Return what a metrics line holds of the loss; every name is there, None where there is no figure."""
     values = {name: getattr(output, field, None) for name, field in _LOSS_FIELDS.items()}
     loss = output.total_loss() if output is not None else None
-    found = {name: None if value is None else float(value) for name, value in {"loss": loss, **values}.items()}
-    # A share of at most 1 that is formed from float32 sums may end a rounding above it.
-    return found | {name: min(share, 1.0) for name in ("ess", "ess_sequence") if (share := found[name]) is not None}
+    return {name: None if value is None else float(value) for name, value in {"loss": loss, **values}.items()}
 
 
-def data_metrics(store: TrajectoryStore, row_ids: np.ndarray, ages: np.ndarray) -> Metrics:
+def data_metrics(store: TrajectoryStore, row_ids: np.ndarray, ages: np.ndarray, uses: np.ndarray | None) -> Metrics:
     """Return what the step's trajectories are like.
 
     `advantage_std`: standard deviation over the trajectories. `staleness`, `staleness_max`: ages in optimizer steps.
-    `use_count`, `use_count_max`: steps that have used the trajectories, this one included. `kl_k1`, `kl_k2`, `kl_k3`:
+    `use_count`, `use_count_max`: steps that have used the trajectories, this one included; None without `uses`, the
+    number of earlier ones. `kl_k1`, `kl_k2`, `kl_k3`:
     the behaviour policy against the reference, mean over the policy's tokens, in nats; `kl_per_trajectory`: k1 summed
     over a trajectory, mean over them; `kl_coef`: the penalty's weight in their reward. None where the store has no
     reference log-probs, or no penalty.
@@ -69,13 +73,12 @@ def data_metrics(store: TrajectoryStore, row_ids: np.ndarray, ages: np.ndarray) 
     if len(row_ids) == 0:
         names = ("advantage_std", "staleness", "staleness_max", "use_count", "use_count_max", "kl_coef", *_KL)
         return dict.fromkeys(names)
-    uses = store.read_scalars("use_count", row_ids)
     return {
         "advantage_std": float(np.std(store.read_scalars("advantage", row_ids), dtype=np.float64)),
         "staleness": float(ages.mean()),
         "staleness_max": int(ages.max()),
-        "use_count": float(uses.mean()),
-        "use_count_max": int(uses.max()),
+        "use_count": None if uses is None else float(uses.mean()) + 1,
+        "use_count_max": None if uses is None else int(uses.max()) + 1,
         "kl_coef": _mean_kl_coef(store, row_ids),
         **_kl_metrics(store, row_ids),
     }
@@ -92,29 +95,17 @@ def _kl_metrics(store: TrajectoryStore, row_ids: np.ndarray) -> Metrics:
     log_probs, reference, mask = (
         store.read_ragged(name, row_ids).values for name in ("log_probs", "ref_log_probs", "assistant_mask")
     )
-    gap = log_probs.astype(np.float64) - reference
-    gap = gap[mask.astype(bool) & np.isfinite(gap)]
-    if gap.size == 0:
+    known = mask.astype(bool) & np.isfinite(log_probs) & np.isfinite(reference)
+    if not known.any():
         return dict.fromkeys(_KL)
-    return {
-        "kl_k1": float(gap.mean()),
-        "kl_k2": float(np.square(gap).mean() / 2),
-        "kl_k3": float((np.exp(np.clip(-gap, None, 20.0)) - 1 + gap).mean()),
-        "kl_per_trajectory": float(gap.sum() / len(row_ids)),
-    }
+    figures = kl_figures(torch.from_numpy(log_probs[known]), torch.from_numpy(reference[known]))
+    per_trajectory = figures["k1"] * int(known.sum()) / len(row_ids)
+    return {**{f"kl_{name}": value for name, value in figures.items()}, "kl_per_trajectory": per_trajectory}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCost:
-    """What the forward and backward pass of a model cost, in floating-point operations.
-
-    Each matmul weight costs 2 per token forward, 2 for the gradient of its input and 2 for its own gradient, which a
-    frozen weight (LoRA) does not have. Attention costs `4 * width * T^2` per layer forward, half of it under a causal
-    mask, and twice that backward. The head is counted on the scored tokens only, which is where it is computed:
-
-        flops = (6 trained + 4 frozen) * tokens + head_factor * head * scored + 6 * layers * width * sum_i T_i^2
-
-    Recomputation (activation checkpointing, a head that forms its logits twice) is not counted.
+    """The weights that the cost of a model is counted from; the formula is `functional.diagnostics.training_flops`.
 
     Attributes:
         trained: matmul weights of the trunk that are trained. Of a mixture of experts, the routed share.
@@ -160,17 +151,25 @@ class ModelCost:
             width=width,
         )
 
-    def flops(self, lengths: Tensor, scored: Tensor) -> float:
-        """Operations of one forward and backward pass over sequences.
+    def flops(self, lengths: Tensor, scored: Tensor, *, backward: bool = True) -> float:
+        """Operations of one forward pass over sequences, and of its backward pass.
 
         Args:
             lengths: int64 [n], real tokens.
             scored: int64 [n], tokens that the head is applied for.
+            backward: False counts the forward pass alone.
         """
-        n = lengths.double()
-        trunk = (6.0 * self.trained + 4.0 * self.frozen) * n.sum()
-        head = float(self.head_factor) * self.head * scored.double().sum()
-        return float(trunk + head + 6.0 * self.layers * self.width * n.square().sum())
+        return training_flops(
+            lengths,
+            scored,
+            trained=self.trained,
+            frozen=self.frozen,
+            head=self.head,
+            head_is_trained=self.head_factor == 6,
+            layers=self.layers,
+            width=self.width,
+            backward=backward,
+        )
 
 
 def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -221,32 +220,36 @@ class StepMeter:
             torch.cuda.reset_peak_memory_stats(device)
         self._started = time.perf_counter()
 
-    def metrics(
-        self, cost: ModelCost, lengths: Tensor, scored: Tensor, *, peak_flops: float | None, processes: int = 1
-    ) -> Metrics:
+    def metrics(self, cost: ModelCost, plan: StepPlan, *, peak_flops: float | None, processes: int = 1) -> Metrics:
         """Return the figures since the meter was made.
 
         `update_s`: wall time. `processes`: devices that shared the step. `num_tokens`: real tokens that went through
-        the model. `num_scored_tokens`: those that the loss is about. `update_tokens_per_s`: the first per second.
-        `mfu`: `ModelCost.flops` per second over the peak of all processes, None where no peak is known.
-        `peak_memory_mb`: most device memory that tensors held in this step; on a CPU the most that the process has
-        held since it started.
+        the model. `num_scored_tokens`: those that the loss is about. `num_unscored_tokens`: those that the policy
+        produced and that left the loss, because a log-prob that it reads is not finite. `update_tokens_per_s`: the
+        first per second. `mfu`: useful operations, forward alone where a trajectory has no gradient, per second over
+        the peak of all processes; None where no peak is known. `peak_memory_mb`: most device memory that tensors held
+        in this step; on a CPU the most that the process has held since it started.
 
         Args:
             cost: of the model.
-            lengths: int64 [n], tokens of the trajectories that went through the model, of all processes.
-            scored: int64 [n], those that the loss is about.
+            plan: of the step, of all processes.
             peak_flops: of one device, or None.
             processes: devices that shared the step.
         """
         _wait(self.device)
         seconds = time.perf_counter() - self._started
-        tokens = int(lengths.sum())
-        rate = cost.flops(lengths, scored) / (seconds * peak_flops * processes) if peak_flops and tokens else None
+        tokens = int(plan.lengths.sum())
+        rate = None
+        if peak_flops and tokens:
+            learned, measured = plan.learned, plan.only_measured
+            flops = cost.flops(plan.lengths[learned], plan.scored[learned])
+            flops += cost.flops(plan.lengths[measured], plan.scored[measured], backward=False)
+            rate = flops / (seconds * peak_flops * processes)
         return {
             "processes": processes,
             "num_tokens": tokens,
-            "num_scored_tokens": int(scored.sum()),
+            "num_scored_tokens": int(plan.scored.sum()),
+            "num_unscored_tokens": int((plan.produced - plan.scored).sum()),
             "update_tokens_per_s": tokens / seconds if tokens else None,
             "mfu": rate,
             "peak_memory_mb": _peak_memory(self.device) / 1e6,

@@ -11,6 +11,8 @@ see the same bfloat16 weights.
 from __future__ import annotations
 
 import importlib
+import math
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -66,7 +68,17 @@ class PolicyOptimizer:
             self.masters[name] = master.requires_grad_()
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self._gradients, name))
         self.stepped: dict[str, Tensor] = {name: self.masters.get(name, p) for name, p in self.named.items()}
-        self.inner = _make(list(self.stepped.values()), config)
+        self.inner = _make(self._groups(config.weight_decay), config)
+
+    def _groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """The parameters, apart by whether their weights decay; one group where none do."""
+        if weight_decay == 0.0:
+            return [{"params": list(self.stepped.values())}]
+        kinds: dict[bool, list[Tensor]] = {True: [], False: []}
+        for name, tensor in self.stepped.items():
+            kinds[decays(name, tensor)].append(tensor)
+        groups = [{"params": kinds[True]}, {"params": kinds[False], "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
 
     def gradients(self) -> list[Tensor]:
         """The gradients since the last step, where the parameters are; float32 for those with a master."""
@@ -150,17 +162,50 @@ def _move_gradient(gradients: dict[str, Tensor], name: str, parameter: Tensor) -
     parameter.grad = None
 
 
-def _make(tensors: list[Tensor], config: Learn) -> torch.optim.Optimizer:
+_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_emb\w*)(\.|$)")
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter has weight decay: not norms, not biases, not embeddings of positions.
+
+    >>> decays("layers.0.mlp.up.weight", torch.zeros(2, 2)), decays("layers.0.norm.weight", torch.zeros(2))
+    (True, False)
+    """
+    if parameter.ndim < 2 or _POSITIONS.search(name):
+        return False
+    return not name.endswith(("bias", "_bias"))
+
+
+def learning_rate(config: Learn, step: int) -> float:
+    """The learning rate of optimizer step number `step` (1-based): a linear warm-up, then the schedule.
+
+    The step after the warm-up has the full rate, and a falling one reaches 0 at `lr_decay_steps`, by default the step
+    after the last.
+
+    >>> rates = [learning_rate(Learn(lr=1.0, steps=6, warmup_steps=2, lr_schedule="linear"), n) for n in range(1, 7)]
+    >>> rates
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step <= config.warmup_steps:
+        return config.lr * (step / config.warmup_steps)
+    if config.lr_schedule == "constant":
+        return config.lr
+    first, end = config.warmup_steps + 1, config.lr_decay_steps or config.steps + 1
+    done = min((step - first) / (end - first), 1.0) if end > first else 1.0
+    return config.lr * (1.0 - done if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done)))
+
+
+def _make(groups: list[dict[str, Any]], config: Learn) -> torch.optim.Optimizer:
     options: dict[str, Any] = {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
         "weight_decay": config.weight_decay,
     }
     if config.optimizer == "adamw_8bit":
-        return _eight_bit()(tensors, **options)
-    if config.offload_optimizer or all(tensor.is_cuda for tensor in tensors):
+        return _eight_bit()(groups, **options)
+    if config.offload_optimizer or all(tensor.is_cuda for group in groups for tensor in group["params"]):
         options["fused"] = True  # one kernel per step; on the host the vectorised one
-    return torch.optim.AdamW(tensors, **options)
+    return torch.optim.AdamW(groups, **options)
 
 
 def _eight_bit() -> Callable[..., torch.optim.Optimizer]:

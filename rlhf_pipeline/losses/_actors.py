@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -9,9 +10,13 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.functional.logprob import entropy_of
 from rlhf_pipeline.losses._batch import LossBatch, MaskingStrategy
+from rlhf_pipeline.policies._model_parts import refuse_other_directions, rounding
+from rlhf_pipeline.policies.adapters import actor_of, methods_are_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
-from rlhf_pipeline.policies.torchrl_wrappers import as_policy, is_torchrl_wrapper
+
+_PROBE_TOKENS = 8
 
 __all__ = ["Actor", "HeadRows", "Scores", "adapt_actor"]
 
@@ -24,12 +29,14 @@ class HeadRows(NamedTuple):
         weight: [V, H].
         bias: [V] or None.
         temperature: of sampling.
+        soft_cap: of the logits, or None.
     """
 
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     temperature: float
+    soft_cap: float | None = None
 
 
 class Scores(NamedTuple):
@@ -71,8 +78,8 @@ class _Policy:
             seen = torch.where(batch.attention, column, torch.zeros_like(column)).cummax(1).values
             row, at = batch.mask.nonzero(as_tuple=True)
             hidden = states[row, seen[row, at - 1]]
-        bias = getattr(self.actor, "head_bias", None)
-        return HeadRows(hidden, self.actor.head_weight, bias, _temperature(self.actor, self.temperature))
+        bias, cap = getattr(self.actor, "head_bias", None), getattr(self.actor, "head_soft_cap", None)
+        return HeadRows(hidden, self.actor.head_weight, bias, _temperature(self.actor, self.temperature), cap)
 
 
 class _Scorer:
@@ -92,26 +99,79 @@ class _Scorer:
 
 
 class _Logits:
-    """A module that maps (input_ids, attention_mask, position_ids) to logits [B, T, V] of the *next* token."""
+    """A module that maps (input_ids, attention_mask, position_ids) to logits [B, T, V] of the *next* token.
+
+    Tokens are brought to the left first: with all padding behind them no token sees any, in a model without positions
+    and in one with recurrence too.
+    """
 
     def __init__(self, actor: Any, temperature: float | None) -> None:
         self.actor, self.temperature = actor, temperature
+        self._takes_positions = _takes(actor, "position_ids")
 
     def rows(self, batch: LossBatch, td: TensorDictBase, *, entropy: bool) -> Scores:
-        positions = (batch.attention.cumsum(1) - 1).clamp_min(0)
-        out = self.actor(input_ids=batch.tokens, attention_mask=batch.attention, position_ids=positions)
+        place = batch.attention.cumsum(1) - 1
+        width = max(int(place[:, -1].max()) + 1, 1) if place.numel() else 1
+        ids = batch.tokens.new_zeros(len(batch.tokens), width)
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        row, at = batch.attention.nonzero(as_tuple=True)
+        ids[row, place[row, at]] = batch.tokens[row, at]
+        mask[row, place[row, at]] = True
+        logits = self._logits(ids, mask)
+        row, at = batch.mask.nonzero(as_tuple=True)
+        chosen = logits[row, place[row, at] - 1].float() / _temperature(self.actor, self.temperature)
+        log_p = torch.log_softmax(chosen, -1)
+        picked = log_p.gather(1, batch.tokens[row, at, None].long())[:, 0]
+        return Scores(picked, entropy_of(log_p) if entropy else None)
+
+    def _logits(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if self._takes_positions:
+            inputs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        out = self.actor(**inputs)
         logits = getattr(out, "logits", out)
         if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
             raise DataError(
                 f"{type(self.actor).__name__} gave {type(logits).__name__}; GRPOLoss needs logits [B, T, V]."
             )
-        row, at = batch.mask.nonzero(as_tuple=True)
-        column = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        seen = torch.where(batch.attention, column, torch.zeros_like(column)).cummax(1).values
-        chosen = logits[row, seen[row, at - 1]].float() / _temperature(self.actor, self.temperature)
-        log_p = torch.log_softmax(chosen, -1)
-        picked = log_p.gather(1, batch.tokens[row, at, None].long())[:, 0]
-        return Scores(picked, -(log_p.exp() * log_p).sum(-1) if entropy else None)
+        if logits.shape[:2] != ids.shape:
+            raise DataError(
+                f"{type(self.actor).__name__} gave logits {list(logits.shape)} for tokens {list(ids.shape)}; GRPOLoss "
+                "needs one row of logits per token. Adapters that put virtual tokens before the prompt do not do that."
+            )
+        return logits
+
+    def check_causal(self) -> None:
+        """Refuse a model whose logits of a token change with the tokens after it.
+
+        Raises:
+            DefinitionError: it sees them.
+        """
+        head = self.actor.get_output_embeddings()
+        device = next(self.actor.parameters()).device
+        ids = torch.arange(_PROBE_TOKENS, device=device).remainder(head.weight.shape[0] if head is not None else 2)
+        ids = ids.expand(2, -1).clone()
+        ids[1, -1] = 0 if int(ids[0, -1]) else 1
+        was_training = self.actor.training
+        self.actor.eval()
+        with torch.no_grad():
+            one, other = self._logits(ids, torch.ones_like(ids, dtype=torch.bool))[:, :-1].float()
+        self.actor.train(was_training)
+        allowed = rounding(next(self.actor.parameters()), fine=1e-5, coarse=1e-2) * one.abs().max()
+        if not bool(((one - other).abs() <= allowed).all()):
+            raise DefinitionError(
+                f"{type(self.actor).__name__} is not causal: the last token changes the logits of those before it. "
+                "Pass a decoder, or set config.is_decoder = True where the model has that field."
+            )
+
+
+def _takes(actor: Any, argument: str) -> bool:
+    """Whether an actor's forward has an argument of this name, or takes any."""
+    try:
+        known = inspect.signature(actor.forward if isinstance(actor, nn.Module) else actor).parameters
+    except (TypeError, ValueError):
+        return True
+    return argument in known or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
 
 
 class _Distribution:
@@ -120,12 +180,14 @@ class _Distribution:
     def __init__(self, actor: Any, strategy: MaskingStrategy, samples: int) -> None:
         self.actor, self.samples = actor, samples
         self.make = getattr(actor, f"_get_{strategy}_dist", None)
+        takes = inspect.signature(actor.get_dist).parameters
+        self.options = {"logits_key": "logits"} if "logits_key" in takes else {}
 
     def rows(self, batch: LossBatch, td: TensorDictBase, *, entropy: bool) -> Scores:
         if self.make is not None:
             dist: Any = self.make(td)
         else:
-            dist = self.actor.get_dist(td, logits_key="logits")
+            dist = self.actor.get_dist(td, **self.options)
         log_probs = _fitting(dist.log_prob(batch.tokens), batch, "log-probs")
         found = None
         if entropy:
@@ -153,41 +215,57 @@ def _fitting(values: torch.Tensor, batch: LossBatch, what: str) -> torch.Tensor:
 
 
 def adapt_actor(actor: Any, *, temperature: float | None, strategy: MaskingStrategy, samples: int) -> Actor:
-    """Choose how to score with an actor, best first.
+    """Choose how to score with an actor. What it defines itself wins; a faster way is taken only where it is the same.
 
     1. `hidden_states` and `head_weight` (`CausalLMPolicy`): the head is applied in chunks.
-    2. A transformers model, or a TorchRL wrapper around one: as 1, on the model inside, at the wrapper's temperature.
+    2. A transformers model, or TorchRL's wrapper around one, whose forward pass nobody has written anew: as 1, on the
+       model, at the wrapper's temperature.
     3. `log_probs(input_ids, attention_mask, score_mask)`.
     4. TorchRL's `get_dist(tensordict)`: full logits.
     5. A module that returns logits [B, T, V].
 
     Raises:
-        DefinitionError: none of these.
+        DefinitionError: none of these, or a model that is not causal.
     """
-    if is_torchrl_wrapper(actor):
-        policy = as_policy(actor, "GRPOLoss")
-        if isinstance(policy, CausalLMPolicy):
-            return _Policy(policy, temperature)
-        if not isinstance(actor.model, nn.Module):
-            raise DefinitionError(
-                f"GRPOLoss got a {type(actor).__name__} around an engine that gives no gradients. Train a "
-                "CausalLMPolicy and send its weights to the engine."
-            )
-    elif hasattr(actor, "hidden_states") and hasattr(actor, "head_weight"):
-        return _Policy(actor, temperature)
-    for model in (actor, getattr(actor, "model", None)):
-        if isinstance(model, nn.Module) and hasattr(model, "get_output_embeddings"):
-            try:
-                return _Policy(CausalLMPolicy(model, temperature=_temperature(actor, temperature)), temperature)
-            except DefinitionError:
-                break  # Its logits are not a plain head on hidden states: score it through them.
+    policy = _fast_policy(actor, temperature)
+    if policy is not None:
+        return _Policy(policy, temperature)
     if hasattr(actor, "log_probs") and callable(actor.log_probs):
         return _Scorer(actor)
     if hasattr(actor, "get_dist"):
         return _Distribution(actor, strategy, samples)
     if callable(actor):
-        return _Logits(actor, temperature)
+        found = _Logits(actor, temperature)
+        if isinstance(actor, nn.Module) and hasattr(actor, "get_output_embeddings") and hasattr(actor, "config"):
+            refuse_other_directions(actor)
+            found.check_causal()
+        return found
     raise DefinitionError(
         f"actor_network is a {type(actor).__name__}; GRPOLoss needs hidden_states and head_weight (CausalLMPolicy), "
         "a transformers model, log_probs(...), get_dist(...), or a module that returns logits."
     )
+
+
+def _fast_policy(actor: Any, temperature: float | None) -> Any | None:
+    """What gives hidden states and a head in place of an actor, or None where the actor has to be asked itself."""
+    known, policy = actor_of(actor)
+    if known:
+        return policy
+    if hasattr(actor, "hidden_states") and hasattr(actor, "head_weight"):
+        plain = not isinstance(actor, CausalLMPolicy) or methods_are_of(actor, "rlhf_pipeline", _SCORES)
+        return actor if plain else None
+    is_model = isinstance(actor, nn.Module) and hasattr(actor, "get_output_embeddings")
+    if is_model and methods_are_of(_base(actor), "transformers", ("forward",)):
+        try:
+            return CausalLMPolicy(actor, temperature=_temperature(actor, temperature))
+        except DefinitionError:
+            return None  # Its logits are not a plain head on hidden states: score it through them.
+    return None
+
+
+_SCORES = ("forward", "log_probs", "get_dist", "_get_rlhf_dist", "_get_sft_dist", "_get_generic_dist")
+
+
+def _base(model: Any) -> Any:
+    """The model inside peft's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -9,8 +9,9 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rlhf_pipeline import keys
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.padding import Side
+from rlhf_pipeline.policies._batches import TokenBatch, prompt_lengths
 
 __all__ = ["LossBatch", "MaskingStrategy", "read_batch"]
 
@@ -27,7 +28,7 @@ class LossBatch:
         tokens: int64 [B, T].
         attention: bool [B, T], the real tokens.
         mask: bool [B, T], the tokens of the loss: chosen by the masking strategy, with a token before them to be
-            predicted from, and a finite behaviour log-prob.
+            predicted from, and finite log-probs wherever the loss reads one.
         behaviour: [B, T].
         advantage: [B, T].
         ref: [B, T] or None.
@@ -72,7 +73,7 @@ class _Reader:
         value = self.get(key)
         if value is None:
             found = sorted(str(k) for k in self.td.keys(include_nested=True, leaves_only=True) if k != key)
-            raise DataError(f"the batch has no {key!r}. {advice} It has: {', '.join(found[:12]) or 'nothing'}.")
+            raise MissingKeyError(f"the batch has no {key!r}. {advice} It has: {', '.join(found[:12]) or 'nothing'}.")
         return value
 
     def per_token(self, value: torch.Tensor | None, key: NestedKey, like: torch.Tensor) -> Any:
@@ -101,6 +102,7 @@ def read_batch(
     side: Side,
     device: torch.device | None,
     decoupled: bool,
+    kl_to_ref: bool,
 ) -> LossBatch:
     """Read and check what a loss needs.
 
@@ -111,6 +113,7 @@ def read_batch(
         side: where ragged leaves are padded; one side for all of them.
         device: where the tensors go; where they are by default.
         decoupled: whether proximal log-probs are read.
+        kl_to_ref: whether the loss has a term against the reference log-probs.
 
     Raises:
         DataError: a key is missing or a shape does not fit.
@@ -138,15 +141,20 @@ def read_batch(
             names.prox_log_probs,
             tokens,
         )
+    ref = read.per_token(read.get(names.ref_log_probs), names.ref_log_probs, tokens)
     mask = _token_mask(read, names, tokens, attention, masking_strategy)
     mask = mask & attention & (attention.cumsum(1) > 1) & torch.isfinite(behaviour)
+    if proximal is not None:
+        mask = mask & torch.isfinite(proximal)
+    if kl_to_ref and ref is not None:
+        mask = mask & torch.isfinite(ref)
     return LossBatch(
         tokens=tokens,
         attention=attention,
         mask=mask,
         behaviour=behaviour,
         advantage=read.per_token(advantage, names.advantage, tokens),
-        ref=read.per_token(read.get(names.ref_log_probs), names.ref_log_probs, tokens),
+        ref=ref,
         proximal=proximal,
         weight=read.per_token(read.get(names.loss_weight), names.loss_weight, tokens),
     )
@@ -177,34 +185,18 @@ def _token_mask(
 ) -> torch.Tensor:
     if strategy == "generic":
         return attention
-    assistant = read.per_token(read.get(names.assistant_mask), names.assistant_mask, tokens)
     if strategy == "rlhf":
         advice = "masking_strategy='rlhf' counts the assistant's tokens; pass 'sft' for one response after a prompt."
+        assistant = read.get(names.assistant_mask)
         if assistant is None:
             assistant = read.need(names.assistant_mask, advice)
-        return assistant.bool()
-    prompt = read.td.get(keys.NUM_PROMPT_TOKENS, None)
-    if prompt is None:
-        prompt = _prompt_lengths(read)
-    if prompt is not None:
-        lengths = prompt.to(tokens.device).reshape(len(tokens), -1)[:, :1]
-        return attention.cumsum(1) > lengths
-    if assistant is None:
-        raise DataError(
+        return read.per_token(assistant, names.assistant_mask, tokens).bool()
+    ragged = isinstance(read.td, LazyStackedTensorDict) or bool(read.td.get(names.action).is_nested)
+    rows = TokenBatch(tokens, attention, read.side if ragged else None, attention)
+    lengths = prompt_lengths(read.td, rows, _PROMPT_TOKENS, names.assistant_mask)
+    if lengths is None:
+        raise MissingKeyError(
             f"masking_strategy='sft' needs {keys.NUM_PROMPT_TOKENS!r}, {_PROMPT_TOKENS!r} or "
             f"{names.assistant_mask!r} to tell the response from the prompt; the batch has none of them."
         )
-    return assistant.bool().cumsum(1) > 0
-
-
-def _prompt_lengths(read: _Reader) -> torch.Tensor | None:
-    """Prompt lengths from ragged prompt tokens; padded ones do not tell their length."""
-    if isinstance(read.td, LazyStackedTensorDict):
-        rows = read.td.get(_PROMPT_TOKENS, None, as_list=True)
-        if rows is not None and all(isinstance(row, torch.Tensor) for row in rows):
-            return torch.tensor([row.shape[-1] for row in rows])
-        return None
-    value = read.td.get(_PROMPT_TOKENS, None)
-    if value is not None and value.is_nested:
-        return value.offsets().diff()
-    return None
+    return attention.cumsum(1) > lengths[:, None]

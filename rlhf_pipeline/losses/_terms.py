@@ -7,21 +7,15 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from rlhf_pipeline.config import KLEstimator, Level, Objective
 from rlhf_pipeline.functional import policy_loss as pl
 from rlhf_pipeline.functional.aggregation import token_weights
-from rlhf_pipeline.functional.diagnostics import (
-    ess_from_sums,
-    sequence_effective_sample_size,
-    weight_sums,
-)
-from rlhf_pipeline.functional.kl import clamped_log_ratio, kl_k2, kl_k3
+from rlhf_pipeline.functional.diagnostics import ess_from_sums, row_mean, sequence_weight_sums, weight_sums
+from rlhf_pipeline.functional.kl import clamped_log_ratio, kl_loss
 from rlhf_pipeline.losses._batch import LossBatch
 
 __all__ = [
     "Head",
-    "KLEstimator",
-    "Level",
-    "Objective",
     "TermSettings",
     "TokenRows",
     "diagnostics",
@@ -32,10 +26,7 @@ __all__ = [
     "weighted_terms",
 ]
 
-Objective = Literal["grpo", "cispo", "gspo"]
 Head = Literal["auto", "fused", "recompute"]
-Level = Literal["token", "sequence"]
-KLEstimator = Literal["k3+", "k3", "k2"]
 
 
 class TermSettings(Protocol):
@@ -151,25 +142,10 @@ def term_names(s: TermSettings) -> list[str]:
     return names + (["loss_kl_to_inference"] if s.kl_to_inference_coeff else [])
 
 
-def _estimate(kind: KLEstimator, log_probs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The KL per token, 0 where the other log-prob is not finite; `k3+` has k3's value and k2's gradient."""
-    known = torch.isfinite(other)
-    other = torch.where(known, other, log_probs.detach())
-    if kind == "k3":
-        value = kl_k3(log_probs, other)
-    else:
-        value = kl_k2(log_probs, other)
-        if kind == "k3+":
-            value = value + (kl_k3(log_probs, other) - value).detach()
-    return torch.where(known, value, torch.zeros_like(value))
-
-
-def _kl_term(s: TermSettings, log_probs: torch.Tensor, other: torch.Tensor, proximal: torch.Tensor) -> torch.Tensor:
-    value = _estimate(s.kl_estimator, log_probs, other)
-    if s.kl_importance_weight:
-        ratio = clamped_log_ratio(log_probs, proximal).exp()
-        value = value * ratio.clamp(1 - s.clip_epsilon_low, 1 + s.clip_epsilon_high)
-    return value
+def _kl(s: TermSettings, log_probs: torch.Tensor, other: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
+    bounds = (1 - s.clip_epsilon_low, 1 + s.clip_epsilon_high)
+    sampler = behaviour if s.kl_importance_weight else None
+    return kl_loss(log_probs, other, s.kl_estimator, behaviour=sampler, bounds=bounds)
 
 
 def _token_loss(
@@ -215,10 +191,9 @@ def weighted_terms(
     if s.entropy_bonus and entropy is not None:
         terms.append(entropy * (weight * -s.entropy_coeff))
     if s.kl_to_ref_coeff and ref is not None:
-        terms.append(_kl_term(s, log_probs, ref, proximal) * (weight * s.kl_to_ref_coeff))
+        terms.append(_kl(s, log_probs, ref, behaviour) * (weight * s.kl_to_ref_coeff))
     if s.kl_to_inference_coeff:
-        kl = _kl_term(s, log_probs, behaviour, proximal)
-        terms.append(kl * (weight * s.kl_to_inference_coeff))
+        terms.append(_kl(s, log_probs, behaviour, behaviour) * (weight * s.kl_to_inference_coeff))
     return terms
 
 
@@ -240,30 +215,28 @@ def trust_region(s: TermSettings, batch: LossBatch, rows: TokenRows, log_probs: 
 def diagnostics(
     s: TermSettings, rows: TokenRows, log_probs: torch.Tensor, entropy: torch.Tensor | None
 ) -> dict[str, Any]:
-    """The diagnostics of `GRPOLossOutput`, all of them over the masked tokens."""
+    """The diagnostics of `GRPOLossOutput`, all of them over the masked tokens, with the sums that they merge from."""
     lp = log_probs.detach()
     loss, log_ratio = _token_loss(s, lp, rows.advantage, rows.proximal, rows.index, rows.sequences)
-    count = max(lp.numel(), 1)
-    low, high = loss.clipped_low.sum() / count, loss.clipped_high.sum() / count
-    tokens, total, squares = weight_sums(log_ratio)
-    gap = lp - rows.proximal
-    return {
+    low, high = row_mean(loss.clipped_low), row_mean(loss.clipped_high)
+    tokens = weight_sums(log_ratio)
+    sequences = sequence_weight_sums(lp - rows.proximal, rows.index, rows.sequences)
+    found = {
         "clip_fraction": low + high,
         "clip_fraction_low": low,
         "clip_fraction_high": high,
-        "kl_approx": -gap.sum() / count,
-        "ESS": ess_from_sums(tokens, total, squares).float(),
-        "ess_sequence": sequence_effective_sample_size(gap, rows.index, rows.sequences).float(),
-        "entropy": None if entropy is None else entropy.detach().sum() / count,
-        "kl_to_ref": None if rows.ref is None else _mean_kl(s, lp, rows.ref),
-        "kl_to_inference": _mean_kl(s, lp, rows.behaviour),
-        "num_tokens": tokens.float(),
-        "weight_sum": total.float(),
-        "weight_square_sum": squares.float(),
+        "kl_approx": row_mean(rows.proximal - lp),
+        "ESS": ess_from_sums(*tokens).float(),
+        "ess_sequence": ess_from_sums(*sequences).float(),
+        "entropy": None if entropy is None else row_mean(entropy),
+        "kl_to_ref": None,
+        "kl_to_inference": row_mean(kl_loss(lp, rows.behaviour, s.kl_estimator)),
+        "sampler_gap": row_mean((lp - rows.behaviour).abs()),
+        **dict(zip(("num_tokens", "weight_sum", "weight_square_sum"), tokens, strict=True)),
+        **dict(zip(("num_sequences", "sequence_weight_sum", "sequence_weight_square_sum"), sequences, strict=True)),
     }
-
-
-def _mean_kl(s: TermSettings, log_probs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The mean KL estimate over the tokens whose other log-prob is finite."""
-    known = torch.isfinite(other).sum().clamp_min(1)
-    return _estimate(s.kl_estimator, log_probs, other).sum() / known
+    if rows.ref is not None:
+        known = torch.isfinite(rows.ref).sum()
+        found["kl_to_ref"] = kl_loss(lp, rows.ref, s.kl_estimator).sum() / known.clamp_min(1)
+        found["num_ref_tokens"] = known.double()
+    return found

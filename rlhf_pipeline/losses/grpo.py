@@ -12,19 +12,17 @@ from torch import nn
 from torchrl.objectives.common import LossModule
 
 from rlhf_pipeline import keys
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.config import KLEstimator, Level, Objective
+from rlhf_pipeline.errors import MissingKeyError, refuse_unknown
 from rlhf_pipeline.functional.fused_head import fused_token_loss
 from rlhf_pipeline.functional.logprob import token_log_probs
 from rlhf_pipeline.functional.policy_loss import clip_bounds
 from rlhf_pipeline.losses._actors import Actor, HeadRows, Scores, adapt_actor
 from rlhf_pipeline.losses._batch import LossBatch, MaskingStrategy, read_batch
-from rlhf_pipeline.losses._checks import check_arguments, refuse_unknown
+from rlhf_pipeline.losses._checks import REFUSED, check_arguments
 from rlhf_pipeline.losses._output import GRPOLossOutput
 from rlhf_pipeline.losses._terms import (
     Head,
-    KLEstimator,
-    Level,
-    Objective,
     TokenRows,
     diagnostics,
     gather_rows,
@@ -50,13 +48,14 @@ class GRPOLoss(LossModule):
     batching, and the gradient is the same for every split into micro-batches. Without it the weights come from
     this batch's own counts.
 
-    A token whose behaviour log-prob is not finite leaves the loss and the counts. (With `"loss_weight"` the caller
-    counts, and must leave it out there.) Every ragged leaf is padded on the same side.
+    A token with a log-prob that is not finite, of the behaviour policy, of the proximal policy where `decoupled`, or of
+    the reference where the loss has a KL term against it, leaves the loss and the counts. (With `"loss_weight"` the
+    caller counts, and must leave it out there.) Every ragged leaf is padded on the same side.
 
     Args:
         actor_network: `CausalLMPolicy` or anything with its `hidden_states`, `head_weight`, `temperature`; a
             transformers model; a TorchRL wrapper; a module with `log_probs(...)`; or one that returns logits [B, T, V].
-        clip_epsilon: one number or (low, high).
+        clip_epsilon: one number or (low, high). None is 0.2; for `cispo` there is no lower clip then.
         kl_mask_threshold: leave out tokens with `(log pi - log behaviour)^2 / 2` above this. Without `"loss_weight"`
             the tokens that are left carry the whole count, as in TorchRL; with it, the count stays.
         aggregation: `token_mean` (or `bnpo`), `sequence_mean` (or `prompt_mean`), `sequence_sum`, `dr_grpo`, or `none`.
@@ -78,7 +77,8 @@ class GRPOLoss(LossModule):
         objective: `grpo` (PPO's clip), `cispo` or `gspo`.
         kl_estimator: `k3+` (the value of k3, the gradient of k2, which is the right one on-policy), `k3` or `k2`. `k1`
             is refused: as a loss its expected gradient is zero.
-        kl_importance_weight: multiply the KL terms by `w` clipped to the clip bounds, for stale samples.
+        kl_importance_weight: multiply the KL terms by `pi / behaviour` within the clip bounds, for stale samples; see
+            `functional.kl.kl_loss`.
         dual_clip: `c > 1`: where `A < 0` the loss is at most `-c A`. arXiv:1912.09729.
         delta: upper bound on `w` in the unclipped branch.
         decoupled: read proximal log-probs from `("prox_log_probs", "full")`; else the behaviour log-probs are proximal.
@@ -138,7 +138,7 @@ class GRPOLoss(LossModule):
         self,
         actor_network: nn.Module | None = None,
         *,
-        clip_epsilon: float | tuple[float, float] = 0.2,
+        clip_epsilon: float | tuple[float, float] | None = None,
         kl_mask_threshold: float | None = None,
         aggregation: str | None = "token_mean",
         entropy_bonus: bool = True,
@@ -170,10 +170,11 @@ class GRPOLoss(LossModule):
         padding_side: Literal["left", "right"] = "right",
         **unknown: Any,
     ) -> None:
-        refuse_unknown(unknown, set(GRPOLoss.__init__.__annotations__) - {"unknown", "return"})
+        known = set(GRPOLoss.__init__.__annotations__) - {"unknown", "return"}
+        refuse_unknown("GRPOLoss", unknown, known, REFUSED)
         super().__init__()
         self.actor_network = actor_network
-        self.clip_epsilon_low, self.clip_epsilon_high = clip_bounds(clip_epsilon)
+        self.clip_epsilon_low, self.clip_epsilon_high = clip_bounds(clip_epsilon, objective)
         self.kl_mask_threshold = kl_mask_threshold
         self.aggregation = aggregation or "token_mean"
         self.entropy_bonus = entropy_bonus
@@ -238,8 +239,7 @@ class GRPOLoss(LossModule):
         names += ["loss_entropy"] if self.entropy_bonus else []
         names += ["loss_kl_to_ref"] if self.kl_to_ref_coeff else []
         names += ["loss_kl_to_inference"] if self.kl_to_inference_coeff else []
-        names += ["kl_to_ref", "kl_to_inference", "clip_fraction_low", "clip_fraction_high"]
-        return [*names, "ess_sequence", "num_tokens", "weight_sum", "weight_square_sum"]
+        return names + [name for name in self.output_type.diagnostic_names() if name not in names]
 
     @out_keys.setter
     def out_keys(self, value: Any) -> None:
@@ -281,9 +281,10 @@ class GRPOLoss(LossModule):
             side=self.padding_side,
             device=self.batch_device,
             decoupled=self.decoupled,
+            kl_to_ref=bool(self.kl_to_ref_coeff),
         )
         if self.kl_to_ref_coeff and batch.ref is None:
-            raise DataError(
+            raise MissingKeyError(
                 f"kl_to_ref_coeff is {self.kl_to_ref_coeff} but the batch has no {self.tensor_keys.ref_log_probs!r}. "
                 "Put RetrieveLogProb on the write path, or leave the coefficient out."
             )
@@ -313,6 +314,7 @@ class GRPOLoss(LossModule):
             entropy_gradient=self.entropy_bonus,
             temperature=found.temperature,
             bias=found.bias,
+            soft_cap=found.soft_cap,
             chunk_size=self.chunk_size,
         )
         return dict(zip(names, out.losses, strict=True)), out.log_probs, out.entropy
@@ -325,6 +327,7 @@ class GRPOLoss(LossModule):
             batch.tokens[rows.index, rows.column],
             temperature=found.temperature,
             bias=found.bias,
+            soft_cap=found.soft_cap,
             chunk_size=self.chunk_size,
             return_entropy=True,
         )

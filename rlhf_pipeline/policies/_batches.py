@@ -11,7 +11,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
 from rlhf_pipeline import keys
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.errors import DataError, MissingKeyError
 from rlhf_pipeline.padding import Side, length_mask, pad_rows
 
 Key = Any
@@ -102,7 +102,7 @@ def pad_ids(rows: Sequence[Tensor | Sequence[int]], side: Side, masks: Leaf = No
 def pad_like(values: Leaf, batch: TokenBatch, name: str) -> Tensor:
     """Bring a per-token leaf to the layout of a batch, `[B, T]`."""
     if values is None:
-        raise DataError(f"The TensorDict has no {name}.")
+        raise MissingKeyError(f"The TensorDict has no {name}.")
     padded = pad_rows(values, side=batch.side or "right")[0] if isinstance(values, list) else values
     if padded.shape != batch.input_ids.shape:
         raise DataError(f"{name} has shape {list(padded.shape)}; the tokens have {list(batch.input_ids.shape)}.")

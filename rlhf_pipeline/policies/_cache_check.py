@@ -17,6 +17,12 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies._model_parts import ModelParts, rounding
 from rlhf_pipeline.policies._slot_cache import PrefillCache, SlotCache
 
+WITHOUT_SLOTS = (
+    "So `rlhf-pipeline run` cannot train it: name another model (policy.path). CausalLMPolicy still scores with "
+    "it, and `rlhf-pipeline replay` learns from completions that are stored."
+)
+"""What to do with a model that the slot engine cannot generate with."""
+
 _LENGTHS = (2, 5)
 _NEW = 2
 
@@ -55,7 +61,7 @@ def _find_masking(parts: ModelParts) -> bool:
             return own
     raise DefinitionError(
         f"The slot engine cannot generate with {type(parts.trunk).__name__}: through a KV cache its hidden states "
-        f"differ from its own by {gap:.1%}. Generate with another engine and keep CausalLMPolicy for scoring."
+        f"differ from its own by {gap:.1%}. {WITHOUT_SLOTS}"
     ) from problem
 
 

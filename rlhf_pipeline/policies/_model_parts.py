@@ -1,13 +1,16 @@
 """The trunk and the head of a causal language model, found and checked.
 
 Scoring and sampling apply the head themselves, to the rows that need it. That is right only if the model's own logits
-are `trunk(tokens) @ head.weight.T + head.bias`, up to one constant factor. So the parts are compared with the model's
-own forward pass once, on a few tokens, and a model that does something else to its logits is refused by name.
+are `trunk(tokens) @ head.weight.T + head.bias`, up to one constant factor and a soft cap. What a config says is taken
+from the config: a probe on an untrained model does not see a cap, nor a rotary embedding that changes with the length.
+What no config says is looked for once, by comparing the parts with the model's own forward pass, with logits as small
+as they are and as large as they may become; a model that does something else to its logits is refused by name.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +26,13 @@ _SCALES = {
     "logits_scaling": -1,  # Granite
     "lm_head_multiplier": 1,  # Falcon-H1
 }
+_SOFT_CAPS = ("final_logit_softcapping", "final_logit_soft_cap", "logits_soft_cap", "output_logit_soft_cap")
+"""Config fields with which models of transformers cap their logits; Gemma 2 has the first."""
+_OTHER_CAPS = re.compile("attn|attention|router|gate|mlp|moe")
+_LENGTH_ROPES = ("longrope", "dynamic")
+"""Rotary embeddings whose frequencies change, for all tokens of a batch, when its longest row passes a limit."""
+_PROBE_TOKENS = 64
+_PROBE_LOGIT = 60.0
 _UNSUPPORTED_CACHES = (
     "chunked_attention",
     "linear_attention",
@@ -41,8 +51,10 @@ class ModelParts:
         trunk: maps token ids to hidden states `[B, T, H]`, final norm included.
         head: the linear map to the vocabulary.
         scale: logits are `scale * (hidden @ weight.T) + bias`; 1.0 for most models.
+        soft_cap: the logits `z` of that are `soft_cap * tanh(z / soft_cap)`; None for most models.
         num_layers: decoder layers.
-        max_positions: the longest sequence the model was made for; None if its config names none.
+        max_positions: the longest sequence that the model is right for; None if its config names none.
+        positions_by: what in the config says so.
         builds_own_mask: the model must build its attention mask from a `[rows, columns]` one in every step, because
             its layers differ in what they may see.
         cache_refusal: why the slot engine cannot drive this model, or None.
@@ -51,8 +63,10 @@ class ModelParts:
     trunk: nn.Module
     head: nn.Linear
     scale: float
+    soft_cap: float | None
     num_layers: int
     max_positions: int | None
+    positions_by: str
     builds_own_mask: bool
     cache_refusal: str | None
 
@@ -80,9 +94,11 @@ class ModelParts:
         bias = self.head.bias
         if weight.dtype in (torch.float32, torch.float64):
             bias = None if bias is None else bias.to(weight.dtype)
-            return nn.functional.linear(hidden.to(weight.dtype), weight, bias)
-        logits = torch.mm(hidden.to(weight.dtype), weight.t(), out_dtype=torch.float32)
-        return logits if bias is None else logits.add_(bias.float())
+            logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias)
+        else:
+            logits = torch.mm(hidden.to(weight.dtype), weight.t(), out_dtype=torch.float32)
+            logits = logits if bias is None else logits.add_(bias.float())
+        return logits if self.soft_cap is None else soft_capped(logits, self.soft_cap)
 
 
 def _name(model: nn.Module) -> str:
@@ -100,15 +116,15 @@ def find_parts(model: nn.Module) -> ModelParts:
         model: a causal language model of transformers, or one wrapped by peft.
 
     Raises:
-        DefinitionError: the model is of another kind, or its logits are more than a scaled linear map of its hidden
-            states (softcapped, for example).
+        DefinitionError: the model is of another kind, or its logits are more than a scaled and capped linear map of
+            its hidden states.
     """
+    _refuse_virtual_tokens(model)
     core: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     config = getattr(core, "config", None)
     if config is None or not hasattr(core, "get_output_embeddings"):
         raise _refuse(model, "it is not a model of transformers", "Pass an AutoModelForCausalLM.")
-    if getattr(config, "is_encoder_decoder", False):
-        raise _refuse(model, "it is an encoder-decoder model", "Pass a decoder-only model.")
+    refuse_other_directions(model)
     text_config = config.get_text_config(decoder=True)
     named = (getattr(core, name, None) for name in (core.base_model_prefix, "model", "transformer"))
     trunk = next((m for m in named if isinstance(m, nn.Module)), None)
@@ -116,11 +132,7 @@ def find_parts(model: nn.Module) -> ModelParts:
     if trunk is None or head is None:
         raise _refuse(model, "it has no language model head", "Pass an AutoModelForCausalLM.")
     if not isinstance(head, nn.Linear):
-        raise _refuse(
-            model,
-            f"its head is a {type(head).__name__}, not a linear layer",
-            "Keep adapters off the head (lm_head), or merge them first.",
-        )
+        raise _refuse_head(model, head)
     known = inspect.signature(trunk.forward).parameters
     missing = [n for n in ("position_ids", "attention_mask", "past_key_values") if n not in known]
     if missing:
@@ -129,13 +141,7 @@ def find_parts(model: nn.Module) -> ModelParts:
             f"its forward takes no {' and no '.join(missing)}",
             "Models with recurrent state or ALiBi positions are not supported.",
         )
-    cap = getattr(text_config, "final_logit_softcapping", None)
-    if cap is not None:
-        raise _refuse(
-            model,
-            f"it caps its logits (final_logit_softcapping={cap}), so they are not linear in the hidden state",
-            "Set config.final_logit_softcapping = None, or use a model without it (Gemma 3, Qwen, Llama).",
-        )
+    soft_cap = _soft_cap(model, text_config)
     scale = 1.0
     for field, power in _SCALES.items():
         value = getattr(text_config, field, None)
@@ -143,12 +149,15 @@ def find_parts(model: nn.Module) -> ModelParts:
             scale *= float(value) ** power
     if scale != 1.0 and head.bias is not None:
         raise _refuse(model, "it scales its logits and has a head bias", "Remove one of the two.")
+    max_positions, positions_by = _max_positions(text_config)
     parts = ModelParts(
         trunk=trunk,
         head=head,
         scale=scale,
+        soft_cap=soft_cap,
         num_layers=int(text_config.num_hidden_layers),
-        max_positions=_max_positions(text_config),
+        max_positions=max_positions,
+        positions_by=positions_by,
         builds_own_mask=_builds_own_mask(text_config),
         cache_refusal=_cache_refusal(text_config),
     )
@@ -198,9 +207,88 @@ def set_recomputation(model: nn.Module, on: bool) -> None:
                     setattr(layer, field, 0.0)
 
 
-def _max_positions(config: Any) -> int | None:
+def soft_capped(logits: Tensor, cap: float) -> Tensor:
+    """`cap * tanh(logits / cap)`, in place."""
+    return logits.div_(cap).tanh_().mul_(cap)
+
+
+def _refuse_virtual_tokens(model: nn.Module) -> None:
+    """Refuse peft's prompt tuning and prefix tuning, whose virtual tokens the model itself never sees."""
+    configs = getattr(model, "peft_config", None)
+    for name, config in (configs or {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            raise _refuse(
+                model,
+                f"its adapter {name!r} ({type(config).__name__}) puts virtual tokens before the prompt",
+                "Use adapters in the layers instead, such as LoRA.",
+            )
+
+
+def refuse_other_directions(model: nn.Module) -> None:
+    """Refuse a model of transformers that does not predict each token from those before it.
+
+    Raises:
+        DefinitionError: by its config it has an encoder, or permutes its tokens.
+    """
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refuse(model, "it is an encoder-decoder model", "Pass a decoder-only model.")
+    if getattr(config, "model_type", None) == "xlnet":
+        raise _refuse(model, "it predicts tokens in a permuted order", "Pass a decoder-only model.")
+
+
+def _refuse_head(model: nn.Module, head: nn.Module) -> DefinitionError:
+    kind = f"{type(head).__module__}.{type(head).__qualname__}"
+    if hasattr(head, "base_layer"):
+        return _refuse(
+            model,
+            f"its head has an adapter ({kind})",
+            "Leave the head (lm_head) out of the adapter's target_modules, or call merge_and_unload() first.",
+        )
+    if "quant" in kind.lower() or callable(getattr(head, "weight", None)):
+        return _refuse(
+            model,
+            f"its head is quantized ({kind}), and so has no weight to learn with",
+            "Load the model without quantization, or leave the head out of it.",
+        )
+    return _refuse(model, f"its head is a {kind}, not a torch.nn.Linear", "Use a model with a linear head.")
+
+
+def _soft_cap(model: nn.Module, config: Any) -> float | None:
+    """The cap of the final logits by the config."""
+    fields = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+    caps = {name: value for name, value in fields.items() if re.search("soft_?cap", name) and value is not None}
+    final = {name: value for name, value in caps.items() if not _OTHER_CAPS.search(name)}
+    unknown = sorted(final.keys() - set(_SOFT_CAPS))
+    if unknown or len(final) > 1:
+        name = (unknown or sorted(final))[0]
+        raise _refuse(
+            model,
+            f"its config has {name}={final[name]}, a cap that is not known here",
+            f"Known are {', '.join(_SOFT_CAPS)}, one at a time.",
+        )
+    return float(next(iter(final.values()))) if final else None
+
+
+def _max_positions(config: Any) -> tuple[int | None, str]:
+    """The longest sequence that the model is right for, and what says so.
+
+    A rotary embedding that depends on the longest row of a batch scores a row by its neighbours beyond its limit, and
+    a sampler that passes it scores the tokens before it by other frequencies than those they were sampled with.
+    """
     value = getattr(config, "max_position_embeddings", None)
-    return int(value) if isinstance(value, int) and value > 0 else None
+    most = int(value) if isinstance(value, int) and value > 0 else None
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    for part in parts:
+        kind = part.get("rope_type", part.get("type"))
+        if kind in _LENGTH_ROPES:
+            given = part.get("original_max_position_embeddings")
+            own = getattr(config, "original_max_position_embeddings", None)
+            limits = [int(x) for x in (given, own, most) if isinstance(x, int) and x > 0]
+            if limits:
+                return min(limits), f"where its rotary embedding ({kind}) changes with the length of a batch"
+    return most, "max_position_embeddings"
 
 
 def _builds_own_mask(config: Any) -> bool:
@@ -226,24 +314,51 @@ def _cache_refusal(config: Any) -> str | None:
     return None
 
 
+def _largest(values: Tensor) -> float:
+    """The largest magnitude of the finite ones; 0 without any."""
+    return float(values.nan_to_num(0.0, 0.0, 0.0).abs().max())
+
+
 def _check_logits(model: nn.Module, parts: ModelParts, vocab: int) -> None:
-    """Compare head(trunk(x)) with the model's own logits on three tokens."""
-    if parts.head.weight.is_meta:
+    """Compare head(trunk(x)) with the model's own logits, as they are and with the head's input scaled up."""
+    weight = parts.head.weight
+    if weight.is_meta:
         return
-    ids = torch.arange(3, device=parts.head.weight.device).remainder(vocab).unsqueeze(0)
-    positions = torch.arange(3, device=ids.device).unsqueeze(0)
+    length = min(_PROBE_TOKENS, parts.max_positions or _PROBE_TOKENS)
+    inputs: dict[str, Any] = {
+        "input_ids": torch.arange(length, device=weight.device).remainder(vocab).unsqueeze(0),
+        "position_ids": torch.arange(length, device=weight.device).unsqueeze(0),
+        "use_cache": False,
+    }
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        own = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
-        hidden = parts.hidden(input_ids=ids, position_ids=positions, use_cache=False)[0]
+        hidden = parts.hidden(**inputs)[0]
         ours = parts.logits(hidden, parts.sampling_weight())
+        factor = _PROBE_LOGIT / max(_largest(ours), 1e-6)
+        seen: list[float] = []
+
+        def scale_up(_head: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            seen.append(factor)
+            return (given[0] * factor, *given[1:])
+
+        pairs = [(model(**inputs).logits[0].float(), ours)]
+        hook = parts.head.register_forward_pre_hook(scale_up)
+        try:
+            loud = model(**inputs).logits[0].float()
+        finally:
+            hook.remove()
+        if seen:  # else the model applies its head's weight without calling the head
+            pairs.append((loud, parts.logits(hidden * factor, parts.sampling_weight())))
     model.train(was_training)
-    spread = float(own.abs().max()) + 1e-6
-    error = float((own - ours).abs().max()) / spread
-    if not error <= rounding(parts.head.weight, fine=1e-4, coarse=5e-2):
-        raise _refuse(
-            model,
-            f"its logits differ from head(hidden) by {error:.1%} of their size",
-            "It changes its logits in a way that is not known here; use another architecture.",
-        )
+    for own, expected in pairs:
+        # Of diverged weights neither is finite: the sampler names them when their logits arrive.
+        error = _largest(own - expected) / (_largest(own) + 1e-6)
+        if not torch.equal(torch.isfinite(own), torch.isfinite(expected)):
+            error = float("inf")
+        if not error <= rounding(weight, fine=1e-4, coarse=5e-2):
+            raise _refuse(
+                model,
+                f"its logits differ from head(hidden) by {error:.1%} of their size",
+                "It changes its logits in a way that is not known here; use another architecture.",
+            )

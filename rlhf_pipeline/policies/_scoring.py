@@ -91,8 +91,8 @@ def _checked_mask(parts: ModelParts, input_ids: Tensor, attention_mask: Tensor) 
     mask = attention_mask.to(device=parts.head.weight.device, dtype=torch.bool)
     if most is not None and input_ids.shape[1] > most and bool((mask.sum(1) > most).any()):
         raise DefinitionError(
-            f"A row has {int(mask.sum(1).max())} tokens; the model has {most} positions "
-            "(max_position_embeddings). Leave such trajectories out."
+            f"A row has {int(mask.sum(1).max())} tokens; the model has {most} positions ({parts.positions_by}). "
+            "Leave such trajectories out."
         )
     return mask
 

@@ -11,7 +11,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_s
 from torch import Tensor
 from torch import distributions as D
 
-from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError, did_you_mean
 from rlhf_pipeline.padding import Side, pad_rows
 from rlhf_pipeline.policies._batches import Key, TokenBatch, leaf, pad_ids, pad_like, prompt_lengths, read_ids
 from rlhf_pipeline.policies._td_output import (
@@ -198,14 +198,16 @@ class TensorDictPolicy(LLMWrapperBase):
         if self.input_mode == "tokens":
             batch = read_ids(td, key, self._mask_key(td), "left")
             if batch is None:
-                raise DataError(
+                raise MissingKeyError(
                     f"The TensorDict has no prompts under {key!r}. Write token ids there: ragged rows, or [B, T] with "
                     f"the mask under {self._attention_key!r}."
                 )
             return [row.tolist() for row in batch.real_rows(batch.input_ids)], None
         value = cast(Any, td).get(key, None)
         if value is None:
-            raise DataError(f"The TensorDict has no prompts under {key!r}, which input_mode={self.input_mode!r} reads.")
+            raise MissingKeyError(
+                f"The TensorDict has no prompts under {key!r}, which input_mode={self.input_mode!r} reads."
+            )
         if self.input_mode == "text":
             return [encode_prompt(self.tokenizer, text, as_chat=False) for text in text_list(value)], None
         rows = list(value.unbind(0))
@@ -297,7 +299,7 @@ class TensorDictPolicy(LLMWrapperBase):
             return batch, None if mask is None else pad_like(mask, batch, repr(self._assistant_key)).bool()
         value = cast(Any, td).get(self._input_key(), None)
         if value is None:
-            raise DataError(
+            raise MissingKeyError(
                 f"The TensorDict has nothing under {self._input_key()!r}, which input_mode={self.input_mode!r} reads."
             )
         if self.input_mode == "text":

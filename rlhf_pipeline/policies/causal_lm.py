@@ -279,13 +279,21 @@ class CausalLMPolicy(TensorDictPolicy):
         return self._parts.head.bias
 
     @property
+    def head_soft_cap(self) -> float | None:
+        """The soft cap `c` of the logits, `c * tanh(z / c)` (Gemma 2), or None."""
+        return self._parts.soft_cap
+
+    @property
     def vocab_size(self) -> int:
         """How many tokens the head knows."""
         return int(self.head_weight.shape[0])
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence the model was made for, or None where its config names none."""
+        """The longest sequence that the model is right for, or None where its config names none.
+
+        For a rotary embedding that changes with the length of a batch (LongRoPE, dynamic), where it does so.
+        """
         return self._parts.max_positions
 
     @property
@@ -333,7 +341,8 @@ class CausalLMPolicy(TensorDictPolicy):
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the last hidden state of every token, `[B, T, H]`; zero at padding.
 
-        `hidden[:, t] @ head_weight.T + head_bias` are the logits of the token after column `t`. Tokens are brought to
+        `hidden[:, t] @ head_weight.T + head_bias`, capped where the policy has a `head_soft_cap`, are the logits of the
+        token after column `t`. Tokens are brought to
         the left before the forward pass, so the result is the same for any padding side.
 
         Args:
@@ -387,6 +396,7 @@ class CausalLMPolicy(TensorDictPolicy):
             found.targets,
             temperature=temperature,
             bias=self.head_bias,
+            soft_cap=self.head_soft_cap,
             chunk_size=chunk_size,
         )
         out = torch.zeros(input_ids.shape, dtype=torch.float32, device=scores.device)
@@ -401,7 +411,9 @@ class CausalLMPolicy(TensorDictPolicy):
         scored = torch.zeros(input_ids.shape, dtype=torch.bool, device=found.rows.device)
         scored[found.rows, found.columns] = True
         temperature = self.temperature if self.temperature > 0 else 1.0
-        return TokenDistribution(found.hidden, self.head_weight, self.head_bias, scored, temperature)
+        return TokenDistribution(
+            found.hidden, self.head_weight, self.head_bias, scored, temperature, soft_cap=self.head_soft_cap
+        )
 
     # Generation
 

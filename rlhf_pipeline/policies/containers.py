@@ -22,7 +22,7 @@ from torchrl.modules.llm.policies.common import (
 )
 from torchrl.modules.llm.policies.common import LLMWrapperBase as _TorchRLWrapperBase
 
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DataError, MissingKeyError, UnsupportedError
 from rlhf_pipeline.padding import Side
 from rlhf_pipeline.policies._batches import Key, TokenBatch, leaf, pad_like, prompt_lengths, read_ids
 from rlhf_pipeline.policies.distribution import LogProbDistribution
@@ -87,7 +87,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         batch = read_ids(tensordict, _sub(self.tokens_key, "full"), self._mask_key(tensordict), padding_side)
         if batch is None:
             names = sorted(str(k) for k in tensordict.keys(include_nested=True, leaves_only=True))
-            raise DataError(
+            raise MissingKeyError(
                 f"The TensorDict has no {_sub(self.tokens_key, 'full')!r} (it has: {', '.join(names) or 'nothing'}). "
                 "Write the token ids of prompt and completion there, [B, T] or ragged."
             )
@@ -106,7 +106,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
 
     def _must_score(self, method: str) -> None:
         if self.generate:
-            raise DefinitionError(
+            raise UnsupportedError(
                 f"{method} scores given tokens, and this policy generates. "
                 "Use policy.get_new_version(generate=False), which shares the model."
             )
@@ -123,7 +123,6 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         as_nested_tensor: bool | None = None,
         padding_value: float | None = None,
         layout: torch.layout | None = None,
-        **_: Any,
     ) -> D.Distribution:
         """Return the distribution of every token, or of those of the mask under `mask_key`.
 
@@ -137,7 +136,6 @@ class LLMWrapperBase(_TorchRLWrapperBase):
             as_nested_tensor: refused where True.
             padding_value: no effect: masks tell padding from tokens, values do not.
             layout: refused where jagged.
-            **_: TorchRL's other arguments, which have no effect.
 
         Raises:
             DataError: tokens or mask are missing or do not fit.
@@ -146,7 +144,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         self._must_score("get_dist")
         del as_padded_tensor, padding_value
         if as_nested_tensor or layout == torch.jagged:
-            raise DefinitionError(
+            raise UnsupportedError(
                 "A distribution over nested tensors has no log_prob that works. Leave as_nested_tensor and layout out: "
                 "ragged rows are padded on padding_side, and masked."
             )
@@ -164,6 +162,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         tensordict: TensorDictBase,
         *,
         attention_mask_key: Key | None = None,
+        logits_key: Key = "logits",
         padding_side: Side = "left",
         **options: Any,
     ) -> D.Distribution:
@@ -190,8 +189,9 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         tokens_key: Key | None = None,
         *,
         assistant_mask_key: Key | None = None,
+        attention_mask_key: Key | None = None,
+        logits_key: Key = "logits",
         padding_side: Side = "left",
-        **_: Any,
     ) -> D.Distribution:
         """Return the distribution of everything after the prompt.
 
@@ -202,13 +202,15 @@ class LLMWrapperBase(_TorchRLWrapperBase):
             tensordict: tokens `[B, T]` with masks, or ragged.
             tokens_key: of the prompts.
             assistant_mask_key: of the assistant's mask.
+            attention_mask_key: of a mask that leaves out further tokens.
+            logits_key: no effect: nothing is written.
             padding_side: where ragged rows are padded.
-            **_: TorchRL's other arguments, which have no effect.
 
         Raises:
             DataError: nothing tells where the prompts end.
         """
         self._must_score("get_sft_dist")
+        del logits_key
         batch = self.read_batch(tensordict, padding_side)
         prompt_key = _sub(self.tokens_key, "prompt") if tokens_key is None else tokens_key
         assistant_key = self._assistant_key if assistant_mask_key is None else assistant_mask_key
@@ -220,22 +222,26 @@ class LLMWrapperBase(_TorchRLWrapperBase):
             )
         index = batch.attention_mask.cumsum(1) - 1
         mask = batch.attention_mask & (index >= lengths[:, None])
+        if attention_mask_key is not None:
+            mask &= pad_like(leaf(tensordict, attention_mask_key), batch, repr(attention_mask_key)).bool()
         return self.token_distribution(batch.input_ids, batch.attention_mask, mask)
 
     def get_dist_with_custom_mask(
-        self, tensordict: TensorDictBase, mask: Tensor, *, padding_side: Side = "left", **_: Any
+        self, tensordict: TensorDictBase, mask: Tensor, *, logits_key: Key = "logits", padding_side: Side = "left"
     ) -> D.Distribution:
         """Return the distribution of the tokens of a mask.
 
         Args:
             tensordict: tokens `[B, T]` with masks, or ragged.
             mask: bool `[B, T]`, aligned with the padded tokens.
+            logits_key: no effect: nothing is written.
             padding_side: where ragged rows are padded.
 
         Raises:
             DataError: the mask has another shape than the tokens.
         """
         self._must_score("get_dist_with_custom_mask")
+        del logits_key
         batch = self.read_batch(tensordict, padding_side)
         wanted = pad_like(mask, batch, "mask").bool()
         return self.token_distribution(batch.input_ids, batch.attention_mask, wanted & batch.attention_mask)

@@ -79,6 +79,7 @@ class TokenDistribution(LLMMaskedCategorical):
         bias: the head's bias `[V]` or None.
         mask: bool `[B, T]` with N True entries.
         temperature: logits are divided by it.
+        soft_cap: logits `z` become `soft_cap * tanh(z / soft_cap)` before that; None for no cap.
 
     >>> mask = torch.tensor([[False, True]])
     >>> dist = TokenDistribution(torch.zeros(1, 2), torch.ones(4, 2), None, mask)
@@ -87,12 +88,20 @@ class TokenDistribution(LLMMaskedCategorical):
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor, temperature: float = 1.0
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        mask: Tensor,
+        temperature: float = 1.0,
+        *,
+        soft_cap: float | None = None,
     ) -> None:
         self.hidden = hidden
         self.weight = weight
         self.bias = bias
         self.temperature = temperature
+        self.soft_cap = soft_cap
         self.ignore_index = -100
         self._mask = mask
         self._position_level_masking = True
@@ -107,7 +116,10 @@ class TokenDistribution(LLMMaskedCategorical):
 
     def _row_logits(self) -> Tensor:
         logits = self.hidden.float() @ self.weight.float().t()
-        return (logits if self.bias is None else logits + self.bias.float()) / self.temperature
+        logits = logits if self.bias is None else logits + self.bias.float()
+        if self.soft_cap is not None:
+            logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
+        return logits / self.temperature
 
     @property
     def _original_logits(self) -> Tensor:
@@ -152,6 +164,7 @@ class TokenDistribution(LLMMaskedCategorical):
             targets,
             temperature=self.temperature,
             bias=self.bias,
+            soft_cap=self.soft_cap,
             return_entropy=True,
         )
 

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torchrl.data.llm import History
 from torchrl.data.llm.history import _CHAT_TEMPLATES
 
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.padding import Side, pad_rows
 from rlhf_pipeline.policies._batches import Key, pad_ids
 from rlhf_pipeline.policies._td_output import history_messages, text_list
@@ -102,7 +102,7 @@ def with_tokens(
     else:
         text = _value(td, text_key, Text)
         if text is None or not tensordict.batch_size:
-            raise DataError(
+            raise MissingKeyError(
                 f"The batch has no token ids under ('tokens', 'full'), no conversation under {history_key!r} and no "
                 f"text under {text_key!r}. Write the token ids of prompt and completion."
             )

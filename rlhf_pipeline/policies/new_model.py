@@ -7,7 +7,9 @@ Both have random weights, so nothing is downloaded. A checkpoint has a byte-leve
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +34,10 @@ from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 # The special tokens of Qwen2's chat models.
 PAD, EOS, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 
+logger = logging.getLogger(__name__)
+
+_LONGEST_WORD = 1_000
+_LONG_WORD = re.compile(rf"\S{{{_LONGEST_WORD}}}(?=\S)")
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
     {{- '<|im_start|>' + message['role'] + '\\n' -}}
@@ -226,7 +232,7 @@ def _character_tokenizer(alphabet: str, max_positions: int) -> PreTrainedTokeniz
 
 
 def _train_tokenizer(text_file: Path, vocab_size: int, max_positions: int) -> tuple[Qwen2Tokenizer, int]:
-    texts = list(_texts(text_file))
+    texts = [_cut(text) for text in _texts(text_file)]
     if not texts:
         raise DataError(f"{text_file} holds no text to train a tokenizer on. Name another file.")
     # Qwen2Tokenizer's own normalizer and pre-tokenizer (one token per digit): AutoTokenizer makes a Qwen2Tokenizer for
@@ -282,6 +288,18 @@ def _texts(path: Path) -> Iterator[str]:
                 yield from _strings(value)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error.reason}). Convert it first.") from error
+
+
+def _cut(text: str) -> str:
+    """Return a text without stretches of more than `_LONGEST_WORD` characters: training on one is not linear."""
+    if len(text) <= _LONGEST_WORD or not _LONG_WORD.search(text):
+        return text
+    logger.warning(
+        "a line of %d characters has a stretch of more than %d without a space; it is cut for the tokenizer's training",
+        len(text),
+        _LONGEST_WORD,
+    )
+    return _LONG_WORD.sub(lambda found: found[0] + " ", text)
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -274,7 +274,9 @@ class LayoutScorer:
             score[0, found.columns[at]] = True
             alone = predicting_rows(parts, input_ids[row, None], attention_mask[row, None], score)
             one, other = (
-                token_log_probs(hidden.detach(), weight, found.targets[at], bias=parts.head.bias)
+                token_log_probs(
+                    hidden.detach(), weight, found.targets[at], bias=parts.head.bias, soft_cap=parts.soft_cap
+                )
                 for hidden in (found.hidden[at], alone.hidden)
             )
             worst = max(worst, float((one - other).abs().mean()))

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.policies._cache_check import verified_parts
+from rlhf_pipeline.policies._cache_check import WITHOUT_SLOTS, verified_parts
 from rlhf_pipeline.policies._completions import Completion, Int64Array, RaggedCompletions, collect
 from rlhf_pipeline.policies._model_parts import ModelParts
 from rlhf_pipeline.policies._sampling import sample_rows
@@ -96,7 +96,7 @@ class SlotEngine:
         if parts.cache_refusal is not None:
             raise DefinitionError(
                 f"The slot engine cannot generate with {type(parts.trunk).__name__}: {parts.cache_refusal}. "
-                "Generate with another engine and keep CausalLMPolicy for scoring."
+                f"{WITHOUT_SLOTS}"
             )
         self.parts = verified_parts(parts)
         self.num_slots = num_slots
@@ -215,7 +215,7 @@ class SlotEngine:
             if lengths[longest] >= most:
                 raise DataError(
                     f"Prompt {longest} has {lengths[longest]} tokens; the model has {most} positions "
-                    "(max_position_embeddings), and a completion needs at least one of them. Shorten or drop it."
+                    f"({self.parts.positions_by}), and a completion needs at least one of them. Shorten or drop it."
                 )
             limits = np.minimum(limits, most - np.repeat(lengths, group_size))
         return lengths, limits

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from rlhf_pipeline.errors import MissingPathError
-from rlhf_pipeline.replay.schema import SLOT
+from rlhf_pipeline.keys import LEFT_OUT
+from rlhf_pipeline.replay.schema import SLOT, WAITING
 from trajectory_store import RaggedArray, TrajectoryStore
 
 _CHUNK = 1024
@@ -31,7 +32,9 @@ def copy_rows(source: TrajectoryStore, target: TrajectoryStore, ids: np.ndarray)
                 found = source.read_ragged(column.name, part)
                 batch[column.name] = RaggedArray(found.values, found.lengths)
             else:
-                batch[column.name] = source.read_scalars(column.name, part)
+                batch[column.name] = values = source.read_scalars(column.name, part)
+                if column.name == WAITING.name:  # what waited before is complete, and comes in turn
+                    batch[column.name] = np.where(values < LEFT_OUT, -1, values)
         target.append(batch)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from rlhf_pipeline.data.trajectories import Flat, jagged, last_position, text_stack
 from rlhf_pipeline.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
@@ -16,6 +17,7 @@ from rlhf_pipeline.keys import (
     KL_PENALTY,
     LOG_PROBS,
     REF_LOG_PROBS,
+    RETURN,
     REWARD,
     ROW_ID,
     TASK_REWARD,
@@ -23,10 +25,7 @@ from rlhf_pipeline.keys import (
     Key,
 )
 from rlhf_pipeline.replay._read import columns_for, nest
-from rlhf_pipeline.replay._write import key_of
-from rlhf_pipeline.transforms._columns import Flat
-from rlhf_pipeline.transforms._rebuild import jagged, text_stack
-from rlhf_pipeline.transforms._segments import last_position
+from rlhf_pipeline.replay.schema import key_of
 from trajectory_store import TrajectoryStore
 
 
@@ -56,6 +55,7 @@ def jagged_batch(
             continue
         if not column.ragged:
             flat[key] = _wide(store.read_scalars(name, ids))
+            flat[key] = flat[key].float() if key == RETURN else flat[key]
             continue
         found = store.read_ragged(name, ids)
         axis = axes[key] = str(column.axis)

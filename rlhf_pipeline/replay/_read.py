@@ -9,16 +9,17 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from rlhf_pipeline.data.trajectories import text_stack
 from rlhf_pipeline.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
     ATTENTION_MASK,
-    COLUMN_OF_KEY,
     KL_COEF,
     KL_PENALTY,
     LOG_PROBS,
     NUM_PROMPT_TOKENS,
     REF_LOG_PROBS,
+    RETURN,
     REWARD,
     ROW_ID,
     TASK_REWARD,
@@ -26,9 +27,7 @@ from rlhf_pipeline.keys import (
     Key,
 )
 from rlhf_pipeline.replay._derive import attention_mask, derive
-from rlhf_pipeline.replay._write import key_of
-from rlhf_pipeline.replay.schema import INTERNAL, REWARD_COLUMN
-from rlhf_pipeline.transforms._rebuild import text_stack
+from rlhf_pipeline.replay.schema import INTERNAL, REWARD_COLUMN, column_name, key_of
 from trajectory_store import BufferPool, TrajectoryStore
 
 _INT64 = np.dtype(np.int64)
@@ -56,7 +55,7 @@ def columns_for(store: TrajectoryStore, keys: Sequence[Key] | None, *, text: boo
             names.append(REWARD_COLUMN)
             continue
         for need in _NEEDS.get(key, (key,)):
-            name = COLUMN_OF_KEY.get(need, need if isinstance(need, str) else "/".join(need))
+            name = column_name(need)
             if name in schema or need == key:
                 names.append(schema[name].name)
     return list(dict.fromkeys(names))
@@ -99,6 +98,7 @@ def padded_batch(
         if isinstance(value, np.ndarray) and value.dtype == np.int32:
             flat[key] = wide = pool.take(value.shape, _INT64) if value.ndim > 1 else np.empty(value.shape, _INT64)
             np.copyto(wide, value)
+    _narrow_return(flat)
     flat[ROW_ID] = np.array(ids, dtype=np.int64)
     if keys is not None:
         wanted = {*keys, ROW_ID} | {key_of(k) for k in keys if isinstance(k, str)}
@@ -118,7 +118,14 @@ def scalar_batch(store: TrajectoryStore, ids: np.ndarray, *, text: bool = False)
         elif value.dtype == np.int32:
             value = value.astype(np.int64)
         flat[key_of(column.name)] = value
+    _narrow_return(flat)
     return nest(flat, len(ids))
+
+
+def _narrow_return(flat: dict[Key, Any]) -> None:
+    """Batches hold the return as float32; on disk it is exact, so that a group that waits can be completed later."""
+    if isinstance(flat.get(RETURN), np.ndarray):
+        flat[RETURN] = flat[RETURN].astype(np.float32)
 
 
 def single(store: TrajectoryStore, row_id: int) -> TensorDict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhf_pipeline.replay.schema import SLOT
+from rlhf_pipeline.replay.schema import SLOT, WAITING
 from trajectory_store import TrajectoryStore
 
 UNBOUNDED = int(np.iinfo(np.int64).max)
@@ -15,7 +15,8 @@ class SlotMap:
 
     Rows are never overwritten: a slot that is written again means a newer row. Every process that reads the store
     derives the same map, as it follows from the order of arrival, except for rows written to a slot on purpose
-    (`storage[3] = td`), whose slot is a column.
+    (`storage[3] = td`), whose slot is a column. A row that waits for its group has no slot; it gets the next one when
+    the group is complete, and the column `waiting` says in which turn that was.
 
     Args:
         max_size: slots of the ring.
@@ -29,6 +30,8 @@ class SlotMap:
         self._mark = 0
         self._floor = 0
         self._newest = -1
+        self._waits = np.empty(0, np.int64)
+        self._left = np.empty(0, np.int64)
 
     def __len__(self) -> int:
         return self._size
@@ -42,6 +45,21 @@ class SlotMap:
     def floor(self) -> int:
         """The watermark before which all rows were forgotten by `clear`."""
         return self._floor
+
+    @property
+    def waits(self) -> np.ndarray:
+        """int64: the ids of the rows that wait for their group, in the order of arrival."""
+        return self._waits
+
+    @property
+    def aside(self) -> np.ndarray:
+        """int64: the ids of the rows that have no slot: they wait, or waited and are not learned from."""
+        return np.concatenate([self._waits, self._left]) if len(self._left) else self._waits
+
+    @property
+    def turn(self) -> int:
+        """How many rows have come in turn."""
+        return self._count
 
     @property
     def next_slot(self) -> int:
@@ -63,7 +81,7 @@ class SlotMap:
         """Take in the rows that the store has shown since the last call."""
         mark = store.watermark
         fresh = mark - self._mark
-        if fresh == 0:
+        if fresh == 0 and not len(self._waits):
             return
         ids = store.ids()
         known = len(ids) - fresh
@@ -73,6 +91,7 @@ class SlotMap:
             hidden = mark - len(ids)
             known = max(self._floor - hidden, 0)
             self._size, self._count = 0, max(hidden - self._floor, 0)
+            self._waits = self._left = np.empty(0, np.int64)
         self._take(store, np.asarray(ids[known:]))
         self._mark = mark
         self._newest = int(ids[-1]) if len(ids) else -1
@@ -81,32 +100,69 @@ class SlotMap:
         """Take in rows that this process just appended; False if others came in between and `sync` must look.
 
         Args:
-            ids: the new rows.
+            ids: the new rows; those beyond the slots wait.
             slots: where they go.
             in_turn: whether these are the next slots.
             mark: the store's watermark after the append.
         """
         if mark != self._mark + len(ids):
             return False
-        n, size = len(ids), self._size
+        self._mark, self._newest = mark, int(ids[-1])
+        n, size = len(slots), self._size
+        if n < len(ids):
+            self._waits = np.concatenate([self._waits, ids[n:]])
+            ids = ids[:n]
         self._count += n if in_turn else 0
         if in_turn and n and slots[0] == size and slots[-1] == size + n - 1 and size + n <= len(self._rows):
             self._rows[size : size + n] = ids
             self._size = size + n
         else:
             self._place(slots, ids)
-        self._mark, self._newest = mark, int(ids[-1])
         return True
 
+    def complete(self, ids: np.ndarray) -> np.ndarray:
+        """Give the next slots to rows that waited; returns them."""
+        slots = self.expected(len(ids))
+        self._waits = self._waits[~np.isin(self._waits, ids)]
+        self._count += len(ids)
+        self._place(slots, ids)
+        return slots
+
+    def leave_out(self, ids: np.ndarray) -> None:
+        """Rows that waited are not learned from."""
+        self._waits = self._waits[~np.isin(self._waits, ids)]
+        self._left = np.concatenate([self._left, ids])
+
     def _take(self, store: TrajectoryStore, ids: np.ndarray) -> None:
-        if SLOT in store.schema:
-            slots = store.read_scalars(SLOT, ids).astype(np.int64)
-        else:
-            slots = np.full(len(ids), -1, np.int64)
+        slots = _column(store, SLOT, ids)
+        waiting = _column(store, WAITING.name, ids)
+        later, turns = np.empty(0, np.int64), np.empty(0, np.int64)
+        if len(self._waits):
+            before = self._waits[np.isin(self._waits, store.ids())]
+            now = _column(store, WAITING.name, before)
+            self._waits, later, turns = before[now >= 0], before[now < -2], -3 - now[now < -2]
+            self._left = np.concatenate([self._left, before[now == -2]])
+        if waiting.size and (waiting != -1).any():
+            self._waits = np.concatenate([self._waits, ids[waiting >= 0]])
+            self._left = np.concatenate([self._left, ids[waiting == -2]])
+            later = np.concatenate([later, ids[waiting < -2]])
+            turns = np.concatenate([turns, -3 - waiting[waiting < -2]])
+            ids, slots = ids[waiting == -1], slots[waiting == -1]
         in_turn = slots < 0
         n = int(in_turn.sum())
-        slots[in_turn] = self.expected(n)
-        self._count += n
+        if len(later):
+            # Those that came later stand where their turn was; the others fill the places between.
+            order = np.lexsort((later, turns))
+            count = np.arange(len(later))
+            at = np.maximum.accumulate(turns[order] - self._count - count).clip(0, n) + count
+            places = self.expected(n + len(later))
+            others = np.ones(len(places), bool)
+            others[at] = False
+            slots[in_turn] = places[others]
+            slots, ids = np.concatenate([slots, places[at]]), np.concatenate([ids, later[order]])
+        else:
+            slots[in_turn] = self.expected(n)
+        self._count += n + len(later)
         self._place(slots, ids)
 
     def _place(self, slots: np.ndarray, ids: np.ndarray) -> None:
@@ -118,3 +174,10 @@ class SlotMap:
         self._rows[self._size : size] = -1
         self._rows[slots] = ids  # of several rows for one slot the last wins
         self._size = size
+
+
+def _column(store: TrajectoryStore, name: str, ids: np.ndarray) -> np.ndarray:
+    """int64 `[n]`: a column of some rows, -1 where the store has none."""
+    if name not in store.schema:
+        return np.full(len(ids), -1, np.int64)
+    return store.read_scalars(name, ids).astype(np.int64)

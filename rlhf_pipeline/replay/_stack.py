@@ -19,9 +19,9 @@ from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
 from torch import Tensor
 
+from rlhf_pipeline.data.trajectories import Text
 from rlhf_pipeline.keys import ASSISTANT_MASK, CREATED_AT, DONE, NUM_PROMPT_TOKENS, REWARD, TOKENS, Key
 from rlhf_pipeline.replay._write import column_of_key
-from rlhf_pipeline.transforms._columns import Text
 from trajectory_store import Column, RaggedArray, Schema
 
 Leaves = dict[Key, list[Any] | tuple[Any, ...]]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from rlhf_pipeline.data.trajectories import entries_of, is_jagged
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.transforms._columns import entries_of, is_jagged
 
 _ALIGN = 64
 

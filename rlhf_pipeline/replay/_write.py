@@ -9,19 +9,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
 
-from rlhf_pipeline.errors import DataError, did_you_mean
+from rlhf_pipeline.data.trajectories import (
+    Flat,
+    Text,
+    Trajectories,
+    as_ragged,
+    last_position,
+    segment_sum,
+)
+from rlhf_pipeline.errors import DataError, MissingKeyError, did_you_mean
 from rlhf_pipeline.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
     ATTENTION_MASK,
     CREATED_AT,
-    DONE,
-    KEY_OF_COLUMN,
     KL_COEF,
     KL_PENALTY,
-    LOG_PROBS,
     LOSS_WEIGHT,
     NUM_PROMPT_TOKENS,
     RETURN,
@@ -31,91 +35,19 @@ from rlhf_pipeline.keys import (
     TOKENS,
     Key,
 )
-from rlhf_pipeline.replay.schema import REWARD_COLUMN, SLOT
-from rlhf_pipeline.transforms._columns import Columns, Flat, Text, as_ragged, columns_of, ragged_tokens
-from rlhf_pipeline.transforms._segments import last_position, segment_any, segment_sum
+from rlhf_pipeline.replay.schema import REWARD_COLUMN, SLOT, column_name, key_of
 from trajectory_store import Column, RaggedArray, Schema
 
 _log = logging.getLogger("rlhf_pipeline")
 _DERIVED: frozenset[Key] = frozenset(
     {REWARD, KL_PENALTY, ATTENTION_MASK, ROW_ID, LOSS_WEIGHT, "index", "_weight", ("next", "terminated")}
     | {("next", "truncated"), "done", "terminated", "truncated", ("masks", "all_attention_mask")}
+    | {("tokens", "prompt"), ("tokens", "response"), ("log_probs", "prompt"), ("log_probs", "response")}
 )
 """Keys that a batch may carry and that are not stored: they are derived on read or belong to TorchRL."""
 
 
-def key_of(column: str) -> Key:
-    """The TensorDict key of a column; an extra column keeps its name."""
-    return REWARD if column == REWARD_COLUMN else KEY_OF_COLUMN.get(column, column)
-
-
-def trajectories_of(data: TensorDictBase) -> Columns:
-    """One row per trajectory, whatever the form: multi-step trajectories are merged.
-
-    Raises:
-        DataError: if the last trajectory is not complete.
-    """
-    return merge_steps(ragged_tokens(columns_of(data)))
-
-
-def merge_steps(columns: Columns) -> Columns:
-    """One row per trajectory of rows that may be steps.
-
-    Raises:
-        DataError: if the last trajectory is not complete.
-    """
-    done = columns.get(DONE)
-    if isinstance(done, Flat) and done.lengths is None and bool(done.values.all()):
-        return columns  # every row ends a trajectory, as is the rule
-    ended = ends(columns)
-    if ended is None or bool(ended.all()):
-        return columns
-    last = torch.nonzero(ended).reshape(-1)
-    if not last.numel() or int(last[-1]) != columns.n - 1:
-        first = int(last[-1]) + 1 if last.numel() else 0
-        raise DataError(
-            f"the last trajectory is not complete: steps {first} to {columns.n - 1} of {columns.n} have no {DONE!r}. "
-            "Write whole trajectories, so that nothing is lost."
-        )
-    return _merge(columns, last)
-
-
-def ends(columns: Columns) -> torch.Tensor | None:
-    """Bool `[n]`: whether a trajectory ends with each row; None where nothing says so."""
-    done = columns.get(DONE)
-    if not isinstance(done, Flat) or columns.n == 0:
-        return None
-    flags = done.values.to(torch.bool)
-    if done.lengths is None:
-        return flags.reshape(columns.n, -1).any(1)
-    return segment_any(flags, done.lengths)
-
-
-def _merge(columns: Columns, last: torch.Tensor) -> Columns:
-    """Multi-step trajectories: the last step holds the whole conversation, rewards of the steps add up."""
-    first = torch.cat([last.new_zeros(1), last[:-1] + 1])
-    out = columns.select(last)
-    if "prompt" in columns:
-        out["prompt"] = columns["prompt"].select(first)
-    steps = last - first + 1
-    reward = columns.get(REWARD)
-    per_step = isinstance(reward, Flat) and reward.values.numel() == columns.n
-    if isinstance(reward, Flat) and per_step and TASK_REWARD not in columns:
-        total = segment_sum(reward.values, steps)
-        out[TASK_REWARD] = Flat(total.float())
-        out.pop(REWARD, None)
-    log_probs, whole = columns.get(LOG_PROBS), out.get(LOG_PROBS)
-    if isinstance(log_probs, Flat) and isinstance(whole, Flat) and log_probs.lengths is not None:
-        rows, merged = log_probs.rows(), [row.clone() for row in whole.rows()]
-        for target, start, stop in zip(merged, first.tolist(), last.tolist(), strict=True):
-            for step in rows[start:stop]:  # earlier turns, where the last step holds no score
-                head = target[: step.shape[0]]
-                target[: step.shape[0]] = torch.where(head.isnan(), step[: head.shape[0]], head)
-        out[LOG_PROBS] = Flat(torch.cat(merged), whole.lengths)
-    return out
-
-
-def append_data(columns: Columns, schema: Schema) -> dict[str, Any]:
+def append_data(columns: Trajectories, schema: Schema) -> dict[str, Any]:
     """What `TrajectoryStore.append` takes.
 
     Args:
@@ -127,7 +59,7 @@ def append_data(columns: Columns, schema: Schema) -> dict[str, Any]:
     """
     tokens = columns.get(TOKENS)
     if not isinstance(tokens, Flat) or tokens.lengths is None:
-        raise DataError(
+        raise MissingKeyError(
             f"the batch has no token ids under {TOKENS!r}. A trajectory is stored as its token ids; keys seen: "
             f"{list(columns)[:12]}"
         )
@@ -141,7 +73,7 @@ def append_data(columns: Columns, schema: Schema) -> dict[str, Any]:
         if column is not None:
             out[column.name] = stored_array(column, key, value, columns.n)
         elif key not in _DERIVED:
-            _report_unknown(key, schema)
+            _report_unknown(key, value, schema)
     if CREATED_AT not in columns and "created_at" in schema:
         out["created_at"] = np.full(columns.n, time.time())
     return out
@@ -153,7 +85,7 @@ def column_of_key(schema: Schema) -> dict[Key, Column]:
     return {key_of(column.name): column for column in schema if column.name != SLOT}
 
 
-def _derive(columns: Columns, tokens: Flat, schema: Schema) -> None:
+def _derive(columns: Trajectories, tokens: Flat, schema: Schema) -> None:
     """Fill in what follows from the rest."""
     mask, prompt = columns.get(ASSISTANT_MASK), columns.get(NUM_PROMPT_TOKENS)
     lengths = tokens.lengths
@@ -182,7 +114,7 @@ def _per_trajectory(advantage: Flat, mask: Any, n: int) -> Flat:
     return Flat(advantage.values.reshape(-1)[last_position(keep, advantage.lengths)])
 
 
-def _derive_reward(columns: Columns, schema: Schema) -> None:
+def _derive_reward(columns: Trajectories, schema: Schema) -> None:
     """Where only rewards per token came, keep what the store can: their sum, before the penalty."""
     reward = columns.get(REWARD)
     if not isinstance(reward, Flat) or TASK_REWARD in columns:
@@ -247,14 +179,17 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int) -> Any:
 _reported: set[Key] = set()
 
 
-def _report_unknown(key: Key, schema: Schema) -> None:
+def _report_unknown(key: Key, value: Flat | Text, schema: Schema) -> None:
     """Say once per key that it has no column and is not stored."""
     if key not in _reported:
         _reported.add(key)
         hint = did_you_mean(str(key), schema.names)
+        per_token = isinstance(value, Flat) and (value.lengths is not None or value.values.ndim > 1)
+        kind = "str" if isinstance(value, Text) else str(value.values.dtype).removeprefix("torch.")
+        column = f"[Column({column_name(key)!r}, {kind!r}, ragged=True)]" if per_token else f"{{{key!r}: {kind!r}}}"
         _log.warning(
-            "not stored, as the schema has no column for it: %r.%s Add Column(name, dtype) to trajectory_schema(extra) "
-            "to keep it.",
+            "not stored, as the schema has no column for it: %r.%s To keep it: TrajectoryStorage(path, extra=%s).",
             key,
             hint if hint.startswith(" Did") else "",
+            column,
         )

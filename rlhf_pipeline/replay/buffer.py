@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import ReplayBuffer, RoundRobinWriter, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
+from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter, Writer
 from torchrl.envs.transforms import Compose, Transform
 
-from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.keys import TOKENS, TRAJECTORY_ID, Key
-from rlhf_pipeline.replay._pending import PendingLog
+from rlhf_pipeline.data.trajectories import (
+    Flat,
+    Trajectories,
+    along_one_dimension,
+    merge_steps,
+    steps_of,
+    td_of,
+    trajectories_of,
+)
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
+from rlhf_pipeline.keys import TRAJECTORY_ID, WAITING, Key
 from rlhf_pipeline.replay._torchrl_samplers import check_consuming
 from rlhf_pipeline.replay._transfer import DeviceRing
-from rlhf_pipeline.replay._write import ends, merge_steps, trajectories_of
 from rlhf_pipeline.replay.samplers import Ints, StoreView, TrajectorySampler, as_sampler
-from rlhf_pipeline.replay.schema import PENDING
 from rlhf_pipeline.replay.storage import Layout, TrajectoryStorage, collated
-from rlhf_pipeline.transforms._columns import columns_of, is_stack, is_token_level, ragged_tokens, token_level
-from rlhf_pipeline.transforms._rebuild import td_of
+from rlhf_pipeline.transforms.base import ColumnTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
+from rlhf_pipeline.transforms.waiting_rows import WaitingRows
 from trajectory_store import Snapshot, TrajectoryStore
 
 
@@ -52,6 +59,12 @@ class TrajectoryWriter(RoundRobinWriter):
         self._mark_update_entities(index)
         return index
 
+    def completed(self, index: torch.Tensor) -> None:
+        """Take in slots of rows that were written before and may be drawn now."""
+        self._follow()
+        self._write_count += len(index)
+        self._mark_update_entities(index)
+
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one trajectory; returns its slot."""
         self._follow()
@@ -72,9 +85,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         sampler: of `sample()`: a TorchRL sampler, or a strategy of `rlhf_pipeline.replay.samplers` or its name. None
             draws uniformly with replacement, as TorchRL does.
         seed: of all draws.
-        writer: a name for this process among several that collect into one store. Groups whose trajectories come over
-            several calls belong to one writer; after a crash a process of the same name goes on with them. Without a
-            name, the first process that writes takes over what dead processes without a name left behind.
+        writer: a TorchRL `Writer`, or a function that makes one. None appends, which is what this storage is made for.
         device: where `sample`, `sample_step` and `read` put batches; a CUDA device is fed through pinned buffers with
             asynchronous copies. None leaves batches on the CPU.
         **kwargs: passed to TorchRL's `TensorDictReplayBuffer` (`prefetch`, `pin_memory`, ...).
@@ -110,7 +121,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         transform: Transform | None = None,
         sampler: Sampler | str | None = None,
         seed: int = 0,
-        writer: str | None = None,
+        writer: Writer | Callable[[], Writer] | None = None,
         device: str | torch.device | None = None,
         **kwargs: Any,
     ) -> None:
@@ -119,20 +130,20 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         if not isinstance(storage, TrajectoryStorage):
             raise DefinitionError(f"the storage is a {type(storage).__name__}; pass a TrajectoryStorage or a path.")
         self.seed = int(seed)
-        self.writer_name = writer
         self._ring = None if device is None else DeviceRing(device)
         if sampler is None:
             sampler = RandomSampler()
         elif isinstance(sampler, str):
             sampler = as_sampler(sampler, seed=self.seed)
         check_consuming(sampler)
+        writer = _writer(writer, storage)
         super().__init__(
             storage=storage,
             sampler=sampler,
             batch_size=batch_size,
             transform=transform,
             **{
-                "writer": TrajectoryWriter(),
+                "writer": writer,
                 "collate_fn": collated if self._ring is None else self._ring,
                 "generator": torch.Generator().manual_seed(self.seed),
                 **kwargs,
@@ -168,13 +179,42 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
                 return i, transform
         raise DefinitionError("the write path has no MCAdvantage, so there are no groups that wait.")
 
+    @property
+    def batch_groups(self) -> int | None:
+        """Groups that the write path writes together only, as one batch; None where each group is written alone."""
+        found = (transform for transform in self._transforms() if isinstance(transform, MCAdvantage))
+        return next((advantage.batch_groups for advantage in found), None)
+
+    def append_transform(self, transform: Transform, *, invert: bool = False) -> TrajectoryReplayBuffer:
+        """Add a transform to the write path; a stack that is written to runs from the last to the first.
+
+        Args:
+            transform: it goes to the end, before one that makes trajectories of the turns that come in.
+            invert: as in TorchRL; a transform of this package has its inverse already, so True changes nothing for it.
+
+        Returns:
+            The buffer.
+        """
+        if not getattr(transform, "on_write_path", False):
+            super().append_transform(transform, invert=invert)
+            return self
+        last = self._transforms()[-1:] or [None]
+        if getattr(last[0], "takes_steps", False):
+            self.insert_transform(len(self._transforms()) - 1, transform)
+        else:
+            super().append_transform(transform)
+        self._keep_groups()
+        return self
+
     # -- writing -----------------------------------------------------------------------------------------------
 
-    def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
+    def extend(
+        self, tensordicts: TensorDictBase | Trajectories, *, update_priority: bool | None = None
+    ) -> torch.Tensor:
         """Run the write path and commit what is complete, in one atomic commit.
 
         Args:
-            tensordicts: whole trajectories, in any of the forms of the write path.
+            tensordicts: whole trajectories, in any of the forms of the write path, or flat columns.
             update_priority: ignored; a `priority` key is stored with the row.
 
         Returns:
@@ -185,10 +225,11 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             StoreError: if the store could not take the rows; then none of them is there.
         """
         del update_priority
-        if not isinstance(tensordicts, TensorDictBase):
+        if not isinstance(tensordicts, (TensorDictBase, Trajectories)):
             raise DataError(f"extend takes a TensorDict of trajectories, not {type(tensordicts).__name__}")
-        with self._all_or_nothing():
-            return self._write(self._invert(tensordicts, self._transforms()))
+        with self._call() as advantage:
+            written = self._write(self._through(tensordicts, self._transforms()))
+            return self._settle(advantage, written)
 
     def extend_raw(self, tensordicts: TensorDictBase | None) -> torch.Tensor:
         """Commit trajectories as they are, past the write path."""
@@ -206,31 +247,55 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         index = self.extend(data)
         return int(index) if index.numel() == 1 else index
 
-    def _invert(self, td: TensorDictBase, transforms: Sequence[Transform]) -> TensorDictBase | None:
-        td = _as_batch(td)
-        by_steps = bool(transforms) and getattr(transforms[-1], "takes_steps", False)  # it makes the rows itself
-        if transforms and not by_steps and (is_stack(td) or _on_device(td)):
-            # One pass over the leaves here saves one per transform, and one copy from a device saves many.
-            columns = ragged_tokens(columns_of(td))
-            ended = ends(columns)
-            # The whole conversation is scored and stored, so several steps are one row from here on. A return that
-            # is not the sum of the steps' rewards is the group transform's to take.
-            if ended is None or bool(ended.all()) or not any(_needs_steps(t) for t in transforms):
-                td = td_of(merge_steps(columns))
-        out: TensorDictBase | None = td
+    def _through(self, td: TensorDictBase | Trajectories, transforms: Sequence[Transform]) -> Any:
+        """What comes out of the write path: TensorDicts for transforms that know no better, else flat columns."""
+        data: Any = td
         for transform in reversed(transforms):
-            out = transform.inv(out)
-            if out is None:
+            if isinstance(transform, (ColumnTransform, MCAdvantage)):
+                if not isinstance(data, Trajectories):
+                    if isinstance(transform, ColumnTransform):
+                        data = transform.prepared(along_one_dimension(data))
+                    data = self._columns(data, transforms)
+                data = transform.write(data)
+            else:
+                data = transform.inv(td_of(data) if isinstance(data, Trajectories) else data)
+            if data is None:
                 return None
-        return out
+        return data
 
-    def _write(self, td: TensorDictBase | None) -> torch.Tensor:
-        if td is None or 0 in td.batch_size:
+    def _columns(self, td: TensorDictBase, transforms: Sequence[Transform]) -> Trajectories:
+        """Take trajectories apart: several steps are one row, unless a transform needs the steps' rewards."""
+        columns = steps_of(td)
+        return columns if any(_needs_steps(t) for t in transforms) else merge_steps(columns)
+
+    def _write(self, data: TensorDictBase | Trajectories | None) -> torch.Tensor:
+        """Commit rows; returns the slots of those that need not wait."""
+        self.trajectories.appended = np.empty(0, np.int64)
+        if data is None or (data.n == 0 if isinstance(data, Trajectories) else 0 in data.batch_size):
             return torch.zeros((0, 1), dtype=torch.int64)
-        data: Any = _as_batch(td)
+        rows = merge_steps(data) if isinstance(data, Trajectories) else along_one_dimension(data)
         if not isinstance(self._writer, TrajectoryWriter):
-            data = td_of(trajectories_of(data))
-        return ReplayBuffer._extend(self, data)
+            rows = td_of(rows if isinstance(rows, Trajectories) else trajectories_of(rows))
+        elif isinstance(rows, Trajectories) and _all_wait(rows):
+            with self._replay_lock, self._write_lock:
+                self.trajectories.extend(rows)
+            return torch.zeros((0, 1), dtype=torch.int64)
+        return ReplayBuffer._extend(self, cast(Any, rows))
+
+    def _settle(self, advantage: MCAdvantage | None, written: torch.Tensor) -> torch.Tensor:
+        """Complete the groups whose last members have just been written; returns all slots that may be drawn now."""
+        if advantage is None or advantage.rows is None:
+            return written
+        storage, found = self.trajectories, [written] if written.numel() else []
+        for later in advantage.settle(storage.appended):
+            with self._replay_lock, self._write_lock:
+                slots = torch.from_numpy(storage.settle(later))
+                if slots.numel():
+                    writer: Any = self._writer
+                    writer.completed(slots)
+                    self._sampler.extend(slots)
+                    found.append(slots)
+        return torch.cat(found) if found else written
 
     def report_failed(self, group: Hashable, count: int = 1) -> torch.Tensor:
         """Say that trajectories of a group will never arrive; writes the group if that completes it.
@@ -238,10 +303,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         Returns:
             The slots written.
         """
-        at, advantage = self._group_transform()
-        with self._all_or_nothing():
-            done = advantage.report_failed(group, count)
-            return self._write(None if done is None else self._invert(done, self._transforms()[:at]))
+        return self._close(lambda advantage: advantage.report_failed(group, count))
 
     def close_groups(self, min_size: int = 1) -> torch.Tensor:
         """Close the waiting groups that have at least `min_size` trajectories, and write them.
@@ -249,10 +311,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         Returns:
             The slots written.
         """
-        at, advantage = self._group_transform()
-        with self._all_or_nothing():
-            done = advantage.close(min_size=min_size)
-            return self._write(None if done is None else self._invert(done, self._transforms()[:at]))
+        return self._close(lambda advantage: advantage.close(min_size=min_size))
 
     def close_overdue(self) -> torch.Tensor:
         """Close the waiting groups whose time is up and that have enough members, as every `extend` does.
@@ -260,46 +319,52 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         Returns:
             The slots written.
         """
-        at, advantage = self._group_transform()
-        with self._all_or_nothing():
-            done = advantage.close_overdue()
-            return self._write(None if done is None else self._invert(done, self._transforms()[:at]))
+        return self._close(lambda advantage: advantage.close_overdue())
+
+    def _close(self, how: Callable[[MCAdvantage], TensorDictBase | None]) -> torch.Tensor:
+        """Write the groups that a call of the group transform closes."""
+        at, _ = self._group_transform()
+        with self._call() as advantage:
+            assert advantage is not None
+            done = how(advantage)
+            written = self._write(None if done is None else self._through(done, self._transforms()[:at]))
+            return self._settle(advantage, written)
 
     def waiting(self, key: Key = TRAJECTORY_ID) -> list[Any]:
-        """One value of each trajectory that waits for its group; together with the store's, all that was acknowledged.
+        """One value of each trajectory that waits for its group.
 
         Raises:
             DefinitionError: if the write path has no `MCAdvantage`.
         """
-        self._keep_groups()
+        self.close_overdue()  # groups that are complete do not wait
         return self._group_transform()[1].waiting_values(key)
 
     def _keep_groups(self) -> MCAdvantage | None:
-        """Let the groups that wait live in the store's folder, where it has one; returns the group transform."""
+        """Let incomplete groups wait in the store, where it can hold them; returns the group transform."""
         advantage = next((t for t in self._transforms() if isinstance(t, MCAdvantage)), None)
         if advantage is None:
             return None
-        log, storage = advantage.log, self._storage
-        if not isinstance(storage, TrajectoryStorage) or (
-            log is not None and getattr(log, "store", None) is storage.store
-        ):
+        storage = self._storage
+        if not isinstance(storage, TrajectoryStorage) or not isinstance(self._writer, TrajectoryWriter):
             return advantage
         store = storage.store
-        if store.mode == "a" and PENDING.name in store.schema and Path(store.path).is_dir():
-            log = PendingLog(store, self.writer_name, reward_key=advantage.rewards_key)
-            storage.on_close(log.close)
-            advantage.attach(log)
+        if (
+            store.mode == "a"
+            and WAITING in store.schema
+            and (advantage.rows is None or advantage.rows.store is not store)
+        ):
+            advantage.attach(WaitingRows(store, lambda: _refreshed(storage)))
         return advantage
 
     @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Groups that leave the write path in here wait again if their rows do not reach the store."""
+    def _call(self) -> Iterator[MCAdvantage | None]:
+        """One call of the write path; yields the group transform, which forgets the call if it fails."""
         advantage = self._keep_groups()
         if advantage is None:
-            yield
+            yield None
             return
-        with advantage.transaction():
-            yield
+        with advantage.call():
+            yield advantage
 
     def mark_used(self, row_ids: Any, times: int = 1) -> None:
         """Add to the use count of rows, each as often as it is named; visible to all processes at once."""
@@ -307,9 +372,39 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         if len(ids):
             self.store.update(ids, use_count=self.store.read_scalars("use_count", ids) + named * times)
 
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """Give trajectories their priorities, which are a column of the store, whatever the sampler.
+
+        Args:
+            index: slots, as `sample` gives them under `index`.
+            priority: one number each, or one for all.
+        """
+        ids = self.trajectories.row_ids(index)
+        values = torch.as_tensor(priority, dtype=torch.float32).detach().cpu().reshape(-1).expand(len(ids))
+        self.trajectories.update(ids, priority=values)
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Take the priorities of a sampled batch from its `priority_key` (`td_error`), the largest of each trajectory.
+
+        Raises:
+            MissingKeyError: the batch has no such key, or no `index`.
+        """
+        value, index = data.get(self.priority_key, None), data.get("index", None)
+        if value is None or index is None:
+            key = "index" if index is None else self.priority_key
+            raise MissingKeyError(f"the batch has no {key!r}; sample it from the buffer and set {self.priority_key!r}.")
+        self.update_priority(index.reshape(-1), value.reshape(index.numel(), -1).amax(1))
+
     def refresh(self) -> int:
         """Take in what other processes wrote; returns the watermark."""
         return self.trajectories.refresh()
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write trajectories to slots, or with a key the value of every trajectory, see `set_`."""
+        if isinstance(index, str) or (isinstance(index, tuple) and all(isinstance(part, str) for part in index)):
+            self.set_(index, value)
+            return
+        super().__setitem__(index, value)
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -357,6 +452,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
                 f"{store.path} since, so it can not be drawn again; raise max_size to keep more."
             )
         ids = np.asarray(ids[max(len(ids) - expected, 0) :])
+        ready = self.trajectories.ready(ids)
+        ids = ids if ready is None else ids[ready]
         return StoreView(store, ids, version=version, uses=None if uses is None else _count(ids, uses))
 
     def select_step(
@@ -451,25 +548,45 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             self._storage.attach(self)
 
 
-def _as_batch(td: TensorDictBase) -> TensorDictBase:
-    """The trajectories, or steps, along one dimension."""
-    if td.batch_dims == 0:
-        return lazy_stack([td])  # pyright: ignore[reportReturnType]
-    if td.batch_dims == 1:
-        return td
-    flat: Any = td.flatten(0, -2) if td.batch_dims > 2 else td
-    if is_token_level(flat):
-        return token_level(flat)
-    return lazy_stack([step for row in flat.unbind(0) for step in row.unbind(0)])  # pyright: ignore[reportReturnType]
+def _writer(given: Any, storage: TrajectoryStorage) -> Writer:
+    """The writer of a buffer.
+
+    Raises:
+        DefinitionError: it is none, or cannot do its work on a store that only appends.
+    """
+    if given is None:
+        return TrajectoryWriter()
+    if isinstance(given, str):
+        raise DefinitionError(
+            f"writer={given!r} is a name; writer= takes a TorchRL Writer. Processes that write to one store need no "
+            "names: they share the groups that wait there."
+        )
+    writer = given if isinstance(given, Writer) else given()
+    if not isinstance(writer, Writer):
+        raise DefinitionError(f"writer gave a {type(writer).__name__}; pass a TorchRL Writer, or leave it out.")
+    if isinstance(writer, TensorDictMaxValueWriter):
+        raise DefinitionError(
+            "TensorDictMaxValueWriter keeps the best rows by overwriting the others; a trajectory store keeps the "
+            "newest and overwrites none. Keep all, and draw by value: sampler='priority' with the column 'priority'."
+        )
+    if isinstance(writer, RoundRobinWriter):
+        writer._cursor = storage.next_slot  # after what the store holds already
+    return writer
+
+
+def _all_wait(rows: Trajectories) -> bool:
+    waiting = rows.get(WAITING)
+    return isinstance(waiting, Flat) and bool((waiting.values >= 0).all())
+
+
+def _refreshed(storage: TrajectoryStorage) -> Ints:
+    """The rows that wait now, whoever wrote them."""
+    storage.refresh()
+    return storage.waits
 
 
 def _needs_steps(transform: Transform) -> bool:
     return isinstance(transform, MCAdvantage) and transform.trajectory_return != "sum"
-
-
-def _on_device(td: TensorDictBase) -> bool:
-    tokens = td.get(TOKENS, None)
-    return isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu"
 
 
 def _count(ids: Ints, uses: Any) -> Ints:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.functional.diagnostics import ess_from_sums
-from rlhf_pipeline.functional.kl import LOG_RATIO_LIMIT
+from rlhf_pipeline.functional.diagnostics import ess_from_sums, weight_sums
 
 Level = Literal["token", "sequence"]
 
@@ -140,5 +139,4 @@ def _sums(log_ratio: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tensor
     ratio = torch.where(keep, log_ratio, 0.0).double()
     if level == "sequence":
         ratio, keep = ratio.sum(1, keepdim=True), keep.any(1, keepdim=True)
-    weights = torch.where(keep, ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), 0.0)
-    return keep.sum(1).double(), weights.sum(1), weights.square().sum(1)
+    return weight_sums(ratio, keep, dim=1)

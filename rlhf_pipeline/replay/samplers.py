@@ -8,7 +8,9 @@ takes the place of the step.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
@@ -27,7 +29,9 @@ __all__ = [
     "PrioritySampler",
     "RecencySampler",
     "StalenessAwareSampler",
+    "STRATEGIES",
     "StoreView",
+    "Strategy",
     "SuccessSampler",
     "TrajectorySampler",
     "UniformSampler",
@@ -197,34 +201,86 @@ class RecencySampler(PrioritySampler):
         super().__init__(alpha=0.0, tau=tau, max_staleness=max_staleness, max_uses=max_uses, seed=seed)
 
 
-_STRATEGIES: dict[str, type[TrajectorySampler]] = {
-    "fresh": FreshSampler,
-    "uniform": UniformSampler,
-    "recency": RecencySampler,
-    "priority": PrioritySampler,
-    "group": GroupSampler,
-    "success": SuccessSampler,
-    "variance": VarianceSampler,
-    "mix": MixSampler,
-    "staleness": StalenessAwareSampler,
-    "consuming": ConsumingSampler,
+def _fresh(*, max_staleness: int | None = None, max_uses: int | None = None, seed: int = 0) -> FreshSampler:
+    return FreshSampler(max_staleness=max_staleness, max_uses=max_uses, seed=seed)
+
+
+def _priority(
+    *, alpha: float = 1.0, tau: float = math.inf, column: str = "advantage", **limits: Any
+) -> PrioritySampler:
+    return PrioritySampler(alpha=alpha, tau=tau, column=column, **limits)
+
+
+def _mix(
+    *, fresh_fraction: float = 0.5, tau: float = math.inf, updates_per_rollout: int = 1, **limits: Any
+) -> MixSampler:
+    seed, older = limits.pop("seed", 0), RecencySampler(tau=tau, **limits)
+    newest = FreshSampler(max_staleness=updates_per_rollout - 1, max_uses=older.max_uses)
+    return MixSampler(newest, older, fraction=fresh_fraction, seed=seed)
+
+
+def _consuming(*, max_uses: int | None = None, max_sample_count: int = 1, **limits: Any) -> ConsumingSampler:
+    return ConsumingSampler(max_uses or max_sample_count, **limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """What a name means, in a definition and in `sample_step` alike.
+
+    Attributes:
+        make: builds it from the limits (`max_staleness`, `max_uses`, `seed`) and from settings of its own.
+        settings: the fields of `config.Sample`, and of the run, that it takes.
+        more: arguments of the class that only a program may give.
+    """
+
+    make: Callable[..., TrajectorySampler]
+    settings: tuple[str, ...] = ()
+    more: tuple[str, ...] = ()
+
+
+STRATEGIES: Final[Mapping[str, Strategy]] = {
+    "fresh": Strategy(_fresh),
+    "uniform": Strategy(UniformSampler),
+    "recency": Strategy(RecencySampler, ("tau",)),
+    "priority": Strategy(_priority, ("alpha", "tau"), ("eps", "column", "beta")),
+    "group": Strategy(GroupSampler, (), ("group_size", "order")),
+    "success": Strategy(
+        SuccessSampler, ("tau",), ("buckets", "target", "spread", "threshold", "extremes", "group_size")
+    ),
+    "variance": Strategy(VarianceSampler, ("alpha", "tau"), ("members", "group_size")),
+    "mix": Strategy(_mix, ("fresh_fraction", "tau", "updates_per_rollout")),
+    "staleness": Strategy(StalenessAwareSampler, (), ("staleness_weight_fn",)),
+    "consuming": Strategy(_consuming, (), ("max_sample_count",)),
 }
+"""The strategies by name. To add one, add it here and to `config.Sample.strategy`."""
+
+_LIMITS = ("max_staleness", "max_uses", "seed")
 
 
 def as_sampler(strategy: str | TrajectorySampler, **arguments: Any) -> TrajectorySampler:
     """A strategy as it is, or by name.
 
-    The names are `fresh`, `uniform`, `recency`, `priority`, `group`, `success`, `variance`, `mix`, `staleness` and
-    `consuming`.
+    A name means the same here as in a definition. The classes may be given more: `priority`, for example, weighs by the
+    advantage, which does not change, and `PrioritySampler()` by the column `priority`, which may.
+
+    Args:
+        strategy: a name in `STRATEGIES`: `fresh`, `uniform`, `recency`, `priority`, `group`, `success`, `variance`,
+            `mix`, `staleness` or `consuming`; or a strategy, which comes back.
+        **arguments: `max_staleness`, `max_uses`, `seed`, and what the strategy takes beside.
 
     Raises:
-        DefinitionError: if the name is not known.
+        DefinitionError: if the name is not known, or the strategy takes no such argument.
 
     >>> as_sampler("uniform", max_uses=2)
     UniformSampler(max_staleness=None, max_uses=2)
     """
     if isinstance(strategy, TrajectorySampler):
         return strategy
-    if strategy not in _STRATEGIES:
-        raise DefinitionError(f"unknown sampling strategy {strategy!r}.{did_you_mean(str(strategy), _STRATEGIES)}")
-    return _STRATEGIES[strategy](**arguments)
+    if strategy not in STRATEGIES:
+        raise DefinitionError(f"unknown sampling strategy {strategy!r}.{did_you_mean(str(strategy), STRATEGIES)}")
+    entry = STRATEGIES[strategy]
+    known = (*_LIMITS, *entry.settings, *entry.more)
+    for name in arguments:
+        if name not in known:
+            raise DefinitionError(f"the strategy {strategy!r} takes no {name!r}.{did_you_mean(name, known)}")
+    return entry.make(**arguments)

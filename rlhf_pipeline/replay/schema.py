@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from rlhf_pipeline.keys import COLUMN_OF_KEY, KEY_OF_COLUMN, REWARD, Key
 from trajectory_store import Column, Schema
 
 SLOT = "slot"
@@ -13,24 +15,71 @@ SLOT = "slot"
 NEWEST_VERSION = Column("newest_policy_version", "int64", fill=-1)
 """Column of the newest version that sampled a token, where weights were replaced in the middle; else -1."""
 
-PENDING = Column("pending_id", "int64", fill=-1)
-"""Column of the number of the incomplete group that a row waited in; -1 where it did not wait."""
+WAITING = Column("waiting", "int64", fill=-1)
+"""Column that says whether a row waits for the rest of its group; see `rlhf_pipeline.keys.WAITING`."""
 
-INTERNAL = frozenset({SLOT, PENDING.name})
+FAILED_MEMBERS = Column("failed_members", "int32", fill=0)
+"""Column of the members reported failed, on one row of each group that waits."""
+
+INTERNAL = frozenset({SLOT, WAITING.name, FAILED_MEMBERS.name})
 """Columns that batches do not hold unless they are asked for."""
 
 REWARD_COLUMN = "reward"
 """Column of rewards per token, only where an environment gives them; otherwise the reward is derived on read."""
 
 
-def trajectory_schema(extra: Iterable[Column] = (), *, token_rewards: bool = False) -> Schema:
+_NESTED = "__"
+"""Between the names of a nested key, in the name of its column."""
+
+
+def column_name(key: Key) -> str:
+    """The column of a TensorDict key: that of the table, else its own name, with its parts joined.
+
+    >>> column_name(("tokens", "full")), column_name("step_count"), column_name(("next", "step_count"))
+    ('input_ids', 'step_count', 'next__step_count')
+    """
+    return COLUMN_OF_KEY.get(key) or (key if isinstance(key, str) else _NESTED.join(key))
+
+
+def key_of(column: str) -> Key:
+    """The TensorDict key of a column; an extra column has its name.
+
+    >>> key_of("input_ids"), key_of("next__step_count")
+    (('tokens', 'full'), ('next', 'step_count'))
+    """
+    if column == REWARD_COLUMN:
+        return REWARD
+    return KEY_OF_COLUMN.get(column) or (tuple(column.split(_NESTED)) if _NESTED in column else column)
+
+
+def extra_columns(extra: Mapping[Key, str] | Iterable[Column]) -> list[Column]:
+    """The columns of further keys.
+
+    Args:
+        extra: columns, or a dtype per key (`"int64"`, `"float32"`, `"bool"`, `"str"`), one value per trajectory.
+
+    >>> [column.name for column in extra_columns({("next", "step_count"): "int64"})]
+    ['next__step_count']
+    """
+    if not isinstance(extra, Mapping):
+        return [*extra]
+    fills = {"bool": False, "str": "", "f": math.nan}
+    out = []
+    dtypes: Any = extra
+    for key, dtype in dtypes.items():
+        out.append(Column(column_name(key), dtype, fill=fills.get(dtype, fills.get(dtype[:1], 0))))
+    return out
+
+
+def trajectory_schema(extra: Mapping[Key, str] | Iterable[Column] = (), *, token_rewards: bool = False) -> Schema:
     """The default columns: 13 bytes per token (ids, mask, two log-probs), scalars and text per trajectory.
 
     Only the token ids, the mask and the behaviour log-probs grow with the tokens; the advantage is one number per
     trajectory and broadcast on read, and the shaped reward is derived on read.
 
     Args:
-        extra: more columns, per token (`ragged=True`) or per trajectory. Their TensorDict key is their name.
+        extra: more columns: a dtype per TensorDict key, one value per trajectory; or columns, per token
+            (`ragged=True`) or per trajectory, whose key is their name.
         token_rewards: store `("next", "reward")` per token, for environments that reward single tokens or turns.
 
     Returns:
@@ -47,7 +96,7 @@ def trajectory_schema(extra: Iterable[Column] = (), *, token_rewards: bool = Fal
         Column("ref_log_probs", "float32", ragged=True, fill=nan),
         Column("advantage", "float32", fill=nan),
         Column("task_reward", "float32", fill=nan),
-        Column("return", "float32", fill=nan),
+        Column("return", "float64", fill=nan),
         Column("kl_coef", "float32", fill=0.0),
         Column("group_id", "int64", fill=-1),
         Column("policy_version", "int64", fill=0),
@@ -58,7 +107,8 @@ def trajectory_schema(extra: Iterable[Column] = (), *, token_rewards: bool = Fal
         Column("created_at", "float64", fill=nan),
         Column("trajectory_id", "int64", fill=-1),
         Column(SLOT, "int64", fill=-1),
-        PENDING,
+        WAITING,
+        FAILED_MEMBERS,
         Column("use_count", "int32", mutable=True, fill=0),
         Column("priority", "float32", mutable=True, fill=1.0),
         Column("finish_reason", "str", fill=""),
@@ -68,4 +118,4 @@ def trajectory_schema(extra: Iterable[Column] = (), *, token_rewards: bool = Fal
     ]
     if token_rewards:
         columns.insert(4, Column(REWARD_COLUMN, "float32", ragged=True, fill=nan))
-    return Schema([*columns, *extra])
+    return Schema([*columns, *extra_columns(extra)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,17 +12,26 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 from torchrl.data.replay_buffers.storages import Storage
 
+from rlhf_pipeline.data.trajectories import Trajectories, is_stack, rows_of, trajectories_of
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
 from rlhf_pipeline.keys import Key
 from rlhf_pipeline.replay._copy import copy_rows, dump_store, find_dump
 from rlhf_pipeline.replay._jagged import jagged_batch
-from rlhf_pipeline.replay._read import padded_batch, scalar_batch, single
+from rlhf_pipeline.replay._read import padded_batch, single
+from rlhf_pipeline.replay._scalar_view import ScalarView
 from rlhf_pipeline.replay._slots import UNBOUNDED, SlotMap
 from rlhf_pipeline.replay._stack import stack_data
-from rlhf_pipeline.replay._write import append_data, trajectories_of
-from rlhf_pipeline.replay.schema import NEWEST_VERSION, PENDING, SLOT, trajectory_schema
-from rlhf_pipeline.transforms._columns import Columns, is_stack, rows_of
-from trajectory_store import BufferPool, Schema, StoreNotFoundError, TrajectoryStore
+from rlhf_pipeline.replay._write import append_data
+from rlhf_pipeline.replay.schema import (
+    FAILED_MEMBERS,
+    NEWEST_VERSION,
+    SLOT,
+    WAITING,
+    extra_columns,
+    trajectory_schema,
+)
+from rlhf_pipeline.transforms.waiting_rows import Later
+from trajectory_store import BufferPool, Column, MissingRowError, Schema, StoreNotFoundError, TrajectoryStore
 
 Layout = Literal["padded", "jagged"]
 Index = int | slice | Sequence[int] | np.ndarray | torch.Tensor | range | tuple[Any, ...]
@@ -33,7 +42,7 @@ class TrajectoryCheckpointer(StorageCheckpointerBase):
 
     def dumps(self, storage: TrajectoryStorage, path: str | Path) -> None:
         """Write a copy of the store under `path`."""
-        dump_store(storage.store, storage.mapped_rows(), Path(path))
+        dump_store(storage.store, storage.kept_rows(), Path(path))
 
     def loads(self, storage: TrajectoryStorage, path: str | Path) -> None:
         """Bring the rows of a dump into an empty storage."""
@@ -49,9 +58,9 @@ class TrajectoryStorage(Storage):
     samplers may scan whole storages. Reopening a path shows all rows again. Several processes may write: each
     opens the path itself, and `refresh()` shows what the others wrote.
 
-    In TorchRL's own `ReplayBuffer` and in a `torch.utils.data.DataLoader`, which reads the storage as a map-style
-    dataset, pass `collate_fn=collated`, as batches are collated already. Another process that gets the storage opens
-    the store again, with this process's slots; buffers that use it do not travel with it.
+    It works in TorchRL's own `ReplayBuffer` too. In a `torch.utils.data.DataLoader`, which reads the storage as a
+    map-style dataset, pass `collate_fn=collated`, as batches are collated already. Another process that gets the
+    storage opens the store again, with this process's slots; buffers that use it do not travel with it.
 
     Args:
         path_or_store: folder of the store (made if it is not there), or an open `TrajectoryStore`.
@@ -59,6 +68,8 @@ class TrajectoryStorage(Storage):
         backend: `memmap` or `zarr`; only for a new store.
         durability: `process` survives kill -9, `power` and `group` a power loss as well.
         schema: columns of a new store; `trajectory_schema()` by default.
+        extra: further keys to keep, each with its dtype: `{"step_count": "int64", ("next", "score"): "float32"}`; or
+            columns, see `trajectory_schema`. An existing store gains those that it has not.
         mode: `r` opens an existing store for reading only.
         text: also read the text columns into batches (they cost more than all numbers together).
         pad_to_multiple_of: round padded lengths up.
@@ -92,6 +103,7 @@ class TrajectoryStorage(Storage):
         backend: Literal["memmap", "zarr"] = "memmap",
         durability: Literal["process", "power", "group"] = "process",
         schema: Schema | None = None,
+        extra: Mapping[Key, str] | Iterable[Column] = (),
         mode: Literal["a", "r"] = "a",
         text: bool = False,
         pad_to_multiple_of: int = 1,
@@ -104,8 +116,8 @@ class TrajectoryStorage(Storage):
         if isinstance(path_or_store, TrajectoryStore):
             self.store = path_or_store
         else:
-            self.store = _open(Path(path_or_store), max_size, backend, durability, schema, mode)
-        _check_columns(self.store, schema)
+            self.store = _open(Path(path_or_store), max_size, backend, durability, schema, extra_columns(extra), mode)
+        _check_columns(self.store, [*(schema or ()), *extra_columns(extra)])
         self.durability = durability
         self.mode = mode
         self.text = text
@@ -113,11 +125,18 @@ class TrajectoryStorage(Storage):
         self.layout: Layout = layout
         self.device = torch.device("cpu")
         self._pool = BufferPool()
-        self._closers: list[Callable[[], None]] = []
+        self.appended = np.empty(0, np.int64)
+        """int64: the ids of the rows of the newest append."""
         self._slots = SlotMap(self.max_size)
         self._slots.sync(self.store)
 
     # -- TorchRL's interface -----------------------------------------------------------------------------------
+
+    def attach(self, buffer: Any) -> None:
+        """Take up a buffer that reads from here; one without a `collate_fn` gets batches as they are read."""
+        super().attach(buffer)
+        if getattr(buffer, "_init_collate_fn", collated) is None:  # TorchRL knows defaults for its own storages only
+            buffer._init_collate_fn = collated
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Append trajectories in one atomic commit; they are durable when this returns.
@@ -142,25 +161,68 @@ class TrajectoryStorage(Storage):
             if set_cursor:
                 self._set_last_cursor(int(slots[-1]))
 
-    def extend(self, data: TensorDictBase | Columns) -> np.ndarray:
+    def extend(self, data: TensorDictBase | Trajectories) -> np.ndarray:
         """Append trajectories to the next slots, which are returned, int64 `[n]`; see `set`."""
         n, rows = self._append_data(data)
-        slots = self._slots.expected(n)
+        waiting = rows.get(WAITING.name)
+        slots = self._slots.expected(n if waiting is None else int(np.count_nonzero(np.asarray(waiting) < 0)))
         if n:
             self._append(rows, slots, in_turn=True)
+        if len(slots):
             self._set_last_cursor(int(slots[-1]))
         return slots
 
+    def settle(self, later: Later) -> np.ndarray:
+        """Give rows that waited their later values.
+
+        Returns:
+            The slots of those that are complete now, int64.
+        """
+        try:
+            return self._settle(later)
+        except MissingRowError:  # a ring has dropped some of them
+            there = np.isin(later.rows, self.store.ids())
+            columns = {
+                name: [value for value, keep in zip(values, there, strict=True) if keep]
+                if isinstance(values, list)
+                else values[there]
+                for name, values in later.columns.items()
+            }
+            return self._settle(later._replace(rows=later.rows[there], columns=columns))
+
+    def _settle(self, later: Later) -> np.ndarray:
+        rows, columns = later.rows, dict(later.columns)
+        if not len(rows):
+            return np.empty(0, np.int64)
+        if later.complete:
+            columns[WAITING.name] = -3 - self._slots.turn - np.arange(len(rows))
+        self.update(rows, **columns)
+        if later.complete:
+            return self._slots.complete(rows)
+        if WAITING.name in columns:
+            self._slots.leave_out(rows)
+        return np.empty(0, np.int64)
+
+    @property
+    def waits(self) -> np.ndarray:
+        """int64: the ids of the rows that wait for the rest of their group."""
+        return self._slots.waits
+
+    def ready(self, row_ids: np.ndarray) -> np.ndarray | None:
+        """Bool `[n]`: which rows neither wait for their group nor were left out of it; None where all may be drawn."""
+        aside = self._slots.aside
+        return ~np.isin(row_ids, aside) if len(aside) else None
+
     def _append_data(self, data: Any) -> tuple[int, dict[str, Any]]:
         """The number of trajectories, and their columns as the store takes them."""
-        if not isinstance(data, (TensorDictBase, Columns)):
+        if not isinstance(data, (TensorDictBase, Trajectories)):
             raise DataError(f"a storage of trajectories takes TensorDicts, not {type(data).__name__}")
         if is_stack(data):
             rows = rows_of(data)
             straight = stack_data(rows, self.store.schema) if rows else None
             if straight is not None:
                 return len(rows), straight
-        columns = data if isinstance(data, Columns) else trajectories_of(data)
+        columns = data if isinstance(data, Trajectories) else trajectories_of(data)
         return columns.n, append_data(columns, self.store.schema) if columns.n else {}
 
     def _append(self, rows: dict[str, Any], slots: np.ndarray, *, in_turn: bool) -> None:
@@ -171,8 +233,8 @@ class TrajectoryStorage(Storage):
                     f"(next slot {self._slots.next_slot}, got {slots[:4].tolist()})"
                 )
             rows[SLOT] = slots
-        ids = self.store.append(rows)
-        if not self._slots.push(np.asarray(ids), slots, in_turn, self.store.watermark):
+        self.appended = np.asarray(self.store.append(rows))
+        if not self._slots.push(self.appended, slots, in_turn, self.store.watermark):
             self._slots.sync(self.store)
         self._bump_mutation_revision()
 
@@ -188,7 +250,7 @@ class TrajectoryStorage(Storage):
         """
         index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
         if isinstance(index, slice):
-            return scalar_batch(self.store, self._slots.rows[index], text=self.text)
+            return ScalarView.of(self, self._slots.rows[index])
         if _is_one(index):
             return single(self.store, int(self.row_ids([int(index)])[0]))
         return self.read(index)
@@ -239,19 +301,16 @@ class TrajectoryStorage(Storage):
         return self.store.read(np.asarray(row_ids, dtype=np.int64), [column])[column]
 
     def update(self, row_ids: Any, **values: Any) -> None:
-        """Change mutable columns (`use_count`, `priority`) of some rows, for all processes at once."""
-        arrays = {k: v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-        self.store.update(np.asarray(row_ids, dtype=np.int64).reshape(-1), **arrays)
-
-    def patch(self, row_ids: Any, **values: Any) -> None:
-        """Give later values of columns that are fixed once written, such as reference log-probs scored elsewhere.
+        """Give columns later values for some rows; other processes see them at their next refresh.
 
         Args:
             row_ids: the rows.
-            **values: by column name, as `TrajectoryStore.patch` takes them.
+            **values: by column name: one value per row, one for all, or ragged ones as `TrajectoryStore.update` takes.
         """
-        self.store.patch(np.asarray(row_ids, dtype=np.int64).reshape(-1), **values)
-        self._bump_mutation_revision()
+        arrays = {k: v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        self.store.update(np.asarray(row_ids, dtype=np.int64).reshape(-1), **arrays)
+        if not all(self.store.schema[name].mutable for name in arrays):
+            self._bump_mutation_revision()
 
     def row_ids(self, index: Any = None) -> np.ndarray:
         """The store's ids of some slots, int64 `[B]`; of all slots when None.
@@ -284,6 +343,10 @@ class TrajectoryStorage(Storage):
         """The ids that slots mean now, in slot order."""
         rows = self._slots.rows
         return rows[rows >= 0]
+
+    def kept_rows(self) -> np.ndarray:
+        """The ids of a copy's rows: in slot order, then those that wait for their group."""
+        return np.concatenate([self.mapped_rows(), self._slots.waits])
 
     def _cursor_slots(self, cursor: Any) -> np.ndarray:
         """The slots that a write names, int64 `[n]`."""
@@ -337,14 +400,8 @@ class TrajectoryStorage(Storage):
         """Wait until everything written is on the disk."""
         self.store.flush()
 
-    def on_close(self, closer: Callable[[], None]) -> None:
-        """Call `closer` before the store is closed: what lives in the store's folder lets go of it."""
-        self._closers.append(closer)
-
     def close(self) -> None:
         """Close the store."""
-        while self._closers:
-            self._closers.pop()()
         self.store.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -352,7 +409,7 @@ class TrajectoryStorage(Storage):
         return {
             "path": str(Path(self.store.path).absolute()),
             "watermark": self.store.watermark,
-            "rows": torch.from_numpy(self._slots.rows.copy()),
+            "rows": torch.from_numpy(np.concatenate([self._slots.rows, self._slots.waits])),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -402,7 +459,6 @@ class TrajectoryStorage(Storage):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         store = state.pop("store")
-        state["_closers"] = []
         del state["_pool"]
         state["_attached_entities_list"] = []  # a buffer attaches itself again; a data loader needs none of them
         state["_reopen"] = (str(store.path), self.mode, self.durability)
@@ -453,25 +509,33 @@ def _is_one(index: Any) -> bool:
 
 
 def _open(
-    path: Path, max_size: int | None, backend: Any, durability: Any, schema: Schema | None, mode: Any
+    path: Path,
+    max_size: int | None,
+    backend: Any,
+    durability: Any,
+    schema: Schema | None,
+    extra: list[Column],
+    mode: Any,
 ) -> TrajectoryStore:
     try:
         if mode == "r":
             return TrajectoryStore.open(path, mode=mode)
-        # Groups that wait are known as written by the first of these; stores that are older than they are gain them.
-        return TrajectoryStore.open(path, mode=mode, durability=durability, add_columns=[PENDING, NEWEST_VERSION])
+        # Stores that are older than these columns gain them.
+        gained = [WAITING, FAILED_MEMBERS, NEWEST_VERSION, *extra]
+        return TrajectoryStore.open(path, mode=mode, durability=durability, add_columns=gained)
     except StoreNotFoundError:
         if mode == "r":
             raise
     schema = schema or trajectory_schema()
-    schema = schema if PENDING.name in schema else Schema([*schema, PENDING])
+    more = (column for column in (WAITING, FAILED_MEMBERS, *extra) if column.name not in schema)
+    schema = Schema([*schema, *more])
     return TrajectoryStore.create(path, schema, backend=backend, durability=durability, max_trajectories=max_size)
 
 
-def _check_columns(store: TrajectoryStore, schema: Schema | None) -> None:
+def _check_columns(store: TrajectoryStore, wanted: Iterable[Column]) -> None:
     if "input_ids" not in store.schema:
         raise DefinitionError(f"the store at {store.path} has no column 'input_ids'; it holds {store.schema.names}")
-    missing = [] if schema is None else [c.name for c in schema if c.name not in store.schema]
+    missing = [c.name for c in wanted if c.name not in store.schema]
     if missing:
         raise DefinitionError(
             f"the store at {store.path} exists already and has no column {', '.join(missing)}; choose another folder"

@@ -1,23 +1,22 @@
-"""Is a run whole: the store's checksums, the ledger, the steps, the checkpoints."""
+"""Whether a run is intact: the store's checksums, the ledger, the steps, the checkpoints."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.report.run_folder import Row, RunFolder, is_store
+from rlhf_pipeline.files import folder_problem
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.words import count
+from rlhf_pipeline.run.checkpoint import list_checkpoints
+from rlhf_pipeline.run.folder import RunFolder, is_store
+from rlhf_pipeline.run.processes.weights import read_published, weights_problem
+from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import StoreError
-
-_WHOLE_MODEL = ("model.safetensors", "optimizer.safetensors", "state.json", "config.json")
-_SHARDS = ("shards/.metadata", "state.json")
-_ADAPTERS = ("adapter_model.safetensors", "optimizer.safetensors", "state.json", "adapter_config.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,40 +52,46 @@ def check_store(path: Path) -> Iterator[Finding]:
 
 def check_run(run: RunFolder) -> Iterator[Finding]:
     """Check a run: its store, and that ledger, metrics and checkpoints fit together."""
-    try:
-        metrics, ledger = run.metric_lines, run.ledger
-    except DataError as error:
-        yield Finding(part="run", ok=False, text=str(error))
-        metrics, ledger = [], []
     if is_store(run.store_path):
         yield from check_store(run.store_path)
-    elif metrics or ledger:
-        yield Finding(
-            part="store", ok=False, text=f"there is no store at {run.store_path}, but the run has taken steps"
-        )
-    else:
+    elif run.came_to_nothing:
         yield Finding(part="store", ok=True, text="nothing is stored yet")
-    yield _check_steps("metrics.jsonl", metrics, run.path)
-    yield _check_steps("ledger.jsonl", ledger, run.path)
-    yield from _check_ledger_ids(run, ledger)
-    yield from _check_ahead(metrics, ledger)
-    yield from _check_checkpoints(run.path / "checkpoints")
+    try:
+        yield from _check_parts(run)
+        yield _check_steps(run.metrics)
+        yield _check_steps(run.ledger)
+        yield from _check_ledger_ids(run)
+    except DataError as error:
+        yield Finding(part="run", ok=False, text=str(error))
+    yield _check_checkpoints(run.checkpoints)
+    if run.is_of_several:
+        yield _check_weights(run.weights)
 
 
-def _check_steps(name: str, rows: Sequence[Row], folder: Path) -> Finding:
-    steps = [row["step"] for row in rows]
-    torn = (
-        " (its last line is torn: a kill cut it short; a resume goes on without it)" if _is_torn(folder / name) else ""
-    )
-    for place, step in enumerate(steps):
-        if step != place + 1:
-            text = f"line {place + 1} is step {step}, expected step {place + 1}: lines are missing, repeated or moved"
-            return Finding(part=name, ok=False, text=text)
-    return Finding(part=name, ok=True, text=f"{count(len(steps), 'step')} without a gap{torn}")
+def _check_parts(run: RunFolder) -> Iterator[Finding]:
+    """Check that store, ledger, metrics and checkpoints agree on the steps."""
+    problems = [] if run.came_to_nothing else list(run.missing_parts())
+    # A step's ledger row is written before the step, its metrics after: the ledger may be one row ahead.
+    if not problems and not 0 <= len(run.ledger) - len(run.metrics) <= 1:
+        problems = [
+            f"{run.ledger_file.name} has {len(run.ledger)} rows, {run.metrics_file.name} has {len(run.metrics)}"
+        ]
+    for problem in problems:
+        yield Finding(part="run", ok=False, text=problem)
+    if not problems:
+        yield Finding(part="run", ok=True, text="store, ledger, metrics and checkpoints tell of the same steps")
 
 
-def _check_ledger_ids(run: RunFolder, ledger: Sequence[Row]) -> Iterator[Finding]:
-    if not ledger or not is_store(run.store_path):
+def _check_steps(rows: StepRows) -> Finding:
+    name = rows.path.name
+    for problem in rows.problems():
+        return Finding(part=name, ok=False, text=problem)
+    torn = " (its last line is torn: a kill cut it short; a resume goes on without it)" if rows.is_torn else ""
+    return Finding(part=name, ok=True, text=f"{count(len(rows), 'step')} without a gap{torn}")
+
+
+def _check_ledger_ids(run: RunFolder) -> Iterator[Finding]:
+    if not len(run.ledger) or not is_store(run.store_path):
         return
     try:
         with Stored(run.store_path) as stored:
@@ -96,7 +101,7 @@ def _check_ledger_ids(run: RunFolder, ledger: Sequence[Row]) -> Iterator[Finding
     limited = run.config.pipeline.get("buffer", {}).get("max_trajectories") is not None
     wanted, evicted, missing = 0, 0, 0
     example = ""
-    for row in ledger:
+    for row in run.ledger:
         used: Ids = np.asarray(row.get("row_ids", []), np.int64)
         wanted += len(used)
         places = np.minimum(np.searchsorted(ids, used), max(len(ids) - 1, 0))
@@ -115,56 +120,22 @@ def _check_ledger_ids(run: RunFolder, ledger: Sequence[Row]) -> Iterator[Finding
     yield Finding(part="ledger ids", ok=True, text=f"{wanted:,} uses of trajectories, all of them in the store{left}")
 
 
-def _check_ahead(metrics: Sequence[Row], ledger: Sequence[Row]) -> Iterator[Finding]:
-    """A step's ledger row is written before the step, its metrics after: the ledger may be one row ahead."""
-    if not 0 <= len(ledger) - len(metrics) <= 1:
-        text = (
-            f"{count(len(ledger), 'row')} for {count(len(metrics), 'line')} of metrics.jsonl; there should be as many"
-        )
-        yield Finding(part="ledger.jsonl", ok=False, text=text)
-
-
-def _check_checkpoints(folder: Path) -> Iterator[Finding]:
-    found = sorted(folder.glob("step-*"))
+def _check_checkpoints(folder: Path) -> Finding:
+    found = list_checkpoints(folder)
     for checkpoint in found:
-        if (checkpoint / "shards").is_dir():
-            if not all((checkpoint / name).is_file() for name in _SHARDS):
-                yield Finding(part="checkpoints", ok=False, text=f"{checkpoint.name} lacks one of {', '.join(_SHARDS)}")
-                return
-            continue
-        expected = _ADAPTERS if (checkpoint / "adapter_config.json").is_file() else _WHOLE_MODEL
-        missing = [name for name in expected if not (checkpoint / name).is_file()]
-        if missing:
-            yield Finding(part="checkpoints", ok=False, text=f"{checkpoint.name} lacks {', '.join(missing)}")
-            return
-        for name in expected[:2]:
-            problem = _safetensors_problem(checkpoint / name)
-            if problem:
-                yield Finding(part="checkpoints", ok=False, text=f"{checkpoint.name}/{name} {problem}")
-                return
-    newest = f", the newest {found[-1].name}" if found else ""
-    yield Finding(part="checkpoints", ok=True, text=f"{count(len(found), 'checkpoint')}{newest}")
+        problem = folder_problem(checkpoint)
+        if problem is not None:
+            return Finding(part="checkpoints", ok=False, text=f"{checkpoint.name}: {problem}")
+    newest = f", the newest {found[-1].name}: every checksum holds" if found else ""
+    return Finding(part="checkpoints", ok=True, text=f"{count(len(found), 'checkpoint')}{newest}")
 
 
-def _safetensors_problem(file: Path) -> str | None:
-    """Return what is wrong with a safetensors file's length or header, or None. Its values carry no checksum."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        head = int.from_bytes(stream.read(8), "little")
-        if head > size - 8:
-            return f"has {size} bytes, too few for its own header"
-        try:
-            entries = json.loads(stream.read(head))
-        except ValueError:
-            return "has a damaged header"
-    ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
-    expected = 8 + head + max(ends, default=0)
-    return None if size == expected else f"has {size} bytes; its header says {expected}"
-
-
-def _is_torn(file: Path) -> bool:
-    if not file.is_file() or not file.stat().st_size:
-        return False
-    with file.open("rb") as stream:
-        stream.seek(-1, 2)
-        return stream.read(1) != b"\n"
+def _check_weights(folder: Path) -> Finding:
+    published = read_published(folder)
+    if published is None:
+        return Finding(part="weights", ok=True, text="nothing is published yet")
+    problem = weights_problem(folder, published.version)
+    if problem is not None:
+        text = f"the newest, of step {published.version}: {problem}. The learner publishes them again when it starts"
+        return Finding(part="weights", ok=False, text=text)
+    return Finding(part="weights", ok=True, text=f"the newest are of step {published.version}: every checksum holds")

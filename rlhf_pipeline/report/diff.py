@@ -55,9 +55,8 @@ class RowsDifference:
 
     @property
     def same(self) -> bool:
-        """True if nothing differs."""
-        sides = (self.columns_left, self.columns_right, self.redefined, self.columns)
-        return not (self.num_only_left or self.num_only_right or any(sides))
+        """True if both hold the same trajectories with equal values in the columns that both have."""
+        return not (self.num_only_left or self.num_only_right or self.redefined or self.columns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +72,16 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """True if nothing differs."""
-        return not self.config and (self.steps is None or self.steps.same) and self.trajectories.same
+        """True if what was collected and learned is the same.
+
+        A configuration that made no difference to it, and columns that one side has besides, are remarks.
+        """
+        return (self.steps is None or self.steps.same) and self.trajectories.same
+
+    @property
+    def has_remarks(self) -> bool:
+        """True if something else differs."""
+        return bool(self.config or self.trajectories.columns_left or self.trajectories.columns_right)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON-ready data."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.report.run_folder import Row, RunFolder
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.rows import Row, StepRows
 
 _STEP_VALUES = (("loss", "loss"), ("task_reward", "reward"), ("grad_norm", "gradient norm"))
 _NOT_COMPARED = frozenset({"format", "overrides"})  # what the overrides do is in the pipeline
@@ -57,7 +56,7 @@ class StepsDifference:
 
 def compare_configs(left: RunFolder, right: RunFolder) -> tuple[FieldDifference, ...]:
     """Return the fields of `config.json` that differ."""
-    mine, theirs = (dict(_flat("", json.loads((run.path / "config.json").read_bytes()))) for run in (left, right))
+    mine, theirs = (dict(_flat("", json.loads(run.config_file.read_bytes()))) for run in (left, right))
     names = [*mine, *(name for name in theirs if name not in mine)]
     return tuple(
         FieldDifference(name=name, left=mine.get(name), right=theirs.get(name))
@@ -82,12 +81,12 @@ def compare_steps(left: RunFolder, right: RunFolder) -> StepsDifference:
     """
     found = StepsDifference()
     batch = _Differing("batch")
-    for step, mine, theirs in _joined(left.path / "ledger.jsonl", right.path / "ledger.jsonl"):
+    for step, mine, theirs in _joined(left.ledger, right.ledger):
         if mine is not None and theirs is not None:
             sizes = len(mine.get("row_ids", ())), len(theirs.get("row_ids", ()))
             batch.note(step, *sizes, differs=_batch(mine, theirs) != _batch(theirs, mine))
     values = {name: _Differing(what) for name, what in _STEP_VALUES}
-    for step, mine, theirs in _joined(left.path / "metrics.jsonl", right.path / "metrics.jsonl"):
+    for step, mine, theirs in _joined(left.metrics, right.metrics):
         if mine is None:
             found.only_right = _extended(found.only_right, step)
         elif theirs is None:
@@ -124,7 +123,7 @@ class _Differing:
 
 
 def _batch(row: Row, other: Row) -> Any:
-    """Return what names the batch: trajectory ids where both rows have them, since row ids depend on the store."""
+    """Return the batch's identity: trajectory ids where both rows have them, as row ids depend on the store."""
     named = "trajectory_ids" in row and "trajectory_ids" in other
     return row.get("trajectory_ids" if named else "row_ids")
 
@@ -133,9 +132,9 @@ def _extended(span: tuple[int, int, int] | None, step: int) -> tuple[int, int, i
     return (step, step, 1) if span is None else (span[0], step, span[2] + 1)
 
 
-def _joined(left: Path, right: Path) -> Iterator[tuple[int, Row | None, Row | None]]:
+def _joined(left: StepRows, right: StepRows) -> Iterator[tuple[int, Row | None, Row | None]]:
     """Yield the rows of two files by step, None for a side that lacks it."""
-    mine, theirs = _steps(left), _steps(right)
+    mine, theirs = iter(left), iter(right)
     a, b = next(mine, None), next(theirs, None)
     while a is not None or b is not None:
         step = min(row["step"] for row in (a, b) if row is not None)
@@ -143,22 +142,3 @@ def _joined(left: Path, right: Path) -> Iterator[tuple[int, Row | None, Row | No
         yield step, a if is_mine else None, b if is_theirs else None
         a = next(mine, None) if is_mine else a
         b = next(theirs, None) if is_theirs else b
-
-
-def _steps(file: Path) -> Iterator[Row]:
-    """Yield the whole rows of a file, one at a time; a torn last line is left out."""
-    if not file.is_file():
-        return
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                row: Any = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{file}:{number}: this line is not JSON ({error}). Delete it to go on.") from error
-            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise DataError(
-                    f"{file}:{number}: this line has no whole number 'step'. Delete it to go on without it."
-                )
-            yield row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -10,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_pipeline.jsonl import write_atomically
+from rlhf_pipeline.errors import RunStorageError
+from rlhf_pipeline.files import write_atomically
 from rlhf_pipeline.report.page import SCRIPT, STYLE
-from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.samples import Trajectory, read_trajectories, typical_of_first_and_last
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.svg import line_chart
 from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.report.words import count, number
+from rlhf_pipeline.run.folder import RunFolder
 
 _VERSIONS = 8
 _PER_VERSION = 24
@@ -25,6 +27,10 @@ _MAX_TOKENS = 1024
 _ALL_TOKENS = 100_000
 """Tokens on the page at most, so that it opens fast: a token costs about 40 bytes."""
 _MAX_ROWS = 30
+_NARROW = 340
+"""The width of a picture on a phone, and of the small ones."""
+_MOST_POINTS = 2_000
+"""Steps of a curve, spread evenly: more than a screen has columns."""
 _CURVES = {
     "entropy": "entropy (nats per token)",
     "kl_k1": "KL to the reference (k1, nats)",
@@ -44,24 +50,39 @@ def write_report(run: RunFolder, html_path: Path | None = None) -> list[Path]:
 
     Args:
         run: the run.
-        html_path: where the page goes; `report.html` in the run folder if None.
+        html_path: where the page goes, and the curve beside it; `report.html` in the run folder if None.
 
     Returns:
         The files written.
 
     Raises:
         StoreError: the store cannot be read.
+        RunStorageError: the files cannot be written.
     """
     svg = reward_curve(run)
-    curve, page = run.path / "reward.svg", html_path or run.path / "report.html"
-    write_atomically(curve, svg.encode())
-    write_atomically(page, render(run, svg).encode("utf-8", "replace"))
+    page = html_path or run.report_file
+    curve = page.with_name(run.curve_file.name)
+    text = render(run, svg)
+    try:
+        write_atomically(curve, svg.encode())
+        write_atomically(page, text.encode("utf-8", "replace"))
+    except OSError as error:
+        raise RunStorageError(
+            f"{page} cannot be written: {error.strerror}. Name another place: "
+            f"rlhf-pipeline report {shlex.quote(str(run.path))} --out FILE.html"
+        ) from error
     return [curve, page]
 
 
-def reward_curve(run: RunFolder) -> str:
-    """Return the learning curve as SVG: the mean task reward of each rollout."""
-    points = run.reward_points()
+def reward_curve(run: RunFolder, *, width: int = 720, height: int = 360) -> str:
+    """Return the learning curve as SVG: the mean task reward of each rollout.
+
+    Args:
+        run: the run.
+        width: of the picture, in which texts have 13 units: as wide as it is shown they have 13 pixels.
+        height: of the picture.
+    """
+    points = run.reward_points(most=_MOST_POINTS)
     unit = bool(points) and all(0 <= value <= 1 for _, value in points)
     return line_chart(
         points,
@@ -69,11 +90,13 @@ def reward_curve(run: RunFolder) -> str:
         y_label="task reward",
         target=run.config.pipeline.get("learn", {}).get("stop_at_reward"),
         y_range=(0.0, 1.0) if unit else None,
+        width=width,
+        height=height,
     )
 
 
 def _of_what(run: RunFolder) -> str:
-    """Return what a point of the curve is about: a run that draws from stores has rewards of others."""
+    """Return what a point of the curve stands for: in a run over stores, stored rewards."""
     replay = run.config.pipeline.get("replay")
     return "stored with each step's trajectories" if replay and not replay["recorded_order"] else "per rollout"
 
@@ -98,7 +121,8 @@ def render(run: RunFolder, svg: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(name)}</title><style>{STYLE}</style></head><body><main>",
         *_head(run, name, total),
-        f'<div class="card">{_inline(svg)}</div>',
+        f'<div class="card broad">{_inline(svg)}</div>',
+        f'<div class="card narrow">{_inline(reward_curve(run, width=_NARROW, height=300))}</div>',
         *_before_after(ends),
         *_small_curves(run),
         *_browser(shown, total),
@@ -111,7 +135,7 @@ def render(run: RunFolder, svg: str) -> str:
 
 
 def choose(stored: Stored) -> Ids:
-    """Return the trajectories for the browser: of up to eight policy versions, evenly spaced, the first groups."""
+    """Return the trajectories for the browser: up to eight policy versions, and in each whole groups, evenly spaced."""
     ids, versions = stored.ids(), stored.scalars("policy_version")
     if versions is None or not len(ids):
         return ids[-_VERSIONS * _PER_VERSION :]
@@ -121,12 +145,22 @@ def choose(stored: Stored) -> Ids:
     if "input_ids" in stored.columns:
         length = float(np.minimum(stored.lengths("input_ids"), _MAX_TOKENS).mean())
         each = int(min(max(_ALL_TOKENS / (len(spread) * max(length, 1)), 2), _PER_VERSION))
-    return np.concatenate([ids[np.flatnonzero(versions == version)[:each]] for version in sorted(spread)])
+    groups = stored.scalars("group_id")
+    names = np.arange(len(ids)) if groups is None else groups
+    return np.concatenate([_spread(ids[mine], names[mine], each) for mine in (versions == v for v in sorted(spread))])
+
+
+def _spread(ids: Ids, groups: Ids, num: int) -> Ids:
+    """Return about `num` rows: whole groups, the first and the last that arrived among them; a large one is cut."""
+    _, first, sizes = np.unique(groups, return_index=True, return_counts=True)
+    wanted = min(max(num // max(int(sizes.max()), 1), 1), len(first))
+    places = np.sort(first)[np.linspace(0, len(first) - 1, wanted).round().astype(int)]
+    return np.concatenate([ids[groups == groups[place]][:num] for place in places])
 
 
 def _head(run: RunFolder, name: str, total: int) -> Iterator[str]:
-    points = run.reward_points()
-    went = f"reward {number(points[0][1])} &rarr; {number(points[-1][1])} in " if points else ""
+    first, last = run.first_and_last("task_reward")
+    went = "" if first is None else f"reward {number(first)} &rarr; {number(last)} in "
     yield f"<h1>{escape(name)}</h1>"
     yield f"<p>{went}{count(len(run.metrics), 'optimizer step')}, {count(total, 'trajectory')} stored</p>"
     versions = ", ".join(f"{escape(str(k))} {escape(str(v))}" for k, v in run.config.versions.items())
@@ -149,17 +183,20 @@ def _before_after(ends: Sequence[Trajectory]) -> Iterator[str]:
 
 
 def _small_curves(run: RunFolder) -> Iterator[str]:
-    curves = [(title, run.points(name)) for name, title in _CURVES.items()]
-    moving = [(title, points) for title, points in curves if len({value for _, value in points}) > 1]
-    if moving:
+    curves = [(title, run.points(name, most=_MOST_POINTS)) for name, title in _CURVES.items()]
+    known = [(title, points) for title, points in curves if points]
+    if known:
         yield '<h2>Diagnostics</h2><div class="small">'
-        for title, points in moving:
-            yield f'<div class="card">{_inline(line_chart(points, title=title, width=420, height=250))}</div>'
+        for title, points in known:
+            yield f'<div class="card">{_inline(line_chart(points, title=title, width=_NARROW, height=250))}</div>'
         yield "</div>"
 
 
 def _browser(shown: Sequence[Trajectory], total: int) -> Iterator[str]:
-    yield f'<h2>Trajectories</h2><p class="soft">{count(len(shown), "trajectory")} of {total:,}. Colour: how unlikely '
+    versions = len({item.policy_version for item in shown})
+    yield f'<h2>Trajectories</h2><p class="soft">{count(len(shown), "trajectory")} of {total:,}: whole groups, evenly '
+    yield f"spaced over {count(versions, 'policy version')} from the first to the last; <code>rlhf-pipeline show RUN "
+    yield "--group G</code> shows any other. Colour: how unlikely "
     yield 'the behaviour policy found its token, <span class="bar"></span> from sure to surprised. Point at a token for'
     yield " its numbers.</p>"
     yield '<div id="controls"><label>policy <select id="version"><option value="">all versions</option></select>'
@@ -170,16 +207,15 @@ def _browser(shown: Sequence[Trajectory], total: int) -> Iterator[str]:
 
 
 def _metrics_table(run: RunFolder) -> Iterator[str]:
-    rows = run.metrics
+    rows, total = run.metrics.spread(_MAX_ROWS), len(run.metrics)
     if not rows:
         return
     names = [name for name in _COLUMNS if any(row.get(name) is not None for row in rows)]
-    places = sorted({round(place) for place in np.linspace(0, len(rows) - 1, min(_MAX_ROWS, len(rows)))})
-    some = "" if len(places) == len(rows) else f" ({len(places)} of {len(rows):,} lines of metrics.jsonl)"
+    some = "" if len(rows) == total else f" ({len(rows)} of {total:,} lines of metrics.jsonl)"
     yield f'<h2>Metrics{some}</h2><div class="card wide"><table><thead><tr>'
     yield "".join(f"<th>{escape(name)}</th>" for name in names) + "</tr></thead><tbody>"
-    for place in places:
-        yield f"<tr>{''.join(f'<td>{_cell(name, rows[place].get(name))}</td>' for name in names)}</tr>"
+    for row in rows:
+        yield f"<tr>{''.join(f'<td>{_cell(name, row.get(name))}</td>' for name in names)}</tr>"
     yield "</tbody></table></div>"
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.stored import Context, Stored
 from rlhf_pipeline.rewards import RewardFunction
+from rlhf_pipeline.run.folder import RunFolder
 
 TOLERANCE = 1e-5
 """Rewards are stored as float32; a difference above this is a disagreement."""
@@ -33,7 +33,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Disagreement:
-    """One stored reward that does not come out again."""
+    """One stored reward that was not reproduced."""
 
     id: int
     stored: float | None
@@ -44,7 +44,7 @@ class Disagreement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutDisagreement:
-    """One point of the curve that the stored trajectories do not give."""
+    """One point of the curve that the stored trajectories do not reproduce."""
 
     step: int
     rollout: int
@@ -59,9 +59,9 @@ class RewardCheck:
     function: str
     num_trajectories: int
     num_different: int
-    """Trajectories whose stored reward is not what the function says now."""
+    """Trajectories whose stored reward differs from the function's now."""
     num_failed_before: int
-    """Trajectories whose call failed during the run and succeeds now. They count neither here nor there."""
+    """Trajectories whose call failed during the run and succeeds now; not counted as different."""
     first_different: tuple[Disagreement, ...]
     num_rollouts: int
     """Rollouts that are whole in the store and have a line in `metrics.jsonl`."""
@@ -72,7 +72,7 @@ class RewardCheck:
 
     @property
     def agrees(self) -> bool:
-        """True if every reward and every point of the curve came out again."""
+        """True if every reward and every point of the curve was reproduced."""
         return self.num_different == 0 and self.num_rollouts_different == 0
 
 
@@ -138,7 +138,7 @@ def inspect_store(
     prompt_tokens = np.zeros(num, np.int64) if prompt_lengths is None else prompt_lengths.astype(np.int64)
     graded = np.empty(0) if rewards is None else rewards[np.isfinite(rewards)].astype(np.float64)
     sizes = distinct(groups)[1] if groups is not None else np.empty(0, np.int64)
-    curve = run.reward_points() if run is not None else []
+    first_reward, last_reward = run.first_and_last("task_reward") if run is not None else (None, None)
     finish_reasons = stored.texts("finish_reason", ids)
     reasons = Counter(finish_reasons)
     check = None
@@ -159,8 +159,8 @@ def inspect_store(
         num_failed=reasons["failed"],
         first_failed_id=int(ids[finish_reasons.index("failed")]) if reasons["failed"] else None,
         mean_reward=float(graded.mean()) if len(graded) else None,
-        first_reward=curve[0][1] if curve else None,
-        last_reward=curve[-1][1] if curve else None,
+        first_reward=first_reward,
+        last_reward=last_reward,
         size_bytes=disk_usage(stored.path),
         reward_check=check,
         not_checked=None if check is not None else why_no_reward or "the store has no column task_reward",
@@ -218,7 +218,7 @@ def check_rewards(
 def grade_again(
     reward: RewardFunction, prompts: Sequence[str], completions: Sequence[str], contexts: Sequence[Context]
 ) -> tuple[Floats, dict[int, str]]:
-    """Call the reward function on each trajectory; a call that raises gives NaN, as it does during a run.
+    """Call the reward function on each trajectory; a call that raises gives NaN, as in a run.
 
     Returns:
         The rewards [N], and the errors by place.

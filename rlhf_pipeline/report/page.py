@@ -17,6 +17,7 @@ p { margin: 4px 0; } .soft { color: var(--soft); }
 .small { display: grid; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)); gap: 14px; }
 .wide { overflow-x: auto; }
 svg.chart { width: 100%; height: auto; display: block; }
+.narrow { display: none; }
 .text { font: 13px/1.55 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; width: 100%; }
 th, td { text-align: right; padding: 4px 10px; border-bottom: 1px solid var(--line); white-space: nowrap; }
@@ -37,6 +38,8 @@ select, input { font: inherit; color: inherit; background: var(--card); border: 
 .bar { display: inline-block; width: 120px; height: 10px; border-radius: 3px; vertical-align: middle;
   background: linear-gradient(to right, rgba(var(--bad), 0), rgba(var(--bad), 0.75)); border: 1px solid var(--line); }
 @media (max-width: 760px) { .two, .browser { grid-template-columns: 1fr; } }
+@media (max-width: 600px) { .broad { display: none; } .narrow { display: block; } main { padding: 16px 10px 48px; }
+  .card { padding: 10px 8px; } }
 """
 
 SCRIPT = """

@@ -7,22 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.report.run_folder import RunFolder
+from rlhf_pipeline.run.checkpoint import list_checkpoints
+from rlhf_pipeline.run.folder import RunFolder
 
 _COMPARED = ("loss", "task_reward", "grad_norm")
 
 
-def has_chosen(run_dir: Path) -> bool:
-    """Return True if a run has written down what it learns from; the stores are then not chosen from again."""
-    return (run_dir / "gather.json").is_file()
-
-
 def sources_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return what a run wrote down of each store that it learned from; nothing of a run that collected.
+    """Return a run's record of each store that it learned from; empty for a run that collected.
 
     Each has `path`, `num_stored`, `num_chosen` and `num_ungraded`.
     """
-    file = run_dir / "gather.json"
+    file = RunFolder(run_dir).choice_file
     return json.loads(file.read_text(encoding="utf-8"))["sources"] if file.is_file() else []
 
 
@@ -61,24 +57,25 @@ def compare(run: RunFolder, replay: RunFolder) -> Comparison:
     """
     dropped = run.config.pipeline.get("write", {}).get("zero_variance") == "drop"
     compared = [name for name in _COMPARED if not (dropped and name == "task_reward")]
-    recorded = {row["step"]: row for row in run.metrics}
-    again = {row["step"]: row for row in replay.metrics}
-    steps = sorted(recorded.keys() & again.keys())
+    num, missing, largest = 0, 0, 0.0
     different: list[tuple[int, str]] = []
-    largest = 0.0
-    for step in steps:
-        for name in compared:
-            old, new = recorded[step].get(name), again[step].get(name)
-            if old != new:
-                different.append((step, name))
-                break
-        old, new = recorded[step].get("loss"), again[step].get("loss")
+    again = iter(replay.metrics)
+    other = next(again, None)
+    for row in run.metrics:
+        while other is not None and other["step"] < row["step"]:
+            other = next(again, None)
+        if other is None or other["step"] != row["step"]:
+            missing += 1
+            continue
+        num += 1
+        different += [(row["step"], name) for name in compared if row.get(name) != other.get(name)][:1]
+        old, new = row.get("loss"), other.get("loss")
         if old is not None and new is not None and old != new:
             largest = max(largest, abs(old - new) / max(abs(old), abs(new)))
-    step, same = _compare_weights(run.path / "checkpoints", replay.path / "checkpoints")
+    step, same = _compare_weights(run.checkpoints, replay.checkpoints)
     return Comparison(
-        num_steps=len(steps),
-        num_missing=len(recorded.keys() - again.keys()),
+        num_steps=num,
+        num_missing=missing,
         different=different[0] if different else None,
         num_different=len(different),
         largest=largest,
@@ -88,7 +85,7 @@ def compare(run: RunFolder, replay: RunFolder) -> Comparison:
 
 
 def _compare_weights(left: Path, right: Path) -> tuple[int | None, bool | None]:
-    names = {path.name for path in left.glob("step-*")} & {path.name for path in right.glob("step-*")}
+    names = {path.name for path in list_checkpoints(left)} & {path.name for path in list_checkpoints(right)}
     for name in sorted(names, reverse=True):
         for file in ("model.safetensors", "adapter_model.safetensors"):
             a, b = left / name / file, right / name / file

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.report.words import number, one_line
+from rlhf_pipeline.run.folder import RunFolder
 
 _TIES = 64
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
+from rlhf_pipeline.errors import DataError, plain
 from rlhf_pipeline.report.samples import Trajectory
-from rlhf_pipeline.report.words import count, number, one_line, plain
+from rlhf_pipeline.report.stored import Ids, Stored
+from rlhf_pipeline.report.words import count, number, one_line
+from rlhf_pipeline.run.folder import RunFolder
 
 
 def brief(items: Sequence[Trajectory], width: int = 110) -> Iterator[str]:
@@ -97,3 +102,70 @@ def _digits(value: float | None, digits: int) -> str:
 
 def _or_dash(value: int | None) -> str:
     return "-" if value is None else str(value)
+
+
+def choose(
+    stored: Stored,
+    run: RunFolder | None,
+    *,
+    id: int | None = None,
+    group: int | None = None,
+    step: int | None = None,
+    last: int | None = None,
+) -> Ids:
+    """Return the ids that were asked for; the newest one where nothing was.
+
+    Args:
+        stored: the store.
+        run: its run, if it has one.
+        id: the one with this id.
+        group: those of this group.
+        step: those that this optimizer step learned from.
+        last: the newest so many.
+
+    Raises:
+        DataError: there are none.
+        MissingRowError: the id is not in the store (raised when it is read).
+    """
+    ids = stored.ids()
+    if not len(ids):
+        raise DataError(f"{stored.path} holds no trajectories yet.")
+    if id is not None:
+        if not bool((ids == id).any()):
+            raise DataError(f"there is no trajectory {id} in {stored.path}. {_what_is_there(ids)}")
+        return np.array([id], np.int64)
+    if group is not None:
+        return _group(stored, ids, group)
+    if step is not None:
+        return _step(stored, run, ids, step)
+    return ids[-(last or 1) :]
+
+
+def _group(stored: Stored, ids: Ids, group: int) -> Ids:
+    groups = stored.scalars("group_id")
+    if groups is None:
+        raise DataError(f"{stored.path} has no column group_id. Use --id or --last.")
+    found = ids[groups == group]
+    if not len(found):
+        raise DataError(f"there is no group {group} in {stored.path}; groups go from {groups.min()} to {groups.max()}.")
+    return found
+
+
+def _step(stored: Stored, run: RunFolder | None, ids: Ids, step: int) -> Ids:
+    if run is None:
+        raise DataError(
+            f"{stored.path} is a store alone; --step needs the ledger of a run. Use --id, --group or --last."
+        )
+    row = run.ledger.of_step(step)
+    if row is None:
+        known = f"steps {run.ledger[0]['step']} to {run.ledger.last_step}" if len(run.ledger) else "no steps"
+        raise DataError(f"the ledger {run.path / 'ledger.jsonl'} has no step {step}; it has {known}.")
+    wanted = np.array(row.get("row_ids", []), np.int64)
+    there = wanted[np.isin(wanted, ids)]
+    if not len(there):
+        raise DataError(f"none of the {len(wanted)} trajectories of step {step} is in the store any more (evicted).")
+    return there
+
+
+def _what_is_there(ids: Ids) -> str:
+    return f"It holds {len(ids):,}, from id {ids[0]} to {ids[-1]}; `show RUN --last 20` lists the newest."

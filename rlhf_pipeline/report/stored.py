@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.errors import DataError, MissingPathError
-from rlhf_pipeline.report.run_folder import RunFolder, is_run, is_store, not_found
+from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, not_found
 from trajectory_store import TrajectoryStore
 
 Ids = npt.NDArray[np.int64]
@@ -93,7 +93,12 @@ def open_run_or_store(path: str | Path) -> tuple[RunFolder | None, Path]:
     """
     folder = Path(path).expanduser()
     if is_run(folder):
-        run = RunFolder(folder)
+        run = RunFolder.open(folder)
+        if not is_store(run.store_path) and not run.came_to_nothing and list(run.missing_parts()):
+            raise MissingPathError(
+                f"the store of the run {folder} is gone: there is none at {run.store_path}, and the run has stored "
+                f"trajectories. Restore it from a copy. What else is missing: rlhf-pipeline verify {folder}"
+            )
         if not is_store(run.store_path):
             raise MissingPathError(
                 f"the run {folder} has stored nothing yet: there is no store at {run.store_path}. "
@@ -102,7 +107,7 @@ def open_run_or_store(path: str | Path) -> tuple[RunFolder | None, Path]:
         return run, run.store_path
     if is_store(folder):
         parent = folder.resolve().parent
-        return (RunFolder(parent) if folder.name == "store" and is_run(parent) else None), folder
+        return (RunFolder.open(parent) if folder.name == "store" and is_run(parent) else None), folder
     raise not_found(folder, "run or store")
 
 

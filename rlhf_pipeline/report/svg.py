@@ -8,6 +8,8 @@ from xml.sax.saxutils import escape
 
 Point = tuple[float, float]
 
+_FLAT = 1e-4
+"""Values that differ by less than this share are drawn as a level line, and not as a picture of rounding."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 48, 48
 _STYLE = """
 .chart { font: 13px system-ui, sans-serif; }
@@ -90,13 +92,15 @@ def line_chart(
     for tick in y_ticks:
         y = at_y(tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_label(tick, y_ticks)}</text>')
     for tick in x_ticks:
         if x_low <= tick <= x_high:
             parts.append(
                 f'<line class="axis" x1="{at_x(tick):.1f}" y1="{floor}" x2="{at_x(tick):.1f}" y2="{floor + 4}"/>'
             )
-            parts.append(f'<text x="{at_x(tick):.1f}" y="{floor + 19}" text-anchor="middle">{tick:g}</text>')
+            parts.append(
+                f'<text x="{at_x(tick):.1f}" y="{floor + 19}" text-anchor="middle">{_label(tick, x_ticks)}</text>'
+            )
     parts.append(f'<line class="axis" x1="{_LEFT}" y1="{floor}" x2="{right}" y2="{floor}"/>')
     parts.append(f'<text x="{(_LEFT + right) / 2:.0f}" y="{height - 10}" text-anchor="middle">{escape(x_label)}</text>')
     middle = (_TOP + floor) / 2
@@ -134,10 +138,21 @@ def _moving_average(points: Sequence[Point]) -> list[Point]:
     return smooth
 
 
+def _label(tick: float, ticks: Sequence[float]) -> str:
+    """Return a tick with as many decimals as tell it from its neighbours."""
+    step = abs(ticks[1] - ticks[0]) if len(ticks) > 1 else 1.0
+    largest = max(abs(ticks[0]), abs(ticks[-1]))
+    if largest >= 1e6 or (largest and largest < 1e-3):
+        digits = max(0, math.ceil(math.log10(largest / step) - 1e-9))
+        return f"{tick:.{min(digits, 4)}e}" if tick else "0"
+    text = f"{tick:.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
 def _ticks(values: Sequence[float], *, whole: bool = False) -> list[float]:
     """Return round numbers in steps of 1, 2 or 5 times a power of ten that enclose the values."""
     low, high = min(values), max(values)
-    if low == high:
+    if high - low <= _FLAT * max(abs(low), abs(high)):  # equal, or up to rounding
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
     raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))

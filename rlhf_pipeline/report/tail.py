@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhf_pipeline.report.run_folder import Row
+from rlhf_pipeline.errors import plain
+from rlhf_pipeline.replay.stored_groups import NewIds
 from rlhf_pipeline.report.stored import Ids, Stored
-from rlhf_pipeline.report.words import number, plain
+from rlhf_pipeline.report.words import number
+from rlhf_pipeline.run.rows import Row
 from trajectory_store import MissingRowError
 
 BATCH_ROWS = 512
@@ -25,7 +24,7 @@ _HEADINGS = ("id", "version", "group", "reward", "tokens", "finish")
 _LEAST_WIDTHS = (6, 7, 6, 7, 6, 6)
 
 Choose = Callable[[Ids], Ids]
-"""Returns those of some ids that are wanted, in their order; raises MissingRowError where one is gone."""
+"""Returns the wanted ones of some ids, in their order; raises MissingRowError if one is gone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +32,7 @@ class Arrival:
     """One trajectory in short."""
 
     place: int
-    """The how many-th trajectory it is, counted from 1 since the store was made."""
+    """Its ordinal, counted from 1 since the store was made."""
     fields: tuple[str, ...]
     """Id, policy version, group, reward, completion tokens, finish reason."""
     completion: str
@@ -51,7 +50,7 @@ class Tail:
         self._stored = stored
         self._store = stored.store
         self._choose = choose
-        self._seen = self._store.snapshot()
+        self._new = NewIds(self._store, seen=True)
 
     def newest(self, num: int) -> Iterator[list[Arrival]]:
         """Yield the newest `num` trajectories that are wanted, oldest first, in batches."""
@@ -67,17 +66,8 @@ class Tail:
 
     def fresh(self) -> Iterator[list[Arrival]]:
         """Yield what was committed since the last call, in the order of arrival, in batches."""
-        before = self._seen
-        watermark = self._store.refresh()
-        if watermark == before.watermark:
-            return
-        self._seen = self._store.snapshot()
-        num = self._seen.watermark - before.watermark
-        ids = self._stored.ids()
-        new = before.later(ids[-2 * num :])
-        if len(new) < num:  # a slow writer's rows stand further back, or some were evicted already
-            new = before.later(ids)
-        yield from self._batches(self._wanted(new))
+        self._store.refresh()
+        yield from self._batches(self._wanted(self._new.take()))
 
     def _wanted(self, ids: Ids) -> Ids:
         if self._choose is None:
@@ -102,7 +92,7 @@ class Tail:
                     break
 
     def _still_there(self, ids: Ids) -> Ids:
-        """Return the ids that eviction has left by now."""
+        """Return those of the ids that have not been evicted."""
         self._store.refresh()
         return ids[np.isin(ids, self._stored.ids())]
 
@@ -147,7 +137,7 @@ class Tail:
             yield row, f"[{shown}{' ...' if more else ''}]"
 
     def _places(self, ids: Ids) -> list[int]:
-        """Return the how many-th trajectory each one is; `ids` are in the order of arrival."""
+        """Return each trajectory's ordinal since the store was made; `ids` are in the order of arrival."""
         known = self._stored.ids()
         first = self._store.watermark - len(known) + 1
         for nearby in (known[-4 * BATCH_ROWS :], known):
@@ -184,47 +174,6 @@ class Table:
         room = max(self._width - len(head) - 2, 12)
         start = plain(completion[: room + 1]).replace("\n", "\\n")  # the rest may be long and is not seen
         return f"{head}  {start if len(start) <= room else start[: room - 3] + '...'}"
-
-
-class StepRows:
-    """The rows of a run's `metrics.jsonl` as its learner adds them.
-
-    Args:
-        file: the file; it need not be there yet.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._offset = 0
-        self._inode = -1
-        self._last = 0
-
-    def fresh(self) -> list[Row]:
-        """Return the rows since the last call, each step once; a row that is being written comes when it is whole."""
-        try:
-            with self._file.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_ino != self._inode or status.st_size < self._offset:  # a resume has replaced the file
-                    self._inode, self._offset = status.st_ino, 0
-                file.seek(self._offset)
-                content = file.read()
-        except FileNotFoundError:
-            return []
-        whole = content.rfind(b"\n") + 1
-        self._offset += whole
-        rows = [row for row in map(_row, content[:whole].splitlines()) if row is not None and row["step"] > self._last]
-        if rows:
-            self._last = rows[-1]["step"]
-        return rows
-
-
-def _row(line: bytes) -> Row | None:
-    """Return a line's row; None for a damaged line, which `verify` reports."""
-    try:
-        row: Any = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 _SHOWN = (

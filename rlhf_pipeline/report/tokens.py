@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.report.run_folder import RunFolder
+from rlhf_pipeline.run.checkpoint import list_checkpoints
+from rlhf_pipeline.run.folder import RunFolder
 
 
 class TokenTexts:
@@ -81,7 +82,7 @@ def _by_character(text: str, num: int, *, at_end: bool) -> list[str | None]:
 
 
 def _tokenizer_file(run: RunFolder) -> Path | None:
-    folders = sorted((run.path / "checkpoints").glob("step-*"), reverse=True)
+    folders = list_checkpoints(run.checkpoints)[::-1]
     policy = run.config.pipeline.get("policy", {})
     if "path" in policy:
         folders.append(Path(policy["path"]).expanduser())

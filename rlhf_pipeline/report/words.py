@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import math
 
-
-def plain(text: str) -> str:
-    r"""Return `text` with control characters spelled out: a model may emit escape sequences by chance.
-
-    >>> plain("a\x1b[31m b")
-    'a\\x1b[31m b'
-    >>> plain("one\ntwo")
-    'one\ntwo'
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+from rlhf_pipeline.errors import plain
 
 
 def one_line(text: str, width: int) -> str:

@@ -1,4 +1,4 @@
-"""Returns of trajectories and advantages of groups, on the flat columns of a chunk."""
+"""Returns of trajectories and advantages of groups, on flat columns."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.functional.advantage import group_advantage
-from rlhf_pipeline.keys import ASSISTANT_MASK
-from rlhf_pipeline.transforms._columns import Flat
-from rlhf_pipeline.transforms._groups import Chunk, read
-from rlhf_pipeline.transforms._segments import segment_sum, step_sum, whitened
+from rlhf_pipeline.data.trajectories import Flat, Trajectories, segment_sum, step_sum
+from rlhf_pipeline.functional.advantage import group_advantage, penalty_rounding, whitened_step_rewards
+from rlhf_pipeline.keys import KL_COEF, LOG_PROBS, TASK_REWARD
+from rlhf_pipeline.transforms.groups import Scores
 
 
 def trajectory_returns(reward: Flat, bounds: Sequence[int], how: str | None) -> tuple[Tensor, Tensor]:
@@ -47,49 +46,92 @@ def group_codes(groups: Sequence[Hashable]) -> Tensor:
     return torch.tensor([seen.setdefault(group, len(seen)) for group in groups])
 
 
-def group_advantages(chunk: Chunk, codes: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
-    """Advantage `[n]` and whether the group has no spread `[n]`; a return that is not finite counts for nobody."""
-    graded = chunk.returns.isfinite()
-    if bool(graded.all()):
-        return group_advantage(chunk.returns, codes, estimator, lengths=chunk.lengths)
-    advantage, degenerate = torch.zeros_like(chunk.returns), torch.ones_like(graded)
-    found = group_advantage(chunk.returns[graded], codes[graded], estimator, lengths=chunk.lengths[graded])
-    advantage[graded], degenerate[graded] = found.advantages, found.degenerate
+def group_advantages(scores: Scores, codes: Tensor, estimator: str, batches: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Advantage `[n]` and whether the group has no spread `[n]`; a return that is not finite counts for nobody.
+
+    Args:
+        scores: of each trajectory.
+        codes: int64 `[n]`, its group.
+        estimator: one of `functional.advantage.ESTIMATORS`.
+        batches: int64 `[n]`, the batch of each, where the estimator looks at batches; None for one of all.
+    """
+    graded = scores.returns.isfinite()
+    advantage, degenerate = torch.zeros_like(scores.returns), torch.ones_like(graded)
+    parts = [graded] if batches is None else [graded & (batches == batch) for batch in batches.unique().tolist()]
+    for part in parts:
+        returns, lengths, task, rounding = scores.take(part)
+        found = group_advantage(returns, codes[part], estimator, lengths=lengths, task_rewards=task, rounding=rounding)
+        advantage[part], degenerate[part] = found.advantages, found.degenerate
     return advantage, degenerate
 
 
-def trajectory_of_row(chunk: Chunk) -> Tensor:
-    """Int64 `[n]`: the trajectory that each row of a chunk, a step of it, belongs to."""
-    n = chunk.td.shape[0]
-    if len(chunk.bounds) == n + 1:
-        return torch.arange(n)
-    return torch.repeat_interleave(torch.tensor(chunk.bounds).diff())
+def scores_of(batch: Trajectories, returns: Tensor, lengths: Tensor, eps: float) -> Scores:
+    """The scores of trajectories: with a KL penalty in their reward, what it was before, and how it was rounded.
+
+    Args:
+        batch: their steps.
+        returns: float64 `[k]`.
+        lengths: int64 `[k]`, completion tokens (or steps).
+        eps: of the dtype that log-probs were computed in.
+    """
+    plain = Scores(returns, lengths, returns, torch.zeros_like(returns))
+    coef, task, log_probs = batch.get(KL_COEF), batch.get(TASK_REWARD), batch.get(LOG_PROBS)
+    if not isinstance(coef, Flat) or not bool((coef.values > 0).any()):
+        return plain
+    if not (isinstance(task, Flat) and isinstance(log_probs, Flat)) or log_probs.lengths is None:
+        return plain
+    if not coef.values.numel() == task.values.numel() == log_probs.lengths.numel() == returns.numel():
+        return plain
+    task_rewards = task.values.reshape(-1).double()
+    rounding = penalty_rounding(
+        coef.values.reshape(-1), task_rewards, log_probs.values, log_probs.lengths, lengths=lengths, eps=eps
+    )
+    return Scores(returns, lengths, task_rewards, rounding)
 
 
-def advantage_values(chunk: Chunk, owner: Tensor, advantage: Tensor, per_step: Tensor | None) -> Tensor:
+def step_owners(bounds: Sequence[int]) -> Tensor:
+    """Int64 `[n]`: the trajectory that each of `n` steps belongs to.
+
+    >>> step_owners([0, 2, 3]).tolist()
+    [0, 0, 1]
+    """
+    if len(bounds) == bounds[-1] + 1:
+        return torch.arange(bounds[-1])
+    return torch.repeat_interleave(torch.tensor(bounds).diff())
+
+
+def advantage_values(
+    reward: Flat, mask: Flat | None, owner: Tensor, advantage: Tensor, per_step: Tensor | None
+) -> Tensor:
     """The advantage in the shape of the rewards, float32, 0 outside the assistant's tokens.
 
     Args:
-        chunk: the trajectories.
-        owner: from `trajectory_of_row`.
+        reward: of `n` steps.
+        mask: the assistant's tokens; used where it has the rewards' lengths.
+        owner: int64 `[n]`, the trajectory of each step.
         advantage: `[k]`, one per trajectory.
         per_step: the group of each trajectory, where rewards are whitened step by step within their group
             instead; else None.
     """
-    reward, n = chunk.reward, chunk.td.shape[0]
-    trailing = reward.values.shape[1:]
+    n, trailing = owner.numel(), reward.values.shape[1:]
     element = owner if reward.lengths is None else torch.repeat_interleave(owner, reward.lengths)
     if per_step is not None:
         flat = reward.values.detach().double().nan_to_num(0.0, 0.0, 0.0).reshape(-1)
         each = torch.ones(n, dtype=torch.int64) if reward.lengths is None else reward.lengths
-        values = whitened(flat, each * (flat.numel() // max(element.numel(), 1)), per_step[owner])
-        values = values.reshape(reward.values.shape)
+        each = each * (flat.numel() // max(element.numel(), 1))
+        values = whitened_step_rewards(flat, per_step[owner], each).advantages.reshape(reward.values.shape)
     else:
         values = advantage[element].reshape(-1, *(1 for _ in trailing)).expand(-1, *trailing)
     values = values.to(torch.float32).contiguous()
-    if reward.lengths is not None:
-        mask = read(chunk.td, ASSISTANT_MASK)
-        if isinstance(mask, Flat) and mask.lengths is not None and torch.equal(mask.lengths, reward.lengths):
-            keep = mask.values.to(torch.bool)
-            values = values * keep.reshape(-1, *(1 for _ in trailing))
+    if mask is not None and _same_lengths(mask, reward):
+        keep = mask.values.to(torch.bool)
+        values = values * keep.reshape(-1, *(1 for _ in trailing))
     return values
+
+
+def _same_lengths(a: Flat, b: Flat) -> bool:
+    return (
+        a.lengths is not None
+        and b.lengths is not None
+        and (a.lengths is b.lengths or torch.equal(a.lengths, b.lengths))
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
 
 if TYPE_CHECKING:
     from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
@@ -44,6 +45,21 @@ def check_arguments(transform: MCAdvantage, *, both: bool) -> None:
         (
             bounds is None or (len(bounds) == 2 and bounds[0] < bounds[1]),
             f"keep_return_bounds is {bounds}; it must be an increasing pair.",
+        ),
+        (
+            (transform.batch_groups is not None) == (transform.estimator in BATCH_ESTIMATORS),
+            f"estimator is {transform.estimator!r} and batch_groups {transform.batch_groups}: "
+            f"{' and '.join(BATCH_ESTIMATORS)} divide by the spread of a batch, so they need batch_groups, how many "
+            "groups a batch has, for example those of a rollout; the others take none.",
+        ),
+        (
+            transform.batch_groups is None or most == size,
+            "candidate_group_size lets a group go on waiting when it could be written, and the groups of a batch are "
+            "written together. Leave it out with batch_groups.",
+        ),
+        (
+            transform.batch_groups is None or transform.batch_groups >= 1,
+            f"batch_groups is {transform.batch_groups}; it must be at least 1.",
         ),
         (both, "min_group_size and group_timeout_s go together: how many are enough, and after how long."),
         (

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
-from rlhf_pipeline.transforms._groups import Chunk
-from rlhf_pipeline.transforms._queue import GroupQueue
+from rlhf_pipeline.transforms.groups import Arrived, GroupQueue
 
 _STATS = (
     "completed_trajectories",
@@ -40,16 +39,16 @@ class GroupFigures(Transform):
     _queue: GroupQueue
     _stats: dict[str, float]
 
-    def _count_arrivals(self, chunk: Chunk) -> None:
+    def _count_arrivals(self, arrived: Arrived) -> None:
         stats = self._stats
-        stats["completed_trajectories"] += len(chunk.groups)
-        stats["completed_decisions"] += chunk.td.shape[0]
-        returns = chunk.returns[chunk.returns.isfinite()]
-        stats["failed_trajectories"] += chunk.returns.numel() - returns.numel()
+        stats["completed_trajectories"] += len(arrived.groups)
+        stats["completed_decisions"] += arrived.bounds[-1]
+        returns = arrived.returns[arrived.returns.isfinite()]
+        stats["failed_trajectories"] += arrived.returns.numel() - returns.numel()
         if returns.numel():
             stats["trajectory_return_sum"] += float(returns.sum())
             stats["trajectory_return_max"] = max(stats["trajectory_return_max"], float(returns.max()))
-        stats["successful_trajectories"] += int((chunk.returns > 0).sum())
+        stats["successful_trajectories"] += int((arrived.returns > 0).sum())
 
     def reset_stats(self) -> None:
         """Set the counters to zero."""
@@ -83,7 +82,7 @@ class GroupFigures(Transform):
         return super().__getattr__(name)
 
     def _waiting(self) -> GroupQueue:
-        """The queue, with what a log brought back."""
+        """The queue, with what a store brought back."""
         return self._queue
 
     def _count_lengths(self, lengths: Tensor, early: Tensor | None) -> None:
@@ -100,17 +99,17 @@ class GroupFigures(Transform):
     @property
     def queued_groups(self) -> int:
         """Number of incomplete groups."""
-        return sum(1 for waiting in self._waiting().waiting.values() if waiting.entries)
+        return sum(1 for waiting in self._waiting().waiting.values() if waiting.members)
 
     @property
     def queued_trajectories(self) -> int:
         """Number of waiting trajectories."""
-        return sum(len(waiting.entries) for waiting in self._waiting().waiting.values())
+        return sum(len(waiting.members) for waiting in self._waiting().waiting.values())
 
     @property
     def max_queued_trajectories_per_group(self) -> int:
         """Size of the largest incomplete group."""
-        return max((len(waiting.entries) for waiting in self._waiting().waiting.values()), default=0)
+        return max((len(waiting.members) for waiting in self._waiting().waiting.values()), default=0)
 
 
 def _ratio(over: float, under: float) -> float:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.keys import ASSISTANT_MASK, LOG_PROBS, NUM_PROMPT_TOKENS, TOKENS, Key
+from rlhf_pipeline.data.trajectories import Flat, Trajectories, per_token
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
+from rlhf_pipeline.keys import ASSISTANT_MASK, LOG_PROBS, NUM_PROMPT_TOKENS, TOKENS
 from rlhf_pipeline.padding import pad_flat, plan_batches
-from rlhf_pipeline.transforms._columns import Flat
-from rlhf_pipeline.transforms._groups import read
+from rlhf_pipeline.policies.adapters import policy_of
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 
 
 class Scorer(Protocol):
@@ -29,41 +29,18 @@ def as_scorer(model: Any, owner: str) -> Scorer:
     Raises:
         DefinitionError: if the model can not score tokens.
     """
+    model = policy_of(model, owner)
     if callable(getattr(model, "log_probs", None)):
         return model
-    from rlhf_pipeline.policies.torchrl_wrappers import as_policy, is_torchrl_wrapper
-
-    if is_torchrl_wrapper(model) or (isinstance(model, nn.Module) and hasattr(model, "config")):
-        return as_policy(model, owner)
+    if isinstance(model, nn.Module) and hasattr(model, "config"):
+        return CausalLMPolicy(model)
     raise DefinitionError(
         f"{owner} got a {type(model).__name__}, which has no log_probs(input_ids, attention_mask, score_mask). "
         "Pass a CausalLMPolicy or a causal language model of transformers."
     )
 
 
-def per_token(td: TensorDictBase, key: Key, like: Flat | None = None) -> Flat | None:
-    """A column with one value per token, or None where missing; trailing dimensions of 1 are dropped.
-
-    Raises:
-        DataError: if its lengths are not those of `like`.
-    """
-    column = read(td, key)
-    if not isinstance(column, Flat):
-        return None
-    if column.lengths is None and column.values.ndim >= 2:
-        n, width = column.values.shape[:2]
-        column = Flat(column.values.flatten(0, 1), torch.full((n,), width))
-    if column.lengths is not None:
-        column = Flat(column.values.reshape(-1), column.lengths)
-    if like is None or like.lengths is None:
-        return column
-    if column.lengths is None or not torch.equal(column.lengths, like.lengths):
-        seen = "one value each" if column.lengths is None else f"lengths {column.lengths.tolist()[:8]}"
-        raise DataError(f"{key!r} has {seen}, the tokens have lengths {like.lengths.tolist()[:8]}")
-    return column
-
-
-def scored_positions(td: TensorDictBase, like: Flat, assistant_only: bool) -> Tensor:
+def scored_positions(batch: Trajectories, like: Flat, assistant_only: bool) -> Tensor:
     """bool, flat: the tokens that have or get a log-prob.
 
     Raises:
@@ -71,27 +48,27 @@ def scored_positions(td: TensorDictBase, like: Flat, assistant_only: bool) -> Te
     """
     lengths = like.lengths
     if lengths is None:
-        raise DataError(f"the batch has no ragged token column to score: pass {TOKENS!r} per trajectory")
+        raise MissingKeyError(f"the batch has no ragged token column to score: pass {TOKENS!r} per trajectory")
     starts = lengths.cumsum(0) - lengths
     first = starts[lengths > 0]  # no token has a log-prob without one before it
-    mask = per_token(td, ASSISTANT_MASK, like) if assistant_only else None
+    mask = per_token(batch, ASSISTANT_MASK, like) if assistant_only else None
     if mask is not None:
         out = mask.values.to(torch.bool, copy=True)
     elif not assistant_only:
         out = torch.ones(int(lengths.sum()), dtype=torch.bool)
     else:
-        out = _responses(td, like, starts, lengths)
+        out = _responses(batch, like, starts, lengths)
     out[first] = False
     return out
 
 
-def _responses(td: TensorDictBase, like: Flat, starts: Tensor, lengths: Tensor) -> Tensor:
+def _responses(batch: Trajectories, like: Flat, starts: Tensor, lengths: Tensor) -> Tensor:
     """The assistant's tokens where no mask tells them."""
-    prompt = read(td, NUM_PROMPT_TOKENS)
+    prompt = batch.get(NUM_PROMPT_TOKENS)
     if isinstance(prompt, Flat):
         response = starts + prompt.values.reshape(-1)
         return torch.arange(int(lengths.sum())) >= torch.repeat_interleave(response, lengths)
-    scored = per_token(td, LOG_PROBS, like)
+    scored = per_token(batch, LOG_PROBS, like)
     if scored is not None and bool(scored.values.isnan().any()):
         return scored.values.isfinite()
     raise DataError(

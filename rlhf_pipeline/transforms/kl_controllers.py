@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torchrl.data.llm.utils import KLControllerBase
 
-from rlhf_pipeline.errors import DefinitionError, RunMismatchError
+from rlhf_pipeline.errors import DefinitionError, MissingAttributeError, RunMismatchError
 
 _LARGEST_ERROR = 0.2
 
 
-class KLController(abc.ABC):
+class KLController(KLControllerBase):
     """Holds the coefficient of the KL penalty, a plain float, as `coef`.
 
     Args:
@@ -30,7 +31,7 @@ class KLController(abc.ABC):
         if not math.isfinite(coef) or coef < 0:
             raise DefinitionError(f"the KL coefficient is {coef}; it must be a finite number of at least 0.")
         if model is not None and not hasattr(model, "kl_coef"):
-            raise DefinitionError(f"{type(model).__name__} has no attribute kl_coef for the controller to set.")
+            raise MissingAttributeError(f"{type(model).__name__} has no attribute kl_coef for the controller to set.")
         self.model = model
         self._set(coef)
 
@@ -62,15 +63,21 @@ class ConstantKLController(KLController):
     """A coefficient that stays.
 
     Args:
-        kl_coef: the coefficient.
+        kl_coef: the coefficient; None takes the model's.
         model: anything with an attribute `kl_coef`, which is set to it.
+
+    Raises:
+        DefinitionError: neither gives a coefficient.
 
     >>> controller = ConstantKLController(kl_coef=0.1)
     >>> controller.update([3.0, 5.0])
     0.1
     """
 
-    def __init__(self, *, kl_coef: float, model: Any = None) -> None:
+    def __init__(self, *, kl_coef: float | None = None, model: Any = None) -> None:
+        kl_coef = getattr(model, "kl_coef", None) if kl_coef is None else kl_coef
+        if kl_coef is None:
+            raise DefinitionError("ConstantKLController needs a coefficient: pass kl_coef=, or a model that has one.")
         super().__init__(kl_coef, model)
 
     def update(self, kl_values: Sequence[float] | Tensor | None = None) -> float:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from torch import Tensor
-from torchrl.envs.transforms import Transform
+from torchrl.data import Composite
 
-from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
+from rlhf_pipeline.data.trajectories import Flat, Trajectories, holds, last_position, per_token, segment_sum
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError, refuse_unknown
+from rlhf_pipeline.functional.kl import kl_figures, kl_k1
 from rlhf_pipeline.keys import (
     KL_COEF,
     KL_PENALTY,
@@ -23,14 +24,12 @@ from rlhf_pipeline.keys import (
     TOKENS,
     Key,
 )
-from rlhf_pipeline.transforms._columns import Flat, token_level
-from rlhf_pipeline.transforms._groups import read, write
-from rlhf_pipeline.transforms._scoring import as_scorer, per_token, score, scored_positions
-from rlhf_pipeline.transforms._segments import last_position, segment_sum
+from rlhf_pipeline.transforms._scoring import as_scorer, score, scored_positions
+from rlhf_pipeline.transforms.base import ColumnTransform, declare_per_token, in_next
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController, KLController
 
 
-class KLRewardTransform(Transform):
+class KLRewardTransform(ColumnTransform):
     """Takes the KL to a reference model off the reward of every assistant token.
 
     `r_t = [t is the last assistant token] * task_reward - coef * k1_t`, with `k1_t = log_prob_t - ref_log_prob_t`
@@ -63,8 +62,11 @@ class KLRewardTransform(Transform):
         controller: gives the coefficient, and is updated after every batch of the write path with the KL of each
             trajectory. Overrides `coef`.
         action_key: of the general form; here the actions are the token ids, whatever it says.
+        tokenizer: no effect, as in TorchRL's: token ids are scored as they are.
+        padding_side: no effect: the result has the form of the batch.
         requires_grad: of the general form; here a reference is scored without gradient, so True is refused.
         device: where to run the reference; None leaves it where it is.
+        **unknown: refused, with the reason for those of TorchRL; `use_ray_service=False` is taken.
         token_budget: padded tokens of one forward pass of the reference.
 
     Attributes:
@@ -91,15 +93,15 @@ class KLRewardTransform(Transform):
     -0.25
     """
 
-    def __new__(cls, ref_model: Any = None, *args: Any, actor: Any = None, **kwargs: Any) -> Self:
-        """Choose the general form for a probabilistic TensorDict module."""
-        from rlhf_pipeline.transforms.actor_kl_reward import ActorKLRewardTransform, is_actor
+    on_write_path = True
+    """It runs where trajectories are written; `rb.append_transform(..., invert=True)` has nothing to turn round."""
 
+    def __new__(cls, ref_model: Any = None, *args: Any, actor: Any = None, **kwargs: Any) -> Self:
+        """Choose another form for a reference of another kind, see `register_form`."""
         del args, kwargs
-        if cls is KLRewardTransform and is_actor(ref_model if ref_model is not None else actor):
-            general: Any = ActorKLRewardTransform
-            return super().__new__(general)
-        return super().__new__(cls)
+        model = ref_model if ref_model is not None else actor
+        found: Any = next((kind for matches, kind in _forms if cls is KLRewardTransform and matches(model)), cls)
+        return super().__new__(found)
 
     def __init__(
         self,
@@ -107,20 +109,24 @@ class KLRewardTransform(Transform):
         coef: float | Tensor = 1.0,
         in_keys: Key | Sequence[Key] | None = None,
         out_keys: Key | Sequence[Key] | None = None,
+        log_prob_key: Key = LOG_PROBS,
+        action_key: Key | None = None,
+        device: torch.device | str | None = None,
+        add_to_reward: bool = True,
         *,
         actor: Any = None,
         ref_model_factory: Callable[[], Any] | None = None,
-        log_prob_key: Key = LOG_PROBS,
         ref_log_prob_key: Key = REF_LOG_PROBS,
-        add_to_reward: bool = True,
         assistant_only: bool = True,
         controller: KLController | None = None,
-        action_key: Key | None = None,
         requires_grad: bool = False,
-        device: torch.device | str | None = None,
+        tokenizer: Any = None,
+        padding_side: str = "left",
         token_budget: int = 16_384,
+        **unknown: Any,
     ) -> None:
-        del action_key
+        del action_key, tokenizer, padding_side
+        refuse_arguments(KLRewardTransform, unknown)
         if requires_grad:
             raise DefinitionError(
                 "requires_grad=True keeps a differentiable copy of an actor, as ActorKLRewardTransform does; the "
@@ -142,7 +148,7 @@ class KLRewardTransform(Transform):
         self.ref_log_prob_key = ref_log_prob_key
         self.add_to_reward = add_to_reward
         self.assistant_only = assistant_only
-        self.controller: KLController = controller or ConstantKLController(kl_coef=float(coef))
+        self.controller: KLController = controller or constant_controller(coef)
         self.token_budget = int(token_budget)
         self.device = None if device is None else torch.device(device)
         model = ref_model_factory() if ref_model_factory is not None else (models[0] if models else None)
@@ -161,64 +167,67 @@ class KLRewardTransform(Transform):
     def coef(self, value: float) -> None:
         self.controller.load_state_dict({"coef": float(value)})
 
-    def inv(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The batch with the shaped reward; the input is not changed."""
-        return self._inv_call(tensordict)
-
-    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None if tensordict is None else self._shape(tensordict, update=True)
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Shape the reward of a batch that has not been through the transform.
-
-        Args:
-            tensordict: trajectories in any of the forms of the write path, or a sampled batch.
-
-        Returns:
-            The batch with the shaped reward, in its form.
-        """
-        return tensordict if tensordict is None else self._shape(tensordict, update=False)  # pyright: ignore[reportUnnecessaryComparison]
-
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         whole = tensordict.clone(recurse=False).set("next", next_tensordict)
-        return self._shape(whole, update=False).get("next")
+        return self._fill(whole, writing=False).get("next")
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        for key in self._observed:
+            if tensordict_reset.get(key, None) is None:
+                tensordict_reset.set(key, torch.zeros(*tensordict_reset.batch_size, 1))
+        return tensordict_reset
+
+    @property
+    def _observed(self) -> list[Key]:
+        """The keys of a step of an environment that it gains beside the reward."""
+        shaped = self.reward_out_key != self.reward_key and self.add_to_reward
+        found = [self.kl_key, *([self.ref_out_key] if self.ref_model is not None else [])]
+        return [in_next(key) for key in (*found, *([self.reward_out_key] if shaped else []))]
+
+    def transform_output_spec(self, output_spec: Composite) -> Composite:
+        """Declare what a step of an environment gains: a reward and a penalty per token, and reference log-probs."""
+        shaped = self.add_to_reward and self.reward_out_key == self.reward_key
+        rewards = [in_next(self.reward_key)] if shaped else []
+        return declare_per_token(output_spec, self._observed, rewards)
+
+    def is_done(self, td: TensorDictBase) -> bool:
+        """Whether a batch has been through the transform: it has the penalty, or was read from a store."""
+        return holds(td, self.kl_key) or (holds(td, ROW_ID) and holds(td, self.ref_log_prob_key))
 
     @torch.no_grad()
-    def _shape(self, td: TensorDictBase, *, update: bool) -> TensorDictBase:
-        if td.batch_dims == 0:
-            return self._shape(lazy_stack([td]), update=update)[0]  # pyright: ignore[reportReturnType,reportArgumentType]
-        td = token_level(td)
-        if read(td, self.kl_key) is not None:
-            return td
-        if td.get(ROW_ID, None) is not None and read(td, self.ref_log_prob_key) is not None:
-            return td  # read from a store, with the reward as the write path shaped it
-        log_probs = per_token(td, self.log_prob_key)
+    def new_columns(self, batch: Trajectories, *, writing: bool) -> dict[Key, Flat]:
+        """The shaped reward, the penalty and its coefficient; nothing for a batch that has them."""
+        if self.kl_key in batch:
+            return {}
+        if ROW_ID in batch and self.ref_log_prob_key in batch:
+            return {}  # read from a store, with the reward as the write path shaped it
+        log_probs = per_token(batch, self.log_prob_key)
         if log_probs is None or log_probs.lengths is None:
-            raise DataError(
+            raise MissingKeyError(
                 f"the batch has no behaviour log-probs under {self.log_prob_key!r}; the collector gives them, or "
                 "RetrieveLogProb(..., behaviour_model=...)"
             )
         lengths = log_probs.lengths
-        mask = scored_positions(td, log_probs, self.assistant_only)
+        mask = scored_positions(batch, log_probs, self.assistant_only)
         out: dict[Key, Flat] = {}
-        ref = per_token(td, self.ref_log_prob_key, log_probs)
+        ref = per_token(batch, self.ref_log_prob_key, log_probs)
         if ref is None:
-            ref = self._reference(td, log_probs, mask, fill=float("nan") if update else 0.0)
+            ref = self._reference(batch, log_probs, mask, fill=float("nan") if writing else 0.0)
             out[self.ref_out_key] = ref
         lp, lr, valid, k1 = _k1(log_probs.values, ref.values, mask)
         kl = segment_sum(k1, lengths)
         coef = self.coef
-        base, shape = self._base(td, log_probs, mask)
+        base, shape = self._base(batch, log_probs, mask)
         if self.add_to_reward:
             out[self.reward_out_key] = Flat((base - coef * k1).float().reshape(shape), lengths)
-            if read(td, TASK_REWARD) is None:
+            if TASK_REWARD not in batch:
                 out[TASK_REWARD] = Flat(segment_sum(base, lengths).float())
         out[self.kl_key] = Flat(k1.float(), lengths)
         out[KL_COEF] = Flat(torch.full((lengths.numel(),), coef if self.add_to_reward else 0.0))
         self._measure(lp[valid], lr[valid], kl, coef)
-        if update:
+        if writing:
             self.controller.update(kl)
-        return write(td, out)
+        return out
 
     @torch.no_grad()
     def observe(self, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, lengths: Tensor) -> None:
@@ -237,28 +246,28 @@ class KLRewardTransform(Transform):
         self._measure(lp[valid], lr[valid], kl, self.coef)
         self.controller.update(kl)
 
-    def _reference(self, td: TensorDictBase, like: Flat, mask: Tensor, *, fill: float) -> Flat:
+    def _reference(self, batch: Trajectories, like: Flat, mask: Tensor, *, fill: float) -> Flat:
         model: Any = self.ref_model
         if model is None:
-            raise DataError(
+            raise MissingKeyError(
                 f"the batch has no reference log-probs under {self.ref_log_prob_key!r} and KLRewardTransform has no "
                 "model: put RetrieveLogProb(reference) after it in the list, or pass ref_model="
             )
-        tokens = per_token(td, TOKENS, like)
+        tokens = per_token(batch, TOKENS, like)
         if tokens is None:
-            raise DataError(f"the batch has no token ids under {TOKENS!r}")
+            raise MissingKeyError(f"the batch has no token ids under {TOKENS!r}")
         values = score(model, tokens, mask, token_budget=self.token_budget, fill=fill, device=self.device)
         return Flat(values, like.lengths)
 
-    def _base(self, td: TensorDictBase, like: Flat, mask: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    def _base(self, batch: Trajectories, like: Flat, mask: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """The reward before the penalty, float64 per token, and the shape that it had."""
         lengths = like.lengths
         if lengths is None:
             raise DataError("log-probs must be ragged or padded, one row per trajectory")
-        reward = read(td, self.reward_key)
-        reward = reward if isinstance(reward, Flat) else read(td, TASK_REWARD)
+        reward = batch.get(self.reward_key)
+        reward = reward if isinstance(reward, Flat) else batch.get(TASK_REWARD)
         if not isinstance(reward, Flat):
-            raise DataError(f"the batch has neither {self.reward_key!r} nor {TASK_REWARD!r}")
+            raise MissingKeyError(f"the batch has neither {self.reward_key!r} nor {TASK_REWARD!r}")
         values, total = reward.values.detach().double(), int(lengths.sum())
         if reward.lengths is not None and torch.equal(reward.lengths, lengths) and values.numel() == total:
             return values.reshape(-1), tuple(values.shape)
@@ -274,10 +283,7 @@ class KLRewardTransform(Transform):
         return base, (total,)
 
     def _measure(self, lp: Tensor, lr: Tensor, kl: Tensor, coef: float) -> None:
-        names = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
-        count = lp.numel()
-        self.stats = {name: float(f(lp, lr).mean()) if count else 0.0 for name, f in names.items()}
-        self.stats |= {"kl": float(kl.mean()), "coef": coef, "tokens": float(count)}
+        self.stats = {**kl_figures(lp, lr), "kl": float(kl.mean()), "coef": coef, "tokens": float(lp.numel())}
 
     def get_extra_state(self) -> dict[str, Any]:
         """The controller's state and the last measurements."""
@@ -287,6 +293,39 @@ class KLRewardTransform(Transform):
         """Put back what `get_extra_state` returned."""
         self.controller.load_state_dict(state["controller"])
         self.stats = dict(state["stats"])
+
+
+_REASONS = {
+    "use_ray_service": "the reference runs where the transform does; to score in another process, write from there.",
+    "actor_name": "there is no Ray actor.",
+    "detach": "a penalty in the reward has no graph; GRPOLoss(kl_to_ref_coeff=...) puts a KL term into the loss.",
+}
+
+
+def refuse_arguments(kind: type, unknown: dict[str, Any]) -> None:
+    """Refuse arguments that a KL transform does not take; one of TorchRL's that is off says nothing."""
+    given = [name for name, value in unknown.items() if not (name == "use_ray_service" and value is False)]
+    known = set(kind.__init__.__annotations__) - {"unknown", "return"}
+    refuse_unknown("KLRewardTransform", given, known, _REASONS)
+
+
+_forms: list[tuple[Callable[[object], bool], Any]] = []
+
+
+def register_form(matches: Callable[[object], bool], kind: type[KLRewardTransform]) -> None:
+    """Let `KLRewardTransform(model, ...)` give a subclass where the model is of another kind."""
+    _forms.append((matches, kind))
+
+
+def constant_controller(coef: Any) -> KLController:
+    """The controller of a plain coefficient.
+
+    Raises:
+        DefinitionError: it is none.
+    """
+    if isinstance(coef, KLController):
+        raise DefinitionError(f"coef is a {type(coef).__name__}; pass controller=.")
+    return ConstantKLController(kl_coef=float(coef))
 
 
 def _k1(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
-from torchrl.envs.transforms import Transform
+from tensordict import TensorDictBase
+from torchrl.data import Composite
 
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.data.trajectories import Flat, Trajectories, holds, per_token
+from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.keys import LOG_PROBS, REF_LOG_PROBS, TOKENS, Key
 from rlhf_pipeline.padding import Side
 from rlhf_pipeline.policies.encoding import tokenizer_with_template, with_tokens
-from rlhf_pipeline.transforms._columns import Flat, token_level
-from rlhf_pipeline.transforms._groups import read, write
-from rlhf_pipeline.transforms._scoring import as_scorer, per_token, score, scored_positions
-
-_NAN = float("nan")
+from rlhf_pipeline.transforms._scoring import as_scorer, score, scored_positions
+from rlhf_pipeline.transforms.base import ColumnTransform, declare_per_token, in_next
 
 
-class RetrieveLogProb(Transform):
+class RetrieveLogProb(ColumnTransform):
     """Writes the log-probs of a reference model for every completed trajectory.
 
     Works from the stored token ids. Only trajectories without any, that exist as chat histories or text, are encoded
@@ -33,7 +32,8 @@ class RetrieveLogProb(Transform):
         model: the reference, a `CausalLMPolicy` or anything with
             `log_probs(input_ids [B, T], attention_mask [B, T], score_mask [B, T]) -> [B, T]`.
         actor: the same, under the older name.
-        log_probs_full_key: where the result goes; `("next", "ref_log_probs", "full")` by default.
+        log_probs_full_key: where the result goes; `("next", "ref_log_probs", "full")` by default. As in TorchRL, a key
+            that does not begin with `next` is in `next` where the batch has one.
         log_prob_key: the same, under the older name, in `next` unless it says so itself.
         history_key: where conversations are that have no token ids; `("history", "full")` by default.
         assistant_only: score the assistant's tokens only. False scores every token but the first.
@@ -58,6 +58,9 @@ class RetrieveLogProb(Transform):
     >>> RetrieveLogProb(Uniform()).inv(lazy_stack([row]))[0]["next", "ref_log_probs", "full"]
     tensor([nan, -1., -1.])
     """
+
+    on_write_path = True
+    """See `KLRewardTransform`."""
 
     def __init__(
         self,
@@ -103,50 +106,54 @@ class RetrieveLogProb(Transform):
             self.model.to(self.device)
         self.token_budget = int(token_budget)
 
-    def inv(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The batch with the log-probs; the input is not changed."""
-        return self._inv_call(tensordict)
-
-    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None if tensordict is None else self._fill(tensordict, fill=_NAN, detach=True)
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Set the log-probs of a batch that has none.
-
-        Args:
-            tensordict: trajectories in any of the forms of the write path, or a sampled batch.
-
-        Returns:
-            The batch with the log-probs, in its form; 0 where nothing is scored.
-        """
-        return tensordict if tensordict is None else self._fill(tensordict, fill=0.0, detach=self.detach)  # pyright: ignore[reportUnnecessaryComparison]
-
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         whole = next_tensordict if TOKENS in next_tensordict.keys(True) else tensordict
         key = self.log_probs_full_key
-        filled = self._fill(whole.exclude("next"), fill=0.0, detach=self.detach)
-        inner: Any = key[1:] if isinstance(key, tuple) and key[0] == "next" else key
-        return next_tensordict.set(inner, filled.get(key))
+        filled = self._fill(whole.exclude("next"), writing=False)
+        return next_tensordict.set(in_next(key), filled.get(key))
 
-    def _fill(self, td: TensorDictBase, *, fill: float, detach: bool) -> TensorDictBase:
-        if td.batch_dims == 0:
-            stacked = self._fill(lazy_stack([td]), fill=fill, detach=detach)  # pyright: ignore[reportArgumentType]
-            return stacked[0]  # pyright: ignore[reportReturnType]
-        if read(td, TOKENS) is None and read(td, self.log_probs_full_key) is None:
-            td = with_tokens(td, self.tokenizer, history_key=self.history_key, padding_side=self.padding_side)
-        td = token_level(td)
-        out: dict[Key, Flat] = {}
-        with torch.set_grad_enabled(not detach and torch.is_grad_enabled()):
-            if self.behaviour_model is not None and read(td, LOG_PROBS) is None:
-                out[LOG_PROBS] = self._scores(td, self.behaviour_model, fill)
-            if read(td, self.log_probs_full_key) is None:
-                out[self.log_probs_full_key] = self._scores(td, self.model, fill)
-        return write(td, out) if out else td
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        key = in_next(self.log_probs_full_key)
+        if tensordict_reset.get(key, None) is None:
+            tensordict_reset.set(key, torch.zeros(*tensordict_reset.batch_size, 1))
+        return tensordict_reset
 
-    def _scores(self, td: TensorDictBase, model: Any, fill: float) -> Flat:
-        tokens = per_token(td, TOKENS)
+    def transform_output_spec(self, output_spec: Composite) -> Composite:
+        """Declare the log-probs, one per token, that a step of an environment gains."""
+        return declare_per_token(output_spec, [in_next(self.log_probs_full_key)])
+
+    def is_done(self, td: TensorDictBase) -> bool:
+        """Whether a batch has the log-probs already."""
+        scored = self.behaviour_model is None or holds(td, LOG_PROBS)
+        return scored and holds(td, self._key(td.get("next", None) is not None))
+
+    def prepared(self, td: TensorDictBase) -> TensorDictBase:
+        """Encode trajectories that exist as histories or text only."""
+        if not holds(td, TOKENS) and not self.is_done(td):
+            return with_tokens(td, self.tokenizer, history_key=self.history_key, padding_side=self.padding_side)
+        return td
+
+    def _key(self, has_next: bool) -> Key:
+        """Where the log-probs go: in `next` where the batch has one, unless the key says so itself."""
+        key = self.log_probs_full_key
+        inner: tuple[str, ...] = (key,) if isinstance(key, str) else key
+        return ("next", *inner) if has_next and inner[0] != "next" else key
+
+    def new_columns(self, batch: Trajectories, *, writing: bool) -> dict[Key, Flat]:
+        """The log-probs that are missing; NaN on the write path, else 0, where nothing is scored."""
+        fill, out = math.nan if writing else 0.0, dict[Key, Flat]()
+        with torch.set_grad_enabled(not writing and not self.detach and torch.is_grad_enabled()):
+            if self.behaviour_model is not None and LOG_PROBS not in batch:
+                out[LOG_PROBS] = self._scores(batch, self.behaviour_model, fill)
+            key = self._key(any(isinstance(name, tuple) and name[0] == "next" for name in batch))
+            if key not in batch:
+                out[key] = self._scores(batch, self.model, fill)
+        return out
+
+    def _scores(self, batch: Trajectories, model: Any, fill: float) -> Flat:
+        tokens = per_token(batch, TOKENS)
         if tokens is None:
-            raise DataError(f"the batch has no token ids under {TOKENS!r}")
-        scored = scored_positions(td, tokens, self.assistant_only)
+            raise MissingKeyError(f"the batch has no token ids under {TOKENS!r}")
+        scored = scored_positions(batch, tokens, self.assistant_only)
         values = score(model, tokens, scored, token_budget=self.token_budget, fill=fill, device=self.device)
         return Flat(values, tokens.lengths)

@@ -5,8 +5,8 @@
 'input_ids'
 """
 
-from trajectory_store._compare import StoreDiff, copy_rows, diff
-from trajectory_store._errors import (
+from trajectory_store.compare import StoreDiff, copy_rows, diff
+from trajectory_store.errors import (
     BatchError,
     CorruptionError,
     FormatVersionError,
@@ -15,6 +15,7 @@ from trajectory_store._errors import (
     ReadFailedError,
     ReadOnlyError,
     SchemaError,
+    SnapshotGoneError,
     StoreClosedError,
     StoreError,
     StoreExistsError,
@@ -22,13 +23,13 @@ from trajectory_store._errors import (
     UnknownColumnError,
     WriteFailedError,
 )
-from trajectory_store._maintenance import CompactReport
-from trajectory_store._pool import BufferPool
-from trajectory_store._ragged import RaggedArray
-from trajectory_store._schema import Column, Schema
-from trajectory_store._snapshot import Snapshot
-from trajectory_store._store import TrajectoryStore
-from trajectory_store._verify import VerifyReport
+from trajectory_store.pool import BufferPool
+from trajectory_store.ragged import RaggedArray
+from trajectory_store.schema import Column, Schema
+from trajectory_store.snapshot import Snapshot
+from trajectory_store.store import TrajectoryStore
+from trajectory_store.upkeep import CompactReport
+from trajectory_store.verify import VerifyReport
 
 __all__ = [
     "TrajectoryStore",
@@ -53,6 +54,7 @@ __all__ = [
     "StoreClosedError",
     "ReadOnlyError",
     "MissingRowError",
+    "SnapshotGoneError",
     "WriteFailedError",
     "ReadFailedError",
     "CorruptionError",

@@ -17,19 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from trajectory_store._errors import (
+from trajectory_store.errors import (
     BatchError,
     MissingRowError,
     ReadOnlyError,
     SchemaError,
+    SnapshotGoneError,
     StoreClosedError,
     StoreExistsError,
     StoreNotFoundError,
     UnknownColumnError,
 )
-from trajectory_store._ragged import RaggedArray
-from trajectory_store._schema import Column, Schema
-from trajectory_store._store import TrajectoryStore
+from trajectory_store.ragged import RaggedArray
+from trajectory_store.schema import Column, Schema
+from trajectory_store.snapshot import Snapshot
+from trajectory_store.store import TrajectoryStore
 
 
 def example_schema() -> Schema:
@@ -197,25 +199,159 @@ class StoreContract:
             held = [store.read_padded(ids[[i]], "x")["x"][0, 5:9] for i in range(40)]
             check([part.tolist() for part in held] == [[i] * 4 for i in range(40)])
 
-    def test_update_changes_mutable_scalars_for_everybody(self, tmp_path: Path) -> None:
-        """Arrays and single values; visible to a reader without refresh; refused elsewhere."""
+    def test_updates_of_any_column(self, tmp_path: Path) -> None:
+        """Scalars, text and ragged columns get later values: at once here, after a refresh elsewhere, and for good."""
         with self.create(tmp_path / "s", example_schema()) as store:
-            ids = store.append(example_rows(6))
+            data = example_rows(6)
+            ids = store.append(data)
             reader = self.open(tmp_path / "s")
-            store.update(ids[[4, 1]], use_count=[40, 10], priority=0.5)
-            reader.refresh()
-            check(reader.read_scalars("use_count").tolist() == [0, 10, 0, 0, 40, 0])
-            check(reader.read_scalars("priority", ids[:2]).tolist() == [1.0, 0.5])
-            with raises(ReadOnlyError, "task_reward", "mutable"):
-                store.update(ids, task_reward=0.0)
+            reference = [np.full(n, i, np.float32) for i, n in enumerate(data["input_ids"].lengths[[4, 1]].tolist())]
+            store.update(ids[[4, 1]], use_count=[40, 10], priority=0.5, ref_log_probs=reference, meta=["a", "b"])
+            store.update(ids[1], task_reward=7.0)
+            for view in (store, reader):
+                view.refresh()
+                check(view.read_scalars("use_count").tolist() == [0, 10, 0, 0, 40, 0])
+                check(view.read_scalars("priority", ids[:2]).tolist() == [1.0, 0.5])
+                check(view.read_scalars("task_reward", ids[[1, 0]]).tolist() == [7.0, float(data["task_reward"][0])])
+                check(view.read(ids)["meta"] == ["{}", "b", "{}", "{}", "a", "{}"])
+                padded = view.read_padded(ids, ["ref_log_probs", "input_ids"])
+                for row, want in ((4, reference[0]), (1, reference[1])):
+                    np.testing.assert_array_equal(padded["ref_log_probs"][row, : len(want)], want)
+                check(view.present("ref_log_probs").tolist() == [False, True, False, False, True, False])
             with raises(ReadOnlyError, "mode"):
                 reader.update(ids, use_count=1)
             with raises(BatchError, "use_count"):
                 store.update(ids, use_count=[1, 2])
+            with raises(BatchError, "ref_log_probs", "tokens"):
+                store.update(ids[:1], ref_log_probs=[[0.5] * 99])
             with raises(UnknownColumnError, "use_count"):
                 store.update(ids, use_coumt=1)
-            check(store.verify().ok)
+            with raises(BatchError, "column"):
+                store.update(ids)
+            with raises(MissingRowError, "77"):
+                store.update([77 << 32], use_count=1)
+            check(store.verify().ok, str(store.verify()))
             reader.close()
+        with self.open(tmp_path / "s") as again:
+            check(again.read_scalars("use_count").tolist() == [0, 10, 0, 0, 40, 0])
+
+    def test_the_last_update_wins(self, tmp_path: Path) -> None:
+        """Of many updates by two processes of the same and of other rows, each value is the last that was given."""
+        with (
+            self.create(tmp_path / "s", example_schema()) as one,
+            self.open(tmp_path / "s", "a") as two,
+        ):
+            ids = one.append(example_rows(40))
+            two.refresh()
+            rng = np.random.default_rng(3)
+            wanted = np.ones(40)
+            for step in range(30):
+                rows = rng.integers(0, 40, 6)
+                values = rng.random(6).round(3)
+                (one, two)[step % 2].update(ids[rows], priority=values)
+                wanted[rows] = values  # of a row that comes twice the last value counts
+            for view in (one, two):
+                view.refresh()
+                np.testing.assert_allclose(view.read_scalars("priority"), wanted, rtol=1e-6)
+                np.testing.assert_allclose(view.read_scalars("priority", ids[::-1]), wanted[::-1], rtol=1e-6)
+            one.compact()
+            with self.open(tmp_path / "s") as reader:
+                np.testing.assert_allclose(reader.read_scalars("priority"), wanted, rtol=1e-6)
+
+    def test_a_snapshot_keeps_rows_and_values(self, tmp_path: Path) -> None:
+        """Rows and updates that came later do not show in it."""
+        with self.create(tmp_path / "s", example_schema()) as store:
+            ids = store.append(example_rows(5))
+            store.update(ids[:2], priority=[2.0, 3.0])
+            then = Snapshot.from_json(store.snapshot().to_json())
+            store.append(example_rows(3, seed=1))
+            store.update(ids[1:3], priority=[8.0, 9.0])
+            check(store.ids(then).tolist() == ids.tolist())
+            view = store.as_of(then)
+            check(view.read_scalars("priority", ids).tolist() == [2.0, 3.0, 1.0, 1.0, 1.0])
+            check(view.read(ids, "priority")["priority"].tolist() == [2.0, 3.0, 1.0, 1.0, 1.0])
+            check(store.read_scalars("priority", ids).tolist() == [2.0, 8.0, 9.0, 1.0, 1.0])
+            store.compact()
+            with raises(SnapshotGoneError, "priority", "snapshot"):
+                store.as_of(then).read_scalars("priority", ids)
+
+    def test_elements_with_a_shape_and_bytes(self, tmp_path: Path) -> None:
+        """`[T, k]` columns share the axis of the tokens and are checked against it; bytes come back as they are."""
+        schema = Schema(
+            [
+                Column("input_ids", "int32", ragged=True),
+                Column("experts", "int16", ragged=True, shape=(2, 3), fill=-1),
+                Column("image", "bytes", fill=""),
+            ]
+        )
+        with self.create(tmp_path / "s", schema) as store:
+            experts = [np.arange(n * 6).reshape(n, 2, 3) for n in (2, 0, 3)]
+            images = [b"\x00\xff", b"", b"abc"]
+            ids = store.append({"input_ids": [[1, 2], [], [3, 4, 5]], "experts": experts, "image": images})
+            more = store.append({"input_ids": [[6]]})
+            everything = np.concatenate([ids, more])
+            store.compact()
+            for view in (store, self.open(tmp_path / "s")):
+                rows = view.read(everything)
+                for got, want in zip(rows["experts"], [*experts, np.full((1, 2, 3), -1)], strict=True):
+                    np.testing.assert_array_equal(got, want)
+                check(rows["image"] == [*images, b""])
+                padded = view.read_padded(everything[[2, 0]], ["experts"])["experts"]
+                check(padded.shape == (2, 3, 2, 3) and padded.dtype == np.int16)
+                np.testing.assert_array_equal(padded[1, :2], experts[0])
+                check(bool((padded[1, 2] == 0).all()))
+            with raises(BatchError, "experts", "2, 3]"):
+                store.append({"input_ids": [[1]], "experts": [np.zeros((1, 3))]})
+            with raises(BatchError, "experts", "input_ids", "tokens"):
+                store.append({"input_ids": [[1]], "experts": [np.zeros((2, 2, 3), np.int16)]})
+            store.update(everything[:1], experts=[np.zeros((2, 2, 3), np.int16)])
+            check(bool((store.read(everything[:1])["experts"][0] == 0).all()))
+            check(store.verify().ok, str(store.verify()))
+
+    def test_conditions_and_batches(self, tmp_path: Path) -> None:
+        """`where` finds rows by their newest scalars, `batches` walks over them, and a store can be indexed."""
+        with self.create(tmp_path / "s", example_schema()) as store:
+            data = example_rows(25)
+            ids = store.append(data)
+            store.update(ids[3], task_reward=50.0)
+            rewards = data["task_reward"].copy()
+            rewards[3] = 50.0
+            found = store.where("task_reward >= 0.5 and not group_id == 2")
+            check(found.tolist() == ids[(rewards >= 0.5) & (data["group_id"] != 2)].tolist())
+            check(
+                store.where("group_id in (0, 5) or task_reward > 49").tolist()
+                == ids[[0, 1, 2, 3, 20, 21, 22, 23]].tolist()
+            )
+            check(store.where("isnan(advantage)", ids[:2]).tolist() == ids[:2].tolist())
+            parts = list(store.batches(10, ["group_id"]))
+            check([len(p["ids"]) for p in parts] == [10, 10, 5])
+            check(np.concatenate([p["group_id"] for p in parts]).tolist() == data["group_id"].tolist())
+            check(store[ids[[7]]]["prompt"] == [data["prompt"][7]])
+            with raises(UnknownColumnError, "task_reward"):
+                store.where("task_rewart > 1")
+            for wrong in ("task_reward", "task_reward >", "__import__('os')", "task_reward > 1 and 3", "prompt.x == 1"):
+                with raises(SchemaError, wrong):
+                    store.where(wrong)
+
+    def test_columns_that_nobody_gave(self, tmp_path: Path) -> None:
+        """Optional columns come and go between appends; each row reads as it was given, also after a compaction."""
+        with self.create(tmp_path / "s", example_schema()) as store:
+            lengths = np.array([2, 1])
+            base = {**example_rows(2), "input_ids": RaggedArray(np.arange(3, dtype=np.int32), lengths)}
+            base |= {"assistant_mask": RaggedArray(np.ones(3, bool), lengths)}
+            base |= {"log_probs": RaggedArray(np.zeros(3, np.float32), lengths)}
+            first = store.append(base)
+            second = store.append({**base, "advantage": [1.0, 2.0], "meta": ["x", "y"]})
+            third = store.append({**base, "priority": [5.0, 6.0]})
+            ids = np.concatenate([first, second, third])
+            for _ in range(2):
+                np.testing.assert_array_equal(store.read_scalars("advantage"), [np.nan] * 2 + [1, 2] + [np.nan] * 2)
+                check(store.read_scalars("priority", ids).tolist() == [1, 1, 1, 1, 5, 6])
+                check(store.read(ids)["meta"] == ["{}", "{}", "x", "y", "{}", "{}"])
+                check(store.present("advantage", ids).tolist() == [False, False, True, True, False, False])
+                check(store.present("priority", ids).tolist() == [False] * 4 + [True] * 2)
+                store.compact()
+            check(store.verify().ok, str(store.verify()))
 
     def test_scalars_and_lengths_of_everything(self, tmp_path: Path) -> None:
         """Whole columns come in the order of arrival, without reading tokens."""

@@ -146,7 +146,7 @@ def our_loss(policy: CausalLMPolicy) -> GRPOLoss:
 def steps_of_ours(policy: CausalLMPolicy, buffer: TrajectoryReplayBuffer, config: Learn, ledger: Path):
     """A function that takes one whole step and returns (loss, gradient norm)."""
     from rlhf_pipeline import Learner
-    from rlhf_pipeline.learner.ledger import Ledger
+    from rlhf_pipeline.run.ledger import Ledger
 
     learner = Learner(
         policy=policy,

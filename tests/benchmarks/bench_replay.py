@@ -37,11 +37,15 @@ from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack  # noqa: E4
 from torchrl.data import LazyStackStorage, TensorDictReplayBuffer  # noqa: E402
 from torchrl.objectives.llm import MCAdvantage as TorchRLAdvantage  # noqa: E402
 
+from rlhf_pipeline.data.trajectories import (  # noqa: E402
+    Text,
+    Trajectories,
+    columns_of,
+    td_of,
+)
 from rlhf_pipeline.keys import COLUMN_OF_KEY  # noqa: E402
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer  # noqa: E402
 from rlhf_pipeline.replay.schema import trajectory_schema  # noqa: E402
-from rlhf_pipeline.transforms._columns import Columns, Text, columns_of  # noqa: E402
-from rlhf_pipeline.transforms._rebuild import td_of  # noqa: E402
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage  # noqa: E402
 from trajectory_store import RaggedArray, TrajectoryStore  # noqa: E402
 
@@ -161,7 +165,7 @@ def bench_sample(folder: Path, count: int, repeats: int) -> None:
     ours.storage.close()
 
 
-def arrays(columns: Columns) -> dict[str, Any]:
+def arrays(columns: Trajectories) -> dict[str, Any]:
     """The same columns as the arrays that the store takes, dtypes of the schema."""
     data: dict[str, Any] = {"created_at": np.zeros(columns.n)}
     for key, column in columns.items():

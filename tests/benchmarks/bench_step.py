@@ -134,7 +134,7 @@ def run_ours(folder: Path, limit: int, steps: int, layout: str) -> dict[str, flo
         TrajectoryReplayBuffer,
     )
     from rlhf_pipeline.learner.learner import Learner
-    from rlhf_pipeline.learner.ledger import Ledger
+    from rlhf_pipeline.run.ledger import Ledger
 
     sampling: dict[str, Any] = {"max_new_tokens": limit, "num_slots": PROMPTS * GROUP, "dtype": torch.float32}
     policy, reference = (CausalLMPolicy.from_pretrained(folder / "model", **sampling) for _ in range(2))

@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from _gsm8k import DATA, trajectories
 from _stores import Table, disk_bytes
-
-from trajectory_store import RaggedArray
 from trajectory_store._remote import Remote
 from trajectory_store._zarr_shard import read_sharded
+
+from trajectory_store import RaggedArray
 
 COMMIT, SEALED, SHARD = 64, 1 << 15, 1 << 22
 GOAL = 0.48

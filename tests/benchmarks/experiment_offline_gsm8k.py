@@ -37,10 +37,10 @@ import numpy as np
 import torch
 
 from rlhf_pipeline import CausalLMPolicy, TrajectoryStorage, definitions
-from rlhf_pipeline.checkpoint import list_checkpoints
 from rlhf_pipeline.exchange import import_files
-from rlhf_pipeline.offline import replay_stores
 from rlhf_pipeline.policies.new_model import new_model
+from rlhf_pipeline.run.checkpoint import list_checkpoints
+from rlhf_pipeline.run.replay_stores import replay_stores
 
 DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "gsm8k"
 SETTINGS = (

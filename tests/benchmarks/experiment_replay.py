@@ -63,7 +63,7 @@ def curve(task: tuple[str, int, int]) -> dict[str, Any]:
 
     from rlhf_pipeline import Sample
     from rlhf_pipeline.jsonl import read_rows
-    from rlhf_pipeline.runtime import run
+    from rlhf_pipeline.run.start import run
     from trajectory_store import TrajectoryStore
 
     torch.set_num_threads(1)

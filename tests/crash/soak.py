@@ -30,8 +30,8 @@ import numpy as np
 from _soak_checks import GOAL, Line, Witness, check_run, mean_reward
 
 from rlhf_pipeline import definitions
-from rlhf_pipeline.report.run_folder import RunFolder
-from rlhf_pipeline.service.heartbeat import read_heartbeat
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
 
 ROLES = ("supervisor", "learner", "collector-0", "collector-1")
 KILL_EVERY_S = (5.0, 12.0)
@@ -212,7 +212,7 @@ class Soak:
     def look(self) -> None:
         """Take in what was acknowledged, and how much memory there is."""
         if self.witness is None and (self.run_dir / "config.json").is_file():
-            config = RunFolder(self.run_dir).config
+            config = RunFolder.open(self.run_dir).config
             self.witness = Witness(self.run_dir, config.pipeline["collect"]["prompts_per_rollout"])
         if self.witness is not None:
             self.witness.look()
@@ -221,11 +221,11 @@ class Soak:
 
     def reward(self) -> float:
         """Return the mean reward of the last rollouts that were learned from."""
-        return mean_reward(RunFolder(self.run_dir).metrics)
+        return mean_reward(RunFolder.open(self.run_dir).metrics)
 
     def steps(self) -> int:
         """Return the learner's step."""
-        metrics = RunFolder(self.run_dir).metrics
+        metrics = RunFolder.open(self.run_dir).metrics
         return metrics[-1]["step"] if metrics else 0
 
     def tail(self) -> str:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from rlhf_pipeline import GRPO, Collect, Learn, Pipeline, Replay, Sample, TinyPolicy, WritePath
-from rlhf_pipeline.events import Event, StepDone
 from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.replay.schema import trajectory_schema
+from rlhf_pipeline.run.events import Event, StepDone
 from trajectory_store import RaggedArray, TrajectoryStore, diff
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -62,8 +62,8 @@ def work(made: Pipeline, run_dir: Path, told: Connection) -> None:
     """Run or resume in a child, with small batches while gathering, and tell of every step."""
     import torch
 
-    from rlhf_pipeline.offline import sources
-    from rlhf_pipeline.runtime import run
+    from rlhf_pipeline.run import choice as sources
+    from rlhf_pipeline.run.start import run
 
     torch.set_num_threads(1)
     sources.BATCH_ROWS = 6  # type: ignore[misc]
@@ -79,7 +79,7 @@ def work(made: Pipeline, run_dir: Path, told: Connection) -> None:
 @pytest.fixture(scope="module")
 def start():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rlhf_pipeline.runtime", "rlhf_pipeline.policies.new_model"])
+    context.set_forkserver_preload(["rlhf_pipeline.run.start", "rlhf_pipeline.policies.new_model"])
 
     def begin(made: Pipeline, run_dir: Path):
         receiving, sending = context.Pipe(duplex=False)

@@ -29,8 +29,8 @@ from rlhf_pipeline import (
     override,
     token_match,
 )
-from rlhf_pipeline.events import Event, RunStarted, StepDone
 from rlhf_pipeline.jsonl import read_rows
+from rlhf_pipeline.run.events import Event, RunStarted, StepDone
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -69,7 +69,7 @@ def work(pipeline: Pipeline, run_dir: Path, told: Connection) -> None:
     """Run or resume in a child, and tell of the start and of every step."""
     import torch
 
-    from rlhf_pipeline.runtime import run
+    from rlhf_pipeline.run.start import run
 
     torch.set_num_threads(1)
 
@@ -84,7 +84,7 @@ def work(pipeline: Pipeline, run_dir: Path, told: Connection) -> None:
 @pytest.fixture(scope="module")
 def start():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rlhf_pipeline.runtime", "rlhf_pipeline.policies.new_model"])
+    context.set_forkserver_preload(["rlhf_pipeline.run.start", "rlhf_pipeline.policies.new_model"])
 
     def begin(pipeline: Pipeline, run_dir: Path):
         receiving, sending = context.Pipe(duplex=False)

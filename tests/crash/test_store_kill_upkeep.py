@@ -44,7 +44,7 @@ while True:
     names = store.read(mine, "key")["key"].tolist()
     value = int(rng.integers(1, 1000))
     os.write(out, b"".join(b"try %d %d\\n" % (i, value) for i in mine))
-    store.patch(mine, score=[value] * 3, ref=[[value] * (k % 5) for k in names])
+    store.update(mine, score=[value] * 3, ref=[[value] * (k % 5) for k in names])
     store.update(mine, uses=value)
     os.write(out, b"".join(b"set %d %d\\n" % (i, value) for i in mine))
     if rng.random() < 0.5:

@@ -32,3 +32,29 @@ def test_python_blocks_of_the_page(tmp_path, monkeypatch):
     rows, buffer = space["rows"], space["buffer"]
     assert rows.batch_size == (8,)  # pyright: ignore[reportAttributeAccessIssue]
     assert len(buffer) >= 12  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.peer
+def test_the_recipe_on_the_page_is_the_one_that_runs():
+    """Every line that `test_recipe.py` changes is in the table, in its order, and no other."""
+    from .test_recipe import CHANGES
+
+    page = PAGE.with_name("torchrl.md").read_text(encoding="utf-8")
+    table = re.search(r"## The recipe, line by line.*?\n((?:\|[^\n]*\n)+)", page, flags=re.DOTALL)
+    assert table is not None
+    rows = table.group(1).strip().splitlines()[2:]
+    assert len(rows) == len(CHANGES)
+    for row, (old, new) in zip(rows, CHANGES.items(), strict=True):
+        before, after = (re.findall(r"\w+", cell) for cell in row.strip("| ").split(" | ")[:2])
+        known = set(re.findall(r"\w+", old)) | {
+            "of",
+            "the",
+            "reference",
+            "s",
+            "GRPOLoss",
+            "TransformersWrapper",
+            "size",
+            "n",
+        }
+        assert set(before) <= known, row
+        assert set(after) <= set(re.findall(r"\w+", new or "goes")) | {"added", "n", "tokenizer"}, row

@@ -26,10 +26,10 @@ from rlhf_pipeline import (
     MCAdvantage,
     RetrieveLogProb,
     TrajectoryReplayBuffer,
+    TrajectoryStorage,
 )
-from rlhf_pipeline.collectors.torchrl_chat import ChatTrajectories
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.policies.torchrl_wrappers import as_policy
+from rlhf_pipeline.interop.torchrl import ChatTrajectories, as_policy
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # its own, at import
@@ -240,3 +240,46 @@ def test_what_is_missing_is_named(tiny):
     named = step(tiny, query=NonTensorData("why?"))
     got: Any = ChatTrajectories(group_key="query").inv(lazy_stack([named]))
     assert got[0]["query"] == "why?"
+
+
+def test_the_penalty_in_the_environment(tiny):
+    """As the reference page uses it: `KLRewardTransform` appended to a `ChatEnv`, a reward per token of each turn."""
+    tokenizer = tiny.tokenizer()
+    policy = CausalLMPolicy(
+        tiny.model(tokenizer), tokenizer, input_mode="history", generate=True, prefer_tokens=True, max_new_tokens=5
+    )
+    reference = CausalLMPolicy(tiny.model(tokenizer, seed=1), tokenizer)
+    env = environment(tokenizer, turns=2).append_transform(KLRewardTransform(reference, coef=0.5))
+    turns = env.rollout(2, policy)[0]
+    for turn in turns.unbind(0):
+        full, said = turn["tokens", "full"], turn["masks", "all_assistant_mask"]
+        want = tiny.naive(reference.model, full)[said]
+        k1 = turn["log_probs", "full"][said].double() - want
+        torch.testing.assert_close(turn["next", "kl_penalty"][said].double(), k1, rtol=0, atol=1e-5)
+        length = float(len(turn["history"].full[-1].content))
+        shaped = turn["next", "reward"].double()
+        assert float(shaped.sum()) == pytest.approx(length - 0.5 * float(k1.sum()), abs=1e-4)
+        assert bool((shaped[~said] == 0).all())
+
+
+def test_transforms_are_appended_before_the_turns(tiny, tmp_path):
+    """`append_transform`, inverted or not, as TorchRL's recipe has it: the chat's turns become rows before it runs."""
+    tokenizer = tiny.tokenizer()
+    policy = CausalLMPolicy(
+        tiny.model(tokenizer), tokenizer, input_mode="history", generate=True, prefer_tokens=True, max_new_tokens=4
+    )
+    reference = CausalLMPolicy(tiny.model(tokenizer, seed=1), tokenizer)
+    storage = TrajectoryStorage(tmp_path / "store", extra={("next", "step_count"): "int64"})
+    buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(MCAdvantage(GROUP), ChatTrajectories()))
+    buffer.append_transform(KLRewardTransform(reference, coef=0.5), invert=True)
+    assert [type(t).__name__ for t in buffer.transform] == ["MCAdvantage", "KLRewardTransform", "ChatTrajectories"]
+    collect(environment(tokenizer), policy, buffer, 9)
+    batch = buffer.read(buffer.store.ids())
+    assert len(buffer) >= GROUP
+    assert bool((batch["kl_coef"] == 0.5).all())
+    assert bool((batch["next", "step_count"] == 1).all())
+    said = batch["masks", "all_assistant_mask"]
+    k1 = batch["log_probs", "full"] - batch["next", "ref_log_probs", "full"]
+    shaped = batch["task_reward"] - 0.5 * torch.where(said, k1, 0.0).sum(1)
+    torch.testing.assert_close(batch["next", "reward"].sum(1), shaped)
+    buffer.trajectories.close()

@@ -1,7 +1,7 @@
 """One test per fault of TorchRL 0.14 on the write path: ours is right, and theirs, run beside it, is not.
 
 The day one of these fails on the peer's side, TorchRL has mended it. RolloutFromModel's faults are in
-`tests/rlhf_pipeline/collectors/test_rollout_from_model_peer.py`.
+`tests/rlhf_pipeline/interop/torchrl/test_rollout_from_model_peer.py`.
 """
 
 from __future__ import annotations

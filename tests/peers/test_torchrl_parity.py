@@ -191,13 +191,13 @@ def test_inside_torchrls_buffer():
     assert lengths[0] == lengths[1] == [0, 4, 4, 4]
 
 
-def test_groups_are_not_shared_between_processes():
+def test_groups_are_not_shared_through_memory():
     """TorchRL's `share_memory_` and a shared buffer are refused, with what to do instead."""
     transform = MCAdvantage(2)
     assert not transform.is_shared
-    with pytest.raises(DefinitionError, match="one process call extend"):
+    with pytest.raises(DefinitionError, match="shared through a store"):
         transform.share_memory_()
-    with pytest.raises(DefinitionError, match="completes groups in one process"):
+    with pytest.raises(DefinitionError, match="shared through a store"):
         ReplayBuffer(storage=LazyStackStorage(4), transform=transform, shared=True)
 
 

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torch import nn
 from torchrl.modules.llm import TransformersWrapper
-from transformers import AutoModelForCausalLM, Gemma2Config
+from transformers import Qwen2ForCausalLM
 
 from rlhf_pipeline import (
     CausalLMPolicy,
@@ -28,7 +28,7 @@ from rlhf_pipeline import (
     token_match,
 )
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.policies.torchrl_wrappers import EnginePolicy, as_policy, is_torchrl_wrapper
+from rlhf_pipeline.interop.torchrl.wrappers import EnginePolicy, as_policy, is_torchrl_wrapper
 
 pytestmark = [
     pytest.mark.peer,
@@ -251,19 +251,20 @@ def test_an_engine_samples_for_the_collector(tiny, tmp_path):
     assert len(as_policy(wrapper).generate_ragged([], seed=0)) == 0
 
 
-def test_a_model_whose_logits_are_capped_is_scored_by_its_wrapper(tiny):
+class Squashed(Qwen2ForCausalLM):
+    """Logits that are no head on hidden states."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, squashed."""
+        out: Any = super().forward(*args, **kwargs)
+        out.logits = 3 * torch.tanh(out.logits)
+        return out
+
+
+def test_a_model_with_logits_of_its_own_is_scored_by_its_wrapper(tiny):
     """`CausalLMPolicy` refuses it, so the wrapper's own scores are taken, and its samples are not."""
     tokenizer = tiny.tokenizer()
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "head_dim": 16,
-    }
-    config = Gemma2Config(vocab_size=len(tokenizer), num_key_value_heads=1, final_logit_softcapping=2.0, **sizes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model: Any = Squashed(tiny.model(tokenizer).config).eval()
     wrapper = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True)
     policy: Any = as_policy(wrapper)
     assert isinstance(policy, EnginePolicy)

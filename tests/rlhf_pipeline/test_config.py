@@ -20,6 +20,7 @@ from rlhf_pipeline import (
     token_match,
 )
 from rlhf_pipeline.config_text import to_json
+from rlhf_pipeline.definitions import apply_overrides
 from rlhf_pipeline.errors import DefinitionError
 
 
@@ -116,6 +117,17 @@ def test_a_buffer_must_hold_one_rollout(pipeline):
     with pytest.raises(DefinitionError, match="one rollout has 256 trajectories"):
         override(pipeline, "buffer.max_trajectories", "255")
     assert override(pipeline, "buffer.max_trajectories", "256").buffer.max_trajectories == 256
+
+
+def test_settings_that_hold_only_together(pipeline):
+    """Two changes of which neither holds alone are made at once; what does not hold together is refused."""
+    replay = dataclasses.replace(pipeline, replay=Replay(stores=("a", "b"), weights=(3.0, 1.0)))
+    both = [("replay.stores", "c"), ("replay.weights", "2")]
+    for pairs in (both, both[::-1], [*both, ("learn.lr", "0.5")]):
+        changed = apply_overrides(replay, pairs)
+        assert changed.replay == Replay(stores=("c",), weights=(2.0,))
+    with pytest.raises(DefinitionError, match=r"--set replay.stores=c: Replay: 2 weights for 1 stores"):
+        apply_overrides(replay, both[:1])
 
 
 def test_functions_are_recorded_by_name_whatever_they_are(pipeline):

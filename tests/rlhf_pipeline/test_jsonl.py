@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.jsonl import append_row, keep_rows, last_row, read_rows, write_atomically
+from rlhf_pipeline.jsonl import append_row, read_rows
 
 
 def test_rows_come_back_in_order_and_nan_becomes_null(tmp_path):
@@ -33,48 +33,7 @@ def test_damage_before_the_last_line_is_named(tmp_path):
         read_rows(path)
 
 
-def test_keep_rows_drops_the_tail_and_returns_it(tmp_path):
-    """Rewinding to a step keeps its rows, drops later ones and the torn tail."""
-    path = tmp_path / "rows.jsonl"
-    for step in range(1, 5):
-        append_row(path, {"step": step})
-    with path.open("ab") as file:
-        file.write(b'{"st')
-    assert keep_rows(path, lambda row: row["step"] <= 2) == [{"step": 3}, {"step": 4}]
-    assert path.read_bytes() == b'{"step":1}\n{"step":2}\n'
-    append_row(path, {"step": 3})
-    assert [row["step"] for row in read_rows(path)] == [1, 2, 3]
-
-
 def test_missing_file_has_no_rows(tmp_path):
     """A run that was killed before its first step has no file yet."""
     assert read_rows(tmp_path / "none.jsonl") == []
-    assert keep_rows(tmp_path / "none.jsonl", lambda row: False) == []
     assert not (tmp_path / "none.jsonl").exists()
-
-
-def test_atomic_write_leaves_no_temporary(tmp_path):
-    """The new content replaces the old under the same name and nothing else is left."""
-    path = tmp_path / "config.json"
-    write_atomically(path, b"old")
-    write_atomically(path, b"new")
-    assert path.read_bytes() == b"new"
-    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
-
-
-def test_the_last_row_is_read_from_the_end(tmp_path):
-    """Also where it is longer than what is read first, and where a torn line follows."""
-    path = tmp_path / "rows.jsonl"
-    assert last_row(path) is None
-    append_row(path, {"step": 1})
-    assert last_row(path) == {"step": 1}
-    long = {"step": 2, "row_ids": list(range(40_000))}
-    append_row(path, long)
-    with path.open("ab") as file:
-        file.write(b'{"step": 3')
-    assert last_row(path) == long
-    path.write_bytes(b'{"step": 3')
-    assert last_row(path) is None
-    path.write_bytes(b"[\n")
-    with pytest.raises(DataError, match="its last line is not JSON"):
-        last_row(path)

@@ -6,8 +6,8 @@ import pytest
 
 from rlhf_pipeline import GRPO, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, token_match
 from rlhf_pipeline.jsonl import read_rows
-from rlhf_pipeline.runtime import run
-from rlhf_pipeline.runtime_build import build_models
+from rlhf_pipeline.run.build import build_models
+from rlhf_pipeline.run.start import run
 
 
 def pipeline(layout):

@@ -14,7 +14,7 @@ def source(tmp_path):
     """A store with patches, updates and columns left out."""
     with TrajectoryStore.create(tmp_path / "source", example_schema(), segment_rows=9) as store:
         ids = np.concatenate([store.append(example_rows(5, seed=s)) for s in range(5)])
-        store.patch(ids[3:5], advantage=[1.0, 2.0], meta=["a", "b"])
+        store.update(ids[3:5], advantage=[1.0, 2.0], meta=["a", "b"])
         store.update(ids[:4], use_count=3)
         yield store
 
@@ -42,8 +42,8 @@ def test_differences_are_named(tmp_path, source):
     schema = Schema([*source.schema.columns, Column("extra", "int8", fill=1)])
     with TrajectoryStore.create(tmp_path / "other", schema) as other:
         ids = copy_rows(source, other, source.ids()[:20])
-        other.patch(ids[4:5], task_reward=[99.0])
-        other.patch(ids[6:8], prompt=["x", "y"])
+        other.update(ids[4:5], task_reward=[99.0])
+        other.update(ids[6:8], prompt=["x", "y"])
         found = diff(source, other)
         assert not found.same
         assert found.only_left.tolist() == source.ids()[20:].tolist()
@@ -80,7 +80,7 @@ def test_a_target_that_does_not_fit_is_refused(tmp_path, source):
 
 def test_values_are_compared_where_rows_are_long_or_empty(tmp_path, monkeypatch):
     """Empty rows, other lengths, one other value at either end, and a row that is longer than a part."""
-    monkeypatch.setattr("trajectory_store._compare.CHUNK_ELEMENTS", 4)
+    monkeypatch.setattr("trajectory_store.compare.CHUNK_ELEMENTS", 4)
     schema = Schema([Column("x", "float32", ragged=True), Column("n", "int64"), Column("t", "str")])
     rows = [[], [1.0, 2.0], [], [float("nan")] * 9, [3.0], [4.0, 5.0, 6.0], [], [7.0]]
     other = [[], [1.0, 2.5], [], [float("nan")] * 9, [3.0, 0.0], [4.5, 5.0, 6.0], [], [7.0]]

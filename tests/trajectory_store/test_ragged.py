@@ -31,7 +31,7 @@ def test_take_and_from_rows():
 
 @pytest.mark.parametrize(
     ("values", "lengths", "words"),
-    [([1, 2], [1], "add up to 1"), ([1], [2, -1], "negative"), ([[1]], [1], "2-D")],
+    [([1, 2], [1], "add up to 1"), ([1], [2, -1], "negative")],
 )
 def test_wrong_ragged_arrays_are_refused(values, lengths, words):
     """Lengths that do not add up, that are negative, values that are not flat."""

@@ -27,8 +27,6 @@ def test_a_schema_survives_json():
         (("a b", "int32"), "a b"),
         (("commits", "int32"), "commits"),
         (("x", "int33"), "Did you mean 'int"),
-        (("x", "float32", True, True), "mutable"),
-        (("x", "str", False, True), "mutable"),
         (("x", "str", True), "ragged"),
         (("x", "int32", False, False, "tokens"), "scalar"),
         (("x", "int32", True, False, "a.b"), "axis"),

@@ -132,7 +132,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), value=st.integers(0, 1000), second=st.booleans())
     def update(self, data, value, second):
-        """In-place values."""
+        """New values of a scalar."""
         ids = self.some(data)
         store = self.other if second else self.store
         store.update(ids, uses=value + np.arange(len(ids)))
@@ -141,7 +141,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), which=st.sets(st.sampled_from(["ref", "adv", "note", "text", "x"]), min_size=1))
-    def patch(self, data, which):
+    def update_any(self, data, which):
         """Later values through either writer, in turns."""
         ids = self.some(data)
         store = self.other if self.counter % 2 else self.store
@@ -155,7 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
                 new["x"] = [c] * length
                 column.append(new[name])
             values[name] = column
-        store.patch(ids, **values)
+        store.update(ids, **values)
         for name, column in values.items():
             for row_id, value in zip(ids, column, strict=True):
                 self.rows[row_id][name] = value
@@ -199,7 +199,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.counter += 1
         c = self.counter % 100
         self.store.update(ids, flag=c)
-        self.store.patch(ids, late=[[c] * len(self.rows[i]["x"]) for i in ids])
+        self.store.update(ids, late=[[c] * len(self.rows[i]["x"]) for i in ids])
         for row_id in ids:
             self.rows[row_id]["flag"] = c
             self.rows[row_id]["late"] = [c] * len(self.rows[row_id]["x"])
@@ -257,7 +257,7 @@ class ZarrStoreMachine(StoreMachine):
         rows, data = self.batch(lengths, True)
         store = TrajectoryStore.open(self.path, "a")
         self.keep(store.append(data), rows)
-        store._stream._meta = None
+        store._stream._drop()
         store.close()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_pipeline.exchange import TrajectoryRecorder
-from rlhf_pipeline.run_lock import run_lock
+from rlhf_pipeline.run.folder import RunFolder
 from trajectory_store import TrajectoryStore, copy_rows
 
 from .conftest import Cli
@@ -28,7 +28,7 @@ sys.stdin.read()
 
 
 def in_pieces(run: Path, folder: Path) -> Path:
-    """Write the run again, its store in five segments and two patches."""
+    """Write the run again, its store in five segments and two updates."""
     folder.mkdir()
     for file in run.iterdir():
         if file.is_file():
@@ -36,9 +36,9 @@ def in_pieces(run: Path, folder: Path) -> Path:
     with TrajectoryStore.open(run / "store") as source:
         with TrajectoryStore.create(folder / "store", source.schema, segment_rows=10) as target:
             ids = copy_rows(source, target, batch_rows=5)
-            target.patch(ids[:9], advantage=np.arange(9))
+            target.update(ids[:9], advantage=np.arange(9))
         with TrajectoryStore.open(folder / "store", "a") as again:
-            again.patch(ids[40:], completion=["later"] * 8)
+            again.update(ids[40:], completion=["later"] * 8)
     return folder
 
 
@@ -49,7 +49,7 @@ def pieces(run_dir: Path) -> Path:
 
 
 def test_compact(cli: Cli, run_dir: Path, pieces: Path):
-    """Segments and patches become one segment, and nothing that can be read changes."""
+    """Segments become one, updates of the same columns too, and nothing that can be read changes."""
     before = in_pieces(run_dir, Path("runs/before"))
     shown = cli("compact", pieces)
     assert shown.code == 0
@@ -106,7 +106,7 @@ def test_a_live_writer_is_not_disturbed(cli: Cli, pieces: Path):
 def test_a_run_or_a_recorder_is_not_disturbed(cli: Cli, pieces: Path):
     """A run whose lock is held, by one process or several, and a recorder that has not written yet are refused."""
     for shared in (False, True):
-        with run_lock(pieces, shared=shared):
+        with RunFolder(pieces).lock(shared=shared):
             for path in (pieces, pieces / "store"):
                 shown = cli("compact", path)
                 assert (shown.code, shown.out) == (2, "")

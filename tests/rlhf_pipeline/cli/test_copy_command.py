@@ -14,7 +14,7 @@ from .conftest import Cli
 def test_there_and_back(cli: Cli, run_dir: Path):
     """A run's store is archived as zarr in fewer bytes, and brought back without a difference."""
     with TrajectoryStore.open(run_dir / "store", "a") as store:
-        store.patch(store.ids()[3:5], advantage=[7.0, 8.0])
+        store.update(store.ids()[3:5], advantage=[7.0, 8.0])
         store.update(store.ids()[:2], use_count=4)
     shown = cli("copy", run_dir, "--to", "an archive", "--backend", "zarr")
     assert shown.code == 0

@@ -44,6 +44,29 @@ def test_equal_runs(cli: Cli, run_dir: Path, twin: Path):
     assert (shown.code, shown.out.splitlines()[-1]) == (0, "no difference (use_count not compared)")
 
 
+def test_what_makes_no_difference_is_a_remark(cli: Cli, run_dir: Path, twin: Path):
+    """Another configuration and more columns beside equal trajectories and equal steps are listed, and exit code 0."""
+    config = json.loads((twin / "config.json").read_text())
+    config["pipeline"]["learn"]["keep_checkpoints"] = 9
+    (twin / "config.json").write_text(json.dumps(config))
+    with TrajectoryStore.open(twin / "store") as store:
+        rows = store.read(store.ids())
+    shutil.rmtree(twin / "store")
+    with TrajectoryStore.open(run_dir / "store") as old:
+        schema = Schema([*old.schema.columns, Column("source", "int64", fill=0)])
+    with TrajectoryStore.create(twin / "store", schema) as store:
+        store.append(rows)
+    shown = cli("diff", run_dir, twin)
+    assert shown.code == 0
+    assert "  pipeline.learn.keep_checkpoints  2 | 9" in shown.out
+    assert "  columns only on the right: source" in shown.out
+    wanted = "the same trajectories, and the same learning; what is listed above made no difference"
+    assert shown.out.splitlines()[-1].startswith(wanted)
+    assert json.loads(cli("diff", run_dir, twin, "--json").out)["same"] is True
+    shown = cli("diff", run_dir / "store", twin / "store")  # a store in a run is that run's
+    assert shown.code == 0
+
+
 def test_where_two_runs_part(cli: Cli, run_dir: Path, twin: Path):
     """Configuration, the first step that differs in each respect, steps of one run only, and values."""
     config = json.loads((twin / "config.json").read_text())
@@ -56,7 +79,7 @@ def test_where_two_runs_part(cli: Cli, run_dir: Path, twin: Path):
     change_rows(twin / "metrics.jsonl", 5, loss=0.5, task_reward=2.0)
     append_row(twin / "metrics.jsonl", {"step": 13})
     with TrajectoryStore.open(twin / "store", "a") as store:
-        store.patch([2], advantage=[0.75 + float(store.read([2])["advantage"][0])], completion=["123"])
+        store.update([2], advantage=[0.75 + float(store.read([2])["advantage"][0])], completion=["123"])
     lines = cli("diff", run_dir, twin).out.splitlines()
     assert lines[2:5] == ["config.json", "  seed               0 | 1", "  pipeline.learn.lr  0.002 | 0.5"]
     assert "  only on the right: 1 step, 13" in lines

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from rlhf_pipeline import definitions
 from rlhf_pipeline.cli import plan as plans
+from rlhf_pipeline.cli.closing import finish
 from rlhf_pipeline.cli.parser import parse
+from rlhf_pipeline.cli.progress import RunView
+from rlhf_pipeline.run.events import RunFinished
+from rlhf_pipeline.run.folder import RunFolder
 
 from ..report.conftest import write_run
 from .conftest import Cli
@@ -40,13 +48,30 @@ def test_definition_and_seed_are_those_of_the_run(command: str):
     assert made.again == f"rlhf-pipeline {command} --run mine"
 
 
+def test_a_learner_waits_for_the_collector_that_begins_the_run(cli: Cli, capsys: pytest.CaptureFixture[str]):
+    """Typed first, it says what it waits for, and goes on with what the collector recorded."""
+    pipeline = definitions.find("long_running").pipeline(())
+
+    def begin() -> None:
+        time.sleep(0.5)
+        Path("new").mkdir()
+        RunFolder("new").record(pipeline, definition="long_running", overrides=(), seed=3, device="cpu")
+
+    collector = threading.Thread(target=begin)
+    collector.start()
+    made = plans.make_joining_plan(parse(["learn", "--run", "new"]))
+    collector.join()
+    assert (made.definition, made.seed, made.joins) == ("long_running", 3, True)
+    assert "new is not a run yet; waiting for a collector to begin it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["collect", "learn"])
 def test_what_to_run_must_be_named_once(cli: Cli, command: str):
-    """The first process of a run says what it is; the message has an example."""
-    shown = cli(command, "--run", "new")
+    """The first collector of a run says what it is; the message has an example."""
+    shown = cli("collect", "--run", "new")
     assert shown.code == 2
     assert "is not a run yet, so say what to run" in shown.err
-    assert f"rlhf-pipeline {command} long_running --run new" in shown.err
+    assert "rlhf-pipeline collect long_running --run new" in shown.err
     made = plans.make_joining_plan(parse([command, "long_running", "--run", "new", "--set", "learn.lr=0.25"]))
     assert (made.definition, made.pipeline.learn.lr, made.overrides) == ("long_running", 0.25, (("learn.lr", "0.25"),))
 
@@ -90,3 +115,24 @@ def test_slips(cli: Cli):
     """A run folder is needed; a limit in seconds is above 0."""
     assert "--run" in cli("collect", "long_running").err
     assert "'soon' is not a number of seconds above 0" in cli("run", "long_running", "--hang-timeout", "soon").err
+
+
+def test_a_run_that_was_stopped_before_its_store_was_made_says_how_to_go_on(cli: Cli):
+    """Ctrl-C while the processes start: no store, no error, and the command that goes on."""
+    pipeline = definitions.find("long_running").pipeline(())
+    Path("new").mkdir()
+    RunFolder("new").record(pipeline, definition="long_running", overrides=(), seed=0, device="cpu")
+    plan = plans.make_plan(parse(["run", "--resume", "--out", "new", "--collectors", "1"]))
+    ended = RunFinished(
+        run_dir=Path("new"),
+        reason="interrupted",
+        steps=0,
+        seconds=1.0,
+        first_reward=None,
+        last_reward=None,
+        num_trajectories=0,
+    )
+    out = io.StringIO()
+    finish(ended, plan, RunView(out, live=False))
+    assert "stopped and saved: no rollout was finished" in out.getvalue()
+    assert plan.again in out.getvalue()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.events import Notice, RunFinished, RunStarted, StepDone
+from rlhf_pipeline.run.events import Notice, RunFinished, RunStarted, StepDone
 
 
 class Clock:

@@ -14,7 +14,7 @@ from rlhf_pipeline.cli import closing
 from rlhf_pipeline.cli import plan as plans
 from rlhf_pipeline.cli.parser import parse
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.events import RunFinished
+from rlhf_pipeline.run.events import RunFinished
 
 from ..report.conftest import write_run
 from .conftest import Cli

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 
@@ -61,3 +62,18 @@ def test_all_calls_failing_is_an_error_with_the_next_step():
     """If no call works the function is wrong, and the message says where and what to type."""
     with pytest.raises(RewardError, match=r"all 2 calls .*ZeroDivisionError.*--resume"):
         grade(lambda p, c, a, m: 1 / 0, PROMPTS, ["x", "y"])
+
+
+def test_a_reward_that_exits_fails_its_trajectory():
+    """`sys.exit` in a reward function is a failed call like any other, not the silent end of the run."""
+
+    def leaving(prompt, completion, answer, meta):
+        if completion == "b":
+            sys.exit("no licence")
+        return 1.0
+
+    first, second = grade(leaving, [Prompt(text="p")] * 2, ["a", "b"])
+    assert first.reward == 1.0
+    assert math.isnan(second.reward)
+    assert second.error is not None
+    assert second.error.startswith("SystemExit: no licence")

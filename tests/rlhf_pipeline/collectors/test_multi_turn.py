@@ -192,6 +192,54 @@ def test_a_tool_that_raises_fails_its_conversation_only():
     assert json.loads(rows["meta"][0])["error"] == failed[0].error
 
 
+def test_two_calls_give_other_ids(tmp_path):
+    """Conversations of the same prompts, seed and weights are other groups in each call, and all of them are stored."""
+    policy = talker()
+    buffer = TrajectoryReplayBuffer(storage=str(tmp_path / "store"), transform=Compose(MCAdvantage(4)))
+    for _ in range(3):
+        done = converse(policy, ["1", "2"], calculator, group_size=4, max_turns=2, max_new_tokens=4, seed=1)
+        buffer.extend(conversation_rows(done, [float(i % 4) for i in range(8)]))
+    groups = buffer.store.read_scalars("group_id")
+    assert len(set(buffer.store.read_scalars("trajectory_id").tolist())) == 24
+    assert [groups.tolist().count(group) for group in dict.fromkeys(groups.tolist())] == [4] * 6
+    assert not torch.tensor(buffer.store.read_scalars("advantage")).isnan().any()
+    buffer.trajectories.close()
+
+
+@pytest.mark.parametrize("group_ids", [None, [40, 41]])
+def test_rows_of_a_group_may_be_made_one_by_one(tmp_path, group_ids):
+    """A call per conversation gives the ids of one call for all, so the group closes and all ids differ."""
+    done = converse(talker(), ["1", "2"], calculator, group_size=4, max_turns=2, max_new_tokens=4, seed=1)
+    whole = conversation_rows(done, [0.0] * 8, group_ids=group_ids)
+    buffer = TrajectoryReplayBuffer(storage=str(tmp_path / "store"), transform=Compose(MCAdvantage(4)))
+    for i, talk in enumerate(done):
+        buffer.extend(conversation_rows([talk], [float(i)], group_ids=group_ids))
+    assert sorted(buffer.store.read_scalars("trajectory_id").tolist()) == sorted(whole["trajectory_id"].tolist())
+    assert len(set(whole["trajectory_id"].tolist())) == 8
+    if group_ids is not None:
+        assert whole["trajectory_id"].tolist() == [*range(160, 168)]
+    buffer.trajectories.close()
+
+
+@pytest.mark.parametrize(
+    ("group_ids", "wanted"),
+    [
+        ([1], "1 group ids for 2 prompts"),
+        ([1, 2, 3], "3 group ids for 2 prompts"),
+        ([7, 7], "the group id 7 is given to two prompts"),
+        ([-1, 2], "the group id -1 is out of range"),
+        ([2**62, 2], "is out of range: from 0 to"),
+    ],
+)
+def test_group_ids_that_do_not_fit(group_ids, wanted):
+    """One id per prompt, each its own; a conversation is given once."""
+    done = converse(talker(), ["1", "2"], calculator, group_size=4, max_turns=1, max_new_tokens=2)
+    with pytest.raises(DefinitionError, match=wanted):
+        conversation_rows(done, [0.0] * 8, group_ids=group_ids)
+    with pytest.raises(DefinitionError, match="two conversations would have the trajectory id"):
+        conversation_rows([done[0], done[0]], [0.0, 0.0])
+
+
 def test_replies_are_encoded_once_and_sampled_ends_are_kept():
     """A sampled end is not written twice; a turn that was cut gets the template's."""
     tokenizer = talker().tokenizer

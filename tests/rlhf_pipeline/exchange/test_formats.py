@@ -121,7 +121,7 @@ def test_chat_template(tmp_path: Path, jsonl: Write, chat_tokenizer: Any):
 
 
 def test_trl_table(tmp_path: Path, tokenizer: Any):
-    """TRL's completions table: columns of rewards are summed, NaN does not count, the step is the version."""
+    """TRL's completions table: named rewards are summed, NaN does not count, the step is the version."""
     pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
     from pyarrow import parquet
 
@@ -134,17 +134,18 @@ def test_trl_table(tmp_path: Path, tokenizer: Any):
             "completion": ["2", "3", "4", "5"],
             "accuracy": [1.0, 0.0, 1.0, None],
             "format": [0.5, None, 0.0, None],
-            "advantage": [1.0, -1.0, 0.5, -0.5],
+            "advantage": [0.7071, -0.7071, 0.0, 0.0],
         }
         parquet.write_table(pyarrow.table(table), folder / f"completions_{step}.parquet")
-    report = import_files([folder], tmp_path / "store", tokenizer=tokenizer)
+    fields = {"reward": "accuracy+format"}
+    report = import_files([folder], tmp_path / "store", tokenizer=tokenizer, fields=fields)
     assert [file.path.name for file in report.files] == ["completions_2.parquet", "completions_10.parquet"]
     assert {file.format for file in report.files} == {"trl"}
-    assert "reward=accuracy+format (summed)" in report.files[0].about
+    assert "reward=accuracy+format" in report.files[0].about
     rows = rows_of(tmp_path / "store")
     assert same(rows["task_reward"][:4], [1.5, 0.0, 1.0, NAN])
     assert rows["policy_version"].tolist() == [2] * 4 + [10] * 4
-    assert rows["advantage"][:4].tolist() == [1.0, -1.0, 0.5, -0.5]
+    assert same(rows["advantage"][:4], [0.7071, -0.7071, 0.0, 0.0])
     second = 1 << 40  # the ids of the second file
     assert rows["group_id"].tolist() == [0, 0, 1, 1, second, second, second + 1, second + 1]
     chosen = import_files([folder], tmp_path / "one", tokenizer=tokenizer, fields={"reward": "accuracy"})
@@ -343,6 +344,23 @@ def test_missing_fields_are_named(tmp_path: Path, jsonl: Write, row: dict[str, A
         ({"completion_ids": [1, -2]}, r":2: field 'completion_ids' must be a list of token ids"),
         ({"log_probs": [-1.0]}, r":2: 1 values of log_probs for 2 completion tokens"),
         ({"prompt_ids": [2**31]}, r":2: field 'prompt_ids' must be"),
+        ({"reward": math.inf}, r":2: field 'reward' must be finite .*got float inf"),
+        ({"reward": 1e39}, r":2: field 'reward' must be finite and at most 3.403e\+38"),
+        ({"reward": 10**400}, r":2: field 'reward' must be a number of reasonable size, got int 1000"),
+        ({"advantage": -math.inf}, r":2: field 'advantage' must be finite"),
+        (
+            {"log_probs": [-0.5, 5.0]},
+            r":2: field 'log_probs' must hold log-probs.*not above 0, got float 5.0 at place 1",
+        ),
+        ({"log_probs": [-math.inf, 0]}, r":2: field 'log_probs' must hold log-probs.*got float -inf at place 0"),
+        (
+            {"policy_version": 2**63},
+            r":2: field 'policy_version' must be a whole number of at most 9223372036854775807",
+        ),
+        ({"completion": "\ud800"}, r":2: field 'completion' holds half of a surrogate pair \(\\ud800\)"),
+        ({"prompt": [{"role": "user", "content": "\udfff"}]}, r":2: field 'prompt' holds half of a surrogate pair"),
+        ({"note": ["\ud800"]}, r":2: field 'note' holds half of a surrogate pair"),
+        ({"answer": "\ud800"}, r":2: field 'answer' holds half of a surrogate pair"),
         ({"prompt_ids": [], "completion_ids": [], "log_probs": None}, r":2: neither the prompt nor the completion"),
     ],
 )
@@ -356,6 +374,7 @@ def test_a_wrong_field_is_named_with_its_place(tmp_path: Path, jsonl: Write, cha
         "completion_ids": [1, 2],
         "log_probs": [0, 0],
     }
+    row |= {"advantage": 0.5, "policy_version": 1, "note": "", "answer": "1"}
     with pytest.raises(DataError, match=wanted):
         import_files([jsonl([row, row | change])], tmp_path / "store")
     assert rows_of(tmp_path / "store")["trajectory_id"].tolist() == [0]
@@ -375,8 +394,129 @@ def test_fields_that_a_format_knows_itself(tmp_path: Path, jsonl: Write):
         import_files([jsonl([episode("g", 1.0)])], tmp_path / "store", fields={"reward": "x"})
 
 
-def test_half_of_a_surrogate_pair(tmp_path: Path, jsonl: Write, tokenizer: Any):
-    """What JSON can spell and UTF-8 cannot is named and not stored."""
-    file = jsonl([{"prompt": "a", "completion": "\ud800", "reward": 1}])
-    with pytest.raises(DataError, match=r":1: field 'completion' holds half of a surrogate pair"):
-        import_files([file], tmp_path / "store", tokenizer=tokenizer)
+def test_a_line_that_is_nested_too_deeply(tmp_path: Path, jsonl: Write):
+    """A line that nothing can keep is named with its place, and rows before it are in the store."""
+    good = {"prompt_ids": [1], "completion_ids": [2], "reward": 1.0}
+    for depth in (900, 100_000):
+        file = jsonl([good], f"{depth}.jsonl")
+        with file.open("a") as lines:
+            lines.write(
+                '{"prompt_ids": [1], "completion_ids": [2], "reward": 1, "x": ' + "[" * depth + "]" * depth + "}\n"
+            )
+        if depth == 900:
+            assert import_files([file], tmp_path / str(depth)).num_imported == 2
+            continue
+        with pytest.raises(DataError, match=rf"{depth}\.jsonl:2: .*nested too deeply"):
+            import_files([file], tmp_path / str(depth))
+        assert len(rows_of(tmp_path / str(depth))["trajectory_id"]) == 1
+
+
+@pytest.mark.parametrize("written", ["[]", "{", '{"columns": 3}', '[{"name": 1}]'])
+def test_a_list_of_columns_that_is_none(tmp_path: Path, jsonl: Write, written: str):
+    """An export whose list of columns was damaged is refused with the file's name."""
+    file = jsonl([{"input_ids": [1], "trajectory_id": 0}])
+    file.with_name(f"{file.name}.schema.json").write_text(written)
+    with pytest.raises(DataError, match=r"rollouts\.jsonl: the list of its columns.*cannot be read"):
+        import_files([file], tmp_path / "store")
+
+
+def test_skyrl_evaluation(tmp_path: Path, jsonl: Write, tokenizer: Any):
+    """Rewards per token are summed, the step is in the path, and the file of figures beside it is passed over."""
+    row = {"input_prompt": "1+1=", "output_response": "2", "score": [0.0, 1.0], "stop_reason": "stop"}
+    row |= {"env_class": "gsm8k", "env_extras": {}, "data_source": "gsm8k"}
+    file = jsonl([row, row | {"output_response": "3", "score": 0.5}], "global_step_7_evals/gsm8k.jsonl")
+    jsonl([{"eval/all/avg_score": 0.5}], "global_step_7_evals/aggregated_results.jsonl")
+    report = import_files([file.parent], tmp_path / "store", tokenizer=tokenizer)
+    assert [item.format for item in report.files] == ["skyrl"]
+    rows = rows_of(tmp_path / "store")
+    assert rows["task_reward"].tolist() == [1.0, 0.5]
+    assert rows["policy_version"].tolist() == [7, 7]
+    assert rows["group_id"].tolist() == [0, 0]
+
+
+def test_skyrl_batches(tmp_path: Path, jsonl: Write):
+    """A batch of SkyRL's generator: token ids and masks as they are, groups by instance."""
+    batch = {
+        "prompt_token_ids": [[1, 2], [1, 2], [1, 2]],
+        "response_ids": [[3, 4], [5], [6]],
+        "rewards": [[0.0, 1.0], [0.5], [0.0]],
+        "loss_masks": [[1, 0], [1], [1]],
+        "rollout_logprobs": [[-0.5, -1.0], [-0.25], [-2.0]],
+        "stop_reasons": ["stop", "length", "stop"],
+        "trajectory_ids": [{"instance_id": name, "repetition_id": 0} for name in ("a", "a", "b")],
+    }
+    assert import_files([jsonl([batch])], tmp_path / "store").files[0].format == "skyrl"
+    rows = rows_of(tmp_path / "store")
+    assert rows["task_reward"].tolist() == [1.0, 0.5, 0.0]
+    assert rows["group_id"].tolist() == [0, 0, 1]
+    assert rows["assistant_mask"][0].tolist() == [False, False, True, False]
+    assert same(rows["log_probs"][0], [NAN, NAN, -0.5, NAN])
+    assert rows["finish_reason"] == ["stop", "length", "stop"]
+    short = jsonl([batch | {"rewards": [1.0]}], "short.jsonl")
+    with pytest.raises(DataError, match=r"short\.jsonl:1: field 'rewards' has 1 items for 3 responses"):
+        import_files([short], tmp_path / "short")
+
+
+def test_nemo_rl_training_data(tmp_path: Path, jsonl: Write):
+    """Padded ids are cut to their length, tool output is masked, and the version is the step before the file's."""
+    row = {
+        "content": ["1+1=", "2"],
+        "rewards": 1.0,
+        "input_lengths": 5,
+        "token_ids": [1, 2, 3, 4, 5, 0, 0],
+        "token_loss_mask": [0, 0, 1, 0, 1, 0, 0],
+        "sample_loss_mask": 1.0,
+        "advantages": [0.0, 0.0, 0.7, 0.7, 0.7, 0.0, 0.0],
+        "generation_logprobs": [0.0, 0.0, -0.5, 0.0, -0.25, 0.0, 0.0],
+        "prev_logprobs": [0.0] * 7,
+        "idx": 0,
+    }
+    file = jsonl([row, row | {"rewards": 0.0}, row | {"sample_loss_mask": 0.0}], "train_data_step4.jsonl")
+    report = import_files([file], tmp_path / "store")
+    assert (report.files[0].format, report.files[0].num_left_out) == ("nemo-rl", 1)
+    rows = rows_of(tmp_path / "store")
+    assert rows["input_ids"][0].tolist() == [1, 2, 3, 4, 5]
+    assert same(rows["log_probs"][0], [NAN, NAN, -0.5, NAN, -0.25])
+    assert rows["policy_version"].tolist() == [3, 3]
+    assert same(rows["advantage"], [0.7, 0.7])
+    assert rows["completion"] == ["2", "2"]
+
+
+def test_openrlhf_lists_of_rewards(tmp_path: Path, jsonl: Write, tokenizer: Any):
+    """A list of one reward is that reward; a list of several is not guessed at."""
+    row = {"input": "1+1=", "output": "2", "reward": [0.5]}
+    report = import_files([jsonl([row, row | {"reward": 1.0}])], tmp_path / "store", tokenizer=tokenizer)
+    assert report.files[0].format == "openrlhf"
+    assert rows_of(tmp_path / "store")["task_reward"].tolist() == [0.5, 1.0]
+    with pytest.raises(DataError, match=r":1: field 'reward' must be one reward, got 2 for one completion"):
+        import_files([jsonl([row | {"reward": [0.5, 1.0]}])], tmp_path / "b", tokenizer=tokenizer)
+
+
+def test_verifiers_results_and_traces(tmp_path: Path, jsonl: Write, tokenizer: Any):
+    """Results group by example; a trace by itself is an episode of one; a conversation without ids is refused."""
+    row = {
+        "example_id": 3,
+        "prompt": [{"role": "user", "content": "1+1="}],
+        "reward": 1.0,
+        "answer": "2",
+        "format": 1.0,
+    }
+    row["completion"] = [{"role": "assistant", "content": "2"}]
+    file = jsonl([row, row | {"example_id": 4}, row | {"reward": 0.0}])
+    assert import_files([file], tmp_path / "a", tokenizer=tokenizer).files[0].format == "verifiers"
+    assert rows_of(tmp_path / "a")["group_id"].tolist() == [0, 1, 0]
+    several = [*row["completion"], {"role": "tool", "content": "x"}, *row["completion"]]
+    with pytest.raises(DataError, match=r":1: .*3 messages \(assistant, tool, assistant\) and no token ids"):
+        import_files([jsonl([row | {"completion": several}], "talk.jsonl")], tmp_path / "b", tokenizer=tokenizer)
+    trace = episode("g", 1.0)["traces"][0]
+    other = trace | {"task": {"data": {"answer": "3"}}}
+    report = import_files([jsonl([trace, trace, other], "traces.jsonl")], tmp_path / "c")
+    assert (report.files[0].format, report.num_imported) == ("prime-rl", 3)
+    assert rows_of(tmp_path / "c")["group_id"].tolist() == [0, 0, 1]
+
+
+def test_text_that_ends_with_its_eos_token(tmp_path: Path, jsonl: Write, tokenizer: Any):
+    """A completion that was written down with its special tokens does not get a second EOS token."""
+    row = {"prompt": "a", "completion": "b<eos>", "reward": 1}
+    import_files([jsonl([row])], tmp_path / "store", tokenizer=tokenizer)
+    assert rows_of(tmp_path / "store")["input_ids"][0].tolist() == [ord("a"), ord("b"), 1]

@@ -176,3 +176,38 @@ def test_an_import_beside_a_recorder_is_refused(tmp_path: Path, jsonl: Write):
     with TrajectoryRecorder(tmp_path / "store"), pytest.raises(Exception, match=r"another import is writing"):
         import_files([file], tmp_path / "store")
     assert import_files([file], tmp_path / "store").num_imported == 1
+
+
+def test_steps_that_a_resumed_training_takes_again(tmp_path: Path, tokenizer: Any):
+    """They get the ids of the earlier rows, and a replay learns from the newest; other prompts get new ids."""
+    from rlhf_pipeline.config import Replay
+    from rlhf_pipeline.run.choice import Limits, choose
+
+    prompts = [[f"{step}{text}" for text in "aabb"] for step in range(6)]
+
+    def train(first: int, last: int, *, named: list[list[str]] = prompts) -> None:
+        with TrajectoryRecorder(tmp_path / "store", tokenizer=tokenizer, group_size=2) as recorder:
+            functions = recorder.reward_funcs([right])
+            for step in range(first, last):
+                call(functions, step=step, prompts=named[step])
+
+    train(0, 4)  # killed here; its newest checkpoint is that of step 2
+    train(2, 5)  # killed again
+    train(4, 6)
+    with TrajectoryStore.open(tmp_path / "store") as store:
+        versions = store.read_scalars("policy_version").tolist()
+        names, groups = store.read_scalars("trajectory_id").tolist(), store.read_scalars("group_id").tolist()
+        rows = store.ids()
+    assert versions == [version for version in [0, 1, 2, 3, 2, 3, 4, 4, 5] for _ in range(4)]
+    assert names == [4 * version + i for version in [0, 1, 2, 3, 2, 3, 4, 4, 5] for i in range(4)]
+    assert groups == [name // 2 for name in names]
+    chosen = choose(Replay(stores=(str(tmp_path / "store"),)), Limits(vocabulary=200, positions=None))
+    assert sorted(chosen.row.tolist()) == rows[[*range(8), *range(16, 24), *range(28, 36)]].tolist()
+    assert chosen.sources[0].num_repeated == 12
+
+    train(3, 5, named=[["other"] * 4] * 6)  # another training, which was not recorded from its start
+    with TrajectoryStore.open(tmp_path / "store") as store:
+        assert (store.read_scalars("trajectory_id")[-8:] >= 1 << 40).all()
+    train(0, 1)
+    with TrajectoryStore.open(tmp_path / "store") as store:
+        assert (store.read_scalars("trajectory_id")[-4:] >= 2 << 40).all()

@@ -120,7 +120,7 @@ def small(folder: Path, num: int = 6, **more: Any) -> Path:
         )
         store.update(ids[:1], use_count=3)
         if num > 1:
-            store.patch(ids[1:2], advantage=[0.5])
+            store.update(ids[1:2], advantage=[0.5])
     return folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,11 @@ def right(completions: list[str], answer: list[str], **columns: Any) -> list[flo
     return [float(wanted in text) - len(text) / 100 for text, wanted in zip(completions, answer, strict=True)]
 
 
-def train(trl: Any, tokenizer: Any, folder: Path, funcs: list[Any], recorder: TrajectoryRecorder | None) -> Any:
+def train(
+    trl: Any, tokenizer: Any, folder: Path, funcs: list[Any], recorder: TrajectoryRecorder | None, **changes: Any
+) -> Any:
     """Train two steps and return the trainer."""
+    resume = changes.pop("resume", None)
     from datasets import Dataset
 
     rows = [{"prompt": f"{i}+{i}" + "=" * (1 + i % 2), "answer": str(2 * i)} for i in range(8)]
@@ -77,6 +81,8 @@ def train(trl: Any, tokenizer: Any, folder: Path, funcs: list[Any], recorder: Tr
         seed=3,
         disable_dropout=False,
     )
+    for name, value in changes.items():
+        setattr(config, name, value)
     trainer = trl.GRPOTrainer(
         tiny(tokenizer),
         reward_funcs=funcs,
@@ -86,7 +92,7 @@ def train(trl: Any, tokenizer: Any, folder: Path, funcs: list[Any], recorder: Tr
     )
     if recorder is not None:
         recorder.attach(trainer)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -141,3 +147,39 @@ def test_as_reward_functions(trl: Any, tmp_path: Path, tokenizer: Any):
     assert recorded["group_id"].tolist() == np.repeat(np.arange(4), 4).tolist()
     assert all(np.isnan(row).all() for row in recorded["log_probs"])
     assert recorded["policy_version"].tolist() == [0] * 8 + [1] * 8
+
+
+def test_the_blocks_of_the_page(trl: Any, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+    """The TRL blocks of docs/exchange.md run as they are printed, in one folder, and record."""
+    from datasets import Dataset
+
+    page = (Path(__file__).resolve().parents[3] / "docs" / "exchange.md").read_text(encoding="utf-8")
+    attached, through_rewards = re.findall(r"```py\n(.*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    tiny(tokenizer).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(8)]
+    config = trl.GRPOConfig(
+        output_dir="out", use_cpu=True, bf16=False, per_device_train_batch_size=4, num_generations=4, max_steps=1,
+        max_completion_length=6, report_to=[], save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    given = {"config": config, "dataset": Dataset.from_list(rows), "my_reward": right, "tokenizer": tokenizer}
+    names = {"GRPOTrainer": trl.GRPOTrainer, "model": "model", **given}
+    for block, rest in ((attached, "recorder.close()"), (through_rewards, "trainer.train(); recorder.close()")):
+        exec(compile(block + rest, "docs/exchange.md", "exec"), names)
+    with TrajectoryStore.open("runs/trl/store") as store:
+        assert len(store) == 8
+
+
+def test_a_training_that_resumes(trl: Any, tmp_path: Path, tokenizer: Any):
+    """Steps that TRL takes again after a resume are recorded with the ids that they had before."""
+    with TrajectoryRecorder(tmp_path / "store") as recorder:
+        train(trl, tokenizer, tmp_path, [right], recorder, max_steps=3, save_strategy="steps", save_steps=1)
+    with TrajectoryRecorder(tmp_path / "store") as recorder:
+        checkpoint = str(tmp_path / "out" / "checkpoint-1")
+        train(trl, tokenizer, tmp_path, [right], recorder, max_steps=3, resume=checkpoint)
+    with TrajectoryStore.open(tmp_path / "store") as store:
+        rows = store.read(store.ids())
+    assert rows["policy_version"].tolist() == [0] * 8 + [1] * 8 + [2] * 8 + [1] * 8 + [2] * 8
+    assert rows["trajectory_id"].tolist() == [*range(24), *range(8, 24)]
+    assert rows["prompt"][8:24] == rows["prompt"][24:]

@@ -14,6 +14,7 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.advantage import (
     ESTIMATORS,
     group_advantage,
+    penalty_rounding,
     whitened_step_rewards,
 )
 
@@ -181,3 +182,24 @@ def test_equals_torchrl_for_whole_groups():
     assert out is not None
     ours = group_advantage(torch.tensor([1.0, 2.0, 8.0]), torch.zeros(3, dtype=torch.long))
     torch.testing.assert_close(out["advantage"].flatten(), ours.advantages)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_rounding_of_a_penalty_is_no_advantage(estimator):
+    """Equal task rewards and returns within the rounding of the penalty: 0 and flagged; a real difference counts."""
+    eps = torch.finfo(torch.float32).eps
+    noise = torch.tensor([1.0, -2.0, 0.5, 0.5], dtype=torch.float64) * 2 * eps
+    groups, lengths = torch.tensor([0, 0, 0, 0]), torch.tensor([3, 3, 3, 3])
+    task = torch.full((4,), 0.75)
+    rounding = penalty_rounding(torch.full((4,), 0.5), task, torch.full((12,), -2.0), lengths, lengths=lengths)
+    assert rounding.tolist() == pytest.approx([8 * 0.5 * 3 * eps * 2.0 + 2 * eps * 0.75] * 4)
+    told = {"lengths": lengths, "task_rewards": task, "rounding": rounding}
+    found = group_advantage(0.75 + noise, groups, estimator, **told)
+    assert found.degenerate.all()
+    assert found.advantages.tolist() == [0.0] * 4
+    assert group_advantage(0.75 + noise, groups, estimator, lengths=lengths).advantages.abs().sum() > 0
+    larger = group_advantage(0.75 + 100 * noise, groups, estimator, **told)
+    assert not larger.degenerate.any()
+    assert larger.advantages.abs().sum() > 0
+    other = {**told, "task_rewards": torch.tensor([0.75, 0.75, 0.75, 0.5])}
+    assert not group_advantage(0.75 + noise, groups, estimator, **other).degenerate.any()

@@ -30,10 +30,11 @@ def objective(log_probs, entropy, a, c):
     return terms if entropy is None else [*terms, c * entropy.square()]
 
 
-def oracle(leaves, targets, rows, temperature, with_entropy):
+def oracle(leaves, targets, rows, temperature, with_entropy, cap=None):
     """The same terms in float64 by log_softmax over all logits."""
     exact = [z.detach().double().requires_grad_() for z in leaves]
-    log_p = torch.log_softmax((exact[0] @ exact[1].t() + exact[2]) / temperature, -1)
+    logits = exact[0] @ exact[1].t() + exact[2]
+    log_p = torch.log_softmax((logits if cap is None else cap * torch.tanh(logits / cap)) / temperature, -1)
     chosen = log_p.gather(1, targets[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     terms = objective(chosen, entropy if with_entropy else None, *rows.double())
@@ -45,11 +46,12 @@ def relative(a, b):
     return ((a.double() - b).norm() / b.norm()).item()
 
 
+@pytest.mark.parametrize("cap", [None, 2.5])
 @pytest.mark.parametrize("chunk", [1, 8, 1000])
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_loss_and_gradient_equal_log_softmax(dtype, limit, with_entropy, chunk):
-    """Losses, log-probs, entropies and gradients agree with a float64 reference, for any chunk."""
+def test_loss_and_gradient_equal_log_softmax(dtype, limit, with_entropy, chunk, cap):
+    """Losses, log-probs, entropies and gradients agree with a float64 reference, for any chunk, capped or not."""
     leaves, targets, rows = make(dtype)
     out = fused_token_loss(
         leaves[0],
@@ -62,8 +64,9 @@ def test_loss_and_gradient_equal_log_softmax(dtype, limit, with_entropy, chunk):
         temperature=0.7,
         bias=leaves[2],
         chunk_size=chunk,
+        soft_cap=cap,
     )
-    sums, chosen, entropy, exact = oracle(leaves, targets, rows, 0.7, with_entropy)
+    sums, chosen, entropy, exact = oracle(leaves, targets, rows, 0.7, with_entropy, cap)
     assert relative(out.log_probs, chosen) < limit
     assert relative(out.entropy, entropy) < limit
     for a, b in zip(out.losses, sums, strict=True):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3, masked_mean
+from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3, kl_loss
 
 
 def test_hand_computed_numbers():
@@ -46,14 +46,17 @@ def test_expectations_over_a_distribution():
     assert (grads["kl_k3"] - want).abs().max() > 1e-2
 
 
-def test_masked_mean_ignores_what_the_mask_hides():
-    """NaN and infinity behind the mask reach neither the value nor the gradient; no element gives 0."""
-    x = torch.tensor([[1.0, math.nan], [5.0, math.inf]], requires_grad=True)
-    mask = torch.tensor([[True, False], [True, False]])
-    mean = masked_mean(x, mask)
-    mean.backward()
-    assert mean.item() == 3.0
-    assert x.grad is not None
-    assert x.grad.tolist() == [[0.5, 0.0], [0.5, 0.0]]
-    assert masked_mean(x, mask, dim=0).tolist() == [3.0, 0.0]
-    assert masked_mean(x, torch.zeros_like(mask)).item() == 0.0
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3+"])
+def test_the_weighted_loss_has_the_gradient_of_the_kl_off_policy(estimator):
+    """Tokens of another policy, summed over its whole distribution: the KL's gradient, which it has not unweighted."""
+    logits = torch.tensor([0.3, -0.8, 1.1, 0.2], dtype=torch.float64, requires_grad=True)
+    ref = torch.log_softmax(torch.tensor([0.0, 0.5, -0.2, -1.0], dtype=torch.float64), -1)
+    behaviour = torch.log_softmax(torch.tensor([0.9, -0.3, 0.2, 0.5], dtype=torch.float64), -1)
+    log_p = torch.log_softmax(logits, -1)
+    (want,) = torch.autograd.grad((log_p.exp() * (log_p - ref)).sum(), logits, retain_graph=True)
+    for given, far in ((behaviour, False), (None, True)):
+        term = kl_loss(log_p, ref, estimator, behaviour=given)
+        (found,) = torch.autograd.grad((behaviour.exp() * term).sum(), logits, retain_graph=True)
+        assert bool((found - want).norm() > 0.05 * want.norm()) is far
+        if not far:
+            torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-12)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional._head import default_chunk_rows, row_chunks
-from rlhf_pipeline.functional.logprob import token_log_probs
+from rlhf_pipeline.functional.logprob import entropy_of, token_log_probs
 
 N, H, V = 37, 16, 53
 
@@ -225,3 +225,50 @@ def test_wrong_arguments_are_named(change, message):
     arguments = {"hidden": hidden, "weight": weight, "targets": targets} | change
     with pytest.raises(DefinitionError, match=message):
         token_log_probs(**arguments)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [8, 1000])
+def test_a_soft_cap_is_part_of_the_head(temperature, chunk):
+    """`c tanh(z / c)` before the temperature: values and gradients of log-probs and entropies, in float64."""
+    hidden, weight, bias, targets, rows = make(torch.float64)
+    assert bias is not None
+    log_probs, entropy = token_log_probs(
+        hidden, weight, targets, temperature=temperature, bias=bias, chunk_size=chunk, soft_cap=2.5, return_entropy=True
+    )
+    logits = 2.5 * torch.tanh((hidden @ weight.t() + bias) / 2.5) / temperature
+    log_p = torch.log_softmax(logits, -1)
+    want, want_entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    assert relative(log_probs, want) < 1e-12
+    assert relative(entropy, want_entropy) < 1e-12
+    leaves = [hidden, weight, bias]
+    for pair, exact in (
+        ((log_probs * rows[0] + entropy * rows[1]).sum(), (want * rows[0] + want_entropy * rows[1]).sum()),
+        ((log_probs * rows[0]).sum(), (want * rows[0]).sum()),
+    ):
+        found = torch.autograd.grad(pair, leaves, retain_graph=True)
+        expected = torch.autograd.grad(exact, leaves, retain_graph=True)
+        for a, b in zip(found, expected, strict=True):
+            assert relative(a, b) < 1e-12
+    with pytest.raises(DefinitionError, match="soft_cap must be above 0"):
+        token_log_probs(hidden, weight, targets, soft_cap=0.0)
+
+
+def test_a_banned_token_has_no_share_in_the_entropy():
+    """A bias of -inf: the entropy and its gradient are those of the other tokens alone."""
+    hidden, weight, bias, targets, rows = make(torch.float64)
+    assert bias is not None
+    targets = targets.remainder(V - 1)
+    banned = torch.cat([bias.detach()[:-1], torch.tensor([-math.inf], dtype=torch.float64)])
+    log_probs, entropy = token_log_probs(hidden, weight, targets, bias=banned, return_entropy=True)
+    others = token_log_probs(hidden, weight[:-1], targets, bias=banned[:-1], return_entropy=True)
+    torch.testing.assert_close((log_probs, entropy), others)
+    found = torch.autograd.grad((log_probs * rows[0] + entropy * rows[1]).sum(), (hidden, weight), retain_graph=True)
+    want = torch.autograd.grad((others[0] * rows[0] + others[1] * rows[1]).sum(), (hidden, weight), retain_graph=True)
+    torch.testing.assert_close(found, want)
+    logits = torch.tensor([[0.3, -math.inf, 1.0]], dtype=torch.float64, requires_grad=True)
+    kept = entropy_of(torch.log_softmax(logits, -1))
+    (gradient,) = torch.autograd.grad(kept.sum(), logits)
+    assert kept.item() == pytest.approx(entropy_of(torch.log_softmax(logits[:, ::2], -1)).item(), rel=1e-12)
+    assert gradient[0, 1] == 0
+    assert torch.isfinite(gradient).all()

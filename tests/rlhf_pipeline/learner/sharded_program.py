@@ -1,7 +1,8 @@
 """A program for torchrun: a few steps of a sharded learner over a store that is there.
 
-STORE, CHECKPOINTS, first step, last step, dtype, and a checkpoint to start from or "-". The first process prints what
-each step gave, as JSON. Without torchrun it is the same learner in one process.
+STORE, CHECKPOINTS, first step, last step, dtype, a checkpoint to start from or "-", and the loss: "plain", or
+"corrected" for one with a proximal policy and no entropy bonus. The first process prints what each step gave, as JSON.
+Without torchrun it is the same learner in one process.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from safetensors.torch import load_file
 from rlhf_pipeline import GRPOLoss, Learn, TrajectoryReplayBuffer
 from rlhf_pipeline.learner.distributed import shard_policy
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.run.checkpoint import load_checkpoint, save_checkpoint
+from rlhf_pipeline.run.ledger import Ledger
 
 
 def main() -> None:
-    store, checkpoints, first, last, dtype, start = sys.argv[1:7]
+    store, checkpoints, first, last, dtype, start, kind = sys.argv[1:8]
     several = "RANK" in os.environ
     if several:
         dist.init_process_group("gloo")
@@ -38,9 +40,10 @@ def main() -> None:
     shards = shard_policy(policy) if several else None
     is_first = shards is None or shards.is_first
     storage = TrajectoryStorage(store, mode="a" if is_first else "r")
+    corrected = GRPOLoss(policy, entropy_bonus=False, decoupled=True, tis_cap=2.0)
     learner = Learner(
         policy=policy,
-        loss=GRPOLoss(policy, entropy_bonus=True),
+        loss=GRPOLoss(policy, entropy_bonus=True) if kind == "plain" else corrected,
         buffer=TrajectoryReplayBuffer(storage=storage),
         config=Learn(lr=1e-2, token_budget=9),
         max_staleness=100,
@@ -50,15 +53,15 @@ def main() -> None:
         shards=shards,
     )
     if start != "-":
-        state = learner.load(Path(start))
+        state = load_checkpoint(Path(start), learner)
         assert state["note"] == "kept"
     lines = []
     path = Path(checkpoints)
     for step in range(int(first), int(last) + 1):
         lines.append(learner.step(step))
-        path = learner.save(Path(checkpoints), step, state={"note": "kept"}, keep=2)
+        path = save_checkpoint(Path(checkpoints), step, learner, state={"note": "kept"}, keep=2)
     if is_first:
-        kept = ("loss", "grad_norm", "entropy", "ess", "clip_fraction", "num_tokens", "num_trajectories")
+        kept = ("loss", "grad_norm", "entropy", "ess", "ess_sequence", "kl_approx", "clip_fraction", "num_tokens")
         found = [{name: line[name] for name in kept} for line in lines]
         whole = (path / "model.safetensors").is_file()
         weights = (

@@ -13,15 +13,15 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from rlhf_pipeline import Learn, MCAdvantage, TrajectoryReplayBuffer
-from rlhf_pipeline.checkpoint import load_checkpoint
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.learner.distributed import Shards, shard_policy
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
+from rlhf_pipeline.learner.state import read_state
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.report.check import check_run, check_store
-from rlhf_pipeline.report.run_folder import RunFolder
+from rlhf_pipeline.run.folder import RunFolder
 
 PROGRAM = Path(__file__).with_name("sharded_program.py")
 ROOT = Path(__file__).resolve().parents[3]
@@ -39,7 +39,8 @@ def trajectory(number: int, length: int) -> TensorDict:
             "trajectory_id": torch.tensor(number),
             "policy_version": torch.tensor(0),
             "num_prompt_tokens": torch.tensor(2),
-            "task_reward": torch.rand((), generator=generator),
+            # The last group has no spread, so it has no gradient of its own.
+            "task_reward": torch.rand((), generator=generator) if number < 8 else torch.tensor(1.0),
             ("next", "done"): torch.tensor(True),
         }
     )
@@ -55,8 +56,18 @@ def store(tmp_path) -> Path:
     return folder
 
 
-def launch(store: Path, checkpoints: Path, first: int, last: int, *, processes: int, dtype: str, start: str = "-"):
-    arguments = [str(PROGRAM), str(store), str(checkpoints), str(first), str(last), dtype, start]
+def launch(
+    store: Path,
+    checkpoints: Path,
+    first: int,
+    last: int,
+    *,
+    processes: int,
+    dtype: str,
+    start: str = "-",
+    loss: str = "plain",
+):
+    arguments = [str(PROGRAM), str(store), str(checkpoints), str(first), str(last), dtype, start, loss]
     command = [sys.executable, *arguments]
     if processes > 1:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -97,7 +108,28 @@ def test_two_processes_learn_like_one(tmp_path, store):
     policy = scratch_policy("0123456789", hidden_size=16, num_layers=2, num_heads=2, seed=0)
     optimizer = PolicyOptimizer(policy.model, Learn())
     with pytest.raises(DataError, match=r"is damaged: its shards cannot be read"):
-        load_checkpoint(Path(two["path"]), policy=policy, optimizer=optimizer)
+        read_state(Path(two["path"]), policy=policy, optimizer=optimizer)
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_proximal_policy(tmp_path, store):
+    """Corrected against the sampler: the curve of one process, and a checkpoint that goes on in either number."""
+    straight = launch(store, tmp_path / "one", 1, 4, processes=1, dtype="float32", loss="corrected")
+    two = launch(store, tmp_path / "two", 1, 3, processes=2, dtype="float32", loss="corrected")
+    assert_same_curve(two["steps"], straight["steps"][:3], 1e-5)
+    assert straight["steps"][2]["clip_fraction"] > 0
+    for processes in (1, 2):
+        again = launch(
+            store,
+            tmp_path / f"again-{processes}",
+            4,
+            4,
+            processes=processes,
+            dtype="float32",
+            start=two["path"],
+            loss="corrected",
+        )
+        assert_same_curve(again["steps"], straight["steps"][3:], 1e-5)
 
 
 @pytest.mark.slow
@@ -158,7 +190,7 @@ def test_the_command_runs_on_two_processes_and_resumes(tmp_path):
         [{name: row[name] for name in names} for row in two], [{n: row[n] for n in names} for row in one], 1e-5
     )
     assert [row["step"] for row in read_rows(tmp_path / "two" / "ledger.jsonl")] == [1, 2, 3, 4]
-    assert [finding.text for finding in check_run(RunFolder(tmp_path / "two")) if not finding.ok] == []
+    assert [finding.text for finding in check_run(RunFolder.open(tmp_path / "two")) if not finding.ok] == []
     assert [(row["processes"], other["processes"]) for row, other in zip(one, two, strict=True)] == [(1, 2)] * 4
     assert main(["replay", str(tmp_path / "two"), "--from-step", "4"]) == 0  # in one process, up to rounding
 

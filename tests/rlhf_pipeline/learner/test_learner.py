@@ -9,8 +9,8 @@ from tensordict import TensorDict, lazy_stack
 from rlhf_pipeline import GRPOLoss, Learn, MCAdvantage, TrajectoryReplayBuffer
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.learner.ledger import Ledger
 from rlhf_pipeline.policies.new_model import scratch_policy
+from rlhf_pipeline.run.ledger import Ledger
 
 
 def trajectory(number: int, mask: list[int], reward: float, version: int = 0) -> TensorDict:
@@ -81,7 +81,7 @@ def test_the_ledger_names_what_was_used_before_the_weights_move(make_learner):
     learner = make_learner(4096)
     learner.buffer.extend(lazy_stack([TURNS[3], TURNS[2], TURNS[1], TURNS[0]]))
     learner.step(1)
-    (row,) = learner.ledger.rows()
+    (row,) = learner.ledger.rows
     stored = learner.buffer.store.read_scalars("trajectory_id", row["row_ids"])
     assert stored.tolist() == [0, 1, 2, 3]
     assert (row["step"], row["ages"], row["watermark"]) == (1, [0, 0, 0, 0], 4)
@@ -95,7 +95,7 @@ def test_stale_trajectories_are_not_used(make_learner):
     fresh = [trajectory(2, [0, 1, 1], 0.0, version=1), trajectory(3, [0, 1], 1.0, version=1)]
     learner.buffer.extend(lazy_stack(fresh))
     learner.step(2)
-    assert len(learner.ledger.rows()[0]["row_ids"]) == 2
+    assert len(learner.ledger.rows[0]["row_ids"]) == 2
     with pytest.raises(DataError, match=r"the store holds 4\. Collect first, or raise buffer\.max_staleness"):
         learner.step(9)
 
@@ -105,7 +105,7 @@ def test_a_step_that_differs_from_before_the_restart_is_reported(make_learner):
     learner = make_learner(4096)
     learner.buffer.extend(lazy_stack(TURNS[:2]))
     learner.step(1)
-    learner.ledger = Ledger(learner.ledger.path)  # as after a restart
+    learner.ledger = Ledger(learner.ledger.rows.path)  # as after a restart
     learner.buffer.extend(lazy_stack(TURNS[2:]))
     learner.step(1)
     (notice,) = learner.take_notices()
@@ -144,14 +144,13 @@ def test_layouts_do_not_change_what_is_learned(make_learner, layout):
 
 
 def test_a_learner_without_a_ledger_records_nothing(make_learner):
-    """For a replay: the step is computed, and neither ledger nor use counts change."""
+    """For a replay: the step is computed, and nothing is written."""
     learner = make_learner(4096)
     learner.buffer.extend(lazy_stack(TURNS))
-    path = learner.ledger.path
+    path = learner.ledger.rows.path
     learner.ledger = None
     assert learner.step(1)["num_trajectories"] == 4
     assert not path.exists()
-    assert learner.buffer.store.read_scalars("use_count").tolist() == [0, 0, 0, 0]
     with pytest.raises(DefinitionError, match="records nothing"):
         _ = learner.ledger
 
@@ -185,3 +184,161 @@ def test_a_sampler_that_disagrees_with_the_policy_is_reported_once(make_learner)
     assert "loss.tis_cap" in notice
     learner.step(1)
     assert learner.take_notices() == []
+
+
+def spread_out(versions: int = 1) -> list[TensorDict]:
+    """Eight trajectories in four groups, half of them without spread, sampled at log-probs unlike the policy's."""
+    masks = [[0, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 1, 1], [0, 1, 1, 1, 1], [0, 1], [0, 1, 1, 1], [0, 0, 1], [0, 1, 1]]
+    rewards = [1.0, 0.0, 1.0, 1.0, 0.5, 0.0, 0.0, 0.0]
+    rows = [
+        trajectory(n, mask, reward, n % versions) for n, (mask, reward) in enumerate(zip(masks, rewards, strict=True))
+    ]
+    for n, row in enumerate(rows):
+        noise = torch.randn(len(masks[n]), generator=torch.Generator().manual_seed(n))
+        row["log_probs", "full"] = row["log_probs", "full"] - 0.4 + 0.5 * noise
+    return rows
+
+
+FIGURES = ("clip_fraction", "clip_fraction_low", "clip_fraction_high", "kl_approx", "ess", "ess_sequence")
+
+
+@pytest.mark.parametrize("budget", [6, 9, 14, 4096])
+def test_the_figures_are_those_of_all_trajectories_of_the_step(make_learner, budget):
+    """Trajectories without an advantage count in every figure, however the step is cut, and only there."""
+    learner = make_learner(budget)
+    learner.loss.entropy_bonus = False
+    learner.buffer.extend(lazy_stack(spread_out()))
+    with torch.no_grad():
+        whole = learner.loss(learner.buffer.read(learner.buffer.store.ids()))
+    metrics = learner.step(1)
+    names = {**{name: name for name in FIGURES}, "ess": "ESS"}
+    more = {name: name for name in ("entropy", "kl_to_inference", "sampler_gap")}
+    for name, field in (names | more).items():
+        assert metrics[name] == pytest.approx(whole.get(field).item(), rel=1e-5, abs=1e-7), name
+    assert metrics["num_scored_tokens"] == whole.num_tokens.item() == 20
+    assert 0 < metrics["clip_fraction"] < 1
+    assert metrics["ess_sequence"] < 0.99
+
+
+def trained(learner, steps):
+    return [learner.step(step) for step in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize("options", [{"tis_cap": 2.0}, {"icepop": (0.1, 10.0)}])
+def test_the_clip_works_where_the_sampler_is_corrected(make_learner, options):
+    """The ratio is against the policy before the first step on a trajectory: later steps on it are clipped."""
+    learner = make_learner(12, decoupled=True, **options)
+    learner.max_staleness = 8
+    learner.loss.entropy_bonus = False
+    learner.config = dataclasses.replace(learner.config, lr=2e-2)
+    learner.buffer.extend(lazy_stack(spread_out()))
+    ids = learner.buffer.store.ids()
+    batch = learner.buffer.read(ids)
+    tokens, attention, mask = (
+        batch["tokens", "full"],
+        batch["masks", "all_attention_mask"],
+        batch["masks", "all_assistant_mask"],
+    )
+    with torch.no_grad():
+        before = learner.policy.log_probs(tokens, attention, mask).double()
+    first, *later = trained(learner, 3)
+    assert first["kl_approx"] == pytest.approx(0.0, abs=1e-6)
+    assert first["clip_fraction"] == 0.0
+    with torch.no_grad():
+        now = learner.policy.log_probs(tokens, attention, mask).double()
+    gap = (now - before)[mask]
+    fourth = learner.step(4)
+    assert fourth["kl_approx"] == pytest.approx(-gap.mean().item(), rel=1e-4)
+    assert fourth["ess"] == pytest.approx(
+        (gap.exp().sum() ** 2 / (len(gap) * gap.exp().square().sum())).item(), rel=1e-5
+    )
+    assert max(row["clip_fraction"] for row in (*later, fourth)) > 0.05
+
+
+def test_a_resumed_learner_keeps_the_proximal_policy(make_learner, tmp_path):
+    """Saved in the middle of a phase and loaded, the next steps are those of a learner that went on, bit for bit."""
+
+    def make():
+        learner = make_learner(12, decoupled=True, tis_cap=2.0)
+        learner.max_staleness = 8
+        learner.config = dataclasses.replace(learner.config, lr=1e-2)
+        learner.buffer.extend(lazy_stack(spread_out()))
+        return learner
+
+    straight, killed, resumed = make(), make(), make()
+    trained(straight, 4)
+    trained(killed, 2)
+    folder = tmp_path / "state"
+    folder.mkdir()
+    killed.write(folder)
+    resumed.read(folder)
+    for step in (3, 4):
+        metrics = resumed.step(step)
+    for a, b in zip(straight.policy.parameters(), resumed.policy.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert metrics["kl_approx"] != 0.0
+
+
+def test_trajectories_that_are_too_old_are_forgotten(make_learner):
+    """What the proximal policy scored is dropped as soon as no step may ask for it."""
+    learner = make_learner(4096, decoupled=True, tis_cap=2.0)
+    learner.buffer.extend(lazy_stack(spread_out()))
+    learner.step(1)
+    assert len(learner._proximal.row_ids()) == 8
+    learner.buffer.extend(lazy_stack([trajectory(20, [0, 1, 1], 0.0, 1), trajectory(21, [0, 1], 1.0, 1)]))
+    learner.step(2)
+    assert learner._proximal.row_ids().tolist() == [8, 9]
+
+
+def test_a_proximal_log_prob_that_is_not_finite_leaves_the_step(make_learner):
+    """A token that the policy now bans is left out of loss and counts, and is counted in the metrics."""
+    learner = make_learner(12, decoupled=True, tis_cap=2.0)
+    learner.loss.entropy_bonus = False
+    learner.buffer.extend(lazy_stack(spread_out()))
+    banned = 3
+    head = learner.policy.model.lm_head
+    head.bias = torch.nn.Parameter(torch.zeros(len(head.weight)))
+    head.bias.data[banned] = -torch.inf
+    metrics = learner.step(1)
+    batch = learner.buffer.read(learner.buffer.store.ids())
+    lost = int((batch["tokens", "full"] == banned)[batch["masks", "all_assistant_mask"]].sum())
+    assert lost > 0
+    assert metrics["num_unscored_tokens"] == lost
+    assert metrics["num_scored_tokens"] == 20 - lost
+    assert torch.isfinite(torch.tensor(metrics["grad_norm"]))
+
+
+def test_the_kl_to_the_sampler_pulls_on_trajectories_without_an_advantage(make_learner):
+    """With a KL term against the behaviour policy every trajectory has a gradient."""
+    learner = make_learner(12, kl_to_inference_coeff=1.0)
+    learner.loss.entropy_bonus = False
+    learner.buffer.extend(lazy_stack(spread_out()[2:4] + spread_out()[6:8]))
+    metrics = learner.step(1)
+    assert metrics["grad_norm"] > 0
+    assert metrics["loss_kl_to_inference"] > 0
+    assert metrics["loss"] == pytest.approx(metrics["loss_kl_to_inference"], rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"reduction": "sum"}, {"reduction": "none"}, {"aggregation": "none"}])
+def test_a_reduction_that_fixed_weights_would_override_is_refused(make_learner, options):
+    """The learner weighs tokens itself: a loss that sums or does not reduce is named, with what to write instead."""
+    with pytest.raises(DefinitionError, match="sequence_sum"):
+        make_learner(4096, **options)
+
+
+def test_the_mismatch_is_judged_by_its_size(make_learner):
+    """Log-probs that are off up as much as down are reported, though their mean is small; exact ones are not."""
+    quiet, loud = make_learner(4096), make_learner(4096)
+    for learner, error in ((quiet, 0.0), (loud, 1e-3)):
+        learner._check_sampler = True
+        rows = spread_out()
+        for row in rows:
+            mask = row["masks", "all_assistant_mask"]
+            with torch.no_grad():
+                own = learner.policy.log_probs(row["tokens", "full"][None], torch.ones_like(mask)[None])[0]
+            sign = torch.where(torch.arange(len(mask)) % 2 == 0, 1.0, -1.0)
+            row["log_probs", "full"] = torch.where(mask, own + error * sign, torch.nan)
+        learner.buffer.extend(lazy_stack(rows))
+        metrics = learner.step(1)
+        assert metrics["sampler_gap"] == pytest.approx(error, abs=1e-6)
+        assert bool(learner.take_notices()) is (learner is loud)

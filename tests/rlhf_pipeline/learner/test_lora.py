@@ -12,8 +12,8 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.learner.lora import AdaptersOff, add_adapters
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.report.check import check_run
-from rlhf_pipeline.report.run_folder import RunFolder
-from rlhf_pipeline.runtime import run
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.start import run
 from trajectory_store import TrajectoryStore
 
 
@@ -110,7 +110,7 @@ def test_a_run_with_adapters_resumes_bit_for_bit(tmp_path):
     assert all("lora_" in name for name in load_file(files[0]))
     assert any(bool(tensor.any()) for name, tensor in load_file(files[0]).items() if "lora_B" in name)
     assert not (newest(tmp_path / "run") / "model.safetensors").exists()
-    assert [finding.text for finding in check_run(RunFolder(tmp_path / "run")) if not finding.ok] == []
+    assert [finding.text for finding in check_run(RunFolder.open(tmp_path / "run")) if not finding.ok] == []
     with TrajectoryStore.open(tmp_path / "run" / "store") as store:
         ids = store.ids()
         rows = store.read_ragged("ref_log_probs", ids)

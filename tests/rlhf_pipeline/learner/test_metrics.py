@@ -9,14 +9,15 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_pipeline import Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, token_match
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.events import Event
 from rlhf_pipeline.jsonl import read_rows
-from rlhf_pipeline.learner.loggers import with_logger
 from rlhf_pipeline.learner.lora import add_adapters
 from rlhf_pipeline.learner.metrics import ModelCost, data_metrics, known_peak_flops, measured_peak_flops
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.new_model import scratch_policy
-from rlhf_pipeline.runtime import run
+from rlhf_pipeline.run.events import Event
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.loggers import with_logger
+from rlhf_pipeline.run.start import run
 from trajectory_store import TrajectoryStore
 
 
@@ -102,7 +103,7 @@ def test_kl_estimates_are_means_over_the_policys_tokens(tmp_path):
     with TrajectoryStore.open(tmp_path / "run" / "store") as store:
         ids = store.ids()[-12:]
         rows = store.read(ids, ["log_probs", "ref_log_probs", "assistant_mask"])
-        found = data_metrics(store, ids, ages=ids * 0)
+        found = data_metrics(store, ids, ages=ids * 0, uses=ids - ids[0])
     gaps = [
         float(own) - float(reference)
         for i in range(len(ids))
@@ -111,6 +112,7 @@ def test_kl_estimates_are_means_over_the_policys_tokens(tmp_path):
         )
         if mine
     ]
+    assert (found["use_count"], found["use_count_max"]) == (6.5, 12)
     assert found["kl_k1"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-6)
     assert found["kl_k2"] == pytest.approx(sum(g * g / 2 for g in gaps) / len(gaps), rel=1e-6)
     assert found["kl_k3"] == pytest.approx(sum(math.exp(-g) - 1 + g for g in gaps) / len(gaps), rel=1e-6)
@@ -133,6 +135,6 @@ def test_a_missing_logger_is_said_with_the_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     events: list[Event] = []
     with pytest.raises(DefinitionError, match="pip install mlflow"):
-        with_logger("mlflow", tmp_path, events.append)
+        with_logger("mlflow", RunFolder(tmp_path), events.append)
     with pytest.raises(DefinitionError, match=r"Learn\.logger is 'cvs'\. Did you mean 'csv'"):
         Learn(logger="cvs")  # pyright: ignore[reportArgumentType]

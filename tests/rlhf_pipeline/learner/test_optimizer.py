@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from rlhf_pipeline import Learn
-from rlhf_pipeline.checkpoint import load_optimizer, optimizer_tensors
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.learner.optimizer import PolicyOptimizer
+from rlhf_pipeline.learner.optimizer import PolicyOptimizer, learning_rate
+from rlhf_pipeline.learner.state import load_optimizer, optimizer_tensors
 
 
 def model_of(dtype: torch.dtype, seed: int = 0) -> nn.Sequential:
@@ -168,3 +168,59 @@ def test_moments_in_eight_bits_are_saved_and_restored():
     for number in range(2, 4):
         step(second, resumed, number)
     assert torch.equal(straight.weight, second.weight)
+
+
+def test_norms_biases_and_positions_do_not_decay():
+    """With gradients of zero only the matrices shrink, and those of bfloat16 by their masters."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = nn.ModuleDict({"wpe": nn.Embedding(4, 6), "up": nn.Linear(6, 8), "norm": nn.LayerNorm(8)}).to(dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+        optimizer = PolicyOptimizer(model, Learn(lr=0.1, weight_decay=0.5))
+        sum(parameter.sum() * 0.0 for parameter in model.parameters()).backward()
+        optimizer.step(0.1)
+        found = {name: parameter.float().unique().tolist() for name, parameter in model.named_parameters()}
+        shrunk = found.pop("up.weight")
+        assert shrunk == pytest.approx([0.95], rel=1e-2)
+        assert sorted(found) == ["norm.bias", "norm.weight", "up.bias", "wpe.weight"]
+        assert all(values == [1.0] for values in found.values())
+
+
+def test_an_optimizer_with_groups_goes_through_a_checkpoint(tmp_path):
+    """Moments and decay of each group are those of a run that went on."""
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8))
+        return model, PolicyOptimizer(model, Learn(lr=1e-2, weight_decay=0.1))
+
+    straight, killed, resumed = make(), make(), make()
+    train(*straight, range(4))
+    train(*killed, range(2))
+    tensors, groups = optimizer_tensors(killed[1], killed[0])
+    resumed[0].load_state_dict(killed[0].state_dict())
+    load_optimizer(resumed[1], resumed[0], tensors, groups)
+    train(*resumed, range(2, 4))
+    for a, b in zip(straight[0].parameters(), resumed[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447]),
+    ],
+)
+def test_the_learning_rate_rises_and_falls(schedule, rates):
+    """Two steps of warm-up and four after it, by hand; an end of its own does not move with the number of steps."""
+    config = Learn(lr=1.0, steps=6, warmup_steps=2, lr_schedule=schedule)
+    assert [learning_rate(config, step) for step in range(1, 7)] == pytest.approx(rates, abs=1e-6)
+    longer = Learn(lr=1.0, steps=60, warmup_steps=2, lr_schedule=schedule, lr_decay_steps=7)
+    assert [learning_rate(longer, step) for step in range(1, 7)] == pytest.approx(rates, abs=1e-6)
+    assert learning_rate(longer, 50) == (1.0 if schedule == "constant" else 0.0)
+    if schedule != "constant":
+        with pytest.raises(DefinitionError, match="Set lr_decay_steps above"):
+            Learn(lr_schedule=schedule, warmup_steps=9, lr_decay_steps=5)

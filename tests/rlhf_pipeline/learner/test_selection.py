@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -24,10 +25,12 @@ from rlhf_pipeline import (
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.learner.ledger import Ledger
+from rlhf_pipeline.learner.selection import UseCounts, sampler_of
 from rlhf_pipeline.policies.new_model import scratch_policy
-from rlhf_pipeline.rerun import plan_rerun, retake
-from rlhf_pipeline.runtime import run
+from rlhf_pipeline.replay.samplers import as_sampler
+from rlhf_pipeline.run.ledger import Ledger
+from rlhf_pipeline.run.retake import plan_rerun, retake
+from rlhf_pipeline.run.start import run
 
 
 def trajectory(number: int, reward: float, version: int, log_prob: float = -2.0) -> TensorDict:
@@ -106,10 +109,10 @@ def test_a_use_limit_counts_what_the_ledger_says(make_learner):
     """With two uses at most, 16 trajectories fill five batches of six and a rest of two, after a restart too."""
     learner = make_learner(Sample(strategy="uniform", max_uses=2), max_staleness=99)
     sizes = [int(learner.step(step)["num_trajectories"]) for step in range(4, 7)]
-    learner.ledger = Ledger(learner.ledger.path)
+    learner.ledger = Ledger(learner.ledger.rows.path)
     sizes += [int(learner.step(step)["num_trajectories"]) for step in range(7, 10)]
     assert sizes == [6, 6, 6, 6, 6, 2]
-    used = np.concatenate([row["row_ids"] for row in learner.ledger.rows()])
+    used = np.concatenate([row["row_ids"] for row in learner.ledger.rows])
     assert np.bincount(used, minlength=16).tolist() == [2] * 16
     with pytest.raises(DataError, match=r"sample\.strategy=uniform, sample\.max_uses=2"):
         learner.step(10)
@@ -208,3 +211,54 @@ def test_fresh_takes_the_whole_rollout():
     """A batch size beside it would be ignored, so it is refused."""
     with pytest.raises(DefinitionError, match=r"takes all of the newest rollout: no sample\.batch_size"):
         replaying(batch_size=8)
+
+
+NAMES: tuple[str, ...] = get_args(get_type_hints(Sample)["strategy"])
+
+
+def settings_of_sampler(sampler) -> dict[str, object]:
+    """What a strategy is set to, that of its parts included."""
+    found = {name: value for name, value in vars(sampler).items() if isinstance(value, (int, float, str, type(None)))}
+    parts = {name: settings_of_sampler(value) for name, value in vars(sampler).items() if hasattr(value, "select")}
+    return {"kind": type(sampler).__name__, **found, **parts}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_means_the_same_in_a_definition_and_in_a_program(name):
+    """A strategy's class and its settings, those of its parts included, by either door."""
+    tau = {"tau": 8.0} if name == "recency" else {}
+    sample = Sample(strategy=name, max_uses=3, **tau)
+    one = sampler_of(sample, max_staleness=5, updates_per_rollout=1)
+    other = as_sampler(name, max_staleness=5, max_uses=3, **tau)
+    assert settings_of_sampler(one) == settings_of_sampler(other)
+    assert one.seed == 0
+
+
+@pytest.mark.parametrize("name", ["fresh", "priority", "mix", "uniform"])
+def test_a_step_of_a_definition_is_the_step_of_a_program(make_learner, name):
+    """The learner's choice is that of `select_step` with the strategy's name, the seed and the learner's version."""
+    learner = make_learner(Sample(strategy=name), max_staleness=8)
+    rows, _ = learner.chosen_rows(4)
+    size = None if name == "fresh" else learner.batch_size
+    chosen = learner.buffer.select_step(4, size, strategy=name, seed=3, version=3)
+    assert sorted(chosen.tolist()) == sorted(rows.tolist())
+
+
+def test_an_argument_that_a_strategy_does_not_take_is_refused():
+    """Each strategy declares what it takes; another argument is named with what is meant."""
+    with pytest.raises(DefinitionError, match="'uniform' takes no 'tau'"):
+        as_sampler("uniform", tau=8.0)
+    with pytest.raises(DefinitionError, match="Did you mean 'fresh_fraction'"):
+        as_sampler("mix", fresh_fractions=0.5)
+
+
+def test_use_counts_miss_no_step_that_was_passed_over(tmp_path):
+    """Asked for step 2 and then for step 5, the counts hold what steps 2 to 4 used."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for step in range(1, 6):
+        ledger.record({"step": step, "row_ids": [0], "trajectory_ids": [7, 7 + step]})
+    counts = UseCounts(ledger)
+    asked = np.array([7, 8, 9, 10, 11, 12])
+    assert counts.before(2, asked).tolist() == [1, 1, 0, 0, 0, 0]
+    assert counts.before(5, asked).tolist() == [4, 1, 1, 1, 1, 0]
+    assert counts.before(3, asked).tolist() == [2, 1, 1, 0, 0, 0]

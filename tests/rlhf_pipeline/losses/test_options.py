@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from rlhf_pipeline import GRPOLoss
+from rlhf_pipeline import GRPO, GRPOLoss
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.functional.aggregation import spread_token_weights, token_weights
 
@@ -37,10 +38,14 @@ def run(actor, td, **options: Any):
 def test_cispo_keeps_the_gradient_of_clipped_tokens(tiny):
     """Ratios 1, e^.5, e^-.5, e^.1 with A = 1: gradients -1, -1.2, -0.8, -1.105, which a peer gives as 0 twice."""
     actor, td = one_row(tiny, [-1.0, -1.0, -1.0, -1.0], [-1.0, -1.5, -0.5, -1.1], [1.0] * 4)
-    out, gradient = run(actor, td, objective="cispo", reduction="sum")
+    out, gradient = run(actor, td, objective="cispo", reduction="sum", clip_epsilon=0.2)
     assert gradient == pytest.approx([-1.0, -1.2, -0.8, -math.exp(0.1)])
     assert out.clip_fraction_high.item() == 0.25
     assert out.clip_fraction_low.item() == 0.25
+    for options in ({}, {"clip_epsilon": (1.0, 0.2)}):  # as in the paper
+        out, gradient = run(actor, td, objective="cispo", reduction="sum", **options)
+        assert gradient == pytest.approx([-1.0, -1.2, -math.exp(-0.5), -math.exp(0.1)])
+        assert out.clip_fraction_low.item() == 0.0
 
 
 def test_gspo_clips_whole_sequences(tiny):
@@ -116,7 +121,7 @@ def test_kl_estimators_in_the_loss(tiny, kind, value, slope):
 
 
 def test_kl_with_importance_weight(tiny):
-    """With stale samples the KL is weighted by the ratio; a clipped weight has no gradient."""
+    """With stale samples k2 is weighted by a constant: the policy over the sampler, within the clip bounds."""
     actor, td = one_row(tiny, [-1.0, -1.0], [-1.1, -3.0], [0.0, 0.0], ref=[-1.5, -1.5])
     out, gradient = run(
         actor,
@@ -128,7 +133,7 @@ def test_kl_with_importance_weight(tiny):
     )
     w = math.exp(0.1)
     assert out.loss_kl_to_ref.item() == pytest.approx(0.125 * (w + 1.2))
-    assert gradient == pytest.approx([w * 0.5 + w * 0.125, 1.2 * 0.5])
+    assert gradient == pytest.approx([w * 0.5, 1.2 * 0.5])
 
 
 def test_a_reference_that_is_not_finite_has_no_kl(tiny):
@@ -255,3 +260,107 @@ def test_wrong_shapes_and_missing_parts_are_named(tiny):
     td["advantage"] = td["advantage"][:, :4]
     with pytest.raises(DataError, match=r"\[4, 4\] but the tokens have \[4, 9\]"):
         GRPOLoss(policy)(td)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3+"])
+def test_the_weighted_kl_of_a_policy_has_the_exact_gradient_off_policy(estimator, decoupled):
+    """All tokens of a vocabulary, each counted by the sampler's chance: the gradient is that of the KL, exactly."""
+    vocab, g = 7, torch.Generator().manual_seed(0)
+
+    class Bandit(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head_weight = torch.nn.Parameter(torch.randn(vocab, 1, generator=g, dtype=torch.float64))
+
+        def hidden_states(self, input_ids, attention_mask):
+            return torch.ones(*input_ids.shape, 1, dtype=torch.float64)
+
+    policy = Bandit()
+    logits = policy.head_weight.detach()[:, 0]
+    ref = (logits + torch.randn(vocab, generator=g, dtype=torch.float64)).log_softmax(0)
+    sampler = (logits + 0.7 * torch.randn(vocab, generator=g, dtype=torch.float64)).log_softmax(0)
+
+    def after_a_prompt(values):
+        return torch.stack([torch.zeros(vocab, dtype=torch.float64), values], 1)
+
+    mask = torch.tensor([[False, True]] * vocab)
+    td = TensorDict(
+        {
+            "tokens": {"full": torch.tensor([[0, token] for token in range(vocab)])},
+            "masks": {"all_assistant_mask": mask, "all_attention_mask": torch.ones_like(mask)},
+            "log_probs": {"full": after_a_prompt(sampler)},
+            "prox_log_probs": {"full": after_a_prompt(logits.log_softmax(0))},
+            "next": {"ref_log_probs": {"full": after_a_prompt(ref)}},
+            "advantage": torch.zeros(vocab, 2, dtype=torch.float64),
+            "loss_weight": after_a_prompt(sampler.exp()),
+        },
+        [vocab],
+    )
+    log_p = policy.head_weight[:, 0].log_softmax(0)
+    (want,) = torch.autograd.grad((log_p.exp() * (log_p - ref)).sum(), policy.head_weight)
+    out = GRPOLoss(
+        policy,
+        entropy_bonus=False,
+        kl_to_ref_coeff=1.0,
+        kl_estimator=estimator,
+        kl_importance_weight=True,
+        clip_epsilon=(0.999, 1e6),
+        decoupled=decoupled,
+    )(td)
+    (found,) = torch.autograd.grad(out.loss_kl_to_ref, policy.head_weight)
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("key", [("prox_log_probs", "full"), REF])
+def test_a_token_without_a_finite_log_prob_leaves_loss_and_count(tiny, key, bad):
+    """A proximal or reference log-prob that is not finite acts as if the mask had left the token out."""
+    policy = tiny.Policy()
+    td = tiny.make_batch(policy)
+    td["prox_log_probs", "full"] = td[LOG_PROBS] + 0.1
+    hurt, masked = td.clone(), td.clone()
+    hurt[key][0, 5] = bad
+    masked[MASK][0, 5] = False
+    loss = GRPOLoss(policy, decoupled=True, kl_to_ref_coeff=0.1)
+    got, want = loss(hurt), loss(masked)
+    for name, value in want.items():
+        torch.testing.assert_close(got.get(name), value, rtol=1e-5, atol=1e-6, msg=name)
+    assert tiny.relative(tiny.gradient(policy, got.total_loss()), tiny.gradient(policy, want.total_loss())) < 1e-6
+    assert torch.isfinite(GRPOLoss(policy, decoupled=True)(hurt).total_loss())
+
+
+RULES: list[dict[str, Any]] = [
+    {"clip_low": 0.0},
+    {"clip_low": 1.0},
+    {"clip_low": 0.5},
+    {"clip_high": 0.0},
+    {"dual_clip": 0.5},
+    {"dual_clip": 3.0},
+    {"delta": 1.2},
+    {"delta": 1.3},
+    {"tis_cap": 0.0},
+    {"icepop_low": 6.0},
+    {"entropy_coeff": -0.1},
+    {"objective": "cispo", "delta": 2.0},
+]
+
+
+@pytest.mark.parametrize("given", RULES, ids=str)
+def test_a_definition_and_a_loss_accept_the_same(tiny, given):
+    """What `config.GRPO` refuses `GRPOLoss` refuses, and the other way round."""
+    fields: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "icepop_low": 0.5, "icepop": "token", **given}
+    options = {name: value for name, value in fields.items() if name not in ("clip_low", "clip_high", "icepop_low")}
+    options["icepop"] = (fields["icepop_low"], 5.0)
+    clip = (fields["clip_low"], fields["clip_high"])
+
+    def accepts(make) -> bool:
+        try:
+            make()
+        except DefinitionError:
+            return False
+        return True
+
+    one = accepts(lambda: GRPO(**fields))
+    assert one == accepts(lambda: GRPOLoss(tiny.Policy(), clip_epsilon=clip, decoupled=True, **options))
+    assert one == (given in ({"clip_low": 0.5}, {"dual_clip": 3.0}, {"delta": 1.3}))

@@ -47,7 +47,7 @@ RECIPES = {
     # TRL's name of the mean over the tokens of the batch.
     "bnpo": ({"aggregation": "bnpo"}, (-1.2 - 0.5 + 1.1) / 3, [0.0, -0.5 / 3, 1.1 / 3]),
     # -clip(w) A lp: 1.2 x 1, 0.8 x 2, -1.1 x 0.5; clipped tokens keep their gradient.
-    "cispo": ({"objective": "cispo"}, (1.2 + 1.6 - 0.55) / 3, [-1.2 / 3, -0.8 / 3, 1.1 / 3]),
+    "cispo": ({"objective": "cispo", "clip_epsilon": 0.2}, (1.2 + 1.6 - 0.55) / 3, [-1.2 / 3, -0.8 / 3, 1.1 / 3]),
     # s = sqrt(0.75) for both tokens of the first trajectory and 1.1 for the second.
     "gspo": (
         {"objective": "gspo", "aggregation": "sequence_mean", "clip_epsilon": 0.3},
@@ -123,7 +123,8 @@ def plain(policy, td, s: dict[str, Any]):
                     k3 = (-d).exp() - 1 + d
                     kl = {"k2": d**2 / 2, "k3": k3, "k3+": d**2 / 2 + (k3 - d**2 / 2).detach()}[kind]
                     if s.get("kl_importance_weight"):
-                        kl = kl * (lp[t] - lo[t]).exp().clamp(1 - low, 1 + high)
+                        weight = (lp[t] - lb[t]).exp().clamp(1 - low, 1 + high)
+                        kl = kl * (weight if kind == "k3" else weight.detach())
                     loss = loss + s[coefficient] * kl
             total = total + loss * (1 / (len(rows) * len(at)) if s.get("aggregation") == "sequence_mean" else 1 / count)
     return total
@@ -141,7 +142,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "icepop": {"decoupled": True, "icepop": (0.9, 1.2)},
     "sequence mask": {"decoupled": True, "icepop": (0.95, 1.05), "icepop_level": "sequence"},
     "tis and mask": {"decoupled": True, "tis_cap": 1.02, "icepop": (0.94, 1.1), "icepop_level": "sequence"},
-    "decoupled cispo with tis": {"objective": "cispo", "decoupled": True, "tis_cap": 1.1},
+    "decoupled cispo with tis": {
+        "objective": "cispo",
+        "clip_epsilon": (0.2, 0.2),
+        "decoupled": True,
+        "tis_cap": 1.1,
+    },
     "decoupled gspo": {
         "objective": "gspo",
         "decoupled": True,
@@ -153,7 +159,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "k3": {"kl_to_ref_coeff": 0.2, "kl_estimator": "k3"},
     "k3+": {"kl_to_ref_coeff": 0.2, "kl_estimator": "k3+"},
     "both KL terms": {"kl_to_ref_coeff": 0.2, "kl_to_inference_coeff": 0.3, "kl_estimator": "k3"},
-    "weighted KL": {"kl_to_ref_coeff": 0.2, "kl_estimator": "k2", "kl_importance_weight": True},
+    "weighted k2": {"kl_to_ref_coeff": 0.2, "kl_estimator": "k2", "kl_importance_weight": True},
+    "weighted k3": {"kl_to_ref_coeff": 0.2, "kl_estimator": "k3", "kl_importance_weight": True},
+    "weighted k3+": {"kl_to_ref_coeff": 0.2, "kl_estimator": "k3+", "kl_importance_weight": True, "decoupled": True},
     "entropy": {"entropy_coeff": 0.05},
     "everything": {
         "decoupled": True,

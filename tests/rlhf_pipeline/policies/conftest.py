@@ -38,6 +38,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {**LLAMA_LIKE},
     "mistral": {**LLAMA_LIKE, "sliding_window": 5},
     "gemma3_text": {**LLAMA_LIKE, "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8},
+    "gemma3_text-capped": {
+        **LLAMA_LIKE,
+        "head_dim": 8,
+        "sliding_window": 256,
+        "query_pre_attn_scalar": 8,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma2": {
+        **LLAMA_LIKE,
+        "head_dim": 8,
+        "sliding_window": 256,
+        "query_pre_attn_scalar": 8,
+        "final_logit_softcapping": 5.0,
+    },
     "granite": {**LLAMA_LIKE, "logits_scaling": 4.0},
     "phi": {**LLAMA_LIKE},
     "gpt2": {**GPT_LIKE},
@@ -63,6 +77,7 @@ def make_model() -> Callable[..., PreTrainedModel]:
 
     def make(name: str = "qwen2", *, attention: str = "sdpa", seed: int = 0, **changes: Any) -> PreTrainedModel:
         config = AutoConfig.for_model(name.split("-")[0], **{**ARCHITECTURES.get(name, LLAMA_LIKE), **changes})
+        attention = "eager" if name == "gemma2" else attention  # which has no other
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
         with torch.no_grad():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ def _padded(side: str, width: int = 9, pad: int = 0) -> tuple[Tensor, Tensor, li
 @pytest.mark.parametrize(
     "name",
     [
-        *("qwen2", "qwen2-tied", "qwen2-sliding", "llama", "mistral", "gemma3_text", "granite"),
+        *("qwen2", "qwen2-tied", "qwen2-sliding", "llama", "mistral", "gemma3_text", "gemma2", "granite"),
         *("phi", "gpt2", "gpt_neox", "opt"),
     ],
 )
@@ -124,7 +126,7 @@ def test_the_head_sees_only_scored_rows(make_model: Make) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["qwen2-tied", "phi", "granite"])
+@pytest.mark.parametrize("name", ["qwen2-tied", "phi", "granite", "gemma3_text-capped"])
 def test_gradients_equal_those_of_full_logits(name: str, side: str, make_model: Make) -> None:
     """Every parameter's gradient equals autograd through the model's own logits, in float64."""
     model = make_model(name).double()
@@ -388,9 +390,21 @@ def test_the_model_may_be_replaced(make_model: Make) -> None:
 
 
 def test_unsupported_models_are_refused_by_name(make_model: Make) -> None:
-    """Softcapped logits, ALiBi without positions, encoder-decoders, models without a head, other modules."""
-    with pytest.raises(DefinitionError, match=r"Gemma2ForCausalLM: it caps its logits"):
-        CausalLMPolicy(make_model("gemma2", attention="eager", head_dim=8))
+    """ALiBi without positions, models without a head, other modules, caps and heads that are not known here."""
+    model = make_model()
+    model.config.strange_soft_cap = 30.0
+    with pytest.raises(DefinitionError, match=r"its config has strange_soft_cap=30\.0, a cap that is not known"):
+        CausalLMPolicy(model)
+    model = make_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.lm_head = torch.ao.nn.quantized.dynamic.Linear(32, 97)
+    with pytest.raises(DefinitionError, match=r"its head is quantized \(torch\.ao\.nn.*leave the head out of it"):
+        CausalLMPolicy(model)
+    model = make_model()
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(DefinitionError, match=r"its head is a torch\.nn\..*Sequential, not a torch\.nn\.Linear"):
+        CausalLMPolicy(model)
     with pytest.raises(DefinitionError, match="BloomForCausalLM: its forward takes no position_ids"):
         CausalLMPolicy(make_model("bloom", attention="eager"))
     with pytest.raises(DefinitionError, match="no language model head"):
@@ -404,4 +418,78 @@ def test_logits_that_are_changed_unknown_ways_are_refused(make_model: Make) -> N
     model = make_model()
     model.lm_head.register_forward_hook(lambda _m, _i, output: output.tanh())
     with pytest.raises(DefinitionError, match=r"its logits differ from head\(hidden\)"):
+        CausalLMPolicy(model)
+
+
+def changed(model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor]) -> PreTrainedModel:
+    """A model whose own forward pass changes its logits, as code that comes with a checkpoint may."""
+    forward = model.forward
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        out.logits = change(out.logits)
+        return out
+
+    model.forward = own
+    return model
+
+
+@pytest.mark.parametrize("kind", ["cap", "positions"])
+def test_what_shows_only_on_large_logits_or_long_rows_is_refused(make_model: Make, kind: str) -> None:
+    """A soft cap that small logits do not feel, and a scale from the ninth position on, are both found."""
+
+    def change(logits: torch.Tensor) -> torch.Tensor:
+        if kind == "cap":
+            return 30 * torch.tanh(logits / 30)
+        return logits * torch.where(torch.arange(logits.shape[1]) < 8, 1.0, 1.5)[:, None]
+
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e-3)  # as an untrained head: its logits are far below the cap
+    with pytest.raises(DefinitionError, match=r"its logits differ from head\(hidden\)"):
+        CausalLMPolicy(changed(model, change))
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "phi3": {
+        "original_max_position_embeddings": 24,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
+    },
+    "llama": {"max_position_embeddings": 24, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_a_rotary_embedding_that_depends_on_the_batch_is_refused_past_its_limit(make_model: Make, name: str) -> None:
+    """Within the limit a row does not depend on its neighbours; a longer one is refused, and none is sampled."""
+    policy = CausalLMPolicy(make_model(name, **ROPES[name]), eos_token_id=[])
+    assert policy.max_positions == 24
+    ids = torch.randint(2, 97, (2, 24), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(24) < torch.tensor([[12], [24]])
+    together = policy.log_probs(ids, mask)
+    alone = policy.log_probs(ids[:1, :12], mask[:1, :12])
+    torch.testing.assert_close(together[:1, :12], alone, rtol=1e-4, atol=1e-5)
+    with pytest.raises(DefinitionError, match=rf"24 positions \({'where its rotary embedding'}"):
+        policy.log_probs(torch.zeros(1, 25, dtype=torch.int64), torch.ones(1, 25, dtype=torch.bool))
+    (completion,) = policy.generate_groups([ids[0, :12].tolist()], seed=0, max_new_tokens=40)
+    assert len(completion.token_ids) == 12
+    scored = policy.log_probs(
+        torch.tensor([[*ids[0, :12].tolist(), *completion.token_ids]]), torch.ones(1, 24, dtype=torch.bool)
+    )
+    torch.testing.assert_close(scored[0, 12:], torch.as_tensor(completion.log_probs), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("kind", ["adapter on the head", "virtual tokens"])
+def test_adapters_that_do_not_fit_are_named_with_what_to_do(make_model: Make, kind: str) -> None:
+    """An adapter on the head, and one that puts virtual tokens before the prompt."""
+    peft = pytest.importorskip("peft")
+    if kind == "virtual tokens":
+        config = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+        message = r"its adapter 'default' \(PromptTuningConfig\) puts virtual tokens"
+    else:
+        config = peft.LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM")
+        message = r"its head has an adapter \(peft\..*merge_and_unload"
+    model = peft.get_peft_model(make_model(), config)
+    with pytest.raises(DefinitionError, match=message):
         CausalLMPolicy(model)

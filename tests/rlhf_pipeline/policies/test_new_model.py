@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from pathlib import Path
 
@@ -171,3 +172,11 @@ def test_bad_alphabets_are_refused() -> None:
             scratch_policy(alphabet)
     with pytest.raises(DefinitionError, match="hidden_size is 10"):
         scratch_policy("ab", hidden_size=10, num_heads=4)
+
+
+def test_a_line_without_spaces_costs_no_more_than_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """300,000 letters in one word take seconds, not minutes; it is said that the word was cut."""
+    text = tmp_path / "letters.txt"
+    text.write_text("".join(random.Random(0).choices("abcdefghij", k=300_000)))
+    new_model(tmp_path / "model", text_file=text, **SMALL)
+    assert "a line of 300000 characters has a stretch of more than 1000 without a space" in caplog.text

@@ -33,7 +33,7 @@ def _worst_gap(model: PreTrainedModel, oracle: Oracle, completions: list[Complet
 @pytest.mark.parametrize(
     "name",
     [
-        *("qwen2", "qwen2-tied", "qwen2-sliding", "llama", "mistral", "gemma3_text", "granite"),
+        *("qwen2", "qwen2-tied", "qwen2-sliding", "llama", "mistral", "gemma3_text", "gemma2", "granite"),
         *("phi", "gpt2", "gpt_neox", "opt"),
     ],
 )

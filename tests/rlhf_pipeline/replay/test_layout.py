@@ -6,8 +6,8 @@ from tensordict import lazy_stack
 from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline import keys
+from rlhf_pipeline.data.trajectories import unjagged
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.padding import from_jagged
 from rlhf_pipeline.replay._transfer import DeviceRing, pack, plan, unpack
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.schema import trajectory_schema
@@ -85,7 +85,7 @@ def test_jagged_by_default(make, make_rows):
     rb.extend(lazy_stack(make_rows([4, 5, 6, 7])))
     batch = rb.sample()
     assert batch[keys.TOKENS].is_nested
-    rows, lengths = batch["index"].tolist(), from_jagged(batch[keys.TOKENS])[1].tolist()
+    rows, lengths = batch["index"].tolist(), unjagged(batch[keys.TOKENS]).lengths.tolist()
     assert lengths == [4 + i for i in rows]
     assert rb.sample_step(0, 2)[keys.LOG_PROBS].is_nested
     assert rb.sample_step(0, 2, layout="padded")[keys.TOKENS].shape[0] == 2

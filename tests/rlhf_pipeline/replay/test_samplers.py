@@ -11,6 +11,7 @@ from tensordict import lazy_stack
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.replay._group_samplers import most_varied
 from rlhf_pipeline.replay.samplers import (
+    STRATEGIES,
     FreshSampler,
     GroupSampler,
     MixSampler,
@@ -329,3 +330,11 @@ def test_arguments():
     assert type(as_sampler("group", group_size=4)) is GroupSampler
     assert type(as_sampler("success", buckets=3)) is SuccessSampler
     assert type(as_sampler("variance", members=4)) is VarianceSampler
+
+
+@pytest.mark.parametrize("name", sorted(set(STRATEGIES) - {"consuming", "mix", "staleness"}))
+def test_the_seed_is_zero_unless_given(storage, name):
+    """By TorchRL's interface a strategy draws what `select` draws with its seed, and that is 0."""
+    for sampler, seed in ((as_sampler(name), 0), (as_sampler(name, seed=5), 5), (type(as_sampler(name))(), 0)):
+        drawn, _ = sampler.sample(storage, 2)
+        assert drawn.tolist() == pick(sampler, storage, 2, seed=seed)

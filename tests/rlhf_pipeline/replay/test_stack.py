@@ -6,8 +6,9 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from rlhf_pipeline import keys
+from rlhf_pipeline.data.trajectories import trajectories_of
 from rlhf_pipeline.replay._stack import stack_data
-from rlhf_pipeline.replay._write import append_data, trajectories_of
+from rlhf_pipeline.replay._write import append_data
 from rlhf_pipeline.replay.schema import trajectory_schema
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from trajectory_store import Column, RaggedArray, TrajectoryStore

@@ -262,23 +262,25 @@ def test_writing_to_a_slot_replaces_it(storage, make_rows, tmp_path):
 
 
 def test_mutable_scalars(storage, make_rows, tmp_path):
-    """Use counts and priorities change in place and another handle sees them at once."""
+    """Use counts and priorities change: here at once, in another handle after a refresh."""
     put(storage, lazy_stack(make_rows([4, 5, 6])))
     other = TrajectoryStorage(tmp_path / "store", mode="r")
     assert storage.get([0, 1])[keys.PRIORITY].tolist() == [1.0, 1.0]
     ids = storage.row_ids([0, 2])
     storage.update(ids, use_count=[1, 2], priority=torch.tensor([0.5, 0.25]))
+    assert storage.get([0, 1, 2])[keys.USE_COUNT].tolist() == [1, 0, 2]
+    other.refresh()
     assert other.get([0, 1, 2])[keys.USE_COUNT].tolist() == [1, 0, 2]
     assert other.get([0, 1, 2])[keys.PRIORITY].tolist() == [0.5, 1.0, 0.25]
     other.close()
 
 
 def test_scored_later(storage, make_rows):
-    """Reference log-probs that come from elsewhere arrive as a patch."""
+    """Reference log-probs that come from elsewhere arrive as an update."""
     rows = make_rows([4, 5], ref=False)
     put(storage, lazy_stack(rows))
     ref = np.array([np.nan, np.nan, -0.5, -0.25], np.float32)
-    storage.patch(storage.row_ids([0]), ref_log_probs=[ref])
+    storage.update(storage.row_ids([0]), ref_log_probs=[ref])
     assert storage.get([0])[keys.REF_LOG_PROBS][0].tolist() == [0.0, 0.0, -0.5, -0.25]
 
 
@@ -477,7 +479,7 @@ def test_keys_without_a_column_are_named_once(storage, make_rows, caplog):
     with caplog.at_level(logging.WARNING, logger="rlhf_pipeline"):
         put(storage, lazy_stack(rows))
         put(storage, lazy_stack(rows))
-    assert [r.getMessage().count("unheard_of") for r in caplog.records] == [1]
+    assert ["unheard_of" in r.getMessage() for r in caplog.records] == [True]
 
 
 def test_bfloat16_and_graphs_are_stored_as_numbers(storage, make_rows):

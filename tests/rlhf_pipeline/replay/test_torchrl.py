@@ -12,8 +12,14 @@ from torchrl.data.replay_buffers import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import ConsumingSampler as TorchRLConsumingSampler
 from torchrl.data.replay_buffers.samplers import PromptGroupSampler, RandomSampler, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.samplers import StalenessAwareSampler as TorchRLStaleness
+from torchrl.data.replay_buffers.writers import (
+    ImmutableDatasetWriter,
+    TensorDictMaxValueWriter,
+    TensorDictRoundRobinWriter,
+)
+from torchrl.envs import Compose
 
-from rlhf_pipeline import keys
+from rlhf_pipeline import KLRewardTransform, keys
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.samplers import ConsumingSampler, StalenessAwareSampler
@@ -32,8 +38,6 @@ def make(tmp_path, make_rows):
         if storage is None:
             storage = TrajectoryStorage(tmp_path / f"store{len(made)}", text=text)
         made.append(storage)
-        if kind is not TrajectoryReplayBuffer:
-            kwargs["collate_fn"] = collated
         rb = kind(storage=storage, **kwargs)
         if rows:
             rb.extend(lazy_stack(make_rows([4 + i % 3 for i in range(rows)])))
@@ -362,3 +366,169 @@ def test_data_loader_with_workers(make, make_rows, method):
     del loader
     assert rb.storage.store.verify().ok
     assert len(rb) == 12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_place_writes_reach_the_store(make, kind, tmp_path):
+    """`set_`, `set_at_` and `update_` are seen by another reader of the store, mutable column or not."""
+    rb = make(kind)
+    rb.set_("priority", torch.arange(8.0))
+    rb.set_at_("priority", torch.tensor([20.0, 30.0]), [2, 3])
+    rb.update_({"task_reward": torch.full((8,), 0.5), "use_count": torch.ones(8, dtype=torch.int64)})
+    rb.update_({"priority": torch.zeros(8), "advantage": torch.arange(8.0)}, keys_to_update=["advantage"])
+    other = TrajectoryStorage(rb.storage.store.path, mode="r")[:]
+    assert other["priority"].tolist() == [0.0, 1.0, 20.0, 30.0, 4.0, 5.0, 6.0, 7.0]
+    assert other["task_reward"].tolist() == [0.5] * 8
+    assert other["use_count"].tolist() == [1] * 8
+    assert other["advantage"].tolist() == list(range(8))
+
+
+def test_keys_are_set_as_columns(make):
+    """`rb["priority"] = ...` writes the column, in the slots' order; what is taken out of `rb[:]` is a copy."""
+    rb = make()
+    rb["priority"] = torch.arange(8.0)
+    assert rb[:]["priority"].tolist() == list(range(8))
+    taken = rb[:].clone()
+    taken.set_("priority", torch.zeros(8))
+    assert rb[:]["priority"].tolist() == list(range(8))
+    assert pickled(rb[:])["priority"].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("key", ["nothing", ("next", "reward"), keys.ROW_ID])
+def test_what_no_column_holds_cannot_be_set(make, key):
+    """The message names the columns; nothing is written."""
+    rb = make()
+    with pytest.raises(KeyError, match="not a column"):
+        rb.set_(key, torch.zeros(8))
+    with pytest.raises(DataError, match=r"storage\.update\(row_ids, log_probs="):
+        rb.set_(keys.LOG_PROBS, torch.zeros(8))
+    with pytest.raises(DataError, match="3 values for 8"):
+        rb.set_("priority", torch.zeros(3))
+    assert rb[:]["priority"].tolist() == [1.0] * 8
+
+
+def test_a_writer_of_torchrl_keeps_its_meaning(make, make_rows, tmp_path):
+    """A read-only buffer does not write; round robin goes on after what is there; a name is told its own argument."""
+    filled = make()
+    immutable = make(storage=filled.storage, rows=0, writer=ImmutableDatasetWriter())
+    with pytest.raises(RuntimeError, match="doesn't allow writing"):
+        immutable.extend(lazy_stack(make_rows([4])))
+    assert len(filled) == 8
+    turning = make(storage=filled.storage, rows=0, writer=TensorDictRoundRobinWriter)
+    assert turning.extend(lazy_stack(make_rows([4, 5], first_group=9))).tolist() == [8, 9]
+    with pytest.raises(DefinitionError, match="need no names"):
+        make(storage=filled.storage, rows=0, writer="collector-0")
+    with pytest.raises(DefinitionError, match="keeps the newest"):
+        make(storage=filled.storage, rows=0, writer=TensorDictMaxValueWriter(rank_key="task_reward"))
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+def test_torchrl_buffers_need_no_collate_fn(tmp_path, make_rows, kind):
+    """A storage of trajectories gives batches that are ready, in TorchRL's own buffers too."""
+    rb = kind(storage=TrajectoryStorage(tmp_path / "store"), batch_size=4)
+    rb.extend(lazy_stack(make_rows([4, 5, 6])))
+    assert rb.sample()[keys.TOKENS].shape[0] == 4
+    assert rb[[0, 2]][keys.TOKENS].shape == (2, 6)
+    rb.storage.close()
+
+
+EXTRA = {"step_count": "int64", ("next", "step_count"): "int64", ("next", "score"): "float32", "note": "str"}
+
+
+@pytest.fixture
+def noted(make_rows):
+    """Trajectories with keys that the schema does not know."""
+    rows = make_rows([4, 5, 6, 7])
+    for i, row in enumerate(rows):
+        row["step_count"], row["next", "step_count"] = torch.tensor(i), torch.tensor([i + 1])
+        row["next", "score"], row["note"] = torch.tensor(i / 2), f"note {i}"
+    return rows
+
+
+def test_further_keys_on_request(tmp_path, noted, to_form, form):
+    """`extra` makes columns of them, in a new store and in one that exists; batches and views have them back."""
+    TrajectoryStorage(tmp_path / "old").close()
+    for name in ("new", "old"):
+        rb = TrajectoryReplayBuffer(storage=TrajectoryStorage(tmp_path / name, extra=EXTRA), batch_size=4)
+        rb.extend(to_form(noted, form))
+        batch = rb.read(rb.store.ids(), text=True)
+        assert batch["step_count"].tolist() == [0, 1, 2, 3]
+        assert batch["next", "step_count"].tolist() == [1, 2, 3, 4]
+        assert batch["next", "score"].tolist() == [0.0, 0.5, 1.0, 1.5]
+        assert list(batch["note"]) == [f"note {i}" for i in range(4)]
+        assert rb[:]["next", "step_count"].tolist() == [1, 2, 3, 4]
+        rb.set_(("next", "score"), torch.ones(4))
+        assert rb.storage.get(2)["next", "score"].item() == 1.0
+        rb.storage.close()
+    with pytest.raises(DefinitionError, match="no column note"):
+        TrajectoryStorage(make_plain(tmp_path), mode="r", extra={"note": "str"})
+
+
+def make_plain(folder):
+    """The path of a store without further columns."""
+    TrajectoryStorage(folder / "plain").close()
+    return folder / "plain"
+
+
+def test_what_is_not_kept_is_said_with_the_way_to_keep_it(tmp_path, noted, caplog, monkeypatch):
+    """Once per key, with the argument that keeps it; parts of the tokens can be derived and are not reported."""
+    monkeypatch.setattr("rlhf_pipeline.replay._write._reported", set())
+    for row in noted:
+        row["tokens", "response"] = row["tokens", "full"][2:]
+        row["weights"] = torch.ones(len(row["tokens", "full"]))
+    rb = TrajectoryReplayBuffer(storage=tmp_path / "store")
+    with caplog.at_level("WARNING", "rlhf_pipeline"):
+        rb.extend(lazy_stack(noted))
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "extra={('next', 'score'): 'float32'}" in said
+    assert "extra={'note': 'str'}" in said
+    assert "extra=[Column('weights', 'float32', ragged=True)]" in said
+    assert "response" not in said
+    rb.storage.close()
+
+
+def test_token_values_of_a_whole_buffer(make, make_rows):
+    """`rb[:]` reads them when they are asked for: ragged, as a list, or padded; prompt and response apart."""
+    rb = make(transform=MCAdvantage(2))
+    view = rb[:]
+    full = view.get(keys.TOKENS, as_list=True)
+    assert [len(row) for row in full] == [4 + i % 3 for i in range(8)]
+    assert [row.tolist() for row in view[keys.TOKENS].unbind()] == [row.tolist() for row in full]
+    for name, part in (("prompt", slice(None, 2)), ("response", slice(2, None))):
+        got = view.get(("tokens", name), as_list=True)
+        assert [row.tolist() for row in got] == [row[part].tolist() for row in full]
+    padded = view.get(("log_probs", "response"), as_padded_tensor=True, padding_value=5.0)
+    assert padded.shape == (8, 4)
+    assert padded[0, 2:].tolist() == [5.0, 5.0]
+    batch = rb.read(rb.store.ids())
+    for key in (keys.REWARD, keys.KL_PENALTY, keys.REF_LOG_PROBS, keys.ASSISTANT_MASK):
+        want = batch.get(key) if key in batch.keys(True) else rb.read(rb.store.ids(), keys=[key])[key]
+        for i, row in enumerate(view.get(key, as_list=True)):
+            assert torch.equal(row, want[i, : len(row)])
+    assert view["next", "policy_version"].tolist() == [3] * 8
+    assert view.get("nothing", None) is None
+    with pytest.raises(KeyError):
+        view["nothing"]
+
+
+def test_a_view_goes_through_the_write_path_unchanged(make, make_rows):
+    """`rb[:]` of a buffer with KL transforms: what is stored is not scored again."""
+    rb = make(rows=0, transform=Compose(MCAdvantage(2), KLRewardTransform(coef=0.1)))
+    rb.extend(lazy_stack(make_rows([4, 5])))
+    assert len(rb[:]) == 2
+    assert rb[:]["advantage"].abs().sum() > 0
+
+
+@pytest.mark.parametrize("sampler", [None, "priority"])
+def test_priorities_are_a_column(make, sampler):
+    """`update_priority` and `update_tensordict_priority` reach the store, whatever the sampler."""
+    rb = make(sampler=sampler, batch_size=3)
+    rb.update_priority(torch.tensor([0, 1]), torch.tensor([5.0, 6.0]))
+    rb.update_priority([7], 9.0)
+    assert rb[:]["priority"].tolist() == [5.0, 6.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0]
+    batch = rb.read(rb.storage.row_ids([2, 3]))
+    batch["index"], batch["td_error"] = torch.tensor([2, 3]), torch.tensor([[1.0, 4.0], [3.0, 2.0]])
+    rb.update_tensordict_priority(batch)
+    assert TrajectoryStorage(rb.storage.store.path, mode="r")[:]["priority"].tolist()[2:4] == [4.0, 3.0]
+    with pytest.raises(KeyError, match="td_error"):
+        rb.update_tensordict_priority(batch.exclude("td_error"))

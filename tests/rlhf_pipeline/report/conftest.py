@@ -12,6 +12,7 @@ import pytest
 
 from rlhf_pipeline import definitions
 from rlhf_pipeline.config_text import to_json
+from rlhf_pipeline.files import new_folder
 from rlhf_pipeline.jsonl import append_row
 from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore
 
@@ -71,6 +72,8 @@ def write_run(
             row = {"step": step, "row_ids": ids.tolist(), "watermark": store.watermark, "ages": [update] * len(ids)}
             append_row(folder / "ledger.jsonl", row)
     store.close()
+    with new_folder(folder / "checkpoints" / "step-00000000") as checkpoint:
+        (checkpoint / "state.json").write_text('{"step": 0}')
     return folder
 
 

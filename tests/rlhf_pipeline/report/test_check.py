@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from rlhf_pipeline.files import new_folder
 from rlhf_pipeline.report.check import Finding, check_run, check_store
-from rlhf_pipeline.report.run_folder import RunFolder
+from rlhf_pipeline.run.folder import RunFolder
 
 
 def damage(folder: Path) -> list[Finding]:
     """Return what is wrong with a run."""
-    return [finding for finding in check_run(RunFolder(folder)) if not finding.ok]
+    return [finding for finding in check_run(RunFolder.open(folder)) if not finding.ok]
 
 
 def rewrite(file: Path, change: object) -> None:
@@ -26,20 +27,20 @@ def rewrite(file: Path, change: object) -> None:
 def checkpoint(folder: Path, step: int) -> Path:
     """Write the files of a checkpoint."""
     made = folder / "checkpoints" / f"step-{step:08}"
-    made.mkdir(parents=True)
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        save_file({"w": np.zeros(100, np.float32)}, made / name)
-    for name in ("state.json", "config.json"):
-        (made / name).write_text("{}")
+    with new_folder(made) as temporary:
+        save_file({"w": np.zeros(100, np.float32)}, temporary / "model.safetensors")
+        (temporary / "state.json").write_text("{}")
     return made
 
 
 def test_whole_run(run_dir: Path):
     """A run as it was written is whole, each part is named."""
     checkpoint(run_dir, 10)
-    findings = list(check_run(RunFolder(run_dir)))
+    findings = list(check_run(RunFolder.open(run_dir)))
     assert all(finding.ok for finding in findings)
-    assert {"store", "metrics.jsonl", "ledger.jsonl", "ledger ids", "checkpoints"} == {item.part for item in findings}
+    assert {"run", "store", "metrics.jsonl", "ledger.jsonl", "ledger ids", "checkpoints"} == {
+        item.part for item in findings
+    }
 
 
 def test_flipped_bit(run_dir: Path):
@@ -100,7 +101,7 @@ def test_torn_line_is_told_and_no_damage(run_dir: Path):
     """A torn last line is what a kill leaves; it is said and does not count."""
     file = run_dir / "ledger.jsonl"
     file.write_bytes(file.read_bytes() + b'{"step": 13, "row')
-    findings = list(check_run(RunFolder(run_dir)))
+    findings = list(check_run(RunFolder.open(run_dir)))
     assert all(finding.ok for finding in findings)
     assert any("last line is torn" in finding.text for finding in findings)
 
@@ -109,7 +110,7 @@ def test_damaged_line(run_dir: Path):
     """A line in the middle that is not JSON is damage, and the store is checked all the same."""
     file = run_dir / "metrics.jsonl"
     file.write_text("nonsense\n" + file.read_text())
-    findings = list(check_run(RunFolder(run_dir)))
+    findings = list(check_run(RunFolder.open(run_dir)))
     assert any("metrics.jsonl:1" in finding.text for finding in findings if not finding.ok)
     assert any(finding.part == "store" and finding.ok for finding in findings)
 
@@ -125,6 +126,6 @@ def test_damaged_checkpoint(run_dir: Path):
     made = checkpoint(run_dir, 10)
     weights = made / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    assert any("step-00000010/model.safetensors has" in finding.text for finding in damage(run_dir))
+    assert any("step-00000010: model.safetensors has" in finding.text for finding in damage(run_dir))
     weights.unlink()
-    assert any("step-00000010 lacks model.safetensors" in finding.text for finding in damage(run_dir))
+    assert any("step-00000010: it has no model.safetensors" in finding.text for finding in damage(run_dir))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.report.html import write_report
-from rlhf_pipeline.report.run_folder import RunFolder
+from rlhf_pipeline.run.folder import RunFolder
 from trajectory_store import Column, Schema, TrajectoryStore
 
 from .conftest import write_run
@@ -38,7 +38,7 @@ class Tags(HTMLParser):
 
 def page_of(folder: Path) -> str:
     """Write the report and return the page."""
-    written = write_report(RunFolder(folder))
+    written = write_report(RunFolder.open(folder))
     assert [path.name for path in written] == ["reward.svg", "report.html"]
     return written[1].read_text()
 
@@ -87,6 +87,34 @@ def test_browser_spans_the_run(tmp_path: Path):
     versions = {item["policy_version"] for item in data_of(page_of(run_dir))}
     assert len(versions) == 8
     assert {0, 58} <= versions
+
+
+def test_flat_curves_are_shown(run_dir: Path):
+    """A figure that never changes is a level line, and not left out."""
+    page = page_of(run_dir)
+    for title in ("effective sample size (share)", "gradient norm", "entropy (nats per token)"):
+        assert f"<title>{title}</title>" in page
+    assert "<title>KL to the reference" not in page  # null in every step
+
+
+def test_text_in_pictures_is_as_large_on_a_phone(run_dir: Path):
+    """Each picture on a narrow page is drawn about as wide as it is shown, so that its text is not scaled down."""
+    page = page_of(run_dir)
+    broad, rest = page.split('<div class="card narrow">')
+    assert 'viewBox="0 0 720 360"' in broad
+    widths = [int(width) for width in re.findall(r'viewBox="0 0 (\d+) ', rest)]
+    assert widths
+    assert all(13 * 340 / width >= 12 for width in widths)
+    assert "@media (max-width: 600px) { .broad { display: none; } .narrow { display: block; }" in page
+
+
+def test_the_browser_spans_each_version(tmp_path: Path):
+    """Of a version with many groups whole ones are shown, from the first to the last that arrived; the page says so."""
+    page = page_of(write_run(tmp_path / "run", num_rollouts=2, prompts=60, group_size=4))
+    groups = [item["group_id"] for item in data_of(page) if item["policy_version"] == 0]
+    assert {0, 59} <= set(groups)
+    assert [groups.count(group) for group in dict.fromkeys(groups)] == [4] * 6
+    assert "48 trajectories of 480: whole groups" in page
 
 
 def test_stored_text_is_never_markup(tmp_path: Path):

@@ -12,9 +12,9 @@ import pytest
 
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.inspect import Inspection, histogram, inspect_store
-from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.stored import Stored
 from rlhf_pipeline.rewards import token_match
+from rlhf_pipeline.run.folder import RunFolder
 from trajectory_store import TrajectoryStore
 
 from .conftest import write_run
@@ -22,7 +22,7 @@ from .conftest import write_run
 
 def inspect(folder: Path, reward: Any = token_match) -> Inspection:
     """Inspect a run with a reward function."""
-    run = RunFolder(folder)
+    run = RunFolder.open(folder)
     with Stored(run.store_path) as stored:
         return inspect_store(stored, run=run, reward=reward)
 
@@ -124,7 +124,7 @@ def test_partial_rollouts_are_not_compared(run_dir: Path):
 
 def test_without_reward_function(run_dir: Path):
     """Without a reward function the counts are there, and why there is no check."""
-    run = RunFolder(run_dir)
+    run = RunFolder.open(run_dir)
     with Stored(run.store_path) as stored:
         found = inspect_store(stored, run=run, reward=None, why_no_reward="the file is gone")
     assert found.num_trajectories == 48

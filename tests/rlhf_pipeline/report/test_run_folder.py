@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.errors import DataError, MissingPathError
-from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.stored import open_run_or_store
+from rlhf_pipeline.run.folder import RunFolder
 
 
 def test_reads_what_a_run_wrote(run_dir: Path):
     """Configuration, one metrics row per step, the curve and the ledger come back."""
-    run = RunFolder(run_dir)
+    run = RunFolder.open(run_dir)
     assert run.config.definition == "copy_digits"
     assert run.config.overrides[0] == ("collect.prompts_per_rollout", "2")
     assert [row["step"] for row in run.metrics] == list(range(1, 13))
@@ -28,7 +28,7 @@ def test_torn_last_line(run_dir: Path):
     for name in ("metrics.jsonl", "ledger.jsonl"):
         file = run_dir / name
         file.write_bytes(file.read_bytes()[:-20])
-    run = RunFolder(run_dir)
+    run = RunFolder.open(run_dir)
     assert len(run.metrics) == 11
     assert len(run.ledger) == 11
 
@@ -39,7 +39,7 @@ def test_damaged_line_in_the_middle(run_dir: Path):
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join([*lines[:3], '{"step": 4, "lo\n', *lines[4:]]))
     with pytest.raises(DataError, match=r"metrics\.jsonl:4: this line is not JSON"):
-        RunFolder(run_dir).metrics  # noqa: B018 - read on access
+        RunFolder.open(run_dir).metrics  # noqa: B018 - read on access
 
 
 def test_line_without_step(run_dir: Path):
@@ -47,29 +47,20 @@ def test_line_without_step(run_dir: Path):
     file = run_dir / "metrics.jsonl"
     file.write_text(file.read_text() + '{"loss": 1}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl:13: this line has no whole number 'step'"):
-        RunFolder(run_dir).metrics  # noqa: B018 - read on access
-
-
-def test_repeated_steps(run_dir: Path):
-    """Where a step is there twice, the later line counts."""
-    file = run_dir / "metrics.jsonl"
-    file.write_text(file.read_text() + '{"step": 12, "loss": 7.5}\n')
-    run = RunFolder(run_dir)
-    assert len(run.metrics) == 12
-    assert run.metrics[-1]["loss"] == 7.5
+        RunFolder.open(run_dir).metrics  # noqa: B018 - read on access
 
 
 def test_missing_run_names_the_runs_there(run_dir: Path):
     """A path that is no run names the nearest run."""
     with pytest.raises(MissingPathError, match=r"does not exist\. Did you mean '.*/demo'\?"):
-        RunFolder(run_dir.with_name("dem"))
+        RunFolder.open(run_dir.with_name("dem"))
 
 
 def test_no_runs_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Where there is no run at all, the way to make one is said."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(MissingPathError, match="rlhf-pipeline run copy_digits"):
-        RunFolder(tmp_path / "x")
+        RunFolder.open(tmp_path / "x")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +75,7 @@ def test_damaged_config(run_dir: Path, text: str, pattern: str):
     """A config.json that cannot be read says why and what to do."""
     (run_dir / "config.json").write_text(text)
     with pytest.raises(DataError, match=pattern):
-        RunFolder(run_dir)
+        RunFolder.open(run_dir)
 
 
 def test_run_or_store(run_dir: Path):
@@ -96,5 +87,9 @@ def test_run_or_store(run_dir: Path):
     assert inner is not None
     (run_dir / "store").rename(run_dir.parent / "alone")
     assert open_run_or_store(run_dir.parent / "alone")[0] is None
+    with pytest.raises(MissingPathError, match=r"the store of the run .* is gone.*Restore it from a copy.*verify"):
+        open_run_or_store(run_dir)
+    for name in ("metrics.jsonl", "ledger.jsonl"):
+        (run_dir / name).unlink()
     with pytest.raises(MissingPathError, match="has stored nothing yet"):
         open_run_or_store(run_dir)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rlhf_pipeline.report.run_folder import RunFolder
 from rlhf_pipeline.report.samples import Trajectory, before_and_after, read_trajectories, typical_of_first_and_last
 from rlhf_pipeline.report.show import brief, full
 from rlhf_pipeline.report.stored import Stored
 from rlhf_pipeline.report.tokens import TokenTexts
+from rlhf_pipeline.run.folder import RunFolder
 
 from .conftest import write_run
 
@@ -96,7 +96,7 @@ def test_brief_is_one_line_each():
 
 def test_pieces_by_character_or_id(run_dir: Path):
     """Without a tokenizer a text with as many characters as tokens is taken apart; else ids are shown."""
-    texts = TokenTexts(RunFolder(run_dir))
+    texts = TokenTexts(RunFolder.open(run_dir))
     assert texts.pieces([1, 2, 3], 2, "a=", "b") == ["a", "=", "b"]
     assert texts.pieces([9, 1, 2, 3, 8], 3, "a=", "b") == ["[9]", "a", "=", "b", "[8]"]
     assert texts.pieces([1, 2, 3], 1, "long prompt", "bcdef") == ["[1]", "[2]", "[3]"]
@@ -109,7 +109,7 @@ def test_pieces_by_tokenizer(run_dir: Path):
     folder = run_dir / "checkpoints" / "step-00000010"
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    texts = TokenTexts(RunFolder(run_dir))
+    texts = TokenTexts(RunFolder.open(run_dir))
     assert texts.pieces([1, 0, 99], 1, "two", "one ?") == ["two", "one", "[99]"]
 
 
@@ -122,12 +122,12 @@ def test_pieces_of_split_characters(run_dir: Path):
     folder = run_dir / "checkpoints" / "step-00000010"
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    assert TokenTexts(RunFolder(run_dir)).pieces([0, 1, 2], 0, "", "") == ["\\xe2", "\\x82", "\\xac"]
+    assert TokenTexts(RunFolder.open(run_dir)).pieces([0, 1, 2], 0, "", "") == ["\\xe2", "\\x82", "\\xac"]
 
 
 def test_reads_a_trajectory_whole(run_dir: Path):
     """What was stored comes back: tokens, mask, log-probs without NaN, scalars and context."""
-    run = RunFolder(run_dir)
+    run = RunFolder.open(run_dir)
     with Stored(run.store_path) as stored:
         item = read_trajectories(stored, np.array([47]), TokenTexts(run))[0]
     assert (item.id, item.group_id, item.trajectory_id, item.policy_version) == (47, 11, 47, 10)
@@ -152,8 +152,8 @@ def test_typical_is_near_the_mean(run_dir: Path):
 
 def test_before_and_after(run_dir: Path, tmp_path: Path):
     """Two aligned lines; nothing to compare after one rollout."""
-    lines = before_and_after(RunFolder(run_dir))
+    lines = before_and_after(RunFolder.open(run_dir))
     assert [line.split()[0] for line in lines] == ["before", "after"]
     assert lines[0].index("->") == lines[1].index("->")
     assert "reward 1.00" in lines[1]
-    assert before_and_after(RunFolder(write_run(tmp_path / "short", num_rollouts=1))) == []
+    assert before_and_after(RunFolder.open(write_run(tmp_path / "short", num_rollouts=1))) == []

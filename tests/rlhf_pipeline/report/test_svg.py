@@ -6,6 +6,8 @@ import math
 import re
 from xml.etree import ElementTree
 
+import pytest
+
 from rlhf_pipeline.report.svg import line_chart
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -54,6 +56,30 @@ def test_one_point_none_and_equal_values():
     assert len(curve(line_chart([(1, -2.0), (2, -2.0)], title="t"))) == 2
     assert "no values yet" in line_chart([], title="t")
     parse(line_chart([], title="t"))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0, 1.0 - 1e-7, 1.0 + 2e-7],  # an effective sample size of one, up to rounding
+        [0.999, 1.0, 0.9995],
+        [0.5],
+        [0.0, 0.0],
+        [1e-7, 3e-7],
+        [120.0, 480.0],
+        [2.1e9, 2.4e9],
+        [-0.003, 0.002],
+    ],
+)
+def test_labels_of_the_axis_differ(values: list[float]):
+    """No two ticks of an axis have one label, and the labels are the numbers that they stand at, in order."""
+    root = parse(line_chart(list(enumerate(values)), title="t"))
+    texts = [item.text or "" for item in root.iter(f"{SVG}text") if item.get("text-anchor") == "end"]
+    numbers = [float(text) for text in texts]
+    assert len(set(texts)) == len(texts) >= 3
+    assert numbers == sorted(numbers)
+    assert numbers[0] <= min(values) + 1e-6
+    assert numbers[-1] >= max(values) - 1e-6
 
 
 def test_the_bold_line_averages_what_alternates():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.report.stored import Ids, Stored
-from rlhf_pipeline.report.tail import Arrival, StepRows, Table, Tail, interleaved, step_line
+from rlhf_pipeline.report.tail import Arrival, Table, Tail, interleaved, step_line
 from trajectory_store import Column, Schema, TrajectoryStore
 
 SCHEMA = Schema(
@@ -154,24 +153,6 @@ def test_table():
     ]
     assert table.lines([item("4294967296", "x" * 99)])[0].endswith("  0       1     0.50       4    stop  xxxxxxxxx...")
     assert table.lines([item("2", "y")])[0].startswith("         2  ")
-
-
-def test_steps(tmp_path: Path):
-    """Whole rows come once each; a torn row comes when it is whole; a replaced file gives only steps not seen."""
-    file = tmp_path / "metrics.jsonl"
-    steps = StepRows(file)
-    assert steps.fresh() == []
-    rows = [json.dumps({"step": step, "watermark": 4 * step}) + "\n" for step in range(1, 7)]
-    file.write_text(rows[0] + rows[1] + rows[2][:7])
-    assert [row["step"] for row in steps.fresh()] == [1, 2]
-    with file.open("a") as more:
-        more.write(rows[2][7:] + "not a row\n")
-    assert [row["step"] for row in steps.fresh()] == [3]
-    (tmp_path / "new").write_text("".join(rows[:5]))
-    (tmp_path / "new").replace(file)
-    assert [row["step"] for row in steps.fresh()] == [4, 5]
-    file.write_text(rows[5])
-    assert [row["step"] for row in steps.fresh()] == [6]
 
 
 def test_interleaved():

@@ -15,11 +15,12 @@ from torchrl.envs import PendulumEnv, TransformedEnv
 from torchrl.modules import ProbabilisticActor, TanhNormal
 
 from rlhf_pipeline import keys
+from rlhf_pipeline.data.trajectories import columns_of
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.interop.torchrl.actor_kl_reward import ActorKLRewardTransform
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.new_model import new_model, scratch_policy
-from rlhf_pipeline.transforms._columns import columns_of
-from rlhf_pipeline.transforms.actor_kl_reward import ActorKLRewardTransform
+from rlhf_pipeline.transforms.kl_controllers import ConstantKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
@@ -35,7 +36,7 @@ DOCUMENTED = {
     ),
     KLRewardTransform: (
         "actor ref_model ref_model_factory coef in_keys out_keys log_prob_key action_key device add_to_reward "
-        "assistant_only requires_grad"
+        "assistant_only requires_grad tokenizer padding_side"
     ),
 }
 CHATS = [
@@ -66,6 +67,16 @@ def policy():
     """A tiny random model over the token ids of `make_rows`."""
     alphabet = "".join(chr(33 + i) for i in range(60))
     return scratch_policy(alphabet, hidden_size=16, num_layers=1, num_heads=2, seed=0)
+
+
+@pytest.fixture
+def normal_actor():
+    """A probabilistic actor without tokens."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), NormalParamExtractor())
+    inner = TensorDictModule(net, in_keys=["obs"], out_keys=["loc", "scale"])
+    return ProbabilisticActor(
+        inner, in_keys=["loc", "scale"], distribution_class=torch.distributions.Normal, return_log_prob=True
+    )
 
 
 @pytest.mark.parametrize("transform", DOCUMENTED, ids=lambda t: t.__name__)
@@ -292,3 +303,56 @@ def test_a_model_on_another_device(make_rows, to_form, form, device):
         assert found.device.type == "cpu"
         torch.testing.assert_close(found, expected, atol=1e-5 if device == "cuda" else 0, rtol=0, equal_nan=True)
     assert next(there.parameters()).device.type == device
+
+
+# -- every form of a call that TorchRL documents ----------------------------------------------------------------------
+
+
+def test_positions_of_the_language_model_form(policy, make_rows):
+    """`KLRewardTransform(actor, coef, in_keys, out_keys, log_prob_key, action_key, device, add_to_reward)`."""
+    td = lazy_stack(make_rows([4, 5], ref=False))
+    transform = KLRewardTransform(policy, 0.5, None, None, ("log_probs", "full"), None, None, False)
+    out = transform.inv(td)
+    assert out[0].get(keys.KL_PENALTY).shape == (4,)
+    assert out[0].get(keys.KL_COEF).item() == 0.0
+
+
+def test_forms_of_the_general_form(normal_actor):
+    """`(actor, coef, in_keys, out_keys, requires_grad)`, and `device`, where the copy runs."""
+    transform = KLRewardTransform(normal_actor, 0.1, None, None, True, device="cpu")
+    assert all(p.requires_grad for p in transform.frozen_actor.parameters())
+    td = normal_actor(TensorDict(obs=torch.zeros(4, 3), batch_size=[4]))
+    td["next", "reward"] = torch.ones(4, 1)
+    assert transform(td)["next", "reward"].tolist() == [[1.0]] * 4
+    with pytest.raises(DefinitionError, match="fifth argument of the actor form is requires_grad"):
+        KLRewardTransform(normal_actor, 0.1, None, None, "log_probs")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_ray_service": True}, "takes no use_ray_service: the reference runs where the transform does"),
+        ({"coeff": 0.1}, "Did you mean 'coef'"),
+        ({"coef": ConstantKLController(kl_coef=0.1)}, "coef is a ConstantKLController; pass controller="),
+    ],
+)
+def test_what_is_not_taken_is_named(policy, normal_actor, options, message):
+    """In one sentence, in both forms; what is switched off is no objection."""
+    KLRewardTransform(policy, use_ray_service=False)
+    for model in (policy, normal_actor):
+        with pytest.raises(DefinitionError, match=message):
+            KLRewardTransform(model, **options)
+
+
+def test_a_controller_takes_the_coefficient_of_its_model():
+    """`ConstantKLController(kl_coef=None, model=m)`, and the documented kind of error where the model has none."""
+
+    class Model:
+        kl_coef = 0.3
+
+    assert ConstantKLController(model=Model()).coef == 0.3
+    assert ConstantKLController(kl_coef=None, model=Model()).update() == 0.3
+    with pytest.raises(DefinitionError, match="needs a coefficient"):
+        ConstantKLController(kl_coef=None)
+    with pytest.raises(AttributeError, match="kl_coef"):
+        ConstantKLController(kl_coef=0.1, model=object())

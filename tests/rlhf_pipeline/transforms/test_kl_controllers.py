@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torchrl.data.llm.utils import KLControllerBase
 
 from rlhf_pipeline.errors import DefinitionError, RunMismatchError
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController, ConstantKLController
@@ -76,3 +77,12 @@ def test_state_round_trip():
     assert second.coef == first.coef
     with pytest.raises(RunMismatchError, match="coef"):
         second.load_state_dict({"beta": 1.0})
+
+
+def test_they_are_torchrls_controllers():
+    """`isinstance` with TorchRL's base class holds, so what takes its controllers takes these."""
+    for controller in (
+        ConstantKLController(kl_coef=0.1),
+        AdaptiveKLController(init_kl_coef=0.1, target=6.0, horizon=10),
+    ):
+        assert isinstance(controller, KLControllerBase)

@@ -9,8 +9,8 @@ from tensordict import lazy_stack
 from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline import keys
+from rlhf_pipeline.data.trajectories import columns_of
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.transforms._columns import columns_of
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 

@@ -11,8 +11,9 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline import keys
+from rlhf_pipeline.data.trajectories import Flat, Text, columns_of
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.transforms._columns import Flat, Text, columns_of
+from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 
 
@@ -376,3 +377,50 @@ def test_log_probs_keep_no_graph(make_rows, to_form, form):
         row["task_reward"] = i * weight
     out = MCAdvantage(2).inv(to_form(rows, form))
     assert not scalars(out, keys.ADVANTAGE).requires_grad
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_a_batch_is_the_same_however_its_trajectories_arrive(make_rows, to_form, form, estimator):
+    """Three groups of two, one member of which failed: in one call, and one by one with a state in between."""
+    rows = make_rows([3, 5, 4, 3, 3], first_group=6, rewards=[0.0, 2.0, 1.0, 5.0, 4.0])
+    rows = [rows[i] for i in (0, 2, 1, 3, 4)]
+    whole = MCAdvantage(2, estimator=estimator, batch_groups=3)
+    assert whole.report_failed(8) is None
+    want = whole.inv(to_form(rows, form))
+    single = MCAdvantage(2, estimator=estimator, batch_groups=3)
+    assert single.report_failed(8) is None
+    for row in rows[:-1]:
+        assert single.inv(to_form([row], form)) is None
+    resumed = MCAdvantage(2, estimator=estimator, batch_groups=3)
+    resumed.load_state_dict(single.state_dict())
+    got = resumed.inv(to_form(rows[-1:], form))
+    found = dict(zip(scalars(got, keys.TRAJECTORY_ID).tolist(), scalars(got, keys.ADVANTAGE).tolist(), strict=True))
+    expected = zip(scalars(want, keys.TRAJECTORY_ID).tolist(), scalars(want, keys.ADVANTAGE).tolist(), strict=True)
+    assert found == pytest.approx(dict(expected))
+    assert len(found) == 5
+
+
+def test_a_batch_does_not_wait_for_a_group_that_failed_whole(make_rows):
+    """A group that no trajectory will come of closes with its batch; groups without a number are named."""
+    transform = MCAdvantage(2, estimator="reinforce_pp", batch_groups=2)
+    assert transform.inv(lazy_stack(make_rows([3, 4], rewards=[0.0, 1.0]))) is None
+    out = transform.report_failed(1, 2)
+    assert scalars(out, keys.ADVANTAGE).tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+    assert transform.queued_groups == 0
+    with pytest.raises(DataError, match="counts groups by an integer group_id"):
+        transform.inv(TensorDict(query=["a", "a"], task_reward=torch.tensor([0.0, 1.0]), batch_size=[2]))
+
+
+def test_rounding_of_a_penalty_is_no_spread(make_rows, to_form, form):
+    """Equal rewards whose returns differ by the penalty's rounding only have no spread, whatever the form."""
+    rows = make_rows([6, 6], rewards=[1.0, 1.0])
+    for row, off in zip(rows, (0.0, 5e-7), strict=True):
+        said = row["masks", "all_assistant_mask"]
+        row["log_probs", "full"] = torch.where(said, -5.0 + off, torch.nan)
+        row["next", "ref_log_probs", "full"] = torch.where(said, -5.0, torch.nan)
+    shaped = KLRewardTransform(coef=0.5).inv(to_form(rows, form))
+    out = MCAdvantage(2).inv(shaped)
+    assert out is not None
+    returns = scalars(out, keys.RETURN)
+    assert returns[0] != returns[1]
+    assert scalars(out, keys.DEGENERATE).tolist() == [True, True]

@@ -5,9 +5,9 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from rlhf_pipeline import keys
+from rlhf_pipeline.data.trajectories import columns_of
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
-from rlhf_pipeline.transforms._columns import columns_of
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
 
 
@@ -125,7 +125,9 @@ def test_forward_fills_zeros_and_may_keep_the_graph(policy, make_rows, to_form):
     assert bool((detached[:, :2] == 0).all())
     assert bool((detached[0, 4:] == 0).all())
     assert not detached.requires_grad
+    td = to_form(make_rows([4, 6], ref=False), "padded")
     assert RetrieveLogProb(policy, detach=False)(td)[keys.REF_LOG_PROBS].requires_grad
+    td = to_form(make_rows([4, 6], ref=False), "padded")
     assert not RetrieveLogProb(policy, detach=False).inv(td)[keys.REF_LOG_PROBS].requires_grad
 
 
@@ -170,3 +172,28 @@ def test_step_of_an_environment(policy, make_rows, to_form):
     td = to_form(make_rows([4, 6], ref=False), "padded")
     step = RetrieveLogProb(policy)._step(td.exclude("next"), td.get("next").clone())
     assert torch.equal(step["ref_log_probs", "full"], RetrieveLogProb(policy)(td)[keys.REF_LOG_PROBS])
+
+
+@pytest.mark.parametrize("key", [("mine", "full"), "mine"])
+def test_forward_writes_into_the_batch(policy, make_rows, to_form, form, key):
+    """As TorchRL's transform: the batch that is passed comes back, with the result under `next` where it has one."""
+    inner = (key,) if isinstance(key, str) else key
+    td = to_form(make_rows([4, 6], ref=False), form)
+    transform = RetrieveLogProb(policy, log_probs_full_key=key)
+    assert transform(td) is td
+    want = RetrieveLogProb(policy)(to_form(make_rows([4, 6], ref=False), form))
+    for row, other in zip(td.unbind(0), want.unbind(0), strict=True):
+        assert torch.equal(row["next", *inner], other[keys.REF_LOG_PROBS])
+        assert row.get(key, None) is None
+    without = to_form(make_rows([4, 6], ref=False), form).exclude("next")
+    assert transform(without) is without
+    assert without.get("next", None) is None
+    assert without[0].get(key, None) is not None
+
+
+def test_the_write_path_leaves_what_it_is_given(policy, make_rows, to_form, form):
+    """`inv` answers with a batch of its own, and a key in `next` is one there too."""
+    td = to_form(make_rows([4, 6], ref=False), form)
+    out = RetrieveLogProb(policy, log_probs_full_key=("ref_log_probs", "full")).inv(td)
+    assert out[0].get(keys.REF_LOG_PROBS, None) is not None
+    assert td[0].get(keys.REF_LOG_PROBS, None) is None

@@ -1,0 +1,193 @@
+"""`rlhf-pipeline config`: what can be set, what it means and may be, and what it is in a definition."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from rlhf_pipeline.cli.output import say
+
+HELP = "show what can be set: meaning, bounds, default"
+DETAILS = """\
+Every field of a definition, as it is checked: from Python when it is made, and from --set. The name of a
+pipeline, or a file of yours, shows what it sets; a field or group of fields shows what it means.
+
+examples:
+  rlhf-pipeline config                       all settings and their defaults
+  rlhf-pipeline config learn.lr              what it means, and what it may be
+  rlhf-pipeline config sample                all settings of a group
+  rlhf-pipeline config copy_digits           what a pipeline sets, and what it leaves as it is
+  rlhf-pipeline config ./my_task.py learn.lr
+  rlhf-pipeline config metrics               what each figure of metrics.jsonl is, and its unit
+
+`rlhf-pipeline run NAME --set learn.lr=3e-4` changes one."""
+
+_NAME_WIDTH = 30
+_VALUE_WIDTH = 24
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add what can be typed."""
+    command.add_argument(
+        "names", nargs="*", metavar="PIPELINE|FIELD", help="a definition, a field, or both; or metrics"
+    )
+    command.add_argument(
+        "--markdown", action="store_true", help="print the reference page, docs/settings.md or docs/metrics.md"
+    )
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Print the settings that were asked for."""
+    from rlhf_pipeline import definitions
+    from rlhf_pipeline.config import Pipeline
+    from rlhf_pipeline.errors import DefinitionError, did_you_mean
+    from rlhf_pipeline.settings import paths_of
+
+    if args.names == ["metrics"]:
+        from rlhf_pipeline.report import figures
+
+        say("\n".join(figures.page() if args.markdown else map(_figure, figures.figures().values())))
+        return 0
+    if args.markdown:
+        say("\n".join(page()))
+        return 0
+    known = dict(_all_paths())
+    names = list(args.names)
+    field = names.pop() if names and (names[-1] in known or len(names) > 1) else None
+    if len(names) > 1:
+        raise DefinitionError("name one definition and one field at most, for example: rlhf-pipeline config learn.lr")
+    if field is not None and field not in known:
+        raise DefinitionError(f"there is no setting '{field}'.{did_you_mean(field, known)}")
+    pipeline = None
+    if names:
+        try:
+            pipeline = definitions.find(names[0]).pipeline()
+        except DefinitionError as error:
+            near = did_you_mean(names[0], known)
+            if near.startswith(" Did"):
+                raise DefinitionError(f"'{names[0]}' is neither a setting nor a pipeline.{near}") from error
+            raise
+    paths = [path for path, _ in (paths_of(Pipeline) if pipeline is None else _paths_in(pipeline))]
+    wanted = [path for path in paths if field is None or path == field or path.startswith(f"{field}.")]
+    if field is not None and len(wanted) <= 1:
+        say("\n".join(_one(field, known[field], pipeline)))
+    else:
+        say("\n".join(_table(wanted, known, pipeline)))
+    return 0
+
+
+def _all_paths() -> Iterator[tuple[str, Any]]:
+    from rlhf_pipeline.config import Pipeline
+    from rlhf_pipeline.prompts import CopyDigits, JsonlPrompts
+    from rlhf_pipeline.settings import paths_of
+
+    seen: set[str] = set()
+    for kind, prefix in ((Pipeline, ""), (CopyDigits, "prompts."), (JsonlPrompts, "prompts.")):
+        for path, item in paths_of(kind, prefix):
+            if path not in seen:
+                seen.add(path)
+                yield path, item
+
+
+def _paths_in(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the paths and values of a definition, groups before what is in them."""
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        yield f"{prefix}{item.name}", value
+        if dataclasses.is_dataclass(value):
+            yield from _paths_in(value, f"{prefix}{item.name}.")
+
+
+def _table(paths: list[str], known: dict[str, Any], pipeline: Any) -> Iterator[str]:
+    values = dict(_paths_in(pipeline)) if pipeline is not None else {}
+    columns = shutil.get_terminal_size((110, 24)).columns
+    for path in paths:
+        item = known.get(path)
+        meaning = "" if item is None else item.help
+        if item is not None and item.groups:
+            yield textwrap.shorten(f"{path}: {meaning}", max(columns, 40), placeholder=" ...")
+            continue
+        value = _shown(values[path]) if path in values else ("" if item is None else _default(item))
+        mark = "*" if path in values and (item is None or not _is_default(item, values[path])) else " "
+        start = (
+            f" {mark}{path:<{_NAME_WIDTH}} {textwrap.shorten(value, _VALUE_WIDTH, placeholder='...'):<{_VALUE_WIDTH}} "
+        )
+        yield (start + textwrap.shorten(meaning, max(columns - len(start), 20), placeholder=" ...")).rstrip()
+    if pipeline is not None:
+        yield "* not the default. Change one: rlhf-pipeline run ... --set KEY.PATH=VALUE"
+
+
+def _one(path: str, item: Any, pipeline: Any) -> Iterator[str]:
+    columns = min(max(shutil.get_terminal_size((100, 24)).columns, 40), 100)
+    yield f"{path}: {item.kind()}"
+    yield f"default: {_default(item)}"
+    values = dict(_paths_in(pipeline)) if pipeline is not None else {}
+    if path in values:
+        yield f"here:    {_shown(values[path])}"
+    yield textwrap.fill(item.help, columns)
+
+
+def _figure(figure: Any) -> str:
+    return f"  {figure.name:<20} {figure.unit:<13} {figure.meaning}"
+
+
+def _default(item: Any) -> str:
+    if item.default is dataclasses.MISSING:
+        return "must be given"
+    return _shown(item.default)
+
+
+def _is_default(item: Any, value: Any) -> bool:
+    return item.default is not dataclasses.MISSING and item.default == value
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none given"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if dataclasses.is_dataclass(value):
+        return type(value).__name__
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return f"{value:,}".replace(",", "_") if isinstance(value, int) else str(value)
+
+
+def page() -> Iterator[str]:
+    """Yield docs/settings.md."""
+    from rlhf_pipeline.config import Pipeline, PretrainedPolicy, TinyPolicy
+    from rlhf_pipeline.prompts import CopyDigits, JsonlPrompts
+    from rlhf_pipeline.settings import settings_of
+
+    yield "# Settings"
+    yield ""
+    yield "Every field of a definition. This page is printed from the declarations that check them:"
+    yield "`rlhf-pipeline config --markdown > docs/settings.md`. A definition sets a field from Python"
+    yield "(`learn=Learn(lr=3e-4)`), a command by `--set learn.lr=3e-4`;"
+    yield "`rlhf-pipeline config learn.lr` shows one of them, `rlhf-pipeline config copy_digits` what a pipeline sets."
+    whole = settings_of(Pipeline)
+    yield from _section("Pipeline", Pipeline, "", [item for item in whole if not item.groups or item.name == "replay"])
+    sections: list[tuple[str, type]] = [("policy", TinyPolicy), ("policy", PretrainedPolicy)]
+    sections += [("prompts", CopyDigits), ("prompts", JsonlPrompts)]
+    sections += [(item.name, group) for item in whole for group in item.groups if item.name != "policy"]
+    for name, kind in sections:
+        yield from _section(f"{name}: {kind.__name__}", kind, f"{name}.", list(settings_of(kind)))
+
+
+def _section(title: str, kind: type, prefix: str, items: list[Any]) -> Iterator[str]:
+    yield ""
+    yield f"## {title}"
+    yield ""
+    yield (kind.__doc__ or "").split("\n\n")[0].replace("\n", " ").strip()
+    yield ""
+    yield "| field | default | what it may be | meaning |"
+    yield "|---|---|---|---|"
+    for item in items:
+        cells = (f"`{prefix}{item.name}`", f"`{_default(item)}`", item.kind(), item.help)
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,57 @@
+"""`rlhf-pipeline copy`: a store into a new one, of either backend."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+
+from rlhf_pipeline.cli.output import Ticker, say
+from rlhf_pipeline.cli.parser import add_filter
+from rlhf_pipeline.report.words import count, duration
+
+HELP = "copy a store, whole or in part, to either backend"
+DETAILS = """\
+Copies trajectories in the order of arrival, all columns, later values folded in. The copy is a
+store of its own with new ids, not a run; trajectory_id stays. With --backend zarr it is sealed: sharded,
+zstd-compressed Zarr groups, read by plain Zarr too, and half the size or less. A filter is written as for
+`export`.
+
+examples:
+  rlhf-pipeline copy runs/copy_digits --to archive --backend zarr
+  rlhf-pipeline copy archive --to runs/again
+  rlhf-pipeline copy runs/copy_digits --to best --filter 'reward>=1'"""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add what can be typed."""
+    command.add_argument("path", metavar="RUN|STORE")
+    command.add_argument("--to", required=True, metavar="STORE", help="the new folder; must not exist")
+    command.add_argument(
+        "--backend",
+        choices=("memmap", "zarr"),
+        default="memmap",
+        help="memmap: raw, for training; zarr: compressed, for keeping (default: %(default)s)",
+    )
+    add_filter(command)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Copy the store and report what was written."""
+    from rlhf_pipeline.exchange.copier import copy_store
+    from rlhf_pipeline.report.inspect import disk_usage
+    from rlhf_pipeline.report.stored import Stored, open_run_or_store
+
+    _, path = open_run_or_store(args.path)
+    started = time.perf_counter()
+    with Stored(path) as stored:
+        report = copy_store(stored.store, args.to, backend=args.backend, filters=args.filters, on_rows=Ticker())
+    chosen = f", {report.num_left_out:,} left out by the filter" if report.num_left_out else ""
+    sizes = f"{disk_usage(path) / 1e6:.1f} MB -> {disk_usage(report.path) / 1e6:.1f} MB"
+    took = duration(time.perf_counter() - started)
+    say(f"{report.path}: {count(report.num_trajectories, 'trajectory')}{chosen}, {args.backend}, {sizes}, {took}")
+    say("the ids of the store are new; trajectory_id and all other columns are as they were")
+    made = shlex.quote(str(report.path))
+    say(f"compare:       rlhf-pipeline diff {shlex.quote(args.path)} {made}")
+    say(f"look at them:  rlhf-pipeline inspect {made}")
+    return 0

@@ -1,0 +1,48 @@
+"""`rlhf-pipeline list`: what can be run."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import textwrap
+from pathlib import Path
+
+from rlhf_pipeline.cli.output import say, warn
+from rlhf_pipeline.errors import PipelineError
+
+HELP = "list the pipelines that can be run"
+DETAILS = """\
+examples:
+  rlhf-pipeline list
+  rlhf-pipeline list my_task.py          the definitions in a file of yours"""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add what can be typed."""
+    command.add_argument("files", nargs="*", metavar="FILE.py", help="list the definitions in these files instead")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Print name, description and needs of each definition; a broken file is one line, not the end."""
+    from rlhf_pipeline import definitions
+
+    files = [Path(name).expanduser() for name in args.files] or definitions.builtin_files()
+    failed = False
+    for file in files:
+        try:
+            found = [(definition, definition.pipeline()) for definition in definitions.definitions_in(file)]
+        except PipelineError as error:
+            warn(f"{file}: {error}")
+            failed = True
+            continue
+        for definition, pipeline in found:
+            shown = definition.name if not args.files else f"{file}:{definition.function}"
+            say(f"{shown}\n{_indented(pipeline.description or '(no description)')}")
+            say(_indented(f"needs: {pipeline.needs}"))
+    say("\nRun one: rlhf-pipeline run NAME. Your own: rlhf-pipeline run FILE.py[:function]")
+    return 2 if failed else 0
+
+
+def _indented(text: str) -> str:
+    width = max(shutil.get_terminal_size().columns, 40)
+    return textwrap.fill(text, width=width, initial_indent="    ", subsequent_indent="    ", break_long_words=False)

@@ -1,0 +1,101 @@
+"""Output of commands: lines that are safe for a terminal, and progress every few seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rlhf_pipeline.errors import PipelineError, plain
+from rlhf_pipeline.report.words import count, duration
+
+_EVERY_S = 5.0
+
+
+class OutputError(PipelineError, OSError):
+    """Standard output cannot be written."""
+
+
+def say(text: str = "", end: str = "\n") -> None:
+    """Print to standard output.
+
+    Raises:
+        BrokenPipeError: its reader has left.
+        OutputError: it cannot be written: a full disk.
+    """
+    try:
+        print(plain(text), end=end, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"standard output cannot be written: {error.strerror}.") from error
+
+
+def warn(text: str) -> None:
+    """Print to standard error, and ignore an error there."""
+    with contextlib.suppress(OSError):
+        print(plain(text), file=sys.stderr, flush=True)
+
+
+class Ticker:
+    """Prints a command's progress every few seconds; pass it as a progress callback.
+
+    Args:
+        what: what is done with the trajectories, for example `compared`.
+    """
+
+    def __init__(self, what: str = "") -> None:
+        self._what = f" {what}" if what else ""
+        self._next = time.perf_counter() + _EVERY_S
+
+    def __call__(self, done: int, total: int | None = None) -> None:
+        """Print the progress, if it is time."""
+        now = time.perf_counter()
+        if now < self._next:
+            return
+        self._next = now + _EVERY_S
+        of = f"{count(done, 'trajectory')} so far" if total is None else f"{done:,} of {count(total, 'trajectory')}"
+        warn(f"  {of}{self._what}")
+
+
+@contextmanager
+def said_now_and_then(text: str) -> Iterator[None]:
+    """Print a line every few seconds while work without a progress callback runs: `  {text} for 12 s; ...`."""
+    done, started = threading.Event(), time.perf_counter()
+
+    def tick() -> None:
+        while not done.wait(_EVERY_S):
+            warn(f"  {text.format(duration(time.perf_counter() - started))}")
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def open_standard_streams() -> None:
+    """Reopen standard streams that the caller closed (`>&-`), or the next file opened would receive the output."""
+    if sys.stdout is not None and sys.stderr is not None and sys.stdin is not None:
+        return
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    closed = sys.stdout is None
+    for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            mode = "r" if number == 0 else "w"
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - for the process
+    if closed:
+        warn("rlhf-pipeline: standard output is closed, so nothing is shown")
+
+
+def leave_standard_output() -> None:
+    """Redirect standard output to the null device, so that Python does not fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

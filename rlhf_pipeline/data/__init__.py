@@ -1,0 +1,1 @@
+"""What travels: trajectories as flat columns."""

@@ -1,0 +1,911 @@
+"""THE batch of trajectories: flat columns and lengths, from and to every form of a TensorDict.
+
+A batch of trajectories reaches the write path in one of three forms: a lazy stack with ragged leaves, a
+TensorDict with `torch.jagged` leaves, or a padded TensorDict with an attention mask. Reading a leaf per
+trajectory costs more than the arithmetic, so every form is flattened once per column here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection, lazy_stack
+from tensordict.tensorclass import NonTensorData, NonTensorStack
+from torch import Tensor
+
+from rlhf_pipeline.errors import DataError, IncompleteError, MissingKeyError
+from rlhf_pipeline.keys import (
+    ADVANTAGE,
+    ASSISTANT_MASK,
+    ATTENTION_MASK,
+    DONE,
+    KL_PENALTY,
+    LOG_PROBS,
+    REF_LOG_PROBS,
+    REWARD,
+    TASK_REWARD,
+    TOKENS,
+    Key,
+)
+
+TOKEN_KEYS: tuple[Key, ...] = (TOKENS, ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS)
+"""Keys that always hold one value per token."""
+
+RAGGED_KEYS: tuple[Key, ...] = (*TOKEN_KEYS, REWARD, KL_PENALTY, ADVANTAGE, ATTENTION_MASK)
+"""Keys that stay ragged even where every trajectory of a batch has the same length."""
+
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.bool: np.bool_}
+
+
+@dataclass(slots=True)
+class Flat:
+    """One column of a batch: `values` of all trajectories one after the other.
+
+    Attributes:
+        values: `[sum(lengths), ...]` for a ragged column, `[n, ...]` where `lengths` is None.
+        lengths: int64 `[n]`, or None for a column with one entry per trajectory.
+        shapes: the shape of every row, where rows differ in more than their first dimension; `values` is then
+            flat and `lengths` counts elements.
+    """
+
+    values: Tensor
+    lengths: Tensor | None = None
+    shapes: list[torch.Size] | None = None
+
+    def select(self, index: Tensor, shared: dict[int, tuple[Tensor, Tensor]] | None = None) -> Flat:
+        """The rows `index` (int64 `[m]`), in that order; columns that share lengths may share the work."""
+        if self.lengths is None:
+            return Flat(self.values.index_select(0, index))
+        found = None if shared is None else shared.get(id(self.lengths))
+        if found is None:
+            lengths = self.lengths[index]
+            found = lengths, _element_index(self.lengths, index, lengths)
+            if shared is not None:
+                shared[id(self.lengths)] = found
+        shapes = None if self.shapes is None else [self.shapes[i] for i in index.tolist()]
+        return Flat(self.values.index_select(0, found[1]), found[0], shapes)
+
+    def rows(self) -> list[Tensor]:
+        """One tensor per row."""
+        if self.lengths is None:
+            return list(self.values.unbind(0))
+        rows = list(self.values.split(self.lengths.tolist()))
+        return rows if self.shapes is None else [row.view(s) for row, s in zip(rows, self.shapes, strict=True)]
+
+
+@dataclass(slots=True)
+class Text:
+    """A non-tensor column: one Python object per trajectory, perhaps still wrapped as NonTensorData."""
+
+    items: list[Any]
+
+    def plain(self) -> list[Any]:
+        """The unwrapped objects."""
+        return [_unwrap(item) for item in self.items]
+
+    def select(self, index: Tensor) -> Text:
+        """The rows `index` (int64 `[m]`), in that order."""
+        return Text([self.items[i] for i in index.tolist()])
+
+
+class Trajectories(dict[Key, Flat | Text]):
+    """A batch of `n` trajectories (or of `n` steps): its columns by key."""
+
+    def __init__(self, n: int, columns: Mapping[Key, Flat | Text] | None = None) -> None:
+        super().__init__(columns or {})
+        self.n = n
+
+    def select(self, index: Tensor) -> Trajectories:
+        """The rows `index` of every column."""
+        shared: dict[int, tuple[Tensor, Tensor]] = {}
+        return Trajectories(
+            int(index.numel()),
+            {k: c.select(index) if isinstance(c, Text) else c.select(index, shared) for k, c in self.items()},
+        )
+
+
+def _element_index(lengths: Tensor, rows: Tensor, row_lengths: Tensor) -> Tensor:
+    starts = (lengths.cumsum(0) - lengths)[rows]
+    ends = row_lengths.cumsum(0)
+    within = torch.arange(int(ends[-1]) if ends.numel() else 0)
+    return within + torch.repeat_interleave(starts - (ends - row_lengths), row_lengths)
+
+
+def _unwrap(item: Any) -> Any:
+    if isinstance(item, NonTensorData):
+        # The attribute of a tensorclass costs 4 us to read; the object's own dict holds the same value.
+        inner = vars(item).get("_non_tensordict")
+        return inner["data"] if isinstance(inner, dict) and "data" in inner else item.data
+    return item
+
+
+def is_jagged(leaf: object) -> bool:
+    """Whether `leaf` is a nested tensor, of either layout. Most leaves answer without a dispatch."""
+    if not isinstance(leaf, Tensor):
+        return False
+    # The attribute of a jagged tensor goes through two dispatchers; its own dict tells the same.
+    return "_offsets" in leaf.__dict__ or leaf.is_nested
+
+
+def unjagged(leaf: Tensor, shared: dict[int, Tensor] | None = None) -> Flat:
+    """Values and lengths of a nested tensor, whatever its layout, without its graph.
+
+    Args:
+        leaf: the nested tensor.
+        shared: lengths by the id of their offsets, so that leaves of one batch share them.
+    """
+    inner = leaf.__dict__
+    values, offsets = inner.get("_values"), inner.get("_offsets")
+    if not isinstance(values, Tensor) or not isinstance(offsets, Tensor) or inner.get("_lengths") is not None:
+        rows = list(leaf.detach().unbind())  # strided, or holes between the rows
+        return Flat(torch.cat(rows), torch.tensor([row.shape[0] for row in rows]))
+    lengths = None if shared is None else shared.get(id(offsets))
+    if lengths is None:
+        lengths = offsets.diff().to(torch.int64)
+        if shared is not None:
+            shared[id(offsets)] = lengths
+    return Flat(values.detach() if values.requires_grad else values, lengths)
+
+
+def walk(td: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[Key, Any]]:
+    """Yield `(key, leaf)` of a TensorDict or tensorclass; top-level keys are plain strings."""
+    for name, leaf in td.items():
+        if type(leaf) is TensorDict:
+            yield from walk(leaf, (*prefix, name))
+        elif isinstance(leaf, (Tensor, NonTensorData, NonTensorStack)):
+            yield ((*prefix, name) if prefix else name), leaf
+        elif is_tensor_collection(leaf):
+            yield from walk(leaf, (*prefix, name))
+        else:
+            yield ((*prefix, name) if prefix else name), leaf
+
+
+def is_stack(td: object) -> bool:
+    """Whether `td` is a lazy stack along its only batch dimension."""
+    return isinstance(td, LazyStackedTensorDict) and td.batch_dims == 1 and td.stack_dim == 0
+
+
+def rows_of(td: Any) -> list[TensorDictBase]:
+    """The TensorDicts of a lazy stack, not copied."""
+    return td.tensordicts
+
+
+def columns_of(td: TensorDictBase) -> Trajectories:
+    """Flatten a batch of trajectories in any of the accepted forms.
+
+    Args:
+        td: a lazy stack `[n]`, a TensorDict `[n]` with jagged, dense or padded leaves, a token-level
+            TensorDict `[n, T]`, or one trajectory with an empty batch size.
+
+    Returns:
+        One column per key. Padding is gone and the attention mask with it.
+
+    Raises:
+        DataError: if the trajectories do not hold the same keys, or a leaf's shapes do not fit together.
+    """
+    if td.batch_dims == 0:
+        columns = _from_rows([td])
+    elif is_stack(td):
+        columns = _from_rows(rows_of(td))
+    elif td.batch_dims == 2:
+        columns = _from_dense(token_level(td))
+    else:
+        columns = _from_dense(td)
+    for column in columns.values():
+        # The store, and the bookkeeping of groups and lengths, live on the CPU.
+        if isinstance(column, Flat) and column.values.is_cuda:
+            column.values = column.values.cpu()
+            column.lengths = None if column.lengths is None else column.lengths.cpu()
+    return _drop_padding(columns)
+
+
+def is_token_level(td: Any) -> bool:
+    """Whether the second dimension of a TensorDict `[n, T]` is the token, and not the step of an environment."""
+    try:
+        tokens = td.get(TOKENS, None)
+    except RuntimeError:  # ragged steps in a lazy stack of lazy stacks
+        return False
+    return isinstance(tokens, Tensor) and tokens.ndim == 2
+
+
+def token_level(td: TensorDictBase) -> TensorDictBase:
+    """View a `[n, T]` TensorDict whose second dimension is the token as a padded batch `[n]`.
+
+    Raises:
+        DataError: if its rows are not trajectories of tokens.
+    """
+    if td.batch_dims == 1:
+        return td
+    out = td.clone(recurse=False) if not isinstance(td, LazyStackedTensorDict) else td.contiguous()
+    out.batch_size = out.batch_size[:1]  # pyright: ignore[reportAttributeAccessIssue]  # it has a setter
+    tokens = out.get(TOKENS, None)
+    if tokens is None:
+        raise MissingKeyError(
+            f"a TensorDict of batch size {tuple(td.batch_size)} has no {TOKENS} leaf, so its rows are not "
+            "trajectories of tokens; pass [n] trajectories, or steps that end with ('next', 'done')"
+        )
+    mask = out.get(ATTENTION_MASK, None)
+    last = torch.full((out.shape[0],), tokens.shape[1] - 1) if mask is None else mask.long().sum(1) - 1
+    for key, leaf in list(walk(out)):
+        if key in RAGGED_KEYS or not isinstance(leaf, Tensor) or leaf.ndim < 2:
+            continue
+        if leaf.shape[1] == tokens.shape[1]:
+            out.set(key, leaf[torch.arange(leaf.shape[0]), last.clamp_min(0)])
+    return out
+
+
+def _from_rows(rows: Sequence[Any]) -> Trajectories:
+    out = Trajectories(len(rows))
+    shared: dict[tuple[int, ...], Tensor] = {}
+    for key, leaves in _transpose(rows, ()):
+        out[key] = flatten_leaves(key, leaves, shared)
+    return out
+
+
+def _transpose(rows: Sequence[Any], prefix: tuple[str, ...]) -> Iterator[tuple[Key, list[Any]]]:
+    """Yield each key with its leaf of every row. One look at each row's dict, not one `get` per leaf."""
+    # `items()` of a TensorDict is a method with checks; its dict is the same thing, ten times faster.
+    plain = set(map(type, rows)) == {TensorDict}
+    entries: list[dict[str, Any]] = [row._tensordict for row in rows] if plain else [entries_of(row) for row in rows]
+    # As many keys everywhere, and each of them everywhere: the same keys, in whatever order.
+    if sum(map(len, entries)) != len(entries[0]) * len(entries):
+        _check_same_keys(entries, prefix)
+    for name, leaf in entries[0].items():
+        try:
+            leaves = [entry[name] for entry in entries]
+        except KeyError:
+            _check_same_keys(entries, prefix)
+            raise
+        kind = type(leaf)
+        if kind is Tensor or (kind is not TensorDict and _is_leaf(leaf)):
+            yield ((*prefix, name) if prefix else name), leaves
+        else:
+            yield from _transpose(leaves, (*prefix, name))
+
+
+def _is_leaf(leaf: Any) -> bool:
+    return isinstance(leaf, (Tensor, NonTensorData, NonTensorStack)) or not is_tensor_collection(leaf)
+
+
+def _check_same_keys(entries: Sequence[dict[str, Any]], prefix: tuple[str, ...]) -> None:
+    for i, entry in enumerate(entries):
+        if entry.keys() != entries[0].keys():
+            odd = sorted(map(str, entry.keys() ^ entries[0].keys()))
+            names = ", ".join(repr((*prefix, name)) if prefix else repr(name) for name in odd)
+            raise DataError(f"trajectory {i} of {len(entries)} and trajectory 0 do not hold the same keys: {names}")
+
+
+def entries_of(row: Any) -> dict[str, Any]:
+    """The top-level entries of a TensorDict or tensorclass, not to be changed."""
+    return row._tensordict if type(row) is TensorDict else dict(row.items())
+
+
+def leaves_of(rows: Sequence[Any], key: Key) -> list[Any] | None:
+    """One leaf of every row, or None where one of them lacks it."""
+    found: Sequence[Any] = rows
+    for name in (key,) if isinstance(key, str) else key:
+        if set(map(type, found)) == {TensorDict}:
+            found = [row._tensordict.get(name) for row in found]
+        else:
+            found = [row.get(name, None) if is_tensor_collection(row) else None for row in found]
+    return None if any(leaf is None for leaf in found) else list(found)
+
+
+def holds(td: TensorDictBase, key: Key) -> bool:
+    """Whether all trajectories of a TensorDict `[n]` have a key."""
+    return (leaves_of(rows_of(td), key) if is_stack(td) else td.get(key, None)) is not None
+
+
+def flatten_leaves(key: Key, column: list[Any], shared: dict[tuple[int, ...], Tensor] | None = None) -> Flat | Text:
+    """One column from a leaf of each row; `shared` lets columns of equal lengths share them."""
+    first = column[0]
+    if not isinstance(first, Tensor):
+        return Text(column)
+    if first.ndim == 0:
+        return Flat(_stacked(column))
+    if first.ndim == 1:
+        try:
+            # For one dimension the number of elements is the length, and five times faster to ask for.
+            sizes = tuple(map(Tensor.numel, column))
+            if key not in RAGGED_KEYS and sizes.count(sizes[0]) == len(sizes):
+                return Flat(torch.stack(column))
+            lengths = None if shared is None else shared.get(sizes)
+            if lengths is None:
+                lengths = torch.from_numpy(np.array(sizes))
+                if shared is not None:
+                    shared[sizes] = lengths
+            return Flat(torch.cat(column), lengths)
+        except (RuntimeError, TypeError):  # not all of one dimension: the general way
+            pass
+    shapes = [leaf.shape for leaf in column]
+    if key not in RAGGED_KEYS and shapes.count(first.shape) == len(shapes):
+        return Flat(torch.stack(column))
+    if all(shape[1:] == first.shape[1:] and len(shape) == first.ndim for shape in shapes):
+        return Flat(torch.cat(column), torch.tensor([shape[0] for shape in shapes]))
+    counts = torch.tensor([leaf.numel() for leaf in column])
+    return Flat(torch.cat([leaf.reshape(-1) for leaf in column]), counts, shapes)
+
+
+def _stacked(column: list[Tensor]) -> Tensor:
+    """Scalars of the rows, `[n]`; as Python numbers they come faster than `torch.stack` makes a view of each."""
+    dtype = _NUMPY.get(column[0].dtype)
+    if dtype is None or not column[0].is_cpu:
+        return torch.stack(column)
+    items = list(map(Tensor.item, column))
+    return torch.from_numpy(np.array(items, dtype)) if len(set(map(type, items))) == 1 else torch.stack(column)
+
+
+def _from_dense(td: TensorDictBase) -> Trajectories:
+    out = Trajectories(td.shape[0])
+    _collect(td, (), out, {})
+    return out
+
+
+def _collect(td: Any, prefix: tuple[str, ...], out: Trajectories, shared: dict[int, Tensor]) -> None:
+    for name, leaf in entries_of(td).items():
+        key: Key = (*prefix, name) if prefix else name
+        if isinstance(leaf, Tensor):
+            out[key] = unjagged(leaf, shared) if is_jagged(leaf) else Flat(leaf)
+        elif isinstance(leaf, NonTensorStack):
+            out[key] = Text(list(leaf.tensordicts))
+        elif isinstance(leaf, NonTensorData) or not is_tensor_collection(leaf):
+            # One list with an item per row is a column too, far cheaper to build than a stack of wrapped strings.
+            plain = _unwrap(leaf)
+            out[key] = Text(list(plain) if isinstance(plain, list) and len(plain) == out.n else [plain] * out.n)
+        elif isinstance(leaf, LazyStackedTensorDict):
+            for inner, column in _from_rows(leaf.tensordicts).items():
+                out[(*prefix, name, *(inner if isinstance(inner, tuple) else (inner,)))] = column
+        else:
+            _collect(leaf, (*prefix, name), out, shared)
+
+
+def _drop_padding(columns: Trajectories) -> Trajectories:
+    """Turn padded or dense token columns ragged, with the lengths that the attention mask tells."""
+    mask = columns.pop(ATTENTION_MASK, None)
+    if isinstance(mask, Flat) and mask.lengths is None:
+        _unpad(columns, mask.values.to(torch.bool))
+    elif isinstance(mask, Flat) and mask.lengths is not None and not bool(mask.values.all()):
+        _strip(columns, mask.values.to(torch.bool), mask.lengths)
+    return columns
+
+
+def ragged_tokens(columns: Trajectories) -> Trajectories:
+    """Give every token column lengths, also where all trajectories of the batch are equally long; in place."""
+    for key in RAGGED_KEYS:
+        column = columns.get(key)
+        if isinstance(column, Flat) and column.lengths is None and column.values.ndim >= 2:
+            columns[key] = as_ragged(column, columns.n)
+    return columns
+
+
+def _unpad(columns: Trajectories, keep: Tensor) -> None:
+    lengths, width = keep.sum(1), keep.shape[1]
+    for key, column in columns.items():
+        if not isinstance(column, Flat) or column.lengths is not None or column.values.ndim < 2:
+            continue
+        if column.values.shape[1] == width and (key in RAGGED_KEYS or width > 1):
+            columns[key] = Flat(column.values[keep], lengths)
+
+
+def _strip(columns: Trajectories, keep: Tensor, padded: Tensor) -> None:
+    lengths = segment_sum(keep, padded).to(torch.int64)
+    for key, column in columns.items():
+        if not isinstance(column, Flat) or column.lengths is None:
+            continue
+        if torch.equal(column.lengths, padded):
+            columns[key] = Flat(column.values[keep], lengths)
+
+
+def as_ragged(column: Flat, n: int) -> Flat:
+    """The column with lengths, whatever it has."""
+    if column.lengths is not None:
+        return column
+    if column.values.ndim < 2:
+        return Flat(column.values, torch.ones(n, dtype=torch.int64))
+    width = column.values.shape[1]
+    return Flat(column.values.flatten(0, 1), torch.full((n,), width))
+
+
+def jagged(flat: Flat, offsets: Tensor | None = None) -> Tensor:
+    """A `torch.jagged` nested tensor over the values of a ragged column."""
+    if flat.lengths is None:
+        raise DataError("a column with one entry per trajectory has no jagged form")
+    if offsets is None:
+        offsets = torch.zeros(flat.lengths.numel() + 1, dtype=torch.int64)
+        torch.cumsum(flat.lengths, 0, out=offsets[1:])
+    return torch.nested.nested_tensor_from_jagged(flat.values, offsets)
+
+
+def text_stack(items: Sequence[Any]) -> Any:
+    """A NonTensorStack of one object per row, wrapped or not."""
+    stack: Any = NonTensorStack
+    return stack(*items)
+
+
+def td_of(columns: Trajectories) -> TensorDictBase:
+    """A TensorDict of batch size `[n]` with jagged leaves, the fast form of the write path.
+
+    Rows that differ in more than their first dimension cannot be jagged: those batches come back as a lazy stack.
+    """
+    if any(isinstance(column, Flat) and column.shapes is not None for column in columns.values()):
+        return stack_of(columns)
+    tree: dict[str, Any] = {}
+    offsets: list[tuple[Tensor, Tensor]] = []
+    for key, column in columns.items():
+        if isinstance(column, Text):
+            leaf: Any = text_stack(column.items)
+        elif column.lengths is None:
+            leaf = column.values
+        else:
+            shared = next((o for ls, o in offsets if ls is column.lengths or torch.equal(ls, column.lengths)), None)
+            leaf = jagged(column, shared)
+            if shared is None:
+                offsets.append((column.lengths, leaf.offsets()))
+        _plant(tree, key, leaf)
+    return TensorDict(tree, batch_size=[columns.n])
+
+
+def stack_of(columns: Trajectories) -> TensorDictBase:
+    """A lazy stack `[n]`, one TensorDict per row."""
+    trees: list[dict[str, Any]] = [{} for _ in range(columns.n)]
+    for key, column in columns.items():
+        for tree, leaf in zip(trees, column.items if isinstance(column, Text) else column.rows(), strict=True):
+            _plant(tree, key, leaf)
+    return lazy_stack([TensorDict(tree, batch_size=[]) for tree in trees])  # pyright: ignore[reportReturnType]
+
+
+def _plant(tree: dict[str, Any], key: Key, leaf: Any) -> None:
+    names = key if isinstance(key, tuple) else (key,)
+    for name in names[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[names[-1]] = leaf
+
+
+def concat(parts: Sequence[Trajectories]) -> Trajectories:
+    """Put several batches one after the other.
+
+    Raises:
+        DataError: if the parts do not hold the same keys.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if len({ROWS in part for part in parts}) == 2:
+        parts = [whole(part) for part in parts]
+    out = Trajectories(sum(part.n for part in parts))
+    keys = {key for part in parts for key in part}
+    shared: dict[tuple[int, ...], Tensor] = {}
+    for key in sorted(keys, key=str):
+        missing = next((part for part in parts if key not in part), None)
+        if missing is not None:
+            raise DataError(f"{missing.n} of {out.n} trajectories lack the key {key!r} that others have")
+        out[key] = _concat_one([part[key] for part in parts], [part.n for part in parts], key)
+        _share_lengths(out[key], [part[key] for part in parts], shared)
+    return out
+
+
+def _share_lengths(whole: Flat | Text, parts: Sequence[Flat | Text], shared: dict[tuple[int, ...], Tensor]) -> None:
+    """Trajectories whose parts share their lengths share them when put together, too."""
+    if not isinstance(whole, Flat) or whole.lengths is None:
+        return
+    found = [part.lengths for part in parts if isinstance(part, Flat)]
+    if all(lengths is not None for lengths in found):
+        whole.lengths = shared.setdefault(tuple(map(id, found)), whole.lengths)
+
+
+def _concat_one(columns: Sequence[Flat | Text], counts: Sequence[int], key: Key) -> Flat | Text:
+    if all(isinstance(c, Text) for c in columns):
+        return Text([item for c in columns if isinstance(c, Text) for item in c.items])
+    flats = [c for c in columns if isinstance(c, Flat)]
+    if len(flats) != len(columns):
+        raise DataError(f"{key!r} is text in some trajectories and a tensor in others")
+    return concat_flat(flats, counts)
+
+
+def concat_flat(flats: Sequence[Flat], counts: Sequence[int]) -> Flat:
+    """Put several columns of `counts` rows one after the other."""
+    if all(c.lengths is None for c in flats) and len({c.values.shape[1:] for c in flats}) == 1:
+        return Flat(torch.cat([c.values for c in flats]))
+    ragged = [as_ragged(c, n) for c, n in zip(flats, counts, strict=True)]
+    lengths = torch.cat([c.lengths for c in ragged if c.lengths is not None])
+    if all(c.shapes is None for c in ragged) and len({c.values.shape[1:] for c in ragged}) == 1:
+        return Flat(torch.cat([c.values for c in ragged]), lengths)
+    rows = [row for c in flats for row in c.rows()]
+    return Flat(
+        torch.cat([row.reshape(-1) for row in rows]),
+        torch.tensor([row.numel() for row in rows]),
+        [row.shape for row in rows],
+    )
+
+
+def columns_state(columns: Trajectories) -> dict[str, Any]:
+    """Plain tensors, lists and strings that `torch.load(weights_only=True)` reads back.
+
+    Raises:
+        DataError: if a non-tensor value is not plain data.
+    """
+    entries = []
+    for key, column in columns.items():
+        path = list(key) if isinstance(key, tuple) else [key]
+        if isinstance(column, Text):
+            items = column.plain()
+            _check_plain(items, key)
+            entries.append({"key": path, "text": items})
+        else:
+            lengths = None if column.lengths is None else column.lengths.clone()
+            shapes = None if column.shapes is None else [list(shape) for shape in column.shapes]
+            values = column.values.detach().clone()
+            entries.append({"key": path, "values": values, "lengths": lengths, "shapes": shapes})
+    return {"n": columns.n, "columns": entries}
+
+
+def columns_from_state(state: Mapping[str, Any]) -> Trajectories:
+    """The inverse of `columns_state`."""
+    out = Trajectories(int(state["n"]))
+    for entry in state["columns"]:
+        path = entry["key"]
+        key = path[0] if len(path) == 1 else tuple(path)
+        if "text" in entry:
+            out[key] = Text(list(entry["text"]))
+        else:
+            shapes = entry["shapes"]
+            shapes = None if shapes is None else [torch.Size(shape) for shape in shapes]
+            out[key] = Flat(entry["values"], entry["lengths"], shapes)
+    return out
+
+
+def _check_plain(items: Iterable[Any], key: Key) -> None:
+    for item in items:
+        if isinstance(item, (list, tuple)):
+            _check_plain(item, key)
+        elif isinstance(item, dict):
+            _check_plain([*item.keys(), *item.values()], key)
+        elif item is not None and not isinstance(item, (str, int, float, bool, bytes, Tensor)):
+            raise DataError(
+                f"a pending trajectory holds a {type(item).__name__} under {key!r}, which a checkpoint cannot "
+                "carry; store JSON text instead"
+            )
+
+
+# -- at the doors ------------------------------------------------------------------------------------------------
+
+
+def along_one_dimension(td: TensorDictBase) -> TensorDictBase:
+    """The trajectories, or steps, of a TensorDict of any batch size along one dimension.
+
+    Raises:
+        IncompleteError: a row of steps does not end with the end of a trajectory.
+    """
+    if td.batch_dims == 0:
+        return lazy_stack([td])  # pyright: ignore[reportReturnType]
+    if td.batch_dims == 1:
+        return td
+    flat: Any = td.flatten(0, -2) if td.batch_dims > 2 else td
+    if is_token_level(flat):
+        return token_level(flat)
+    rows = [list(row.unbind(0)) for row in flat.unbind(0)]
+    for i, row in enumerate(rows):
+        done = row[-1].get(DONE, None) if row else None
+        if done is not None and len(rows) > 1 and not bool(done.any()):
+            raise IncompleteError(
+                f"the last trajectory of row {i} of {len(rows)} is not complete: its last step has no {DONE!r}. Pass "
+                "whole trajectories, so that nothing is lost."
+            )
+    return lazy_stack([step for row in rows for step in row])  # pyright: ignore[reportReturnType]
+
+
+def trajectories_of(td: TensorDictBase) -> Trajectories:
+    """One row per trajectory, whatever the form: steps are merged.
+
+    Raises:
+        IncompleteError: if the last trajectory is not complete.
+    """
+    return merge_steps(steps_of(td))
+
+
+def steps_of(td: TensorDictBase) -> Trajectories:
+    """One row per step or trajectory, whatever the form, with lengths on every token column."""
+    return ragged_tokens(columns_of(along_one_dimension(td)))
+
+
+ROWS: Key = ("", "rows")
+"""Key of a column of whole TensorDicts, one per trajectory: what of a lazy stack was not taken apart."""
+
+
+def some_steps_of(td: TensorDictBase, keys: Iterable[Key]) -> Trajectories:
+    """As `steps_of`, but of a lazy stack only some keys, with the rest as it is under `ROWS`.
+
+    Who needs a few columns and gives the rows back takes nothing else apart. `whole` does that where it is needed.
+    """
+    td = along_one_dimension(td)
+    if not is_stack(td) or not len(rows := rows_of(td)):
+        return ragged_tokens(columns_of(td))
+    out, shared = Trajectories(len(rows), {ROWS: Text(list(rows))}), dict[tuple[int, ...], Tensor]()
+    for key in keys:
+        leaves = leaves_of(rows, key)
+        if leaves is not None:
+            out[key] = flatten_leaves(key, leaves, shared)
+    mask = leaves_of(rows, ATTENTION_MASK)
+    if mask is not None or any(isinstance(column, Flat) and column.values.is_cuda for column in out.values()):
+        return ragged_tokens(columns_of(td))  # rows that are padded, or on a device
+    return ragged_tokens(out)
+
+
+def whole(batch: Trajectories) -> Trajectories:
+    """All columns of a batch, of which some may still be together under `ROWS`."""
+    rows = batch.get(ROWS)
+    if not isinstance(rows, Text):
+        return batch
+    return Trajectories(batch.n, steps_of(lazy_stack(rows.items)) | {k: c for k, c in batch.items() if k != ROWS})  # pyright: ignore[reportArgumentType]
+
+
+def attach(td: TensorDictBase, columns: Mapping[Key, Flat]) -> TensorDictBase:
+    """A shallow copy of `td` (any form, `[n]`) with these columns set, each in the form of the batch."""
+    if not columns:
+        return td
+    if is_stack(td):
+        split = {key: column.rows() for key, column in columns.items()}
+        news = [dict(zip(split, leaves, strict=True)) for leaves in zip(*split.values(), strict=True)]
+        return lazy_stack([_with(row, new) for row, new in zip(rows_of(td), news, strict=True)])  # pyright: ignore[reportReturnType]
+    mask = td.get(ATTENTION_MASK, None)
+    padded = mask.to(torch.bool) if isinstance(mask, Tensor) and not is_jagged(mask) else None
+    lengths = None if padded is None else padded.sum(1)
+    dense = padded is None and not _has_jagged(td)
+    leaves: dict[Key, Tensor] = {}
+    for key, column in columns.items():
+        if column.lengths is None:
+            leaves[key] = column.values
+        elif column.shapes is not None:
+            raise DataError(f"rows of {key!r} differ in more than their length; pass a lazy stack")
+        elif padded is not None and lengths is not None and torch.equal(lengths.cpu(), column.lengths):
+            leaf = column.values.new_zeros((*padded.shape, *column.values.shape[1:]))
+            leaf[padded.to(leaf.device)] = column.values
+            leaves[key] = leaf
+        else:
+            leaf = _dense(column) if dense else None
+            leaves[key] = jagged(column) if leaf is None else leaf
+    device = td.device
+    return _with(td, leaves if device is None else {key: leaf.to(device) for key, leaf in leaves.items()})
+
+
+def put(td: TensorDictBase, filled: TensorDictBase) -> TensorDictBase:
+    """Set in `td` what `filled`, made from it by `attach`, has more or other; `td` comes back.
+
+    A batch that `attach` could only answer in another form comes back in that form, and is not changed.
+    """
+    if filled is td or filled.batch_size != td.batch_size:
+        return filled
+    if is_stack(td) != is_stack(filled):
+        return filled
+    if is_stack(td):
+        for row, new in zip(rows_of(td), rows_of(filled), strict=True):
+            put(row, new)
+        return td
+    for key, leaf in walk(filled):
+        if td.get(key, None) is not leaf:
+            td.set(key, leaf)
+    return td
+
+
+def in_form_of(td: TensorDictBase, batch: Trajectories) -> TensorDictBase:
+    """A TensorDict `[m]` of other trajectories in the form of `td`: lazy stack, padded, dense or jagged."""
+    if is_stack(td) or td.batch_dims != 1:
+        return stack_of(batch)
+    if td.get(ATTENTION_MASK, None) is not None and not _has_jagged(td):
+        return padded_of(batch)
+    if _has_jagged(td):
+        return td_of(batch)
+    dense = {k: _dense(c) if isinstance(c, Flat) and c.lengths is not None else None for k, c in batch.items()}
+    flat = {key: column if (leaf := dense[key]) is None else Flat(leaf) for key, column in batch.items()}
+    return td_of(Trajectories(batch.n, flat))
+
+
+def padded_of(batch: Trajectories) -> TensorDictBase:
+    """A TensorDict `[n]` whose token columns are padded on the right, with the attention mask."""
+    tokens = batch.get(TOKENS)
+    lengths = tokens.lengths if isinstance(tokens, Flat) else None
+    if lengths is None:
+        return td_of(batch)
+    width = int(lengths.max()) if lengths.numel() else 0
+    real = torch.arange(width) < lengths[:, None]
+    out = Trajectories(batch.n, batch)
+    for key, column in batch.items():
+        if isinstance(column, Flat) and column.lengths is not None and torch.equal(column.lengths, lengths):
+            leaf = column.values.new_zeros((*real.shape, *column.values.shape[1:]))
+            leaf[real] = column.values
+            out[key] = Flat(leaf)
+    out[ATTENTION_MASK] = Flat(real)
+    return td_of(out)
+
+
+def _dense(column: Flat) -> Tensor | None:
+    """Rows of one length as one tensor `[n, T, ...]`; None where their lengths differ."""
+    lengths = column.lengths
+    if lengths is None or column.shapes is not None or not lengths.numel() or not bool((lengths == lengths[0]).all()):
+        return None
+    return column.values.reshape(lengths.numel(), int(lengths[0]), *column.values.shape[1:])
+
+
+def _has_jagged(td: TensorDictBase) -> bool:
+    return any(is_jagged(leaf) for leaf in td.values(True, True))
+
+
+def _with(td: Any, new: Mapping[Key, Tensor]) -> TensorDictBase:
+    """A copy with more leaves, which shares all other leaves and every container that no new key goes through.
+
+    `clone(recurse=False)` copies stacks of strings item by item, which costs more than all the rest.
+    """
+    if type(td) is not TensorDict:
+        out = td.clone(recurse=False)
+        for key, leaf in new.items():
+            out.set(key, leaf)
+        return out
+    items = dict(entries_of(td))
+    nested: dict[str, dict[Key, Tensor]] = {}
+    for key, leaf in new.items():
+        if isinstance(key, str) or len(key) == 1:
+            items[key if isinstance(key, str) else key[0]] = leaf
+        else:
+            nested.setdefault(key[0], {})[key[1:]] = leaf
+    for name, inner in nested.items():
+        items[name] = _with(items.get(name, TensorDict(batch_size=td.batch_size)), inner)
+    # The leaves belong to a TensorDict of the same batch size, so nothing needs checking again.
+    return TensorDict._new_unsafe(items, batch_size=td.batch_size)
+
+
+def per_token(batch: Trajectories, key: Key, like: Flat | None = None) -> Flat | None:
+    """A column with one value per token, or None where missing; trailing dimensions of 1 are dropped.
+
+    Raises:
+        DataError: if its lengths are not those of `like`.
+    """
+    column = batch.get(key)
+    if not isinstance(column, Flat):
+        return None
+    if column.lengths is None and column.values.ndim >= 2:
+        n, width = column.values.shape[:2]
+        column = Flat(column.values.flatten(0, 1), torch.full((n,), width))
+    if column.lengths is not None:
+        column = Flat(column.values.reshape(-1), column.lengths)
+    if like is None or like.lengths is None or like.lengths is column.lengths:
+        return column
+    if column.lengths is None or not torch.equal(column.lengths, like.lengths):
+        seen = "one value each" if column.lengths is None else f"lengths {column.lengths.tolist()[:8]}"
+        raise DataError(f"{key!r} has {seen}, the tokens have lengths {like.lengths.tolist()[:8]}")
+    return column
+
+
+# -- steps of one trajectory -------------------------------------------------------------------------------------
+
+
+def merge_steps(columns: Trajectories) -> Trajectories:
+    """One row per trajectory of rows that may be steps.
+
+    Raises:
+        DataError: if the last trajectory is not complete.
+    """
+    done = columns.get(DONE)
+    if isinstance(done, Flat) and done.lengths is None and bool(done.values.all()):
+        return columns  # every row ends a trajectory, as is the rule
+    ended = ends(columns)
+    if ended is None or bool(ended.all()):
+        return columns
+    last = torch.nonzero(ended).reshape(-1)
+    if not last.numel() or int(last[-1]) != columns.n - 1:
+        first = int(last[-1]) + 1 if last.numel() else 0
+        raise IncompleteError(
+            f"the last trajectory is not complete: steps {first} to {columns.n - 1} of {columns.n} have no {DONE!r}. "
+            "Write whole trajectories, so that nothing is lost."
+        )
+    return _merge(columns, last)
+
+
+def ends(columns: Trajectories, done_key: Key = DONE) -> torch.Tensor | None:
+    """Bool `[n]`: whether a trajectory ends with each row; None where nothing says so."""
+    done = columns.get(done_key)
+    if not isinstance(done, Flat) or columns.n == 0:
+        return None
+    flags = done.values.to(torch.bool)
+    if done.lengths is None:
+        return flags.reshape(columns.n, -1).any(1)
+    return segment_any(flags, done.lengths)
+
+
+def _merge(columns: Trajectories, last: torch.Tensor) -> Trajectories:
+    """Multi-step trajectories: the last step holds the whole conversation, rewards of the steps add up."""
+    first = torch.cat([last.new_zeros(1), last[:-1] + 1])
+    out = columns.select(last)
+    if "prompt" in columns:
+        out["prompt"] = columns["prompt"].select(first)
+    steps = last - first + 1
+    reward = columns.get(REWARD)
+    per_step = isinstance(reward, Flat) and reward.values.numel() == columns.n
+    if isinstance(reward, Flat) and per_step and TASK_REWARD not in columns:
+        total = segment_sum(reward.values, steps)
+        out[TASK_REWARD] = Flat(total.float())
+        out.pop(REWARD, None)
+    log_probs, whole = columns.get(LOG_PROBS), out.get(LOG_PROBS)
+    if isinstance(log_probs, Flat) and isinstance(whole, Flat) and log_probs.lengths is not None:
+        rows, merged = log_probs.rows(), [row.clone() for row in whole.rows()]
+        for target, start, stop in zip(merged, first.tolist(), last.tolist(), strict=True):
+            for step in rows[start:stop]:  # earlier turns, where the last step holds no score
+                head = target[: step.shape[0]]
+                target[: step.shape[0]] = torch.where(head.isnan(), step[: head.shape[0]], head)
+        out[LOG_PROBS] = Flat(torch.cat(merged), whole.lengths)
+    return out
+
+
+# -- sums within rows --------------------------------------------------------------------------------------------
+
+
+def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
+    """Sum of each row in float64.
+
+    Args:
+        values: flat, any number of elements per position; `lengths` counts elements.
+        lengths: int64 `[n]`; a row without elements sums to 0.
+
+    Returns:
+        float64 `[n]`.
+
+    >>> segment_sum(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 0, 1])).tolist()
+    [3.0, 0.0, 4.0]
+    """
+    flat = values.detach().reshape(-1).to(torch.float64).numpy()
+    counts = lengths.numpy()
+    filled = counts > 0
+    out = np.zeros(len(counts))
+    if filled.any():
+        starts = np.cumsum(counts) - counts
+        out[filled] = np.add.reduceat(flat, starts[filled])
+    return torch.from_numpy(out)
+
+
+def step_sum(values: Tensor, bounds: Sequence[int]) -> Tensor:
+    """Sum of the steps of each trajectory, in the dtype of the values.
+
+    Args:
+        values: `[n]`, one per step.
+        bounds: `k + 1` step offsets of the trajectories.
+
+    >>> step_sum(torch.tensor([1, 2, 4]), [0, 2, 3]).tolist()
+    [3, 4]
+    """
+    total = torch.zeros(values.numel() + 1, dtype=values.dtype)
+    torch.cumsum(values, 0, out=total[1:])
+    return total[torch.tensor(bounds)].diff()
+
+
+def segment_any(flags: Tensor, lengths: Tensor) -> Tensor:
+    """Whether any flag of each row is set, bool `[n]`.
+
+    >>> segment_any(torch.tensor([False, True, False]), torch.tensor([2, 1])).tolist()
+    [True, False]
+    """
+    return segment_sum(flags, lengths) > 0
+
+
+def last_position(mask: Tensor, lengths: Tensor) -> Tensor:
+    """Flat index of the last True of each row; the row's last position where there is none.
+
+    Args:
+        mask: bool, flat.
+        lengths: int64 `[n]`, all at least 1.
+
+    Raises:
+        DataError: if a row has no tokens.
+
+    >>> last_position(torch.tensor([True, True, False, False, False]), torch.tensor([3, 2])).tolist()
+    [1, 4]
+    """
+    if bool((lengths <= 0).any()):
+        raise DataError(f"trajectory {int((lengths <= 0).nonzero()[0])} has no tokens")
+    ends = lengths.cumsum(0) - 1
+    if bool(mask[ends].all()):
+        return ends
+    flat = np.where(mask.numpy(), np.arange(mask.numel()), -1)
+    last = torch.from_numpy(np.maximum.reduceat(flat, (ends + 1 - lengths).numpy()))
+    return torch.where(last < 0, ends, last)

@@ -1,0 +1,162 @@
+"""Files and folders that are whole or absent: replaced by rename, synced, checksummed. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import google_crc32c
+
+MANIFEST: Final = "files.json"
+"""In a sealed folder: the length and the CRC32C of every other file."""
+
+_CHUNK: Final = 1 << 22
+
+
+def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
+    """Write a whole file so that a reader, or a restart after a crash, sees the old content or the new.
+
+    Args:
+        path: the file; replaced if it is there.
+        content: all of it.
+        sync: have it on the disk on return, so that it survives a power loss as well.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+    temporary.replace(path)
+    if sync:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder survive a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Make a file's content survive a power loss; a file that is absent has nothing to lose."""
+    if not path.exists():
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def new_folder(final: Path, *, sync: bool = True) -> Iterator[Path]:
+    """Give an empty folder to fill; at the end seal it and rename it to `final`, which it replaces.
+
+    A kill at any moment leaves the former folder or the new one: `tidy` finishes what was begun. Only one process may
+    do this in one parent folder at a time.
+
+    Args:
+        final: where the folder goes; its parent is made if absent.
+        sync: have all of it on the disk before the rename.
+
+    Raises:
+        OSError: the disk is full; the former folder is as it was.
+    """
+    parent = final.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    tidy(parent)
+    temporary = parent / f".{final.name}.tmp"
+    temporary.mkdir()
+    try:
+        yield temporary
+        _seal(temporary, sync=sync)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if final.exists():
+        former = parent / f".{final.name}.former"
+        final.rename(former)
+        temporary.rename(final)
+        shutil.rmtree(former)
+    else:
+        temporary.rename(final)
+    if sync:
+        sync_folder(parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder; a kill half-way leaves nothing under its name."""
+    gone = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    folder.rename(gone)
+    shutil.rmtree(gone)
+
+
+def tidy(parent: Path) -> None:
+    """Finish what a killed `new_folder` or `remove_folder` began."""
+    for former in parent.glob(".*.former"):
+        final = parent / former.name[1:].removesuffix(".former")
+        if not final.exists():
+            former.rename(final)
+    for left_over in [*parent.glob(".*.tmp"), *parent.glob(".*.former"), *parent.glob(".*.gone")]:
+        if left_over.is_dir():
+            shutil.rmtree(left_over)
+
+
+def folder_problem(folder: Path, *, checksums: bool = True) -> str | None:
+    """Say what is wrong with a sealed folder, or return None.
+
+    Args:
+        folder: a folder that `new_folder` made.
+        checksums: False compares names and lengths only, and reads nothing else.
+    """
+    try:
+        listed: Any = json.loads((folder / MANIFEST).read_bytes())
+        files = {str(name): (int(entry["bytes"]), str(entry["crc32c"])) for name, entry in listed["files"].items()}
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}, so it was never finished"
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return f"its {MANIFEST} is damaged"
+    for name, (size, checksum) in sorted(files.items()):
+        file = folder / name
+        if not file.is_file():
+            return f"it has no {name}"
+        found = file.stat().st_size
+        if found != size:
+            return f"{name} has {found:,} bytes, and had {size:,}"
+        if checksums and _crc32c(file) != checksum:
+            return f"{name} has other bytes than were written (its CRC32C differs)"
+    return None
+
+
+def _seal(folder: Path, *, sync: bool) -> None:
+    """List the files with their checksums, give all of them the mode that the umask says, and sync them."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    entries = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32c": _crc32c(path)} for path in files}
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"format": 1, "files": entries}, indent=1), encoding="utf-8")
+    mode = manifest.stat().st_mode & 0o777
+    for path in files:
+        path.chmod(mode)  # some libraries write files that only their owner may read
+    if sync:
+        for path in [*files, manifest]:
+            sync_file(path)
+        for inner in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+            sync_folder(inner)
+
+
+def _crc32c(file: Path) -> str:
+    checksum = google_crc32c.Checksum()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            checksum.update(chunk)
+    return checksum.hexdigest().decode()

@@ -1,0 +1,20 @@
+"""What exists here because TorchRL documents it. Importing it lets the core take TorchRL's wrappers and actors.
+
+- `wrappers`: TorchRL's `TransformersWrapper` and `vLLMWrapper` as policies.
+- `chat`: from what its `LLMCollector` and `ChatEnv` collect to the rows of the write path.
+- `actor_kl_reward`: the KL penalty for any probabilistic actor.
+- `rollout_from_model`, `losses`: `RolloutFromModel`, `CISPOLoss` and `DAPO`.
+"""
+
+from __future__ import annotations
+
+from rlhf_pipeline.interop.torchrl.actor_kl_reward import ActorKLRewardTransform, is_actor
+from rlhf_pipeline.interop.torchrl.chat import ChatTrajectories
+from rlhf_pipeline.interop.torchrl.wrappers import EnginePolicy, WrapperAdapter, as_policy
+from rlhf_pipeline.policies.adapters import register
+from rlhf_pipeline.transforms.kl_reward import register_form
+
+__all__ = ["ActorKLRewardTransform", "ChatTrajectories", "EnginePolicy", "as_policy"]
+
+register(WrapperAdapter())
+register_form(is_actor, ActorKLRewardTransform)

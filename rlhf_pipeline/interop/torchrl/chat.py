@@ -1,0 +1,219 @@
+"""From what TorchRL's `LLMCollector` and `ChatEnv` collect to the rows of the write path."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from torchrl.envs.transforms import Transform
+
+from rlhf_pipeline import keys
+from rlhf_pipeline.errors import DataError, IncompleteError, MissingKeyError
+from rlhf_pipeline.policies._td_output import history_messages
+
+__all__ = ["ChatTrajectories"]
+
+_TAKEN = frozenset({"reward", "done", "terminated", "truncated", "query", "collector", "next"})
+_OPTIONS = "LLMCollector(..., yield_completed_trajectories=True)"
+
+
+class ChatTrajectories(Transform):
+    """Turns the steps of a `ChatEnv` into one row per trajectory, on the write path.
+
+    A step of a `ChatEnv` is one turn, and holds the conversation up to it. The row of a trajectory is the tokens of
+    its last turn; the assistant's mask and the log-probs are those of the turns, each where its tokens stand. Put it
+    last in the list, so that it runs first:
+
+        Compose(MCAdvantage(8), KLRewardTransform(coef=0.1), RetrieveLogProb(reference), ChatTrajectories())
+
+    Nothing is tokenized here. Where the tokens of a turn are not the beginning of the next turn's, the conversation
+    was encoded again from its text, what was sampled is lost, and the batch is refused.
+
+    Reads: `tokens` (prompt, response, full), `("log_probs", "response")`, `("next", "reward")`, `("next", "done")`,
+    and where present `group_id`, `query`, `policy_version`, `("next", "terminated")`, `history`. Writes the keys of
+    `rlhf_pipeline.keys`: the rewards of the turns are added up to `task_reward`. Other numbers and strings of the last
+    turn go along, for `TrajectoryStorage(extra=...)`.
+
+    Args:
+        group_key: identity of the group, a number or a string. None takes `group_id` where present, else `query`,
+            which makes two equal questions one group.
+        keep_log_probs: False leaves the sampler's log-probs out, and
+            `RetrieveLogProb(reference, behaviour_model=policy)` fills them in.
+
+    Raises:
+        DataError: a trajectory is not complete, turns do not fit together, or log-probs are those of a sampler that
+            is known to be wrong (TorchRL's `TransformersWrapper` sets the first of a turn to 0).
+
+    >>> from rlhf_pipeline import Tokens, LogProbs
+    >>> def turn(prompt, response, reward, done):
+    ...     tokens = Tokens(prompt=torch.tensor(prompt), response=torch.tensor(response),
+    ...                     full=torch.tensor(prompt + response))
+    ...     scores = LogProbs(response=torch.full((len(response),), -1.0))
+    ...     return TensorDict({"tokens": tokens, "log_probs": scores, "group_id": torch.tensor(3),
+    ...                        "next": {"reward": torch.tensor([reward]), "done": torch.tensor([done])}})
+    >>> steps = lazy_stack([turn([5], [6, 7], 0.0, False), turn([5, 6, 7, 8], [9], 1.0, True)])
+    >>> row = ChatTrajectories().inv(steps)[0]
+    >>> row["tokens", "full"].tolist(), row["masks", "all_assistant_mask"].tolist()
+    ([5, 6, 7, 8, 9], [False, True, True, False, True])
+    >>> row["log_probs", "full"].tolist(), row["task_reward"].item()
+    ([nan, -1.0, -1.0, nan, -1.0], 1.0)
+    """
+
+    takes_steps = True
+    """The buffer passes the turns on as they are, and does not treat them as rows."""
+
+    def __init__(self, group_key: keys.Key | None = None, *, keep_log_probs: bool = True) -> None:
+        super().__init__()
+        self.group_key = group_key
+        self.keep_log_probs = keep_log_probs
+
+    def inv(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The trajectories `[n]` of a batch of turns; the input is not changed."""
+        return self._inv_call(tensordict)
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if tensordict is None or not tensordict.numel():
+            return None
+        rows = [self._row(turns) for turns in _trajectories(tensordict)]
+        self._check_sampler(rows)
+        out: Any = [row for row, _ in rows]
+        return lazy_stack(out)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """What is sampled from the buffer passes unchanged."""
+        return tensordict
+
+    def _row(self, turns: Sequence[Any]) -> tuple[TensorDict, list[float]]:
+        """The row of one trajectory, and the log-prob of the first token of each turn."""
+        full = _tokens(turns[-1], "full", len(turns))
+        said = torch.zeros(len(full), dtype=torch.bool)
+        scores = torch.full((len(full),), float("nan"))
+        first = []
+        for number, turn in enumerate(turns, 1):
+            prompt, response = _tokens(turn, "prompt", number), _tokens(turn, "response", number)
+            end = len(prompt) + len(response)
+            if not torch.equal(torch.cat((prompt, response)), full[:end]):
+                raise DataError(
+                    f"The {end} tokens of turn {number} are not the beginning of the {len(full)} of turn {len(turns)}: "
+                    "the conversation was encoded again from its text. Make the policy with prefer_tokens=True and "
+                    "give the environment an IncrementalTokenizer, or end trajectories after one turn."
+                )
+            said[len(prompt) : end] = True
+            if self.keep_log_probs and len(response):
+                value = turn.get(("log_probs", "response"), None)
+                if value is None or value.numel() != len(response):
+                    seen = "no" if value is None else value.numel()
+                    raise DataError(
+                        f"Turn {number} has {seen} log-probs for {len(response)} sampled tokens. Sample with "
+                        "return_log_probs=True, or pass keep_log_probs=False and score them with RetrieveLogProb's "
+                        "behaviour_model."
+                    )
+                scores[len(prompt) : end] = value.reshape(-1).float()
+                first.append(float(value.reshape(-1)[0]))
+        row = TensorDict({keys.TOKENS: full, keys.ASSISTANT_MASK: said})
+        row[keys.ATTENTION_MASK] = torch.ones_like(said)
+        if self.keep_log_probs:
+            row[keys.LOG_PROBS] = scores
+        row[keys.NUM_PROMPT_TOKENS] = torch.tensor(len(_tokens(turns[0], "prompt", 1)))
+        self._label(row, turns)
+        _keep_further(row, turns[-1])
+        return row, first
+
+    def _label(self, row: TensorDict, turns: Sequence[Any]) -> None:
+        first, last = turns[0], turns[-1]
+        rewards = [turn.get(("next", "reward"), None) for turn in turns]
+        if all(reward is None for reward in rewards):
+            raise DataError("No turn has a ('next', 'reward'). Append a transform that gives one to the environment.")
+        total = sum(float(torch.as_tensor(r).double().sum()) for r in rewards if r is not None)
+        row[keys.TASK_REWARD] = torch.tensor(total, dtype=torch.float32)
+        row[keys.DONE] = torch.tensor(True)
+        names = (keys.GROUP_ID, "query") if self.group_key is None else (self.group_key,)
+        identity = next((v for name in names if (v := _plain(first, name)) is not None), None)
+        if identity is None:
+            raise DataError(
+                f"No turn says which group it belongs to: looked for {list(names)}. Give the data loader a group_id, "
+                "the same for all repeats of a prompt."
+            )
+        if isinstance(identity, str):
+            row["query"] = NonTensorData(identity)
+        else:
+            row[keys.GROUP_ID] = torch.tensor(int(identity))
+        versions = [v for turn in turns if isinstance(v := _plain(turn, keys.POLICY_VERSION), int | float)]
+        if versions:
+            row[keys.POLICY_VERSION] = torch.tensor(int(min(versions)))
+        ended = last.get(("next", "terminated"), None)
+        row[keys.FINISH_REASON] = NonTensorData("turns" if ended is not None and not bool(ended.any()) else "stop")
+        prompt = _plain(first, "query")
+        meta: dict[str, Any] = {"turns": len(turns)}
+        history = last.get("history", None)
+        if history is not None and getattr(history, "full", None) is not None:
+            meta["messages"] = history_messages(history.full)
+        row[keys.PROMPT] = NonTensorData(prompt if isinstance(prompt, str) else "")
+        said = [_plain(turn, ("text", "response")) for turn in turns]
+        row[keys.COMPLETION] = NonTensorData("\n".join(text for text in said if isinstance(text, str)))
+        row[keys.META] = NonTensorData(json.dumps(meta, ensure_ascii=False))
+
+    def _check_sampler(self, rows: Sequence[tuple[TensorDict, list[float]]]) -> None:
+        first = [value for _, values in rows for value in values]
+        if first and not any(first):
+            raise DataError(
+                f"The first sampled token of every one of {len(first)} turns has log-prob 0: TorchRL's "
+                "TransformersWrapper sets it so. Sample with as_policy(wrapper) of "
+                "rlhf_pipeline.interop.torchrl, or pass keep_log_probs=False and score them with "
+                "RetrieveLogProb's behaviour_model."
+            )
+
+
+def _keep_further(row: TensorDict, turn: Any) -> None:
+    """Take along numbers and strings of the last turn; the store keeps those that it has columns for."""
+    for td, prefix in ((turn, ()), (turn.get("next", None), ("next",))):
+        for name in () if td is None else td.keys():
+            key: Any = (*prefix, name) if prefix else name
+            if name in _TAKEN or row.get(key, None) is not None:
+                continue
+            value = td.get(name, None)
+            if isinstance(value, Tensor) and value.numel() == 1:
+                row[key] = value.reshape(())
+            elif isinstance(plain := _plain(td, name), str):
+                row[key] = NonTensorData(plain)
+
+
+def _trajectories(td: TensorDictBase) -> list[list[Any]]:
+    """Cut a batch of turns, `[T]` or `[B, T]`, into trajectories."""
+    if td.batch_dims == 0:
+        return _trajectories(lazy_stack([td]))  # pyright: ignore[reportArgumentType]
+    if td.batch_dims > 1:
+        rows = cast(Any, td.flatten(0, -2) if td.batch_dims > 2 else td).unbind(0)
+        return [trajectory for row in rows for trajectory in _trajectories(row)]
+    out, current = [], []
+    for turn in td.unbind(0):
+        current.append(turn)
+        done = turn.get(("next", "done"), None)
+        if done is None or bool(done.any()):
+            out.append(current)
+            current = []
+    if current:
+        raise IncompleteError(
+            f"The last trajectory of the batch is not complete: {len(current)} turns have no end. Collect whole ones "
+            f"with {_OPTIONS}."
+        )
+    return out
+
+
+def _tokens(turn: Any, name: str, number: int) -> Tensor:
+    value = turn.get(("tokens", name), None)
+    if value is None:
+        raise MissingKeyError(f"Turn {number} has no ('tokens', {name!r}). Sample with a policy that returns tokens.")
+    return value.reshape(-1).long().cpu()
+
+
+def _plain(turn: Any, name: keys.Key) -> Any:
+    value = turn.get(name, None)
+    if isinstance(value, Tensor):
+        return value.reshape(-1)[0].item() if value.numel() else None
+    value = getattr(value, "data", value)
+    return value[0] if isinstance(value, list) and len(value) == 1 else value

@@ -1,0 +1,125 @@
+"""What a learner is where several processes hold it: each writes its shards, and any number of processes load them.
+
+`torch.distributed.checkpoint` writes and reads the tensors. The first process makes the folder before, and makes it
+whole when all have written.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.learner.state import (
+    SHARDS,
+    NamedOptimizer,
+    Optimizer,
+    load_groups,
+    parts_of,
+    plain_tensors,
+    write_groups,
+)
+
+_RNG = "rng/torch"
+
+
+def write_shards(folder: Path, *, policy: Any, optimizer: NamedOptimizer) -> None:
+    """Write what this process holds of the weights and the optimizer; every process of the group must call this.
+
+    Args:
+        folder: made by the first process.
+        policy: its model's trained parameters are written, from float32; the config and tokenizer as well.
+        optimizer: its moments are written by parameter name.
+    """
+    dist.barrier()
+    save(_tensors(policy.model, optimizer), checkpoint_id=folder / SHARDS)
+    if dist.get_rank() == 0:
+        write_groups(folder, _groups(optimizer))
+        config = getattr(policy.model, "config", None)
+        if config is not None:
+            config.save_pretrained(folder)
+        if policy.tokenizer is not None:
+            policy.tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def read_shards(path: Path, model: nn.Module, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Load what `write_shards` wrote, into one process or into any number of them.
+
+    Args:
+        path: the checkpoint.
+        model: whole, or in the shards of this process.
+        optimizer: of the model's parameters; weights go into its float32 masters where it has them.
+        groups: the parameter groups of the optimizer.
+
+    Raises:
+        DataError: the shards are damaged, or are of another model or optimizer.
+    """
+    if not isinstance(optimizer, NamedOptimizer):
+        raise DataError(f"{path} was saved in shards; it is loaded into a PolicyOptimizer, not {type(optimizer)}.")
+    alone = not dist.is_initialized()
+    try:
+        saved = FileSystemReader(path / SHARDS).read_metadata().state_dict_metadata.keys()
+    except (OSError, CheckpointException) as error:
+        raise DataError(f"the checkpoint {path} is damaged: its shards cannot be read ({error}).") from error
+    load_groups(optimizer.inner, groups)
+    optimizer.inner.state.clear()
+    if any(name.startswith("optimizer/") for name in saved):
+        kept = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.inner.param_groups]
+        with torch.enable_grad():
+            optimizer.make_state()
+        for group, options in zip(optimizer.inner.param_groups, kept, strict=True):
+            group.update(options)
+        for name, tensor in optimizer.stepped.items():
+            if not any(key.startswith(f"optimizer/{name}/") for key in saved):
+                optimizer.inner.state.pop(tensor, None)  # never had a gradient
+    targets = _tensors(model, optimizer)
+    missing = sorted(targets.keys() ^ saved)
+    if missing:
+        raise DataError(
+            f"the checkpoint {path} belongs to another model: {len(missing)} tensors, {missing[0]!r} first."
+        )
+    try:
+        with warnings.catch_warnings():
+            # One process is what was asked for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            load(targets, checkpoint_id=path / SHARDS, no_dist=alone)
+    except (CheckpointException, ValueError, RuntimeError) as error:
+        raise DataError(f"the checkpoint {path} is damaged or of another model: {error}") from error
+    torch.set_rng_state(targets[_RNG])
+    for name, parameter in model.named_parameters():
+        if name in optimizer.masters:
+            parameter.copy_(optimizer.masters[name])
+
+
+def _tensors(model: nn.Module, optimizer: NamedOptimizer) -> dict[str, Tensor]:
+    """Return what a checkpoint holds, by name, as the tensors that are trained: shards stay shards."""
+    adapters = hasattr(model, "peft_config")
+    found = {
+        f"model/{name}": optimizer.stepped.get(name, parameter).detach()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or not adapters
+    }
+    for name, tensor in optimizer.stepped.items():
+        for moment, value in optimizer.inner.state.get(tensor, {}).items():
+            found |= plain_tensors(f"optimizer/{name}/{moment}", value)
+    return found | {_RNG: torch.get_rng_state()}
+
+
+def _groups(optimizer: NamedOptimizer) -> list[dict[str, Any]]:
+    inner, named = parts_of(optimizer, nn.Module())
+    name_of = {id(tensor): name for name, tensor in named.items()}
+    return [
+        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        | {"params": [name_of[id(tensor)] for tensor in group["params"]]}
+        for group in inner.param_groups
+    ]

@@ -1,0 +1,355 @@
+"""What a learner is, as files in a folder, without pickle: weights, optimizer, random generator.
+
+    config.json, tokenizer files, model.safetensors    a checkpoint folder that `from_pretrained` loads
+    adapter_config.json, adapter_model.safetensors     in their place where LoRA adapters are trained
+    optimizer.safetensors                              by parameter name: moments, float32 master weights; RNG state
+    optimizer.json                                     the optimizer's parameter groups
+    reference.safetensors                              the reference model, where it moves
+    proximal.safetensors                               the proximal policy's log-probs, where the loss reads them
+    uses.safetensors                                   how often trajectories were used
+    shards/                                            in place of weights and optimizer, where several processes
+                                                       write them (`sharded_state`)
+
+`run.checkpoint` makes the folder whole, checks it and finds it again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol, runtime_checkable
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, load_model, save_file
+from torch import Tensor, nn
+
+from rlhf_pipeline.errors import DataError
+
+SHARDS: Final = "shards"
+"""The folder of what several processes wrote together."""
+
+_RNG: Final = "rng/torch"
+_MASTER: Final = "master"
+_GROUPS: Final = "optimizer.json"
+
+
+class SavesPretrained(Protocol):
+    """A policy: it holds a model and knows how to write a checkpoint folder."""
+
+    model: nn.Module
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the model and its tokenizer."""
+        ...
+
+
+@runtime_checkable
+class NamedOptimizer(Protocol):
+    """An optimizer that steps other tensors than the model's parameters; `learner.optimizer.PolicyOptimizer`."""
+
+    inner: torch.optim.Optimizer
+    stepped: dict[str, Tensor]
+    masters: dict[str, Tensor]
+
+    def make_state(self) -> None:
+        """Make the moments and change nothing."""
+        ...
+
+    def copy_from_parameters(self) -> None:
+        """Take the parameters as the masters."""
+        ...
+
+
+Optimizer = torch.optim.Optimizer | NamedOptimizer
+
+
+def write_state(
+    folder: Path,
+    *,
+    policy: SavesPretrained,
+    optimizer: Optimizer,
+) -> None:
+    """Write weights, optimizer and the state of torch's random generator into a folder.
+
+    Args:
+        folder: an empty folder.
+        policy: its model and tokenizer are written with `save_pretrained`.
+        optimizer: its tensors are written by parameter name.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    try:
+        policy.save_pretrained(folder)
+        saved, groups = optimizer_tensors(optimizer, policy.model)
+        saved[_RNG] = torch.get_rng_state()
+        save_file(saved, folder / "optimizer.safetensors")
+    except SafetensorError as error:  # the library's own type hides that the disk is full
+        raise OSError(f"{folder}: {error}") from error
+    write_groups(folder, groups)
+
+
+def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Write `NAME.safetensors`, which `read_tensors` reads.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    copies = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
+    try:
+        save_file(copies, folder / f"{name}.safetensors")
+    except SafetensorError as error:
+        raise OSError(f"{folder}: {error}") from error
+
+
+def read_state(folder: Path, *, policy: SavesPretrained, optimizer: Optimizer) -> None:
+    """Load in place what `write_state` or `write_shards` wrote.
+
+    Raises:
+        DataError: a file is missing or damaged, or the folder belongs to another model.
+    """
+    groups = read_groups(folder)  # before anything is changed
+    if (folder / SHARDS).is_dir():
+        from rlhf_pipeline.learner.sharded_state import read_shards
+
+        read_shards(folder, policy.model, optimizer, groups)
+        return
+    try:
+        load_weights(folder, policy.model)
+        tensors = load_file(folder / "optimizer.safetensors")
+    except (SafetensorError, FileNotFoundError) as error:
+        raise DataError(f"{folder} is damaged: {error}. Run `rlhf-pipeline verify` on its run.") from error
+    except RuntimeError as error:
+        raise DataError(f"the checkpoint {folder} belongs to another model: {error}") from error
+    generator = tensors.pop(_RNG)
+    load_optimizer(optimizer, policy.model, tensors, groups)
+    torch.set_rng_state(generator)
+
+
+def write_groups(folder: Path, groups: list[dict[str, Any]]) -> None:
+    """Write the parameter groups of an optimizer, with parameters by name."""
+    (folder / _GROUPS).write_text(json.dumps(groups, indent=1), encoding="utf-8")
+
+
+def read_groups(folder: Path) -> list[dict[str, Any]]:
+    """Return what `write_groups` wrote.
+
+    Raises:
+        DataError: it is missing or not JSON.
+    """
+    try:
+        groups = json.loads((folder / _GROUPS).read_bytes())
+    except (FileNotFoundError, ValueError) as error:
+        raise DataError(f"{folder} is damaged: {_GROUPS}: {error}. Run `rlhf-pipeline verify` on its run.") from error
+    return groups
+
+
+def read_tensors(folder: Path, name: str) -> dict[str, Tensor] | None:
+    """Return the tensors that `write_tensors` was given under a name, or None if there are none.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    file = folder / f"{name}.safetensors"
+    if not file.is_file():
+        return None
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise DataError(f"{file} is damaged: {error}. Run `rlhf-pipeline verify` on its run.") from error
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Load the weights of a checkpoint folder in place.
+
+    Raises:
+        RuntimeError: they are those of another model.
+    """
+    if hasattr(model, "peft_config"):
+        _load_adapters(path, model)
+        return
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        _load_into_shards(path, model)
+        return
+    try:
+        load_model(model, path / "model.safetensors")
+    except (RuntimeError, FileNotFoundError):
+        # transformers writes some architectures (mixtures of experts) under other names than the module's, and large
+        # models as several files; only its own loader undoes that.
+        load = getattr(type(model), "from_pretrained", None)
+        if load is None:
+            raise
+        loaded, info = load(path, dtype=next(model.parameters()).dtype, output_loading_info=True)
+        wrong = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
+        if wrong:
+            raise RuntimeError(f"{len(wrong)} weights do not fit, {wrong[0]!r} among them") from None
+        model.load_state_dict(loaded.state_dict())
+
+
+@torch.no_grad()
+def _load_into_shards(path: Path, model: nn.Module) -> None:
+    """Load whole weights into a model that several processes hold in shards."""
+    saved = load_file(path / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        if name not in saved or saved[name].shape != parameter.shape:
+            raise RuntimeError(f"{name} of shape {list(parameter.shape)} is not in it")
+        copy_into(parameter, saved[name])
+
+
+def copy_into(target: Tensor, value: Tensor) -> None:
+    """Copy a whole tensor into a tensor, or into this process's shard of one."""
+    placements: Any = getattr(target, "placements", None)
+    if placements is None:
+        target.copy_(value)
+        return
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    sharded: Any = target
+    # Every process has read the whole value, so nothing is sent.
+    whole = value.to(device=sharded.device, dtype=sharded.dtype)
+    own: Any = distribute_tensor(whole, sharded.device_mesh, placements, src_data_rank=None)
+    if isinstance(target, DTensor):
+        target.to_local().copy_(own.to_local())
+
+
+def _load_adapters(path: Path, model: nn.Module) -> None:
+    """Load LoRA adapters in place; the frozen weights are those of the definition."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict  # pyright: ignore[reportMissingImports]
+
+    if not (path / "adapter_model.safetensors").is_file():
+        raise RuntimeError("it has no adapters, and policy.lora_rank is set")
+    saved = load_file(path / "adapter_model.safetensors")
+    wrong = get_peft_model_state_dict(model).keys() ^ saved.keys()
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} adapters do not fit, {sorted(wrong)[0]!r} among them")
+    set_peft_model_state_dict(model, saved)
+
+
+def parts_of(optimizer: Optimizer, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Tensor]]:
+    """Return the torch optimizer and the tensors that it steps, by parameter name."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer, dict(model.named_parameters())
+    return optimizer.inner, optimizer.stepped
+
+
+def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Return the optimizer's tensors as `name/moment`, and its groups with parameters by name.
+
+    Moments held in a tensor subclass (8 bits) are taken apart: `name/moment/part`. Master weights are `name/master`.
+    """
+    inner, named = parts_of(optimizer, model)
+    name_of = {id(tensor): name for name, tensor in named.items()}
+    tensors: dict[str, Tensor] = {}
+    for tensor, values in inner.state.items():
+        for key, value in values.items():
+            tensors |= {k: v.clone() for k, v in plain_tensors(f"{name_of[id(tensor)]}/{key}", value).items()}
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        tensors |= {f"{name}/{_MASTER}": m.detach().cpu().clone() for name, m in optimizer.masters.items()}
+    groups = [
+        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        | {"params": [name_of[id(parameter)] for parameter in group["params"]]}
+        for group in inner.param_groups
+    ]
+    return tensors, groups
+
+
+def plain_tensors(name: str, value: Any) -> dict[str, Tensor]:
+    """Return a value of an optimizer's state as plain tensors by name."""
+    if not isinstance(value, Tensor):
+        return {name: torch.tensor(value)}
+    flatten: Any = getattr(value, "__tensor_flatten__", None)
+    if flatten is None or hasattr(value, "placements"):  # a shard stays one
+        return {name: value.detach().contiguous()}
+    found: dict[str, Tensor] = {}
+    for part in flatten()[0]:
+        found |= plain_tensors(f"{name}/{part}", getattr(value, part))
+    return found
+
+
+def load_optimizer(
+    optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor], groups: list[dict[str, Any]]
+) -> None:
+    """Put back what `optimizer_tensors` returned.
+
+    Raises:
+        DataError: the optimizer steps other tensors, or is of another kind.
+    """
+    inner, named = parts_of(optimizer, model)
+    load_groups(inner, groups)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        _load_masters(optimizer, tensors)
+        _fill_state(optimizer, tensors)
+        return
+    for key, value in tensors.items():
+        name, _, moment = key.rpartition("/")
+        parameter = named[name]
+        # Adam keeps its step count on the CPU whatever the device of the parameter.
+        on_parameter = value.to(parameter.device) if value.ndim else value
+        inner.state[parameter][moment] = on_parameter
+
+
+def load_groups(inner: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Load the options of an optimizer's parameter groups.
+
+    Raises:
+        DataError: the groups hold other numbers of parameters.
+    """
+    for group, saved in zip(inner.param_groups, groups, strict=True):
+        names = saved.pop("params")
+        if len(names) != len(group["params"]):
+            raise DataError(f"the checkpoint optimizes {len(names)} parameters; this run has {len(group['params'])}.")
+        _update_group(group, saved)
+
+
+def _update_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Load the options of a parameter group; JSON has turned tuples into lists and tensors into numbers."""
+    for key, value in saved.items():
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(value, list) else value
+
+
+@torch.no_grad()
+def _load_masters(optimizer: NamedOptimizer, tensors: dict[str, Tensor]) -> None:
+    optimizer.copy_from_parameters()  # a checkpoint without masters
+    for key in [key for key in tensors if key.endswith(f"/{_MASTER}")]:
+        value, name = tensors.pop(key), key.removesuffix(f"/{_MASTER}")
+        # Where the parameter is float32 itself now, the master has its bits beyond the rounded weight.
+        copy_into(optimizer.stepped[name], value)
+
+
+@torch.no_grad()
+def _fill_state(optimizer: NamedOptimizer, tensors: dict[str, Tensor]) -> None:
+    """Load moments into a state that has the optimizer's own form."""
+    inner = optimizer.inner
+    inner.state.clear()
+    if not tensors:
+        return
+    with torch.enable_grad():
+        optimizer.make_state()
+    wanted = set(tensors)
+    for name, tensor in optimizer.stepped.items():
+        if not any(key.startswith(f"{name}/") for key in wanted):
+            inner.state.pop(tensor, None)  # never had a gradient
+            continue
+        values = inner.state[tensor]
+        for moment, value in list(values.items()):
+            for key, part in plain_tensors(f"{name}/{moment}", value).items():
+                if key not in tensors or tensors[key].shape != part.shape:
+                    raise DataError(
+                        f"the checkpoint's optimizer has no {key} of shape {list(part.shape)}: it was saved under "
+                        "another learn.optimizer. Resume with the recorded one."
+                    )
+                if isinstance(value, Tensor):
+                    copy_into(part, tensors[key])
+                else:
+                    values[moment] = type(value)(tensors[key].item())
+                wanted.discard(key)
+    if wanted:
+        raise DataError(
+            f"the checkpoint's optimizer has {sorted(wanted)[0]}, which this one does not: it was saved under another "
+            "learn.optimizer. Resume with the recorded one."
+        )

@@ -1,0 +1,185 @@
+"""What `storage[:]` gives: one value per trajectory, and TorchRL's in-place writes that reach the store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from rlhf_pipeline.errors import DataError, MissingKeyError
+from rlhf_pipeline.keys import KL_PENALTY, LOG_PROBS, REWARD, ROW_ID, TOKENS, Key
+from rlhf_pipeline.padding import pad_rows
+from rlhf_pipeline.replay._read import scalar_batch
+from rlhf_pipeline.replay.schema import column_name
+
+
+class ScalarView(TensorDict):
+    """The values of a storage that are one per trajectory, `[n]`.
+
+    `set_`, `set_at_` and `update_` write to the store, so TorchRL's `rb.set_("priority", ...)` does what it says.
+    Whatever is made of a view (a clone, a selection, a slice) is a TensorDict of its own, which nothing connects to the
+    store.
+    """
+
+    _home: tuple[Any, np.ndarray] | None = None
+
+    @classmethod
+    def of(cls, storage: Any, rows: np.ndarray) -> Self:
+        """Read rows of a storage.
+
+        Args:
+            storage: a `TrajectoryStorage`.
+            rows: int64 `[n]`, the row ids.
+        """
+        plain = scalar_batch(storage.store, rows, text=storage.text)
+        out = cls._new_unsafe(dict(plain.items()), batch_size=plain.batch_size)
+        out._home = (storage, np.array(rows, dtype=np.int64))
+        return out
+
+    def get(self, key: Any, *args: Any, as_list: bool = False, as_padded_tensor: bool = False, **kwargs: Any) -> Any:
+        """A value per trajectory; or, read when it is asked for, one per token, ragged.
+
+        Args:
+            key: a key of a batch; also `("tokens", "prompt")`, `("tokens", "response")` and the same of the log-probs,
+                and `("next", name)` for a value that has its column under `name`.
+            *args: the default.
+            as_list: one tensor per trajectory.
+            as_padded_tensor: padded, on `padding_side` with `padding_value`; a jagged tensor otherwise.
+            **kwargs: passed to TensorDict.
+        """
+        rows = self._per_token(_flat(key))
+        if rows is None:
+            name = _flat(key)
+            if self._home is not None and isinstance(name, tuple) and name[0] == "next" and len(name) == 2:
+                rest = super().get(name[1], None) if name not in self.keys(True) else None
+                if rest is not None:
+                    return rest
+            return super().get(key, *args, **kwargs)
+        if as_list:
+            return rows
+        if as_padded_tensor:
+            side = kwargs.get("padding_side", "right")
+            return pad_rows(rows, pad_value=kwargs.get("padding_value", 0), side=side, dtype=rows[0].dtype)[0]
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    def __getitem__(self, index: Any) -> Any:
+        named = isinstance(index, str) or (isinstance(index, tuple) and all(isinstance(part, str) for part in index))
+        if named and self._home is not None and index not in self.keys(True):
+            found = self.get(index, None)
+            if found is not None:
+                return found
+        return super().__getitem__(index)
+
+    def _per_token(self, key: Key) -> list[torch.Tensor] | None:
+        """The rows of a value that is one per token, or None where it is none."""
+        if self._home is None or not len(self):
+            return None
+        storage, ids = self._home
+        whole = _RAGGED.get(key, key)
+        column = storage.store.schema.find(column_name(whole))
+        if whole not in _DERIVED and (column is None or not column.ragged):
+            return None
+        found = storage.read(row_ids=ids, keys=[whole], layout="jagged").get(whole, None)
+        if found is None:
+            return None
+        rows = list(found.unbind())
+        if key == whole:
+            return rows
+        starts = [int(n) for n in storage.store.read_scalars("num_prompt_tokens", ids)]
+        prompt = key[-1] == "prompt"
+        return [row[:n] if prompt else row[n:] for row, n in zip(rows, starts, strict=True)]
+
+    def set_(self, key: Any, item: Any, **kwargs: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Set the value of every trajectory, here and in the store.
+
+        Raises:
+            MissingKeyError: there is no such value, or it is not one per trajectory.
+        """
+        if self._home is not None:
+            self._write({key: item})
+        return super().set_(key, item, **kwargs)
+
+    def set_at_(self, key: Any, value: Any, index: Any, **kwargs: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Set the value of some trajectories, here and in the store."""
+        if self._home is not None:
+            self._write({key: value}, index)
+        return super().set_at_(key, value, index, **kwargs)
+
+    def update_(self, input_dict_or_td: Any, *args: Any, **kwargs: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Set several values of every trajectory, here and in the store."""
+        if self._home is not None:
+            wanted = kwargs.get("keys_to_update")
+            self._write(dict(_leaves(input_dict_or_td)), keys=wanted)
+        home, self._home = self._home, None  # TensorDict may come back through `set_`
+        try:
+            super().update_(input_dict_or_td, *args, **kwargs)
+        finally:
+            self._home = home
+        return self
+
+    def _write(self, values: Mapping[Any, Any], index: Any = slice(None), keys: Iterable[Any] | None = None) -> None:
+        assert self._home is not None
+        storage, rows = self._home
+        index = index.detach().cpu().numpy() if isinstance(index, torch.Tensor) else index
+        rows = np.atleast_1d(rows[index])
+        columns: dict[str, Any] = {}
+        for key, value in values.items():
+            if keys is None or key in keys:
+                columns[self._column(storage, key)] = _one_each(key, value, len(rows))
+        storage.update(rows, **columns)
+
+    def _column(self, storage: Any, key: Key) -> str:
+        key = _flat(key)
+        name = column_name(key)
+        schema = storage.store.schema
+        if key == ROW_ID or name not in schema:
+            known = sorted(c.name for c in schema if not c.ragged)
+            raise MissingKeyError(
+                f"{key!r} is not a column of the store at {storage.store.path}, so it cannot be set. Columns with one "
+                f"value per trajectory: {', '.join(known)}."
+            )
+        if schema[name].ragged:
+            raise DataError(
+                f"{key!r} has one value per token; give later values with storage.update(row_ids, {name}=[...]), one "
+                "array per trajectory."
+            )
+        return name
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in super().__getstate__().items() if k != "_home"}
+
+
+_DERIVED: tuple[Key, ...] = (REWARD, KL_PENALTY)
+_RAGGED: dict[Key, Key] = {
+    ("tokens", "prompt"): TOKENS,
+    ("tokens", "response"): TOKENS,
+    ("log_probs", "prompt"): LOG_PROBS,
+    ("log_probs", "response"): LOG_PROBS,
+}
+"""Parts of a trajectory before and after its prompt's end, and what they are parts of."""
+
+
+def _flat(key: Any) -> Any:
+    return key[0] if isinstance(key, tuple) and len(key) == 1 else key
+
+
+def _leaves(data: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(data, TensorDictBase):
+        return data.items(include_nested=True, leaves_only=True)
+    found: list[tuple[Any, Any]] = []
+    for key, value in data.items():
+        if isinstance(value, (Mapping, TensorDictBase)):
+            found += [((key, *(k if isinstance(k, tuple) else (k,))), v) for k, v in _leaves(value)]
+        else:
+            found.append((key, value))
+    return found
+
+
+def _one_each(key: Any, value: Any, n: int) -> np.ndarray:
+    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if array.size not in (1, n):
+        raise DataError(f"{key!r} has {array.size} values for {n} trajectories.")
+    return np.broadcast_to(array.reshape(-1), n).copy()

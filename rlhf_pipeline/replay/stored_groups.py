@@ -1,0 +1,93 @@
+"""Rows that were committed since a look, and the rows of some groups, without looking at the whole store."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store import Snapshot, TrajectoryStore
+
+Ints = npt.NDArray[np.int64]
+
+_BLOCK_ROWS = 4096
+
+
+class NewIds:
+    """Gives the ids of rows that were committed since the last look, each once.
+
+    Args:
+        store: open, refreshed by its owner.
+        seen: whether the rows that are there now count as given.
+    """
+
+    def __init__(self, store: TrajectoryStore, *, seen: bool = False) -> None:
+        self._store = store
+        self._before: Snapshot | None = store.snapshot() if seen else None
+
+    def take(self) -> Ints:
+        """Return the new ids, int64, in the order of arrival; those that were evicted since are left out."""
+        before, watermark = self._before, self._store.watermark
+        if before is not None and watermark == before.watermark:
+            return np.empty(0, np.int64)
+        self._before = self._store.snapshot()
+        ids = np.asarray(self._store.ids())
+        if before is None:
+            return ids
+        num = watermark - before.watermark
+        new = before.later(ids[-2 * num :])
+        return new if len(new) >= num else before.later(ids)  # a slow writer's rows stand further back
+
+
+class StoredGroups:
+    """Finds the rows of neighbouring groups; new rows are looked at once.
+
+    Rows are remembered in blocks of up to 4096, each with its least and its greatest group. Groups arrive roughly in
+    order, so that few blocks hold those asked for.
+
+    Args:
+        store: open, refreshed by its owner.
+    """
+
+    def __init__(self, store: TrajectoryStore) -> None:
+        self._store = store
+        self._new = NewIds(store)
+        self._blocks = np.empty((0, 4), np.int64)
+        """First row id, number of rows (without a gap), least group, greatest group."""
+
+    def rows(self, first: int, last: int) -> Ints:
+        """Return the row ids of groups `first` to `last`, int64, in the order of arrival."""
+        self._read_new()
+        near = self._blocks[(self._blocks[:, 2] <= last) & (self._blocks[:, 3] >= first)]
+        if not len(near):
+            return np.empty(0, np.int64)
+        ids = np.concatenate([np.arange(start, start + num) for start, num, *_ in near.tolist()])
+        if len(self._store) < self._store.watermark:  # a ring has let some of them go
+            ids = ids[np.isin(ids, self._store.ids())]
+        groups = self._store.read_scalars("group_id", ids)
+        return ids[(groups >= first) & (groups <= last)]
+
+    def _read_new(self) -> None:
+        new = self._new.take()
+        if not len(new):
+            return
+        groups = self._store.read_scalars("group_id", new)
+        breaks = np.flatnonzero(np.diff(new) != 1) + 1
+        for ids_part, groups_part in zip(np.split(new, breaks), np.split(groups, breaks), strict=True):
+            self._add(int(ids_part[0]), groups_part)
+
+    def _add(self, start: int, groups: npt.NDArray[np.int64]) -> None:
+        """Add rows without a gap between them, to the last block as far as it has room."""
+        added: list[tuple[int, int, int, int]] = []
+        if len(self._blocks):
+            block = self._blocks[-1]
+            room = _BLOCK_ROWS - int(block[1])
+            if block[0] + block[1] == start and room > 0:
+                taken, groups = groups[:room], groups[room:]
+                block[1] += len(taken)
+                block[2], block[3] = min(block[2], taken.min()), max(block[3], taken.max())
+                start += len(taken)
+        for at in range(0, len(groups), _BLOCK_ROWS):
+            some = groups[at : at + _BLOCK_ROWS]
+            added.append((start + at, len(some), int(some.min()), int(some.max())))
+        if added:
+            self._blocks = np.concatenate([self._blocks, np.asarray(added, np.int64)])

@@ -1,0 +1,108 @@
+"""Every figure of `metrics.jsonl`: its unit and what it means. The page docs/metrics.md is printed from here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One name of a line of `metrics.jsonl`."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
+    (
+        "The step",
+        (
+            Figure("step", "", "optimizer steps taken, this one included"),
+            Figure("time", "s since 1970", "end of the step"),
+            Figure("policy_version", "steps", "optimizer steps behind the weights that the step began with"),
+            Figure("num_trajectories", "trajectories", "that the step learned from"),
+            Figure("watermark", "trajectories", "ever stored when the batch was chosen"),
+            Figure("lr", "", "learning rate of the step"),
+            Figure("grad_norm", "", "norm of the gradient before it was scaled down to `learn.max_grad_norm`"),
+        ),
+    ),
+    (
+        "What was collected",
+        (
+            Figure("rollout", "", "number of the rollout that the step begins or goes on with, from 0"),
+            Figure("task_reward", "reward", "mean over the trajectories collected since the last step, unshaped"),
+            Figure("num_failed", "trajectories", "whose reward call failed, of those"),
+            Figure("rollout_s", "s", "time for sampling, grading and storing them"),
+            Figure("tokens_per_s", "tokens/s", "sampled in that time"),
+            Figure("kl_coef", "reward/nat", "weight of the KL penalty in the rewards of the step's trajectories"),
+        ),
+    ),
+    (
+        "The step's trajectories",
+        (
+            Figure("advantage_std", "", "standard deviation of their advantages"),
+            Figure("staleness", "steps", "mean age: `policy_version` less the version that sampled them"),
+            Figure("staleness_max", "steps", "largest age"),
+            Figure("use_count", "steps", "mean number of steps that have used a trajectory, this one included"),
+            Figure("use_count_max", "steps", "largest such number"),
+            Figure("kl_k1", "nats/token", "behaviour policy against reference, mean of `log p - log q`"),
+            Figure("kl_k2", "nats/token", "the same by half the squared difference"),
+            Figure("kl_k3", "nats/token", "the same by `q/p - 1 - log(q/p)`, which is never negative"),
+            Figure("kl_per_trajectory", "nats", "`kl_k1` summed over a trajectory, mean over trajectories"),
+        ),
+    ),
+    (
+        "The loss, over all tokens that the policy produced",
+        (
+            Figure("loss", "", "the sum of its parts"),
+            Figure("loss_objective", "", "the policy loss"),
+            Figure("loss_entropy", "", "the entropy bonus, negative"),
+            Figure("loss_kl_to_ref", "", "the KL term against the reference"),
+            Figure("loss_kl_to_inference", "", "the KL term against the behaviour policy"),
+            Figure("clip_fraction", "share", "of tokens whose ratio the clip holds back"),
+            Figure("clip_fraction_low", "share", "of tokens held back at the lower bound"),
+            Figure("clip_fraction_high", "share", "of tokens held back at the upper bound"),
+            Figure("entropy", "nats/token", "of the policy at the sampling temperature"),
+            Figure("ess", "share", "effective sample size of the token ratios, 1 on-policy"),
+            Figure("ess_sequence", "share", "effective sample size of the ratios of whole completions"),
+            Figure("ess_weight", "share", "mean weight that the guard `sample.min_ess` gave; null without it"),
+            Figure("kl_approx", "nats/token", "of the policy from what the clip is against, by k1"),
+            Figure("kl_to_ref", "nats/token", "policy against reference, by `loss.kl_estimator`"),
+            Figure("kl_to_inference", "nats/token", "behaviour policy against policy"),
+            Figure("sampler_gap", "nats/token", "mean absolute difference of the policy's log-probs and the sampler's"),
+        ),
+    ),
+    (
+        "Time and memory of the update",
+        (
+            Figure("processes", "processes", "that took the step together"),
+            Figure("num_tokens", "tokens", "of the step's trajectories, prompts included"),
+            Figure("num_scored_tokens", "tokens", "that have a loss"),
+            Figure("num_unscored_tokens", "tokens", "left out because a log-prob is not finite"),
+            Figure("padding_efficiency", "share", "tokens over computed positions; above 1 where prompts are shared"),
+            Figure("update_s", "s", "time of the step without the rollout"),
+            Figure("update_tokens_per_s", "tokens/s", "`num_tokens` over `update_s`"),
+            Figure("peak_memory_mb", "MB", "most memory so far: of the GPU, else resident of the process"),
+            Figure("mfu", "share", "useful operations over `learn.peak_flops`, or a known GPU's data sheet"),
+        ),
+    ),
+)
+
+
+def figures() -> dict[str, Figure]:
+    """Return all figures by name."""
+    return {figure.name: figure for _, group in GROUPS for figure in group}
+
+
+def page() -> Iterator[str]:
+    """Yield docs/metrics.md."""
+    yield "# Metrics"
+    yield ""
+    yield "`metrics.jsonl` has one line per optimizer step. A figure that has no value in a step is null. This page is"
+    yield "printed by `rlhf-pipeline config metrics --markdown > docs/metrics.md`."
+    for title, group in GROUPS:
+        yield from ("", f"## {title}", "", "| name | unit | meaning |", "|---|---|---|")
+        for figure in group:
+            yield f"| `{figure.name}` | {figure.unit or '-'} | {figure.meaning} |"

@@ -1,0 +1,104 @@
+"""Following a store: what it holds, and what is added to it, as lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import select as system
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from rlhf_pipeline.errors import MissingPathError
+from rlhf_pipeline.exchange.filters import select
+from rlhf_pipeline.report.stored import Stored
+from rlhf_pipeline.report.tail import Arrival, Table, Tail, interleaved, step_line
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.rows import NewRows, Row
+
+
+class Follower:
+    """Prints what a store holds and what is added to it.
+
+    Args:
+        run: the store's run, if it has one.
+        stored: the store.
+        filters: conditions that a trajectory must meet.
+        say: prints lines.
+        columns: the terminal's width.
+    """
+
+    def __init__(
+        self, run: RunFolder | None, stored: Stored, filters: list[str], say: Callable[[str], None], columns: int
+    ) -> None:
+        self._say = say
+        self._path = stored.path
+        self._identity = _identity(stored.path)
+        self._table = Table(columns)
+        self._steps = NewRows(run.metrics_file) if run is not None else None
+        choose = None
+        if filters:
+            select(stored.store, filters, stored.ids()[:0])  # a slip is an error in an empty store, too
+            choose = lambda ids: select(stored.store, filters, ids)  # noqa: E731
+        self._tail = Tail(stored, choose)
+
+    def newest(self, num: int) -> None:
+        """Print the heading, the newest trajectories, and the newest step."""
+        steps = self._steps.rows[-1:] if self._steps is not None else []
+        self._print(self._tail.newest(num), steps, heading=True)
+
+    def follow(self, every: float) -> None:
+        """Print new arrivals, polling at an interval in seconds. Ends when the reader has left.
+
+        Raises:
+            MissingPathError: the store was removed, or another one was made in its place.
+        """
+        wait = _waiter()
+        while not wait(every):
+            # Steps first: the trajectories that they know of are then there, too.
+            steps = self._steps.read() if self._steps is not None else []
+            self._print(self._tail.fresh(), steps)
+            if _identity(self._path) != self._identity:
+                raise MissingPathError(f"the store {self._path} was removed, or replaced by another one.")
+
+    def _print(self, batches: Iterable[list[Arrival]], steps: list[Row], *, heading: bool = False) -> None:
+        lines: list[str] = []
+        for arrivals in batches:
+            texts = self._table.lines(arrivals, heading=heading)
+            if heading:
+                lines.append(texts.pop(0))
+                heading = False
+            known = [row for row in steps if row.get("watermark", 0) < arrivals[-1].place]
+            steps = steps[len(known) :]
+            lines += interleaved(arrivals, texts, known)
+            self._say("\n".join(lines))
+            lines = []
+        if heading:
+            lines += self._table.lines([], heading=True)
+        lines += map(step_line, steps)
+        if lines:
+            self._say("\n".join(lines))
+
+
+def _identity(store: Path) -> object:
+    """Return the identity of the store at a path; None if there is none."""
+    try:
+        return json.loads((store / "zarr.json").read_bytes())["attributes"]["salt"]
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _waiter() -> Callable[[float], bool]:
+    """Return a function that waits and says whether the reader of a pipe (head, grep -q) has left."""
+    try:
+        poll = system.poll()
+        poll.register(sys.stdout.fileno(), 0)  # errors and hang-ups only
+    except (AttributeError, io.UnsupportedOperation, OSError):
+
+        def wait(seconds: float) -> bool:
+            time.sleep(seconds)
+            return False
+
+        return wait
+    return lambda seconds: bool(poll.poll(seconds * 1000))

@@ -1,0 +1,258 @@
+"""Which of the gathered trajectories a step learns from: a function of the store, the seed, the step and the ledger."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_pipeline.config import Replay, Sample
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.learner.selection import StepLedger, UseCounts, sampler_of
+from rlhf_pipeline.replay.samplers import StoreView, TrajectorySampler, step_generator
+from trajectory_store import TrajectoryStore
+
+Ints = npt.NDArray[np.int64]
+
+_STEPS_LOOKED_AT = 65
+"""Over so many steps the shares of a batch take every size that they take at all, for weights as people choose them."""
+
+
+def shares(weights: Sequence[float], total: int) -> Ints:
+    """Share out the first `total` draws among sources of these weights, int64 `[S]`.
+
+    Source `s` gets its draw number `j` at the time `(j - 1/2) / weight`, and draws are taken in the order of time
+    (Webster's method; of two at one time, the earlier source's first). So a larger total takes nothing back, and every
+    share of up to five sources is less than two draws from what its weight says.
+
+    >>> [shares([3.0, 1.0], total).tolist() for total in (4, 5, 8)]
+    [[3, 1], [4, 1], [6, 2]]
+    """
+    exact = [Fraction(weight) for weight in weights]
+    whole = sum(exact)
+    counts = [int(total * weight / whole) for weight in exact]
+    # Rounding down leaves fewer than one draw for each source; a larger excess cannot be.
+    counts = [max(count - 1, 0) for count in counts]
+    for _ in range(total - sum(counts)):
+        times = [(2 * count + 1) / weight for count, weight in zip(counts, exact, strict=True)]
+        counts[times.index(min(times))] += 1
+    return np.asarray(counts, np.int64)
+
+
+class EpochOrder:
+    """All trajectories once per epoch, groups together, in an order drawn for each epoch.
+
+    Places are counted through all epochs: of `n` trajectories, places 0 to `n - 1` are the first epoch. Where a batch
+    ends one epoch and begins the next, the groups that it ended with come behind it in the next, so that no trajectory
+    is twice in a batch.
+
+    Args:
+        groups: int64 `[n]`, groups together.
+        batch_at: returns where the batch begins and ends that a place belongs to; at most `n` apart.
+        seed: of the run.
+        salt: tells the orders of several sources apart.
+
+    >>> order = EpochOrder(np.array([0, 0, 1, 1, 2]), lambda place: (place - place % 2, place - place % 2 + 2), seed=0)
+    >>> sorted(order.take(0, 5).tolist()), sorted(order.take(5, 10).tolist())
+    ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
+    """
+
+    def __init__(self, groups: Ints, batch_at: Callable[[int], tuple[int, int]], *, seed: int, salt: int = 0) -> None:
+        edges = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
+        self._starts, self._sizes = edges, np.diff(edges, append=len(groups))
+        self._member = np.repeat(np.arange(len(edges)), self._sizes)
+        self._batch_at = batch_at
+        self._seed = seed + (salt << 32)
+        self.num = len(groups)
+        self._epoch = -1
+        self._rows = np.empty(0, np.int64)
+        self._before = np.empty(0, np.int64)
+
+    def take(self, start: int, stop: int) -> Ints:
+        """Return the rows at places `start` to `stop`, at most one epoch's worth."""
+        epoch, at = divmod(start, self.num)
+        rows = self._order(epoch)[at : at + stop - start]
+        missing = stop - start - len(rows)
+        return np.concatenate([rows, self._order(epoch + 1)[:missing]]) if missing else rows
+
+    def _order(self, epoch: int) -> Ints:
+        """Return the rows of an epoch in order. An order follows from the one before it, so they are drawn in turn."""
+        if epoch == self._epoch - 1:
+            return self._before
+        if epoch < self._epoch:
+            self._epoch = -1
+        while self._epoch < epoch:
+            self._epoch += 1
+            start, stop = self._batch_at(self._epoch * self.num) if self._epoch else (0, 0)
+            shared = self._epoch * self.num - start  # rows of the batch that the epoch before ended with
+            tail = self._rows[len(self._rows) - shared :]
+            self._before, self._rows = self._rows, self._drawn(self._epoch, tail, stop - start - shared)
+        return self._rows
+
+    def _drawn(self, epoch: int, tail: Ints, head: int) -> Ints:
+        order = step_generator(self._seed, epoch).permutation(len(self._starts))
+        if not len(tail):
+            return self._spread(order)
+        ended = np.isin(order, self._member[tail])
+        others = order[~ended]
+        enough = int(np.searchsorted(np.cumsum(self._sizes[others]), head)) + 1
+        if enough <= len(others):
+            return self._spread(np.concatenate([others[:enough], order[ended], others[enough:]]))
+        rows = self._spread(order)  # hardly more than one batch: groups cannot stay together
+        late = np.isin(rows, tail)
+        return np.concatenate([rows[~late], rows[late]])
+
+    def _spread(self, groups: Ints) -> Ints:
+        sizes = self._sizes[groups]
+        ends = np.cumsum(sizes)
+        return np.arange(int(ends[-1])) + np.repeat(self._starts[groups] - (ends - sizes), sizes)
+
+
+class Batches:
+    """The batches of a run over a gathered store.
+
+    Args:
+        store: the run's store, gathered whole.
+        replay: weights and epochs.
+        sample: strategy, size, limits.
+        batch_size: of a step, where `sample` does not say it.
+        seed: of the run.
+        ledger: what earlier steps used, for `sample.max_uses`; None where that is not set.
+
+    Attributes:
+        num: trajectories that may be learned from; those of priority 0 are passed over.
+        batch_size: trajectories of one step.
+        last_step: the step after which there is nothing left, or None.
+
+    Raises:
+        DefinitionError: a source is too small for its share of a batch.
+        DataError: there is nothing.
+
+    >>> import tempfile
+    >>> from rlhf_pipeline.run.gather import SOURCE
+    >>> from rlhf_pipeline.replay.schema import trajectory_schema
+    >>> with TrajectoryStore.create(tempfile.mkdtemp() + "/store", trajectory_schema([SOURCE])) as store:
+    ...     _ = store.append({"input_ids": [[1]] * 4, "source": [0] * 4, "group_id": [7, 7, 8, 8]})
+    ...     batches = Batches(store, replay=Replay(epochs=2), sample=Sample(), batch_size=2, seed=0, ledger=None)
+    ...     batches.last_step, [batches.rows(step)[0].tolist() for step in (1, 2)]
+    (4, [[0, 1], [2, 3]])
+    """
+
+    def __init__(
+        self,
+        store: TrajectoryStore,
+        *,
+        replay: Replay,
+        sample: Sample,
+        batch_size: int,
+        seed: int,
+        ledger: StepLedger | None,
+    ) -> None:
+        ids = np.asarray(store.ids())
+        ids = ids[store.read_scalars("priority", ids) > 0]
+        if not len(ids):
+            raise DataError("every trajectory has priority 0 (groups without spread): there is nothing to learn from.")
+        source = store.read_scalars("source", ids)
+        versions = store.read_scalars("policy_version", ids)
+        self.newest = int(versions.max())
+        self._ids, self._ages = ids, self.newest - versions
+        self.num, self.seed, self.sample = len(ids), seed, sample
+        self.batch_size = min(sample.batch_size or batch_size, len(ids))
+        weighted = bool(replay.weights)
+        self._weights = [w for at, w in enumerate(replay.weights) if (source == at).any()] if weighted else [1.0]
+        parts = [np.flatnonzero(source == at) for at in np.unique(source)] if weighted else [np.arange(len(ids))]
+        self._parts = parts
+        self._check_sizes()
+        groups = store.read_scalars("group_id", ids)
+        self._orders = [
+            EpochOrder(groups[part], functools.partial(self._batch_at, at), seed=seed, salt=at)
+            for at, part in enumerate(parts)
+        ]
+        self._sampler: TrajectorySampler | None = None
+        if sample.strategy != "fresh":
+            self._sampler = sampler_of(sample, max_staleness=None)
+        self._views = [StoreView(store, ids[part], version=self.newest) for part in parts]
+        self._names = [store.read_scalars("trajectory_id", ids[part]) for part in parts]
+        self._uses = UseCounts(ledger) if ledger is not None and sample.max_uses is not None else None
+        self._most = self._most_draws(replay)
+        self.last_step = None if self._most is None else math.ceil(self._most / self.batch_size)
+
+    def rows(self, step: int) -> tuple[Ints, Ints]:
+        """Return the row ids of a step, int64 `[n]`, ascending, and their ages in policy versions.
+
+        Args:
+            step: from 1.
+
+        Raises:
+            DataError: nothing may be learned from any more.
+        """
+        counts_before, counts = self._draws((step - 1) * self.batch_size), self._draws(step * self.batch_size)
+        chosen: list[Ints] = []
+        for at, (start, stop) in enumerate(zip(counts_before.tolist(), counts.tolist(), strict=True)):
+            if stop > start:
+                chosen.append(self._parts[at][self._draw(at, start, stop, step)])
+        rows = np.sort(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
+        if not len(rows):
+            raise DataError(
+                f"step {step}: none of {self.num:,} trajectories may be learned from any more "
+                f"(sample.strategy={self.sample.strategy}, sample.max_uses={self.sample.max_uses})."
+            )
+        return self._ids[rows], self._ages[rows]
+
+    def _draw(self, at: int, start: int, stop: int, step: int) -> Ints:
+        if self._sampler is None:
+            return self._orders[at].take(start, stop)
+        view = self._views[at]
+        uses = None if self._uses is None else self._uses.before(step, self._names[at])
+        view = StoreView(view.store, view.ids, version=view.version, uses=uses, _cache=view._cache)
+        return self._sampler.select(view, stop - start, seed=self.seed + (at << 32), step=step)
+
+    def _draws(self, total: int) -> Ints:
+        total = total if self._most is None else min(total, self._most)
+        return shares(self._weights, total)
+
+    def _batch_at(self, at: int, place: int) -> tuple[int, int]:
+        """Return the first and the last draw, of those from one source, of the batch that a draw of it belongs to."""
+        low, high = 0, place // self.batch_size + 1
+        while self._draw_count(at, high) <= place:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._draw_count(at, middle) <= place else (low, middle)
+        return self._draw_count(at, low), self._draw_count(at, high)
+
+    def _draw_count(self, at: int, step: int) -> int:
+        return int(shares(self._weights, step * self.batch_size)[at])
+
+    def _check_sizes(self) -> None:
+        counts = [shares(self._weights, step * self.batch_size) for step in range(_STEPS_LOOKED_AT)]
+        most = np.diff(counts, axis=0).max(axis=0)
+        for at, part in enumerate(self._parts):
+            if len(part) < most[at]:
+                raise DefinitionError(
+                    f"store {at + 1} of {len(self._parts)} has {len(part):,} trajectories to learn from, and with its "
+                    f"weight {int(most[at]):,} of a batch of {self.batch_size:,} come from it. Lower its weight, or "
+                    "sample.batch_size."
+                )
+
+    def _most_draws(self, replay: Replay) -> int | None:
+        """Return how many draws there are in all, or None where nothing limits them."""
+        limits: list[int] = []
+        if replay.epochs is not None:
+            limits.append(max(round(replay.epochs * self.num), 1))
+        if self._sampler is None and self.sample.max_uses is not None:
+            limits.append(self._until_used_up(self.sample.max_uses))
+        return min(limits, default=None)
+
+    def _until_used_up(self, max_uses: int) -> int:
+        """Return how many draws there are before a source has given each of its trajectories so often."""
+        low, high = 0, max_uses * self.num
+        room = np.asarray([max_uses * len(part) for part in self._parts])
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if (shares(self._weights, middle) <= room).all() else (low, middle - 1)
+        return low

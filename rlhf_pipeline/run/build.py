@@ -1,0 +1,324 @@
+"""From a definition to live objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchrl.envs.transforms import Compose
+
+from rlhf_pipeline.collectors.collector import Collector
+from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
+from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.learner.lora import AdaptersOff, add_adapters
+from rlhf_pipeline.learner.reference import MovingReference
+from rlhf_pipeline.losses.grpo import GRPOLoss
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.new_model import scratch_policy
+from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.ledger import Ledger
+from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
+from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
+from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.learner.distributed import Shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """The policy and, where the KL to it matters, a copy of its first weights, or itself with its adapters off."""
+
+    policy: CausalLMPolicy
+    reference: CausalLMPolicy | AdaptersOff | None
+    trained: CausalLMPolicy | None = None
+    """Under torchrun: what learns, in shards, while `policy` is a whole copy that samples."""
+    shards: Shards | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The live objects of one run that collects."""
+
+    policy: CausalLMPolicy
+    buffer: TrajectoryReplayBuffer
+    collector: Collector
+    learner: Learner
+    kl_reward: KLRewardTransform | None
+
+    def write_path_metrics(self) -> dict[str, float | None]:
+        """What the write path measured on the newest rollout; None where it measures nothing."""
+        stats = self.kl_reward.stats if self.kl_reward is not None else {}
+        return {
+            "kl_coef": stats.get("coef"),
+            "kl_per_trajectory": stats.get("kl"),
+            "kl_k1": stats.get("k1"),
+            "kl_k2": stats.get("k2"),
+            "kl_k3": stats.get("k3"),
+        }
+
+    def write_path_state(self) -> dict[str, Any]:
+        """JSON-ready state of the transforms."""
+        controller = self.kl_reward.controller if self.kl_reward is not None else None
+        return {"kl_controller": controller.state_dict() if controller is not None else None}
+
+    def load_write_path_state(self, state: dict[str, Any]) -> None:
+        """Put back what `write_path_state` returned."""
+        controller = self.kl_reward.controller if self.kl_reward is not None else None
+        if controller is not None and state["kl_controller"] is not None:
+            controller.load_state_dict(state["kl_controller"])
+
+
+def build_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
+    """Make or load the policy, and the reference model if the definition needs one.
+
+    Raises:
+        MissingPathError: the checkpoint folder is not there.
+    """
+    policy = build_policy(pipeline, seed=seed, device=device)
+    trained, shards = _sharded(pipeline, seed=seed, device=device, mirror=policy)
+    if pipeline.write.kl_coef == 0 and pipeline.loss.kl_to_ref_coeff == 0:
+        return Models(policy=policy, reference=None, trained=trained, shards=shards)
+    if pipeline.policy.lora_rank:
+        return Models(policy=policy, reference=AdaptersOff(policy), trained=trained, shards=shards)
+    reference = _policy(pipeline, seed, device)
+    reference.requires_grad_(False)
+    # Scored by the code path of the update, so that nothing but the weights tells the two apart.
+    reference.scoring_layout = pipeline.learn.layout
+    return Models(policy=policy, reference=reference, trained=trained, shards=shards)
+
+
+def _sharded(
+    pipeline: Pipeline, *, seed: int, device: str, mirror: CausalLMPolicy | None
+) -> tuple[CausalLMPolicy | None, Shards | None]:
+    """Return what learns in shards, where this process is one of several; (None, None) in one process."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return None, None
+    from rlhf_pipeline.learner.distributed import shard_policy
+
+    trained = build_policy(pipeline, seed=seed, device=device)
+    shards = shard_policy(trained)
+    shards.check(pipeline.learn)
+    shards.lead(None if mirror is None else mirror.model)
+    return trained, shards
+
+
+def follow(pipeline: Pipeline, *, run_dir: Path, seed: int, device: str) -> None:
+    """Learn along with the first process of a group, which runs the pipeline, until it is done."""
+    trained, shards = _sharded(pipeline, seed=seed, device=device, mirror=None)
+    if trained is None or shards is None:
+        raise DefinitionError("there is no first process to follow: start all of them with torchrun.")
+    shards.barrier()  # the first process has made the store
+    storage = TrajectoryStorage(RunFolder(run_dir).store_path, mode="r")
+    try:
+        buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
+        build_learner(pipeline, trained, buffer, ledger=None, seed=seed, shards=shards).follow()
+    finally:
+        storage.close()
+
+
+def build_policy(pipeline: Pipeline, *, seed: int, device: str) -> CausalLMPolicy:
+    """Make or load the policy, with its adapters if the definition asks for them.
+
+    Raises:
+        MissingPathError: the checkpoint folder is not there.
+    """
+    policy, config = _policy(pipeline, seed, device), pipeline.policy
+    if config.lora_rank:
+        add_adapters(policy, rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets, seed=seed)
+    return policy
+
+
+def _policy(pipeline: Pipeline, seed: int, device: str) -> CausalLMPolicy:
+    config, collect = pipeline.policy, pipeline.collect
+    sampling: dict[str, Any] = {
+        "temperature": collect.temperature,
+        "max_new_tokens": collect.max_new_tokens,
+        "num_slots": collect.num_slots,
+    }
+    if isinstance(config, TinyPolicy):
+        policy = scratch_policy(
+            config.alphabet,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            seed=seed,
+            **sampling,
+        )
+        return policy.to(device)
+    dtype = getattr(torch, config.dtype)
+    return CausalLMPolicy.from_pretrained(config.path, device=device, dtype=dtype, **sampling)
+
+
+def build_loss(pipeline: Pipeline, policy: CausalLMPolicy) -> GRPOLoss:
+    """Make the loss that a definition says."""
+    config = pipeline.loss
+    return GRPOLoss(
+        policy,
+        clip_epsilon=config.clip_epsilon,
+        entropy_bonus=config.entropy_coeff > 0,
+        entropy_coeff=config.entropy_coeff,
+        kl_to_ref_coeff=config.kl_to_ref_coeff or None,
+        aggregation=config.aggregation,
+        objective=config.objective,
+        kl_estimator=config.kl_estimator,
+        kl_importance_weight=config.kl_importance_weight,
+        dual_clip=config.dual_clip,
+        delta=config.delta,
+        decoupled=config.corrects_the_sampler,
+        tis_cap=config.tis_cap,
+        tis_level=config.tis_level,
+        icepop=None if config.icepop is None else (config.icepop_low, config.icepop_high),
+        icepop_level=config.icepop or "token",
+    )
+
+
+def build_learner(
+    pipeline: Pipeline,
+    policy: CausalLMPolicy,
+    buffer: TrajectoryReplayBuffer,
+    *,
+    ledger: Ledger | None,
+    seed: int,
+    shards: Shards | None = None,
+    reference: MovingReference | None = None,
+    check_sampler: bool = False,
+    may_be_empty: bool | None = None,
+) -> Learner:
+    """Wire a learner as the definition says; the one place where this is done.
+
+    Args:
+        pipeline: the definition.
+        policy: what learns.
+        buffer: where trajectories are read.
+        ledger: where it is written down what each step learns from; None writes nothing.
+        seed: the run's seed.
+        shards: where the policy is sharded over several processes.
+        reference: a reference model that moves.
+        check_sampler: say once if sampled log-probs are not what the policy scores.
+        may_be_empty: whether a step may have nothing to learn from; None says what `write.zero_variance` does.
+    """
+    replay = pipeline.replay
+    drawn = replay is not None and not replay.recorded_order
+    return Learner(
+        policy=policy,
+        loss=build_loss(pipeline, policy),
+        buffer=buffer,
+        config=pipeline.learn,
+        # What is drawn from stores may be of any age.
+        max_staleness=None if drawn else pipeline.buffer.max_staleness,
+        max_completion_tokens=pipeline.collect.max_new_tokens,
+        ledger=ledger,
+        seed=seed,
+        may_be_empty=pipeline.write.zero_variance == "drop" if may_be_empty is None else may_be_empty,
+        reference=reference,
+        shards=shards,
+        check_sampler=check_sampler,
+        sample=pipeline.sample,
+        batch_size=pipeline.collect.rollout_size,
+    )
+
+
+@contextmanager
+def build_parts(pipeline: Pipeline, models: Models, *, run: RunFolder, seed: int) -> Iterator[Parts]:
+    """Open or create the store and wire everything to it; close the store at the end.
+
+    Args:
+        pipeline: the definition.
+        models: what `build_models` returned.
+        run: the run folder.
+        seed: the run's seed.
+    """
+    advantage = MCAdvantage(
+        pipeline.collect.group_size,
+        estimator=pipeline.write.estimator,
+        batch_groups=pipeline.collect.prompts_per_rollout if pipeline.write.estimator in BATCH_ESTIMATORS else None,
+        scored_in=models.policy.head_weight.dtype,
+        zero_variance=pipeline.write.zero_variance,
+        min_group_size=pipeline.write.min_group_size,
+        group_timeout_s=pipeline.write.group_timeout_s,
+    )
+    kl_reward = _kl_reward(pipeline.write)
+    retrieve = RetrieveLogProb(models.reference) if models.reference is not None else None
+    # `extend` runs the list from its end: log-probs, then shaped reward, then advantage.
+    write_path: list[Any] = [part for part in (advantage, kl_reward, retrieve) if part is not None]
+    storage = open_storage(run, pipeline)
+    try:
+        if models.shards is not None:
+            models.shards.barrier()  # those that follow open the store now
+        buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=seed)
+        yield Parts(
+            policy=models.policy,
+            buffer=buffer,
+            collector=Collector(
+                policy=models.policy,
+                prompts=pipeline.prompts,
+                reward=pipeline.reward,
+                buffer=buffer,
+                config=pipeline.collect,
+                seed=seed,
+                kl_reward=kl_reward,
+            ),
+            learner=build_learner(
+                pipeline,
+                models.trained or models.policy,
+                buffer,
+                ledger=Ledger(run.ledger_file),
+                seed=seed,
+                shards=models.shards,
+                reference=_moving_reference(pipeline, models),
+                check_sampler=True,
+            ),
+            kl_reward=kl_reward,
+        )
+    finally:
+        storage.close()
+
+
+def open_storage(run: RunFolder, pipeline: Pipeline) -> TrajectoryStorage:
+    """Open the run's trajectories, or create the store."""
+    return TrajectoryStorage(
+        run.store_path,
+        max_size=pipeline.buffer.max_trajectories,
+        backend=pipeline.buffer.backend,
+        durability=pipeline.buffer.durability,
+    )
+
+
+def _moving_reference(pipeline: Pipeline, models: Models) -> MovingReference | None:
+    """Return what moves the reference towards the policy, or None where it is frozen or there is none.
+
+    Raises:
+        DefinitionError: the reference is in other processes, which this one does not reach.
+    """
+    learn = pipeline.learn
+    if not learn.reference_every or (pipeline.write.kl_coef == 0 and pipeline.loss.kl_to_ref_coeff == 0):
+        return None
+    if not isinstance(models.reference, CausalLMPolicy):
+        raise DefinitionError(
+            "learn.reference_every moves the reference of a run in one process; collectors beside a learner keep the "
+            "frozen one. Use `rlhf-pipeline run`, or set learn.reference_every=0."
+        )
+    reference, policy = models.reference.model, models.policy.model
+    return MovingReference(reference, policy, every=learn.reference_every, rate=learn.reference_rate)
+
+
+def _kl_reward(config: WritePath) -> KLRewardTransform | None:
+    """Return the KL penalty, or None if the definition has none."""
+    if config.kl_coef == 0:
+        return None
+    controller = None
+    if config.kl_target is not None:
+        controller = AdaptiveKLController(
+            init_kl_coef=config.kl_coef, target=config.kl_target, horizon=config.kl_horizon
+        )
+    return KLRewardTransform(coef=config.kl_coef, controller=controller)

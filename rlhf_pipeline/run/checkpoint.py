@@ -1,0 +1,190 @@
+"""Checkpoints: one folder per saved step, whole or absent, with a checksum per file.
+
+    checkpoints/step-00000010/
+        what `learner.state` writes     weights, optimizer, random generator, moving reference
+        state.json                      step, counters, controllers, write-path state
+        files.json                      length and CRC32C of every file above
+
+A checkpoint is built under a temporary name, synced and renamed in, and only then is the oldest removed. A kill at any
+moment leaves the earlier checkpoints whole. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhf_pipeline.errors import DataError, MissingPathError
+from rlhf_pipeline.files import folder_problem, new_folder, remove_folder, tidy
+
+_NAME = re.compile(r"step-(\d{8})")
+_STATE = "state.json"
+
+
+class Group(Protocol):
+    """The processes that learn together; `learner.distributed.Shards`."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether the others do what this process does."""
+        ...
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes what is written once."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        ...
+
+
+class Saved(Protocol):
+    """What a checkpoint is about; `learner.learner.Learner`."""
+
+    @property
+    def shards(self) -> Group | None:
+        """The group of this process, where several learn."""
+        ...
+
+    def write(self, folder: Path) -> None:
+        """Write what it is into an empty folder."""
+        ...
+
+    def read(self, folder: Path) -> None:
+        """Load what `write` wrote."""
+        ...
+
+
+def save_checkpoint(folder: Path, step: int, learner: Saved, *, state: Mapping[str, Any], keep: int) -> Path:
+    """Write `folder/step-XXXXXXXX`, then drop all but the newest `keep`.
+
+    Where several processes learn in shards, each calls this.
+
+    Args:
+        folder: the run's `checkpoints` folder; made if absent.
+        step: optimizer steps done.
+        learner: writes weights, optimizer and random generator.
+        state: JSON-ready values, given back by `load_checkpoint`; those of the first process count.
+        keep: how many checkpoints to keep, this one included.
+
+    Returns:
+        The new checkpoint's folder.
+
+    Raises:
+        OSError: the disk is full; earlier checkpoints are as they were.
+    """
+    final, shards = checkpoint_path(folder, step), learner.shards
+    if shards is not None and not shards.is_first:
+        learner.write(folder / f".{final.name}.tmp")
+        shards.barrier()
+        return final
+    with new_folder(final) as temporary:
+        learner.write(temporary)
+        content = json.dumps({"step": step, **state}, indent=1)
+        (temporary / _STATE).write_text(content, encoding="utf-8")
+    kept = [path for path in list_checkpoints(folder) if path.name <= final.name][-keep:]
+    for other in list_checkpoints(folder):
+        if other not in kept:  # too old; or of a later step, and passed over when the run was resumed
+            remove_folder(other)
+    if shards is not None and not shards.leads:
+        shards.barrier()
+    return final
+
+
+def load_checkpoint(path: Path, learner: Saved, *, checked: bool = False) -> dict[str, Any]:
+    """Load what `save_checkpoint` wrote in place, and return its state with `step`.
+
+    Args:
+        path: the checkpoint.
+        learner: takes its weights, optimizer and random generator.
+        checked: the checksums were compared a moment ago, by `newest_checkpoint`.
+
+    Raises:
+        DataError: the checkpoint is damaged, or belongs to another model.
+    """
+    problem = None if checked else folder_problem(path)
+    if problem is not None:
+        raise DataError(f"the checkpoint {path} is damaged: {problem}. {_instead(path)}")
+    state = read_checkpoint_state(path)
+    learner.read(path)
+    return state
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is."""
+    return folder / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint."""
+    return int(path.name.removeprefix("step-"))
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run, oldest first, whether they are whole or not."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+
+
+def newest_checkpoint(folder: Path, *, skip: Callable[[str], None] = lambda message: None) -> Path | None:
+    """Return the newest checkpoint that is whole, or None if there are none at all.
+
+    What a killed save left behind is tidied up.
+
+    Args:
+        folder: the run's `checkpoints` folder.
+        skip: is told of each checkpoint that is passed over, and why.
+
+    Raises:
+        DataError: there are checkpoints, and none is whole.
+    """
+    if not folder.is_dir():
+        return None
+    tidy(folder)
+    problems: list[str] = []
+    for path in reversed(list_checkpoints(folder)):
+        problem = folder_problem(path)
+        if problem is None:
+            for message in problems:
+                skip(f"the checkpoint {message}; it is passed over, and the run goes on from {path.name}.")
+            return path
+        problems.append(f"{path.name} is damaged: {problem}")
+    if problems:
+        raise DataError(
+            f"no checkpoint in {folder} is whole: {'; '.join(problems)}. Restore one from a copy, or start the run "
+            "again with --out OTHER_FOLDER."
+        )
+    return None
+
+
+def read_checkpoint_state(path: Path) -> dict[str, Any]:
+    """Return the state that `save_checkpoint` was given, and `step`.
+
+    Raises:
+        MissingPathError: the checkpoint has none.
+        DataError: it is not JSON, or lacks the step.
+    """
+    try:
+        state = json.loads((path / _STATE).read_bytes())
+    except FileNotFoundError as error:
+        raise MissingPathError(f"the checkpoint {path} has no {_STATE}. {_instead(path)}") from error
+    except ValueError as error:
+        raise DataError(
+            f"the checkpoint {path} is damaged: {_STATE} is not JSON ({error}). {_instead(path)}"
+        ) from error
+    if not (isinstance(state, dict) and isinstance(state.get("step"), int)):
+        raise DataError(f"the checkpoint {path} is damaged: {_STATE} has no step. {_instead(path)}")
+    return state
+
+
+def _instead(path: Path) -> str:
+    """Say what to do without a checkpoint."""
+    older = [other.name for other in list_checkpoints(path.parent) if other.name < path.name]
+    if older:
+        return f"The one before it is {older[-1]}; --resume goes on from the newest that is whole."
+    return "There is no older one: restore it from a copy, or start the run again with --out OTHER_FOLDER."

@@ -1,0 +1,386 @@
+"""Which trajectories of which stores are learned from: chosen once, at the first start, and written down."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_pipeline.config import Replay
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
+from rlhf_pipeline.exchange.filters import select
+from rlhf_pipeline.files import write_atomically
+from rlhf_pipeline.keys import LEFT_OUT
+from rlhf_pipeline.replay.schema import WAITING
+from rlhf_pipeline.run.folder import RunFolder, is_run
+from trajectory_store import StoreNotFoundError, TrajectoryStore
+
+Ints = npt.NDArray[np.int64]
+
+BATCH_ROWS: Final = 1024
+"""Trajectories of one commit, and most of what is in memory at a time; a larger group comes whole."""
+BATCH_TOKENS: Final = 1 << 20
+"""Tokens of one commit."""
+_LOOKED_AT: Final = 256
+"""Trajectories of each store whose token ids are checked before a run folder is made."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What the policy can read.
+
+    Attributes:
+        vocabulary: token ids are below this.
+        positions: tokens of a trajectory at most; None where the model has no limit.
+    """
+
+    vocabulary: int
+    positions: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """What was chosen from one store.
+
+    Attributes:
+        path: the store's folder, absolute.
+        watermark: the trajectories that had ever been committed when the choice was made; later ones are not learned
+            from.
+        num_stored: trajectories that were there.
+        num_chosen: those that are learned from.
+        num_ungraded: those without a reward, which are never learned from.
+        num_repeated: older rows of a trajectory that was stored again.
+        trajectory_shift: added to the trajectory ids, so that no two stores share one.
+        group_shift: the same for group ids.
+    """
+
+    path: str
+    watermark: int
+    num_stored: int
+    num_chosen: int
+    num_ungraded: int
+    num_repeated: int
+    trajectory_shift: int
+    group_shift: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The trajectories that are learned from, in the order in which they are gathered: groups whole.
+
+    Attributes:
+        sources: one for each store.
+        source: int64 [n], which store a row is from.
+        row: int64 [n], its id there.
+        trajectory_id: int64 [n], its id in the run's store.
+        group_id: int64 [n], that of its group.
+        ends: int64, where the batches end, each of whole groups of one store.
+    """
+
+    sources: tuple[Source, ...]
+    source: Ints
+    row: Ints
+    trajectory_id: Ints
+    group_id: Ints
+    ends: Ints
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def save(self, run: RunFolder) -> None:
+        """Write it down; it counts once `gather.json` is there."""
+        table, content = np.stack([self.source, self.row, self.trajectory_id, self.group_id]), io.BytesIO()
+        np.save(content, table, allow_pickle=False)
+        write_atomically(run.choice_table, content.getvalue())
+        _write_state(run, {"ends": self.ends.tolist(), "sources": [_as_json(s) for s in self.sources]})
+
+    @classmethod
+    def load(cls, run: RunFolder) -> Choice | None:
+        """Read what `save` wrote; None where nothing was chosen yet."""
+        state = read_state(run)
+        if state is None:
+            return None
+        table = np.load(run.choice_table, allow_pickle=False)
+        return cls(
+            sources=tuple(Source(**item) for item in state["sources"]),
+            source=table[0],
+            row=table[1],
+            trajectory_id=table[2],
+            group_id=table[3],
+            ends=np.asarray(state["ends"], np.int64),
+        )
+
+
+def read_state(run: RunFolder) -> dict[str, Any] | None:
+    """Return what `gather.json` says, or None where it is not there."""
+    return json.loads(run.choice_file.read_bytes()) if run.has_chosen else None
+
+
+def mark_gathered(run: RunFolder, counts: dict[str, int]) -> None:
+    """Write down that every chosen trajectory is in the run's store."""
+    _write_state(run, {**(read_state(run) or {}), "gathered": counts})
+
+
+def gathered(run: RunFolder) -> dict[str, int] | None:
+    """Return what `mark_gathered` wrote down, or None while gathering is not finished."""
+    return (read_state(run) or {}).get("gathered")
+
+
+def _write_state(run: RunFolder, state: dict[str, Any]) -> None:
+    write_atomically(run.choice_file, json.dumps({"format": 1, **state}).encode())
+
+
+def _as_json(source: Source) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in Source.__dataclass_fields__}
+
+
+def store_folder(path: str | Path) -> Path:
+    """Return the folder of a store: of a run, the store in it.
+
+    Raises:
+        MissingPathError: there is neither.
+    """
+    folder = Path(path).expanduser()
+    inner = RunFolder(folder).store_path if is_run(folder) else folder
+    if not (inner / "zarr.json").is_file():
+        what = "is not one" if folder.exists() else "does not exist"
+        raise MissingPathError(
+            f"there is no store or run at {path}: the folder {what}. Make a store of other tools' rollouts with "
+            "`rlhf-pipeline import`, or name a run folder."
+        )
+    return inner.resolve()
+
+
+@contextmanager
+def open_sources(paths: Sequence[str | Path]) -> Iterator[list[TrajectoryStore]]:
+    """Open stores for reading; they are never changed.
+
+    Raises:
+        MissingPathError: one is not there.
+    """
+    with ExitStack() as stack:
+        stores: list[TrajectoryStore] = []
+        for path in paths:
+            try:
+                stores.append(stack.enter_context(TrajectoryStore.open(path, mode="r")))
+            except StoreNotFoundError as error:
+                raise MissingPathError(f"there is no store at {path} any more: {error}") from error
+        yield stores
+
+
+def choose(replay: Replay, limits: Limits) -> Choice:
+    """Choose what is learned from.
+
+    Args:
+        replay: the stores and the conditions.
+        limits: what the policy can read.
+
+    Raises:
+        MissingPathError: a store is not there.
+        DefinitionError: no store is named, one is named twice, or a condition cannot be read.
+        DataError: nothing meets the conditions, or the policy cannot read what does.
+    """
+    if not replay.stores:
+        raise DefinitionError(
+            "no store to learn from: rlhf-pipeline replay STORE..., or --set replay.stores=STORE,OTHER_STORE"
+        )
+    if replay.weights and len(replay.weights) != len(replay.stores):
+        raise DefinitionError(f"{len(replay.weights)} weights for {len(replay.stores)} stores. Give each store one.")
+    folders = [store_folder(path) for path in replay.stores]
+    for at, folder in enumerate(folders):
+        if folder in folders[:at]:
+            raise DefinitionError(f"the store {folder} is named twice. Draw more from it with a weight instead.")
+    with open_sources(folders) as stores:
+        parts = [_choose_from(store, replay.filters, limits) for store in stores]
+    found = [part for part in parts if len(part.row)]
+    if not found or (replay.weights and len(found) < len(parts)):
+        empty = [part for part in parts if not len(part.row)]
+        raise DataError("; ".join(part.why_empty for part in empty))
+    trajectory_shifts = _shifts([part.trajectory_id for part in parts])
+    group_shifts = _shifts([part.group_id for part in parts])
+    ends: list[int] = []
+    for part in parts:
+        ends += (_batch_ends(part.group_id, part.tokens) + (ends[-1] if ends else 0)).tolist()
+    return Choice(
+        sources=tuple(
+            Source(
+                path=str(folder),
+                watermark=part.watermark,
+                num_stored=part.num_stored,
+                num_chosen=len(part.row),
+                num_ungraded=part.num_ungraded,
+                num_repeated=part.num_repeated,
+                trajectory_shift=trajectory_shift,
+                group_shift=group_shift,
+            )
+            for folder, part, trajectory_shift, group_shift in zip(
+                folders, parts, trajectory_shifts, group_shifts, strict=True
+            )
+        ),
+        source=np.repeat(np.arange(len(parts)), [len(part.row) for part in parts]),
+        row=np.concatenate([part.row for part in parts]),
+        trajectory_id=np.concatenate([p.trajectory_id + s for p, s in zip(parts, trajectory_shifts, strict=True)]),
+        group_id=np.concatenate([p.group_id + s for p, s in zip(parts, group_shifts, strict=True)]),
+        ends=np.asarray(ends, np.int64),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """The choice from one store, groups together in the order of their first member."""
+
+    row: Ints
+    trajectory_id: Ints
+    group_id: Ints
+    tokens: Ints
+    watermark: int
+    num_stored: int
+    num_ungraded: int
+    num_repeated: int
+    why_empty: str
+
+
+def _choose_from(store: TrajectoryStore, filters: Sequence[str], limits: Limits) -> _Part:
+    _check_columns(store)
+    everything, watermark = np.asarray(store.ids()), store.watermark
+    ids, counts = everything, [len(everything)]
+    for condition in filters:
+        ids = select(store, [condition], ids)
+        counts.append(len(ids))
+    if WAITING.name in store.schema:  # rows that waited for their group and were not taken into it
+        ids = ids[store.read_scalars(WAITING.name, ids) != LEFT_OUT]
+    graded = np.isfinite(store.read_scalars("task_reward", ids))
+    num_ungraded = int(len(ids) - np.count_nonzero(graded))
+    ids = ids[graded]
+    named, groups = _numbered(store, "trajectory_id", ids), _numbered(store, "group_id", ids)
+    newest = _newest(named, groups)
+    num_repeated, ids, named, groups = len(ids) - len(newest), ids[newest], named[newest], groups[newest]
+    if len(np.unique(named)) < len(named):
+        named = np.arange(len(named))  # numbers that start anew in each group say nothing by themselves
+    _, first, member = np.unique(groups, return_index=True, return_inverse=True)
+    order = np.argsort(first[member], kind="stable")
+    ids = ids[order]
+    tokens = np.asarray(store.lengths("input_ids", ids), np.int64)
+    steps = [f"{count:,} after {condition!r}" for condition, count in zip(filters, counts[1:], strict=True)]
+    ungraded = [f"{num_ungraded:,} of those have no reward"] if num_ungraded else []
+    why_empty = f"{store.path} has nothing to learn from: {', '.join([f'{counts[0]:,} stored', *steps, *ungraded])}."
+    part = _Part(
+        row=ids,
+        trajectory_id=named[order],
+        group_id=groups[order],
+        tokens=tokens,
+        watermark=watermark,
+        num_stored=len(everything),
+        num_ungraded=num_ungraded,
+        num_repeated=num_repeated,
+        why_empty=why_empty,
+    )
+    _check_readable(store, part, limits)
+    return part
+
+
+def _check_columns(store: TrajectoryStore) -> None:
+    lacking = [name for name in ("input_ids", "task_reward") if name not in store.schema]
+    if lacking:
+        raise DataError(f"{store.path} has no column {', '.join(lacking)}, so there is nothing to learn from.")
+
+
+def _check_readable(store: TrajectoryStore, part: _Part, limits: Limits) -> None:
+    if not len(part.row):
+        return
+    longest = int(part.tokens.max())
+    if limits.positions is not None and longest > limits.positions:
+        too_long = int(np.count_nonzero(part.tokens > limits.positions))
+        raise DataError(
+            f"{store.path}: {too_long:,} of {len(part.row):,} trajectories have more tokens than the policy has "
+            f"positions ({limits.positions:,}); the longest has {longest:,}. Leave them out: "
+            f"--filter 'num_tokens<={limits.positions}'"
+        )
+    looked_at = part.row[:: max(len(part.row) // _LOOKED_AT, 1)]
+    check_vocabulary(store.read_ragged("input_ids", looked_at).values, limits, str(store.path))
+
+
+def check_vocabulary(tokens: npt.NDArray[Any], limits: Limits, path: str) -> None:
+    """Refuse token ids that the policy does not know.
+
+    Raises:
+        DataError: one is too large.
+    """
+    highest = int(tokens.max(initial=0))
+    if highest >= limits.vocabulary:
+        raise DataError(
+            f"{path} holds the token id {highest:,}, and the policy knows {limits.vocabulary:,} tokens: the store was "
+            "made with another tokenizer. Import it with the policy's (--tokenizer FOLDER), or use the policy that "
+            "it was made for (--set policy.path=FOLDER)."
+        )
+
+
+def _numbered(store: TrajectoryStore, column: str, ids: Ints) -> Ints:
+    """Return a column of ids; rows without one (below 0) get numbers of their own behind the others."""
+    if column not in store.schema:
+        return np.arange(len(ids))
+    values = np.array(store.read_scalars(column, ids), np.int64)
+    without = np.flatnonzero(values < 0)
+    values[without] = max(int(values.max(initial=-1)), -1) + 1 + np.arange(len(without))
+    return values
+
+
+def _newest(trajectories: Ints, groups: Ints) -> Ints:
+    """Return the rows to keep, ascending: of a trajectory that was stored again, as after a ring lost it, the newest.
+
+    >>> _newest(np.array([0, 1, 0, 0]), np.array([5, 5, 5, 6])).tolist()
+    [1, 2, 3]
+    """
+    if not len(trajectories):
+        return np.empty(0, np.int64)
+    _, group = np.unique(groups, return_inverse=True)
+    _, trajectory = np.unique(trajectories, return_inverse=True)
+    pair = group.astype(np.int64) * (int(trajectory.max()) + 1) + trajectory
+    _, from_the_end = np.unique(pair[::-1], return_index=True)
+    return np.sort(len(pair) - 1 - from_the_end)
+
+
+def _shifts(ids: Sequence[Ints]) -> list[int]:
+    """Return what to add to the ids of each store so that none has one of an earlier store.
+
+    >>> _shifts([np.array([0, 5]), np.array([7, 8]), np.array([3, 4])])
+    [0, 0, 6]
+    """
+    shifts: list[int] = []
+    used: tuple[int, int] | None = None
+    for values in ids:
+        if not len(values):
+            shifts.append(0)
+            continue
+        low, high = int(values.min()), int(values.max())
+        shift = 0 if used is None or low > used[1] or high < used[0] else used[1] + 1 - low
+        shifts.append(shift)
+        low, high = low + shift, high + shift
+        used = (low, high) if used is None else (min(low, used[0]), max(high, used[1]))
+    return shifts
+
+
+def _batch_ends(groups: Ints, tokens: Ints) -> Ints:
+    """Return where to cut rows, groups together, into batches of whole groups.
+
+    >>> _batch_ends(np.array([1, 1, 2, 2, 2]), np.array([3, 3, 3, 3, 3]))
+    array([5])
+    """
+    if not len(groups):
+        return np.empty(0, np.int64)
+    edges = np.append(np.flatnonzero(groups[1:] != groups[:-1]) + 1, len(groups))
+    before = np.concatenate([[0], np.cumsum(tokens)])
+    ends, start = list[int](), 0
+    while start < len(groups):
+        last = min(start + BATCH_ROWS, int(np.searchsorted(before, before[start] + BATCH_TOKENS, "right")) - 1)
+        at = max(int(np.searchsorted(edges, last, "right")) - 1, int(np.searchsorted(edges, start, "right")))
+        start = int(edges[at])
+        ends.append(start)
+    return np.asarray(ends, np.int64)

@@ -1,0 +1,546 @@
+"""The run folder and its one owner: every path, record, lock, log and check of a run is here. Imports no torch.
+
+    config.json                  what the run was started with
+    store/                       trajectories
+    ledger.jsonl, ledger.index   which trajectories entered which optimizer step
+    metrics.jsonl, .index        one line per step
+    checkpoints/                 sealed folders, see `run.checkpoint`
+    log.txt, logs/               what the package said; the files of `learn.logger`
+    reward.svg, report.html      what a person looks at
+    gather.json, gather.npy      of a run over stores: what it learns from; recorded_ledger.jsonl: in which order
+    rollouts/, weights/, claims/, processes/, supervisor.log    of a run of several processes, see `run.processes`
+    lock, setup.lock             who uses the folder
+
+Nobody else spells a name of these.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import json
+import logging
+import os
+import platform
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from rlhf_pipeline import __version__
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.config_text import to_json
+from rlhf_pipeline.errors import (
+    DataError,
+    DefinitionError,
+    MissingPathError,
+    RunExistsError,
+    RunMismatchError,
+    RunStorageError,
+    did_you_mean,
+    plain,
+)
+from rlhf_pipeline.files import remove_folder, tidy, write_atomically
+from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
+from rlhf_pipeline.run.inputs import check_inputs, describe_inputs
+from rlhf_pipeline.run.rows import Row, StepRows
+
+FORMAT: Final = 1
+"""The format of `config.json` that this version reads and writes."""
+
+MAY_CHANGE_ON_RESUME: Final = frozenset(
+    {
+        "description",
+        "needs",
+        "learn.steps",
+        "learn.stop_at_reward",
+        "learn.stop_window",
+        "learn.checkpoint_every",
+        "learn.keep_checkpoints",
+        "learn.token_budget",
+        "learn.layout",
+        "learn.activation_checkpointing",
+        "learn.peak_flops",
+        "learn.logger",
+    }
+)
+"""Fields that may differ from the recorded definition: they say when to stop and save, and how much fits in memory,
+not what is learned. (Another token budget or layout moves the last bits of the gradient.)"""
+
+_CONFIG: Final = "config.json"
+_BEFORE_THE_RECORD: Final = frozenset({"lock", "setup.lock", "processes", "log.txt", f".{_CONFIG}.tmp"})
+"""What a run makes before its `config.json`: a start that was killed there left no run to resume."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """What `config.json` says: enough to build the same pipeline again."""
+
+    definition: str
+    """A built-in name, or `/abs/file.py:function`."""
+    overrides: tuple[tuple[str, str], ...]
+    seed: int
+    device: str
+    pipeline: Mapping[str, Any]
+    """The definition as plain data, for reading by people; the definition itself is what a resume loads."""
+    versions: Mapping[str, str]
+
+
+class RunFolder:
+    """A run on disk, or the place for one. Files are read when first asked for, and rows only as far as they are shown.
+
+    Args:
+        path: the folder; it need not exist yet.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.store_path = self.path / "store"
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.ledger_file = self.path / "ledger.jsonl"
+        self.config_file = self.path / _CONFIG
+        self.log_file = self.path / "log.txt"
+        self.supervisor_log = self.path / "supervisor.log"
+        self.logger_files = self.path / "logs"
+        self.curve_file = self.path / "reward.svg"
+        self.report_file = self.path / "report.html"
+        self.choice_file = self.path / "gather.json"
+        self.choice_table = self.path / "gather.npy"
+        self.recorded_ledger = self.path / "recorded_ledger.jsonl"
+        """A copy of the ledger of the run that is taken again, where its store alone does not tell the order."""
+        self.rollouts = self.path / "rollouts"
+        self.weights = self.path / "weights"
+        self.claims = self.path / "claims"
+        self.processes = self.path / "processes"
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """Return the run at a path.
+
+        Raises:
+            MissingPathError: there is none.
+            DataError: `config.json` is damaged or of another format.
+        """
+        run = cls(path)
+        _ = run.config
+        return run
+
+    # What it holds
+
+    @functools.cached_property
+    def config(self) -> RunConfig:
+        """What the run was started with.
+
+        Raises:
+            MissingPathError: there is no run.
+            DataError: `config.json` is damaged or of another format.
+        """
+        data = self._recorded()
+        return RunConfig(
+            definition=str(data["definition"]),
+            overrides=tuple((str(path), str(text)) for path, text in data.get("overrides", [])),
+            seed=int(data.get("seed", 0)),
+            device=str(data.get("device", "cpu")),
+            pipeline=data.get("pipeline", {}),
+            versions=data.get("versions", {}),
+        )
+
+    @functools.cached_property
+    def metrics(self) -> StepRows:
+        """One row per optimizer step, in order."""
+        return StepRows(self.metrics_file)
+
+    @functools.cached_property
+    def ledger(self) -> StepRows:
+        """Which trajectories entered which optimizer step, in order."""
+        return StepRows(self.ledger_file)
+
+    def points(self, name: str, *, most: int | None = None) -> list[tuple[float, float]]:
+        """Return `(step, value)` of one metric where it is not null.
+
+        Args:
+            name: the metric.
+            most: rows to look at, spread evenly over the run; None looks at all of them, one after the other.
+        """
+        rows = self.metrics if most is None else self.metrics.spread(most)
+        return [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
+
+    def reward_points(self, *, most: int | None = None) -> list[tuple[float, float]]:
+        """Return `(step, mean task reward)` of each rollout that has one."""
+        return self.points("task_reward", most=most)
+
+    def first_and_last(self, name: str) -> tuple[float | None, float | None]:
+        """Return the first and the last value of a metric among the first and the last steps."""
+        ends = (self.metrics[:_LOOKED_AT], reversed(self.metrics[-_LOOKED_AT:]))
+        first, last = (next((float(row[name]) for row in rows if row.get(name) is not None), None) for rows in ends)
+        return first, last
+
+    # What it is
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a run was started here."""
+        return self.config_file.is_file()
+
+    @property
+    def has_chosen(self) -> bool:
+        """Whether a run over stores has written down what it learns from; it does not choose again."""
+        return self.choice_file.is_file()
+
+    @property
+    def is_of_several(self) -> bool:
+        """Whether the run is one of several processes: the rollouts that its collectors stored are counted."""
+        return self.rollouts.is_dir()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a new run may be made here: nothing is there, or only what a start left that came to nothing."""
+        if not self.path.exists():
+            return True
+        if not self.path.is_dir():
+            return False
+        return {path.name for path in self.path.iterdir()} <= _BEFORE_THE_RECORD or self.came_to_nothing
+
+    @property
+    def came_to_nothing(self) -> bool:
+        """Whether a run was started here that stored no trajectory, took no step, and has nothing to go on from."""
+        if not self.is_recorded or len(self.metrics) or len(self.ledger) or self.has_chosen:
+            return False
+        if any(step_of(path) for path in list_checkpoints(self.checkpoints)):
+            return False
+        # Imported where a store is opened, as NumPy takes longer than all else that a command does before it answers.
+        from trajectory_store import StoreError, StoreNotFoundError, TrajectoryStore
+
+        for folder in (self.store_path, self.rollouts):
+            try:
+                with TrajectoryStore.open(folder) as store:
+                    if store.watermark:
+                        return False
+            except StoreNotFoundError:
+                continue
+            except StoreError:
+                return False
+        return True
+
+    def clear(self) -> None:
+        """Remove what a start left that came to nothing; does nothing in any other folder."""
+        if not self.came_to_nothing:
+            return
+        for folder in (self.checkpoints, self.store_path, self.rollouts, self.weights, self.claims, self.logger_files):
+            if folder.exists():
+                remove_folder(folder)
+        tidy(self.path)
+        for file in (self.metrics_file, self.ledger_file):
+            file.unlink(missing_ok=True)
+            file.with_suffix(".index").unlink(missing_ok=True)
+        self.config_file.unlink()  # last: a kill before leaves what can be cleared again
+
+    # Checks
+
+    def check_free_or_recorded(self, *, resume: bool) -> None:
+        """Refuse to start where something is, or to resume where nothing is.
+
+        Raises:
+            RunExistsError: the folder exists and is not empty, or is a file.
+            MissingPathError: there is no run to resume.
+        """
+        if resume:
+            if not self.is_recorded:
+                raise MissingPathError(f"there is no run to resume at {self.path}. Start one: leave --resume out.")
+        elif not self.is_free:
+            raise RunExistsError(
+                f"the run folder {self.path} exists. Go on with it: add --resume. Or start another: --out OTHER_FOLDER."
+            )
+
+    def check_processes(self, *, several: bool) -> None:
+        """Refuse to go on in one process with a run of several, and the other way round: they count differently.
+
+        Raises:
+            RunMismatchError: says how to go on.
+        """
+        if not several and self.is_of_several:
+            raise RunMismatchError(
+                f"{self.path} is a run of several processes. Go on with it: add --collectors N, for example "
+                "--collectors 1."
+            )
+        if several and self.store_path.is_dir() and not self.is_of_several:
+            raise RunMismatchError(
+                f"{self.path} is a run in one process. Go on with it: rlhf-pipeline run --resume --out {self.path}, or "
+                "start another run for several processes in another folder."
+            )
+
+    def check_unchanged(self, pipeline: Pipeline, seed: int, *, inputs: bool = True) -> None:
+        """Refuse to resume under a definition or seed that would learn something else.
+
+        Args:
+            pipeline: the definition now.
+            seed: the seed now.
+            inputs: whether the files that the definition names must be as they were, too.
+
+        Raises:
+            RunMismatchError: naming every field that differs, or the prompt file or model folder that has changed.
+        """
+        if not self.is_recorded:
+            return
+        before = self._recorded()
+        changed = [
+            f"{name} was {old!r}, is {new!r}"
+            for name, old, new in _differences("", before["pipeline"], to_json(pipeline))
+            if name not in MAY_CHANGE_ON_RESUME
+        ]
+        if before["seed"] != seed:
+            changed.append(f"seed was {before['seed']!r}, is {seed!r}")
+        if changed:
+            raise RunMismatchError(
+                f"{self.path} was started with another definition: {'; '.join(changed)}. "
+                "Resume with the recorded one, or start a new run with --out OTHER_FOLDER."
+            )
+        if inputs:
+            check_inputs(self.path, before.get("inputs", {}), pipeline)
+
+    def check_parts(self) -> None:
+        """Refuse to go on with a run of which something is missing; see `missing_parts`.
+
+        Raises:
+            DataError: naming what is missing.
+        """
+        problems = list(self.missing_parts())
+        if problems:
+            raise DataError(
+                f"{self.path} is not whole: {'; '.join(problems)}. Going on would take steps that do not fit those "
+                "before. Restore what is missing from a copy, or start a new run with --out OTHER_FOLDER. All that is "
+                f"wrong: rlhf-pipeline verify {shlex.quote(str(self.path))}"
+            )
+
+    def missing_parts(self) -> Iterator[str]:
+        """Say which of store, ledger, metrics and checkpoints do not fit each other, in constant time.
+
+        A checkpoint is written after the ledger, the metrics and the trajectories that it counts on, and the first one
+        before the first step. So a checkpoint without them, or steps without one, mean that something was removed.
+        """
+        saved = [step_of(path) for path in list_checkpoints(self.checkpoints)]
+        newest = max(saved, default=0)
+        taken = max(len(self.ledger), len(self.metrics))
+        for rows in (self.ledger, self.metrics):
+            if rows.last_step < newest:
+                yield f"{rows.path.name} ends with step {rows.last_step}, and there is a checkpoint of step {newest}"
+            elif len(rows) != rows.last_step:
+                yield f"{rows.path.name} has {len(rows)} rows up to step {rows.last_step}"
+        if taken and not saved:
+            yield f"there is no checkpoint, and {taken} steps were taken"
+        if taken or saved:
+            yield from self._missing_store(newest)
+        if len(self.ledger) and "rollout" in self.ledger[-1] and not self.is_of_several and not self.has_chosen:
+            yield f"there is no {self.rollouts.name}, where its collectors counted"
+
+    def _missing_store(self, step: int) -> Iterator[str]:
+        from trajectory_store import StoreError, TrajectoryStore
+
+        row = self.ledger.of_step(step)
+        counted = self._gathered() if row is None else row.get("watermark", 0)
+        try:
+            with TrajectoryStore.open(self.store_path) as store:
+                if store.watermark < counted:
+                    yield (
+                        f"{self.store_path.name} has seen {store.watermark} trajectories, and the run had stored "
+                        f"{counted}"
+                    )
+        except StoreError as error:
+            yield f"its store cannot be read ({error})" if self.store_path.exists() else "there is no store"
+
+    def _gathered(self) -> int:
+        """Return how many trajectories a run over stores has copied; 0 before it has copied them all."""
+        if not self.has_chosen:
+            return 0
+        counts = json.loads(self.choice_file.read_bytes()).get("gathered") or {}
+        return int(counts.get("trajectories", 0))
+
+    # Its record
+
+    def record(
+        self, pipeline: Pipeline, *, definition: str, overrides: Sequence[tuple[str, str]], seed: int, device: str
+    ) -> None:
+        """Write `config.json`, whole or not at all."""
+        content = make_record(pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
+        write_atomically(self.config_file, json.dumps(content, indent=1).encode())
+
+    def _recorded(self) -> dict[str, Any]:
+        if not self.is_recorded:
+            raise not_found(self.path)
+        file = self.config_file
+        try:
+            data: Any = json.loads(file.read_bytes())
+        except ValueError as error:
+            raise DataError(
+                f"{file} is not JSON ({error}). Restore it, or start a new run with another --out."
+            ) from error
+        if not isinstance(data, dict) or "definition" not in data:
+            raise DataError(f"{file} is not the configuration of a run: it names no 'definition'.")
+        if data.get("format") != FORMAT:
+            raise DataError(
+                f"{file} has format {data.get('format')!r}; this version of rlhf-pipeline reads format {FORMAT}. "
+                "Read it with the version that wrote it (its 'versions' say which), or upgrade this one."
+            )
+        return data
+
+    # Who uses it, and what they say
+
+    @contextmanager
+    def lock(
+        self, *, shared: bool = False, advice: str = "Stop that first, or choose another folder with --out."
+    ) -> Iterator[None]:
+        """Hold the folder's lock, which the kernel drops with its process; the folder is made if it is absent.
+
+        Args:
+            shared: be one of several processes of one run, as collectors and learner are; they exclude only a process
+                that wants the run for itself.
+            advice: what to do where it is taken.
+
+        Raises:
+            RunExistsError: another live process holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                holder = self._holder(file.read().strip())
+                raise RunExistsError(f"the run {self.path} is in use by {holder}. {advice}") from error
+            if not shared:
+                file.truncate(0)
+                file.write(str(os.getpid()))
+                file.flush()
+            yield
+
+    @contextmanager
+    def setup_lock(self) -> Iterator[None]:
+        """Make the folder while no other process of the run does."""
+        with (self.path / "setup.lock").open("a", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _holder(self, written: str) -> str:
+        beating = sorted(path.stem for path in self.processes.glob("*.json"))
+        return f"process {written}" if written else f"its own processes ({', '.join(beating) or 'unknown'})"
+
+    @contextmanager
+    def log(self, file: Path | None = None, level: int = logging.WARNING) -> Iterator[None]:
+        """Write what the package logs, from a level on, to a file as well; `log.txt` by default."""
+        handler = logging.FileHandler(self.log_file if file is None else file, encoding="utf-8")
+        handler.setFormatter(_PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        package = logging.getLogger("rlhf_pipeline")
+        before = package.level
+        if not package.isEnabledFor(level):
+            package.setLevel(level)
+        package.addHandler(handler)
+        try:
+            yield
+        finally:
+            package.removeHandler(handler)
+            package.setLevel(before)
+            handler.close()
+
+    @contextmanager
+    def named_disk_errors(self) -> Iterator[None]:
+        """Turn a bare OSError of the folder's own files into one that says what is safe and what to do."""
+        try:
+            yield
+        except OSError as error:
+            if type(error).__module__ != "builtins":
+                raise  # an error of ours or of the store says it already
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT):
+                advice = "Choose a folder that can be written: --out OTHER_FOLDER."
+            else:
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                advice = (
+                    "Every stored trajectory and every finished checkpoint is whole. "
+                    f"{'Free some space' if full else 'Mend that'}, then type the same command with --resume."
+                )
+            raise RunStorageError(f"the run folder {self.path} cannot be written: {error}. {advice}") from error
+
+
+_LOOKED_AT: Final = 256
+"""Steps at each end of a run in which its first and its last reward are looked for."""
+
+
+def make_record(
+    pipeline: Pipeline, *, definition: str, overrides: Sequence[tuple[str, str]], seed: int, device: str
+) -> dict[str, Any]:
+    """Return what `config.json` holds.
+
+    Raises:
+        DefinitionError: the definition cannot be written down.
+    """
+    try:
+        json.dumps(to_json(pipeline))
+    except TypeError as error:
+        raise DefinitionError(
+            f"the definition cannot be written down: {error}. Its fields must be dataclasses, functions, text, "
+            "numbers, lists or None."
+        ) from error
+    packages = ("torch", "torchrl", "tensordict", "transformers", "numpy")
+    return {
+        "format": FORMAT,
+        "definition": definition,
+        "overrides": [list(pair) for pair in overrides],
+        "seed": seed,
+        "device": device,
+        "pipeline": to_json(pipeline),
+        "inputs": describe_inputs(pipeline),
+        "versions": {"rlhf-pipeline": __version__, "python": platform.python_version()}
+        | {name: version(name) for name in packages},
+    }
+
+
+class _PlainFormatter(logging.Formatter):
+    """Lines that can be printed to a terminal, whatever names and exceptions are in them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record))
+
+
+def is_run(path: Path) -> bool:
+    """Return True if a run was started in this folder."""
+    return RunFolder(path).is_recorded
+
+
+def is_store(path: Path) -> bool:
+    """Return True if this folder is a trajectory store."""
+    return (path / "zarr.json").is_file()
+
+
+def not_found(path: Path, wanted: str = "run") -> MissingPathError:
+    """Return an error that names the runs which are there."""
+    runs = sorted({*_runs_in(path.parent), *_runs_in(Path("runs"))})
+    if is_store(RunFolder(path.parent).store_path):
+        runs.append(RunFolder(path.parent).store_path)
+    if not runs:
+        hint = " Make one: rlhf-pipeline run copy_digits"
+    else:
+        near = did_you_mean(str(path), map(str, runs))
+        hint = near.replace("Known:", "Runs here:") if len(runs) <= 8 else near.split(" Known:")[0]
+    what = "is not one" if path.exists() else "does not exist"
+    return MissingPathError(f"there is no {wanted} at {path}: the folder {what}.{hint}")
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    found = [RunFolder(config.parent) for config in folder.glob(f"*/{_CONFIG}")]
+    return [run.path for run in found if run.metrics_file.is_file()]
+
+
+def _differences(prefix: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        # A field that the record does not have is younger than the run, which ran as its default says.
+        for name in sorted(old.keys()):
+            yield from _differences(f"{prefix}.{name}" if prefix else name, old.get(name), new.get(name))
+    elif old != new:
+        yield prefix, old, new
+
+
+__all__ = ["MAY_CHANGE_ON_RESUME", "Row", "RunConfig", "RunFolder", "is_run", "is_store", "make_record", "not_found"]

@@ -1,0 +1,383 @@
+"""Copy the chosen trajectories into the run's own store; what they lack is computed on the way.
+
+A group in which every trajectory has an advantage and log-probs is copied bit for bit. Any other goes through the
+write path whole: behaviour and reference log-probs that are missing are those of the initial policy, then the KL
+penalty, then the advantage over the members that were chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.data.trajectories import Flat, Trajectories, segment_sum
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, group_advantage, penalty_rounding
+from rlhf_pipeline.keys import ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS, REWARD, TASK_REWARD, Key
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.replay.schema import INTERNAL, REWARD_COLUMN, SLOT, WAITING, trajectory_schema
+from rlhf_pipeline.run.choice import Choice, Limits, check_vocabulary, open_sources
+from rlhf_pipeline.run.events import EventHandler
+from rlhf_pipeline.run.loop import tell
+from rlhf_pipeline.transforms._scoring import score
+from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore
+
+if TYPE_CHECKING:
+    from trajectory_store.batch import Batch
+
+SOURCE: Final = Column("source", "int32", fill=-1)
+"""Which of the run's stores a trajectory is from, from 0."""
+SOURCE_ROW: Final = Column("source_row", "int64", fill=-1)
+"""The id of its row there."""
+
+COMPUTED: Final = Column("computed", "int8", fill=0)
+"""What gathering computed of a row: 1 behaviour log-probs, 2 reference log-probs, 4 the advantage; their sum."""
+_ADVANTAGE: Final = 4
+
+_OWN: Final = (SOURCE, SOURCE_ROW, COMPUTED)
+_SAY_EVERY_S: Final = 5.0
+_SCORING_BUDGET: Final = 16_384
+
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(kw_only=True)
+class GatherCounts:
+    """What was gathered.
+
+    Attributes:
+        trajectories: rows in the run's store.
+        behaviour_scored: of them, how many got behaviour log-probs of the initial policy.
+        reference_scored: how many got reference log-probs.
+        advantages: how many got an advantage.
+        dropped: left out, as members of groups without spread (`write.zero_variance=drop`).
+    """
+
+    trajectories: int = 0
+    behaviour_scored: int = 0
+    reference_scored: int = 0
+    advantages: int = 0
+    dropped: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        """Return the counts by name."""
+        return dataclasses.asdict(self)
+
+
+def gather_schema(choice: Choice) -> Schema:
+    """Return the columns of the run's store: the usual ones, those that the sources have more, and where a row is from.
+
+    Raises:
+        DataError: two sources have a column of one name with different types, or one has it of no use here.
+    """
+    columns = {column.name: column for column in trajectory_schema()}
+    given: dict[str, str] = {}
+    own = INTERNAL | {column.name for column in _OWN}
+    with open_sources([source.path for source in choice.sources]) as stores:
+        for store in stores:
+            for column in store.schema:
+                name = column.name
+                if name in own:
+                    continue
+                known, path = columns.get(name, column), str(store.path)
+                if name in given and (known.dtype, known.axis) != (column.dtype, column.axis):
+                    raise DataError(
+                        f"the column '{name}' is {_kind(known)} in {given[name]} and {_kind(column)} in {path}. Learn "
+                        "from one of them, or export and import one anew."
+                    )
+                if known.axis != column.axis:
+                    raise DataError(f"the column '{name}' of {path} is {_kind(column)}; learning needs {_kind(known)}.")
+                if name not in given and (name not in columns or known.dtype != column.dtype):
+                    columns[name] = _optional(column)
+                given.setdefault(name, path)
+    return Schema([*columns.values(), *_OWN])
+
+
+def _kind(column: Column) -> str:
+    return "text" if column.is_text else f"{column.dtype} {'per token' if column.axis else 'per trajectory'}"
+
+
+def _optional(column: Column) -> Column:
+    """Return a column that rows of stores without it can leave out."""
+    if column.optional or column.name == "input_ids":
+        return column
+    return dataclasses.replace(column, fill=column.fill_value)
+
+
+class Gatherer:
+    """Fills the run's store, one commit per batch; goes on where an earlier try stopped.
+
+    Args:
+        pipeline: the definition.
+        policy: with the weights that the run starts from.
+        choice: what to gather.
+        target: the run's store.
+        limits: what the policy can read.
+        on_event: is told of the progress now and then.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        policy: CausalLMPolicy,
+        choice: Choice,
+        target: TrajectoryStore,
+        *,
+        limits: Limits,
+        on_event: EventHandler,
+    ) -> None:
+        self.pipeline = pipeline
+        self.policy = policy
+        self.choice = choice
+        self.target = target
+        self.limits = limits
+        self.on_event = on_event
+        self.needs_reference = pipeline.write.kl_coef > 0 or pipeline.loss.kl_to_ref_coeff > 0
+
+    def run(self, stop: Callable[[], bool]) -> GatherCounts | None:
+        """Gather what is not there yet.
+
+        Args:
+            stop: asked after every batch; True leaves the rest for a later start.
+
+        Returns:
+            What is in the store now; None if it was stopped before the end.
+
+        Raises:
+            DataError: a source has lost a chosen trajectory, or holds token ids that the policy does not know.
+            StoreError: the target cannot take the rows; the batches before are in it.
+        """
+        ends = self.choice.ends.tolist()
+        starts = [0, *ends[:-1]]
+        done, total = self._num_done(), len(self.choice)
+        next_word = time.monotonic() + _SAY_EVERY_S
+        with open_sources([source.path for source in self.choice.sources]) as stores:
+            for start, end in zip(starts, ends, strict=True):
+                if end <= done:
+                    continue
+                batch = self._batch(stores[int(self.choice.source[start])], start, end)
+                if batch.n_rows:
+                    self.target.append_batch(batch)
+                if stop() and end < total:
+                    return None
+                if time.monotonic() >= next_word:
+                    next_word = time.monotonic() + _SAY_EVERY_S
+                    tell(self.on_event, f"gathered {end:,} of {total:,} trajectories ...", level="progress")
+        if self.pipeline.write.estimator in BATCH_ESTIMATORS:
+            self._normalise()
+        return self._counts()
+
+    def _normalise(self) -> None:
+        """Give the advantages that are computed here the spread of all of them, not of the commit they came in."""
+        ids = self.target.ids()
+        ids = ids[(self.target.read_scalars(COMPUTED.name) & _ADVANTAGE) > 0]
+        if not len(ids):
+            return
+        returns, groups = (torch.from_numpy(self.target.read_scalars(name, ids)) for name in ("return", "group_id"))
+        # A group that was found without spread stays so, whatever its returns differ by.
+        flat = torch.from_numpy(self.target.read_scalars("degenerate", ids).astype(bool))
+        rounding = torch.where(flat, math.inf, 0.0)
+        found = group_advantage(
+            returns,
+            groups,
+            self.pipeline.write.estimator,
+            task_rewards=torch.zeros_like(returns),
+            rounding=rounding,
+        )
+        new = {"advantage": found.advantages.numpy(), "degenerate": found.degenerate.numpy()}
+        if any(not np.array_equal(self.target.read_scalars(name, ids), values) for name, values in new.items()):
+            self.target.update(ids, **new)
+
+    def _num_done(self) -> int:
+        """Return how many of the chosen rows an earlier try has dealt with: those up to the last one in the store."""
+        ids = self.target.ids()
+        if not len(ids):
+            return 0
+        last = ids[-1:]
+        source, row = (int(self.target.read_scalars(column.name, last)[0]) for column in (SOURCE, SOURCE_ROW))
+        at = np.flatnonzero((self.choice.source == source) & (self.choice.row == row))
+        if not len(at):
+            raise DataError(
+                f"the store at {self.target.path} holds a trajectory that was not chosen (row {row} of source "
+                f"{source}). Something else has written to it; start a new run with --out OTHER_FOLDER."
+            )
+        return int(self.choice.ends[np.searchsorted(self.choice.ends, int(at[0]), "right")])
+
+    def _counts(self) -> GatherCounts:
+        """Count from the store, so that a gathering that was interrupted counts the same."""
+        counts = GatherCounts(trajectories=len(self.target), dropped=len(self.choice) - len(self.target))
+        if not len(self.target):
+            raise DataError(
+                "every group is without spread, and write.zero_variance=drop leaves such groups out: there is nothing "
+                "to learn from. Choose other trajectories, or set write.zero_variance=keep."
+            )
+        flags = self.target.read_scalars(COMPUTED.name)
+        for bit, name in enumerate(("behaviour_scored", "reference_scored", "advantages")):
+            setattr(counts, name, int(np.count_nonzero(flags & (1 << bit))))
+        return counts
+
+    def _batch(self, source: TrajectoryStore, start: int, end: int) -> Batch:
+        choice, schema = self.choice, self.target.schema
+        rows = choice.row[start:end]
+        try:
+            batch = source.read_batch(rows, schema).fitted(schema)
+        except MissingRowError as error:
+            raise DataError(
+                f"{source.path} has lost trajectories that this run was started with ({error}). They were evicted; "
+                "start a new run with --out OTHER_FOLDER to learn from what is there now."
+            ) from error
+        values = batch.values
+        check_vocabulary(values["input_ids"], self.limits, str(source.path))
+        n = len(rows)
+        fixed: dict[str, npt.NDArray[Any]] = {
+            SOURCE.name: choice.source[start:end],
+            SOURCE_ROW.name: rows,
+            "trajectory_id": choice.trajectory_id[start:end],
+            "group_id": choice.group_id[start:end],
+            "use_count": np.zeros(n),
+            SLOT: np.full(n, -1),
+            WAITING.name: np.full(n, -1),
+            COMPUTED.name: np.zeros(n),
+        }
+        everywhere = np.ones(n, bool)
+        for name, given in fixed.items():
+            batch.put(schema[name], given, everywhere)
+        keep = self._complete(batch, schema)
+        return batch if keep.all() else batch.rows(keep, schema)
+
+    def _complete(self, batch: Batch, schema: Schema) -> Bools:
+        """Compute what rows lack, in place; return which rows stay."""
+        values, lengths = batch.values, batch.lengths[_axis(schema)]
+        mask = values["assistant_mask"].astype(bool)
+        mask = _without_first(mask, lengths)
+        speaks = _any(mask, lengths)
+        no_behaviour = speaks & ~_any(mask & np.isfinite(values["log_probs"]), lengths)
+        no_reference = np.zeros(batch.n_rows, bool)
+        if self.needs_reference:
+            no_reference = speaks & ~_any(mask & np.isfinite(values["ref_log_probs"]), lengths)
+        lacks = no_behaviour | no_reference | ~np.isfinite(values["advantage"])
+        keep = np.ones(batch.n_rows, bool)
+        if not lacks.any():
+            return keep
+        _, codes = np.unique(values["group_id"], return_inverse=True)
+        whole = np.bincount(codes, lacks)[codes] > 0  # all members of the groups in which one lacks something
+        scored = self._scores(batch, mask, no_behaviour | no_reference, lengths)
+        for name, rows in (("log_probs", no_behaviour), ("ref_log_probs", no_reference)):
+            if rows.any():
+                at = np.repeat(rows, lengths)
+                batch.put(schema[name], np.where(at, scored, values[name]), rows)
+        self._grade(batch, schema, mask, whole, codes)
+        flags = no_behaviour * 1 + no_reference * 2 + whole * _ADVANTAGE
+        batch.put(schema[COMPUTED.name], flags, whole)
+        degenerate = values["degenerate"].astype(bool) & whole
+        if self.pipeline.write.estimator == "reinforce_pp":
+            degenerate[:] = False  # its baseline is the whole set, which may have spread where a group has none
+        if self.pipeline.write.zero_variance == "drop":
+            keep = ~degenerate
+        elif self.pipeline.write.zero_variance == "mark" and degenerate.any():
+            batch.put(schema["priority"], np.where(degenerate, 0.0, values["priority"]), degenerate)
+        return keep
+
+    def _scores(self, batch: Batch, mask: Bools, rows: Bools, lengths: Ints) -> npt.NDArray[np.float32]:
+        """Log-probs of the initial policy, NaN where nothing is asked for; it is the reference as well."""
+        tokens = Flat(torch.from_numpy(batch.values["input_ids"].astype(np.int64)), torch.from_numpy(lengths))
+        wanted = torch.from_numpy(mask & np.repeat(rows, lengths))
+        if not bool(wanted.any()):
+            return np.full(len(mask), np.nan, np.float32)
+        with torch.no_grad():
+            found = score(self.policy, tokens, wanted, token_budget=_SCORING_BUDGET)
+        return found.numpy()
+
+    def _grade(self, batch: Batch, schema: Schema, mask: Bools, whole: Bools, codes: npt.NDArray[Any]) -> None:
+        """Returns and advantages of the groups that are computed here."""
+        values, lengths = batch.values, torch.from_numpy(batch.lengths[_axis(schema)])
+        columns: dict[Key, Flat] = {
+            LOG_PROBS: Flat(torch.from_numpy(np.array(values["log_probs"], np.float32)), lengths),
+            ASSISTANT_MASK: Flat(torch.from_numpy(values["assistant_mask"].astype(bool)), lengths),
+            TASK_REWARD: Flat(torch.from_numpy(np.array(values["task_reward"], np.float32))),
+        }
+        rewards = self._token_rewards(batch, mask)
+        if rewards is not None:
+            columns[REWARD] = rewards
+        n, coef = batch.n_rows, self.pipeline.write.kl_coef
+        if coef > 0:
+            columns[REF_LOG_PROBS] = Flat(torch.from_numpy(np.array(values["ref_log_probs"], np.float32)), lengths)
+            shaped = KLRewardTransform(coef=coef).new_columns(Trajectories(n, columns), writing=False)
+            rewards = shaped[REWARD]
+        returns = columns[TASK_REWARD].values.double()
+        if rewards is not None:
+            returns = segment_sum(rewards.values.double(), lengths)
+        spoken = segment_sum(columns[ASSISTANT_MASK].values, lengths).to(torch.int64)
+        at = np.flatnonzero(whole)
+        found = group_advantage(
+            returns[at],
+            torch.from_numpy(codes[at].astype(np.int64)),
+            self.pipeline.write.estimator,
+            lengths=spoken[at],
+            **({name: given[at] for name, given in self._penalty(columns, spoken).items()} if coef > 0 else {}),
+        )
+        for name, new in (
+            ("advantage", found.advantages.numpy()),
+            ("return", returns[at].numpy()),
+            ("degenerate", found.degenerate.numpy()),
+            *([("kl_coef", np.full(len(at), coef))] if coef > 0 else []),
+        ):
+            whole_column = np.array(values[name])
+            whole_column[at] = new
+            batch.put(schema[name], whole_column, whole)
+
+    def _penalty(self, columns: Mapping[Key, Flat], spoken: Tensor) -> dict[str, Tensor]:
+        """The task rewards, and the rounding of returns that the KL penalty is a part of."""
+        log_probs, task = columns[LOG_PROBS], columns[TASK_REWARD].values
+        rows = torch.ones_like(spoken) if log_probs.lengths is None else log_probs.lengths
+        coef, eps = torch.full_like(task, self.pipeline.write.kl_coef), torch.finfo(self.policy.head_weight.dtype).eps
+        rounding = penalty_rounding(coef, task, log_probs.values, rows, lengths=spoken, eps=eps)
+        return {"task_rewards": task, "rounding": rounding}
+
+    def _token_rewards(self, batch: Batch, mask: Bools) -> Flat | None:
+        """Rewards per token where the stores have such a column; the task reward stands on a row's last token else."""
+        if REWARD_COLUMN not in batch.values:
+            return None
+        lengths = batch.lengths[_axis(self.target.schema)]
+        rewards = np.array(batch.values[REWARD_COLUMN], np.float32)
+        given = ~_any(~np.isfinite(rewards), lengths)
+        if not given.any():
+            return None
+        place = np.where(mask, np.arange(len(mask)), -1)
+        ends = np.cumsum(lengths)
+        last = np.maximum.reduceat(place, (ends - lengths)[lengths > 0])
+        missing = ~given[lengths > 0] & (last >= 0)
+        rewards[np.repeat(~given, lengths)] = 0.0
+        rewards[last[missing]] = batch.values["task_reward"][lengths > 0][missing]
+        return Flat(torch.from_numpy(rewards), torch.from_numpy(lengths))
+
+
+def _axis(schema: Schema) -> str:
+    axis = schema["input_ids"].axis
+    if axis is None:
+        raise DataError("the column 'input_ids' holds one number per trajectory; it must be ragged.")
+    return axis
+
+
+def _any(flags: Bools, lengths: Ints) -> Bools:
+    """Return per row whether any of its elements is set."""
+    return np.bincount(np.repeat(np.arange(len(lengths)), lengths), flags, minlength=len(lengths)) > 0
+
+
+def _without_first(mask: Bools, lengths: Ints) -> Bools:
+    """No token has a log-prob without one before it."""
+    out = mask.copy()
+    out[(np.cumsum(lengths) - lengths)[lengths > 0]] = False
+    return out

@@ -1,0 +1,56 @@
+"""The ledger: which trajectories enter which optimizer step, written before the step is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline.run.rows import StepRows
+
+
+class Ledger:
+    """Appends one row per optimizer step to `ledger.jsonl`, and never takes one back without a reason.
+
+    A resumed run takes the steps after its checkpoint again. Their rows are still on file and say what each step
+    learned from, however often the run was killed: `planned` gives them back, and a step that repeats its row adds
+    none. Only a step that learns from other trajectories than its row says replaces that row and drops the later ones.
+
+    Args:
+        path: the file; it need not exist yet.
+
+    >>> import tempfile
+    >>> ledger = Ledger(Path(tempfile.mkdtemp()) / "ledger.jsonl")
+    >>> ledger.record({"step": 1, "row_ids": [4, 5]}), ledger.record({"step": 1, "row_ids": [4, 5]})
+    (True, True)
+    >>> [row["row_ids"] for row in ledger.rows]
+    [[4, 5]]
+    >>> ledger.record({"step": 1, "row_ids": [6, 7]})
+    False
+    >>> ledger.planned(1)["row_ids"]
+    [6, 7]
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.rows = StepRows(path)
+        """All rows, oldest first."""
+
+    def planned(self, step: int) -> dict[str, Any] | None:
+        """Return the row of a step that was begun before, or None."""
+        return self.rows.of_step(step)
+
+    def record(self, row: dict[str, Any]) -> bool:
+        """Write a step's row; return False if an earlier try at this step used other trajectories.
+
+        Rows of one step are the same if they name the same `trajectory_ids`; where a row has none, the same `row_ids`
+        (a trajectory that was lost with its ring and sampled again is the same trajectory in another row).
+        """
+        before = self.planned(row["step"])
+        if before is not None and before["row_ids"] == row["row_ids"]:
+            return True
+        # What was planned after this step was planned from it.
+        self.rows.drop_from(row["step"])
+        self.rows.append(row)
+        if before is None:
+            return True
+        named = before.get("trajectory_ids")
+        return named is not None and named == row.get("trajectory_ids")

@@ -1,0 +1,243 @@
+"""The loop that every run goes through, whatever a step learns from: take a step, write its line, save, stop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from rlhf_pipeline.config import Learn
+from rlhf_pipeline.files import sync_folder
+from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.run.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.loggers import with_logger
+from rlhf_pipeline.run.rows import StepRows
+from rlhf_pipeline.run.signals import StopRequest
+
+logger = logging.getLogger(__name__)
+
+Reason = Literal["target", "steps", "interrupted"]
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far a run is; part of each checkpoint."""
+
+    step: int = 0
+    first_reward: float | None = None
+    last_reward: float | None = None
+    recent_rewards: list[float] = field(default_factory=list[float])
+
+    def note(self, task_reward: float, window: int) -> None:
+        """Take in the mean reward of the rollout that the next step learns from."""
+        if self.first_reward is None:
+            self.first_reward = task_reward
+        self.last_reward = task_reward
+        self.recent_rewards = list(deque([*self.recent_rewards, task_reward], maxlen=window))
+
+    def reached(self, target: float | None, window: int) -> bool:
+        """Return True if the last `window` rollouts reach the target on average."""
+        recent = self.recent_rewards[-window:]
+        return target is not None and len(recent) == window and sum(recent) / window >= target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """What one step learns from, and what its line says beside the learner's figures."""
+
+    task_reward: float | None
+    """Mean reward of the rollout that the step begins with; None where it begins with none."""
+    about: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    row_ids: np.ndarray | None = None
+    """int64 [n]; None leaves the choice to the learner."""
+    ages: np.ndarray | None = None
+    """int64 [n], of those, where the policy version in the store does not tell it."""
+    ledger_fields: Mapping[str, object] | None = None
+
+
+class Source(Protocol):
+    """What the steps of a run learn from: a rollout made here, arrivals, draws from stores, or a recorded run."""
+
+    @property
+    def last(self) -> int | None:
+        """The step after which there is nothing to learn from; None where that is not known."""
+        ...
+
+    def next(self, step: int, stop: StopRequest) -> Batch | None:
+        """Return what a step learns from, or None if a signal asked to stop before there was anything."""
+        ...
+
+    def begins(self, step: int) -> bool:
+        """Whether a step is the first on a rollout, before which a run may find that it has reached its target."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready, for a checkpoint."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what `state` returned."""
+        ...
+
+
+def nothing_more(step: int, reason: Reason | None) -> None:
+    """Nothing is done after a step."""
+
+
+class Loop:
+    """The steps of one run.
+
+    Args:
+        run: the run folder.
+        learn: when to stop and to save.
+        learner: takes the steps.
+        source: what they learn from.
+        stop: a signal's request to stop after a step.
+        on_event: receives the start, the steps and the notices.
+        after: called with the number of steps taken when the run goes on, after every step, and at the end with the
+            reason; where others follow the learner, it publishes.
+        started: when the run began, by `time.perf_counter`; None is now.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        *,
+        learn: Learn,
+        learner: Learner,
+        source: Source,
+        stop: StopRequest,
+        on_event: EventHandler,
+        after: Callable[[int, Reason | None], None] = nothing_more,
+        started: float | None = None,
+    ) -> None:
+        self.folder = run
+        self.learn = learn
+        self.learner = learner
+        self.source = source
+        self.stop = stop
+        self.on_event = with_logger(learn.logger, run, on_event)
+        self.after = after
+        self.progress = Progress()
+        self.metrics = StepRows(run.metrics_file)
+        self.num_parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
+        self._saved: int | None = None
+        """The step of the newest checkpoint: what was just loaded or saved is not saved again."""
+        self._started = time.perf_counter() if started is None else started
+
+    @property
+    def total_steps(self) -> int:
+        """Where the run ends."""
+        last = self.source.last
+        return self.learn.steps if last is None else min(self.learn.steps, last)
+
+    def restore(self) -> None:
+        """Load the newest checkpoint that is whole, if there is one.
+
+        Raises:
+            DataError: there are checkpoints, and none is whole.
+        """
+        newest = newest_checkpoint(self.folder.checkpoints, skip=lambda message: tell(self.on_event, message))
+        if newest is None:
+            torch.manual_seed(self.learner.seed)  # a run's random numbers are its own, from its start on
+            return
+        state = load_checkpoint(newest, self.learner, checked=True)
+        self.progress = Progress(**state["progress"])
+        self.source.load_state(state["source"])
+        self._saved = self.progress.step
+
+    def run(self) -> Reason:
+        """Take steps until the end, the target or a signal."""
+        progress = self.progress
+        self.on_event(
+            RunStarted(
+                run_dir=self.folder.path,
+                num_parameters=self.num_parameters,
+                first_step=progress.step,
+                total_steps=self.total_steps,
+            )
+        )
+        if self._saved is None:
+            self._save()  # the untrained weights: a run killed in its first steps resumes too
+        self.after(progress.step, None)
+        while (reason := self._ended()) is None:
+            batch = self.source.next(progress.step + 1, self.stop)
+            if batch is None:
+                reason = "interrupted"
+                break
+            self._step(batch)
+            self.after(progress.step, None)
+            if progress.step % self.learn.checkpoint_every == 0:
+                self._save()
+        self._save()
+        self.after(progress.step, reason)
+        return reason
+
+    def finished(self, reason: Reason, num_trajectories: int) -> RunFinished:
+        """Return the event that ends the run."""
+        return RunFinished(
+            run_dir=self.folder.path,
+            reason=reason,
+            steps=self.progress.step,
+            seconds=time.perf_counter() - self._started,
+            first_reward=self.progress.first_reward,
+            last_reward=self.progress.last_reward,
+            num_trajectories=num_trajectories,
+        )
+
+    def _ended(self) -> Reason | None:
+        learn, progress = self.learn, self.progress
+        if self.source.begins(progress.step + 1) and progress.reached(learn.stop_at_reward, learn.stop_window):
+            return "target"
+        if progress.step >= self.total_steps:
+            return "steps"
+        return "interrupted" if self.stop else None
+
+    def _step(self, batch: Batch) -> None:
+        """Take one optimizer step, write its line and report it."""
+        progress, learner = self.progress, self.learner
+        if batch.task_reward is not None:
+            progress.note(batch.task_reward, self.learn.stop_window)
+        number = progress.step + 1
+        planned = learner.ledger.planned(number)
+        figures = learner.step(number, row_ids=batch.row_ids, ages=batch.ages, ledger_fields=batch.ledger_fields)
+        if planned is not None and learner.ledger.planned(number) != planned:
+            self.metrics.drop_from(number)  # its line and later ones are about steps that will not happen
+        for notice in learner.take_notices():
+            tell(self.on_event, notice)
+        row = {"step": number, "task_reward": batch.task_reward, **batch.about, "time": time.time(), **figures}
+        if number > self.metrics.last_step:  # a step that is taken again has its line
+            self.metrics.append(row)
+        progress.step = number
+        self.on_event(StepDone(step=number, total_steps=self.total_steps, metrics=row))
+
+    def _save(self) -> None:
+        """Write a checkpoint; what it counts on reaches the disk before it."""
+        if self._saved == self.progress.step:
+            return
+        self.learner.buffer.store.flush()
+        self.metrics.sync()
+        StepRows(self.folder.ledger_file).sync()
+        sync_folder(self.folder.path)
+        save_checkpoint(
+            self.folder.checkpoints,
+            self.progress.step,
+            self.learner,
+            state={"progress": vars(self.progress), "source": self.source.state()},
+            keep=self.learn.keep_checkpoints,
+        )
+        self._saved = self.progress.step
+
+
+def tell(on_event: EventHandler, message: str, *, level: Literal["info", "warning", "progress"] = "warning") -> None:
+    """Report a message to the observer and the log."""
+    logger.log(logging.WARNING if level == "warning" else logging.INFO, message)
+    on_event(Notice(message=message, level=level))

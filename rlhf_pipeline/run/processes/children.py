@@ -1,0 +1,298 @@
+"""One child process of a supervisor: started, watched, killed when it hangs, started again later and later.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.run.processes.heartbeat import holder, is_alive, read_heartbeat
+
+logger = logging.getLogger(__name__)
+
+_LOG_BYTES: Final = 1_000_000
+"""A child's log starts anew, the old one kept as `.log.1`, when it is larger than this at a start."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SupervisorConfig:
+    """How many collectors, and when a process is started again, killed or given up.
+
+    >>> SupervisorConfig(collectors=2).delay_s(1), SupervisorConfig().delay_s(4), SupervisorConfig().delay_s(99)
+    (1.0, 8.0, 60.0)
+    """
+
+    collectors: int = 1
+    first_delay_s: float = 1.0
+    """Seconds until a process that died is started again; doubled with every further failure in a row."""
+    max_delay_s: float = 60.0
+    """The longest of these waits."""
+    max_failures: int = 5
+    """Give up when a process has failed this often in a row while the learner took no new step. A process that stores
+    a rollout or takes a step starts at 0 again."""
+    start_timeout_s: float = 300.0
+    """Kill a process that has not said anything this long after its start: imports, on a cold disk, take a while."""
+    hang_timeout_s: float = 60.0
+    """Kill a process whose heartbeat is older. A thread renews it every two seconds, so a long rollout or step is
+    fine; a process that is frozen or stopped is not."""
+    progress_timeout_s: float | None = None
+    """Kill a process that has been in one rollout or step for longer, for example in a reward function that hangs.
+    None never does: how long they may take is up to the task."""
+    stop_timeout_s: float = 120.0
+    """How long processes may take to finish and save when they are asked to stop; then they are killed, which loses
+    work and nothing that was acknowledged."""
+
+    def __post_init__(self) -> None:
+        for name in ("collectors", "max_failures"):
+            if getattr(self, name) < 1:
+                raise DefinitionError(f"SupervisorConfig.{name} is {getattr(self, name)}; it must be at least 1.")
+        for name in (
+            "first_delay_s",
+            "max_delay_s",
+            "start_timeout_s",
+            "hang_timeout_s",
+            "progress_timeout_s",
+            "stop_timeout_s",
+        ):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 <= seconds < math.inf:
+                raise DefinitionError(
+                    f"SupervisorConfig.{name} is {seconds}; it must be finite and not negative (seconds)."
+                )
+
+    def delay_s(self, failures: int) -> float:
+        """Return how long to wait after this many failures in a row, in seconds."""
+        return min(self.first_delay_s * 2.0 ** min(failures - 1, 60), self.max_delay_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exit:
+    """How a child ended."""
+
+    code: int
+    """As `subprocess` has it: below 0 the number of the signal that killed it."""
+    advanced: bool
+    """Whether it had stored a rollout or taken a step since it was started."""
+    last_words: str
+    """The last line of what it wrote to stderr since it was started; empty if there is none, or if it was killed."""
+
+    @property
+    def how(self) -> str:
+        """The end in words, for example `was killed by SIGKILL` or `ended with code 1`."""
+        return f"was killed by {signal_name(-self.code)}" if self.code < 0 else f"ended with code {self.code}"
+
+
+class Child:
+    """One process of a run, which a supervisor keeps alive.
+
+    Args:
+        name: `learner`, `collector-0`, ...; the name of its lock, heartbeat and log.
+        command: what to execute.
+        folder: the run's `processes` folder.
+        config: how long to be patient.
+        environment: of the process; None inherits.
+        count: returns how far the child is, from its heartbeat; a number that grows with each rollout or step.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        folder: Path,
+        config: SupervisorConfig,
+        environment: Mapping[str, str] | None = None,
+        count: Callable[[Mapping[str, Any]], int],
+    ) -> None:
+        self.name = name
+        self.command = list(command)
+        self.log = folder / f"{name}.log"
+        self.config = config
+        self.failures = 0
+        """Failures in a row."""
+        self.num_starts = 0
+        self.is_wanted = True
+        """Whether it shall be started again when it ends."""
+        self._folder = folder
+        self._environment = environment
+        self._count = count
+        self._process: subprocess.Popen[bytes] | None = None
+        self._next_start = -math.inf
+        self._log_from = 0
+        self._base = 0
+        self._started = 0.0
+        self._pulse = _Pulse()
+        self._steps_at_failure: deque[int] = deque(maxlen=config.max_failures)
+        self._told_of: int | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id while it lives."""
+        return None if self._process is None else self._process.pid
+
+    def heartbeat(self) -> dict[str, Any]:
+        """Return what the living process said last; empty until it speaks."""
+        said = read_heartbeat(self._folder, self.name)
+        return said if said.get("pid") == self.pid is not None else {}
+
+    def start_if_due(self) -> bool:
+        """Start it if it is wanted, its wait is over and nobody else has its name; return True if it was started."""
+        if self._process is not None or not self.is_wanted or time.monotonic() < self._next_start:
+            return False
+        if is_alive(self._folder, self.name):
+            self._wait_for_other()
+            return False
+        self._told_of = None
+        if self.log.exists() and self.log.stat().st_size > _LOG_BYTES:
+            self.log.replace(self.log.with_suffix(".log.1"))
+        self._base = self._count({})
+        with self.log.open("ab") as errors:
+            self._log_from = errors.tell()
+            # A process group of its own: Ctrl-C reaches the supervisor only, which asks each child once.
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=self._environment,
+                process_group=0,
+            )
+        self.num_starts += 1
+        self._started = time.monotonic()
+        self._pulse = _Pulse()
+        logger.info("%s: started, process %d", self.name, self._process.pid)
+        return True
+
+    def take_exit(self) -> Exit | None:
+        """Return how it ended, once, if it has. What it did since its start takes its count of failures back to 0."""
+        if self._process is None:
+            return None
+        code = self._process.poll()
+        said = read_heartbeat(self._folder, self.name)
+        advanced = said.get("pid") == self._process.pid and self._count(said) > self._base
+        if advanced:
+            self.failures = 0
+            self._steps_at_failure.clear()
+        if code is None:
+            return None
+        self._process = None
+        words = "" if code == -signal.SIGKILL else self._last_words()
+        return Exit(code=code, advanced=advanced, last_words=words)
+
+    def fail(self, steps: int) -> float:
+        """Take note of a failure and return the seconds until the next start.
+
+        Args:
+            steps: optimizer steps that the run has taken.
+        """
+        self.failures += 1
+        self._steps_at_failure.append(steps)
+        return self.rest(self.config.delay_s(self.failures))
+
+    def rest(self, seconds: float) -> float:
+        """Start it again no sooner than in so many seconds."""
+        self._next_start = time.monotonic() + seconds
+        return seconds
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether it failed `max_failures` times in a row while the run took no step."""
+        at = self._steps_at_failure
+        return len(at) == self.config.max_failures and at[0] == at[-1]
+
+    def kill_if_hung(self) -> str | None:
+        """Kill it if it hangs; return why, or None."""
+        if self._process is None or self._process.poll() is not None:
+            return None
+        said, config = self.heartbeat(), self.config
+        if not said:
+            silent = time.monotonic() - self._started
+            why = f"has said nothing for {silent:.0f} s" if silent > config.start_timeout_s else None
+        else:
+            why = self._pulse.verdict(said, config)
+        if why is not None:
+            logger.warning("%s: %s; process %d is killed", self.name, why, self._process.pid)
+            self._process.kill()
+        return why
+
+    def send(self, number: int) -> None:
+        """Send a signal, if it lives."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def kill_now(self) -> None:
+        """Kill it and wait until it is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _wait_for_other(self) -> None:
+        """Let a process of an earlier supervisor leave by itself; kill it if it hangs."""
+        said, pid = read_heartbeat(self._folder, self.name), holder(self._folder, self.name)
+        if pid is None:
+            return
+        if self._told_of != pid:
+            self._told_of, self._pulse = pid, _Pulse()
+            logger.info("%s: process %d has the name already; waiting until it leaves", self.name, pid)
+        # What a dead process said last is no reason to kill the one that has its name now.
+        why = self._pulse.verdict(said, self.config) if said.get("pid") == pid else None
+        if why is not None and is_alive(self._folder, self.name):
+            logger.warning("%s: %s; process %d, which has the name, is killed", self.name, why, pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            self._pulse = _Pulse()
+
+    def _last_words(self) -> str:
+        with self.log.open("rb") as file:
+            file.seek(max(self._log_from, file.seek(0, os.SEEK_END) - 65_536))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+class _Pulse:
+    """Since when a heartbeat and what it says have been the same, by this process's own clock.
+
+    The clock of the wall may jump; a jump must not look like a process that hangs.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[Any, float]] = {}
+
+    def verdict(self, said: Mapping[str, Any], config: SupervisorConfig) -> str | None:
+        """Return why its process hangs, or None."""
+        silent = self._unchanged_s("time", said["time"])
+        busy = self._unchanged_s("since", said["since"])
+        if silent > config.hang_timeout_s:
+            return f"its heartbeat has stopped {silent:.0f} s ago ({said['state']!r})"
+        waits = str(said["state"]).startswith(("waiting", "starting", "ended"))
+        if config.progress_timeout_s is not None and not waits and busy > config.progress_timeout_s:
+            return f"it has been {said['state']!r} for {busy:.0f} s"
+        return None
+
+    def _unchanged_s(self, name: str, value: object) -> float:
+        now = time.monotonic()
+        if name not in self._seen or self._seen[name][0] != value:
+            self._seen[name] = (value, now)
+        return now - self._seen[name][1]
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, for example `SIGKILL`."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,192 @@
+"""Who collects which rollout: every rollout once, whoever is killed when.
+
+Three facts, each kept where it cannot be wrong:
+
+- *done*: a row in the `rollouts` store, written after the trajectories are committed. A crash between the two leaves
+  trajectories without their row; whoever claims that rollout next finds them in the main store and adds the row.
+- *in flight*: an exclusive lock on byte `r` of the file `claims/rollouts`. The kernel drops it with its process.
+- *order*: claims are made under one lock and always take the lowest rollout that is neither done nor in flight, so
+  what a dead collector left is the next thing that anyone takes up.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rlhf_pipeline.replay.stored_groups import NewIds
+from rlhf_pipeline.run.processes.admission import may_start
+from rlhf_pipeline.run.processes.weights import Published
+from trajectory_store import Column, Schema, TrajectoryStore
+
+ROLLOUTS_SCHEMA: Final = Schema(
+    [
+        Column("rollout", "int64"),
+        Column("policy_version", "int64"),
+        Column("num_trajectories", "int64"),
+        Column("num_failed", "int64"),
+        Column("task_reward", "float64"),
+        Column("num_tokens", "int64"),
+        Column("seconds", "float64"),
+        Column("created_at", "float64"),
+    ]
+)
+"""One row per rollout whose trajectories are in the main store."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flow:
+    """The limits that decide whether another rollout may start."""
+
+    updates_per_rollout: int
+    max_staleness: int
+
+
+class RolloutSet:
+    """Rollouts by number, nearly without gaps: all below a number, and some above it.
+
+    >>> done = RolloutSet()
+    >>> for rollout in (0, 2, 1, 5):
+    ...     done.add(rollout)
+    >>> len(done), 5 in done, 4 in done, done.lowest_missing, done.to_json()
+    (4, True, False, 3, [3, [5]])
+    """
+
+    def __init__(self, below: int = 0, above: Iterable[int] = ()) -> None:
+        self.lowest_missing = below
+        self._above = set(above)
+
+    def __len__(self) -> int:
+        return self.lowest_missing + len(self._above)
+
+    def __contains__(self, rollout: int) -> bool:
+        return rollout < self.lowest_missing or rollout in self._above
+
+    def add(self, rollout: int) -> None:
+        """Add one; it may be there already."""
+        if rollout >= self.lowest_missing:
+            self._above.add(rollout)
+        while self.lowest_missing in self._above:
+            self._above.remove(self.lowest_missing)
+            self.lowest_missing += 1
+
+    def to_json(self) -> list[Any]:
+        """Return it as JSON values."""
+        return [self.lowest_missing, sorted(self._above)]
+
+    @classmethod
+    def from_json(cls, data: Sequence[Any]) -> RolloutSet:
+        """Rebuild it from `to_json`."""
+        return cls(data[0], data[1])
+
+
+class Claims:
+    """One collector's view of the rollouts. One object per process: the byte locks belong to the process.
+
+    Args:
+        folder: the run's `claims` folder; made if absent.
+        name: the collector's name.
+        rollouts: the `rollouts` store, open for appending.
+        flow: the limits.
+    """
+
+    def __init__(self, folder: Path, name: str, rollouts: TrajectoryStore, flow: Flow) -> None:
+        self.rollouts = rollouts
+        self.flow = flow
+        self._name = name
+        self._folder = folder
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Closing any descriptor of this file would drop every lock that this process holds on it: one for life.
+        self._bytes = os.open(self._folder / "rollouts", os.O_RDWR | os.O_CREAT, 0o644)
+        self._held: int | None = None
+        self._done = RolloutSet()
+        self._new = NewIds(rollouts)
+
+    def close(self) -> None:
+        """Release every claim."""
+        os.close(self._bytes)
+
+    def claim(self, published: Published) -> int | None:
+        """Take the lowest free rollout, or None if it may not start yet."""
+        with self._alone():
+            while True:
+                done = self._read_done()
+                in_flight = self._in_flight(done)
+                rollout = _lowest_free(done, in_flight)
+                if not may_start(
+                    version=published.version,
+                    next_version=published.next_version,
+                    num_waiting=len(done) - published.rollouts_done + len(in_flight),
+                    oldest_in_flight=min(in_flight.values(), default=None),
+                    updates_per_rollout=self.flow.updates_per_rollout,
+                    max_staleness=self.flow.max_staleness,
+                ):
+                    return None
+                fcntl.lockf(self._bytes, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rollout)
+                # Whoever worked on it may have finished it after `done` was read and before its lock was asked for.
+                if rollout not in self._read_done():
+                    break
+                fcntl.lockf(self._bytes, fcntl.LOCK_UN, 1, rollout)
+            self._held = rollout
+            # Only read together with the lock: what a dead collector wrote here says nothing.
+            note = self._folder / f".{self._name}.tmp"
+            note.write_text(json.dumps({"rollout": rollout, "version": published.version}), encoding="utf-8")
+            note.replace(self._folder / f"{self._name}.json")
+            return rollout
+
+    def release(self) -> None:
+        """Release the claim: the rollout is done, or free for the next try."""
+        if self._held is not None:
+            fcntl.lockf(self._bytes, fcntl.LOCK_UN, 1, self._held)
+            self._held = None
+
+    def _read_done(self) -> RolloutSet:
+        """Return the rollouts that are done; each row is read once."""
+        self.rollouts.refresh()
+        for rollout in self.rollouts.read_scalars("rollout", self._new.take()).tolist():
+            self._done.add(rollout)
+        return self._done
+
+    def _in_flight(self, done: RolloutSet) -> dict[int, int]:
+        """Return the rollouts that live collectors work on, each with the version of its weights."""
+        flying: dict[int, int] = {}
+        for file in self._folder.glob("*.json"):
+            try:
+                note = json.loads(file.read_text(encoding="utf-8"))
+                rollout = note["rollout"]
+            except (ValueError, TypeError):
+                continue  # not synced: a power loss may have taken its bytes, and its writer with them
+            # A rollout whose row is there is no longer in flight, although its collector may not have let go yet.
+            if rollout not in done and self._is_locked(rollout):
+                flying[rollout] = note["version"]
+        return flying
+
+    def _is_locked(self, rollout: int) -> bool:
+        if rollout == self._held:
+            return True
+        try:
+            fcntl.lockf(self._bytes, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rollout)
+        except (BlockingIOError, PermissionError):
+            return True
+        fcntl.lockf(self._bytes, fcntl.LOCK_UN, 1, rollout)
+        return False
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with (self._folder / "lock").open("a", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _lowest_free(done: RolloutSet, in_flight: dict[int, int]) -> int:
+    """Return the smallest rollout that is in neither."""
+    lowest = done.lowest_missing
+    while lowest in in_flight or lowest in done:
+        lowest += 1
+    return lowest

@@ -1,0 +1,252 @@
+"""A collector as a process of its own: claim a rollout, sample it with the newest weights, store it, go on."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError
+
+from rlhf_pipeline.collectors.collector import Rollout
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.errors import DataError, RewardError, RunExistsError
+from rlhf_pipeline.learner.state import load_weights
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.slot_engine import WeightRefresh
+from rlhf_pipeline.run.build import Parts, build_models, build_parts
+from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.loop import tell
+from rlhf_pipeline.run.processes.claims import Claims, Flow
+from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause, is_alive, process_lock
+from rlhf_pipeline.run.processes.run_files import shared_run
+from rlhf_pipeline.run.processes.weights import Published, read_published, version_folder, weights_problem
+from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
+from trajectory_store import TrajectoryStore
+
+logger = logging.getLogger(__name__)
+
+_TRIES = 20
+_LOOK_AGAIN_S = 0.05
+
+
+def collect(
+    pipeline: Pipeline,
+    *,
+    run_dir: Path,
+    seed: int = 0,
+    device: str = "cpu",
+    name: str | None = None,
+    parent: int | None = None,
+    definition: str = "",
+    overrides: Sequence[tuple[str, str]] = (),
+    on_event: EventHandler = ignore_events,
+) -> CollectorFinished:
+    """Collect rollouts into a run until its learner says that it has ended, or a signal asks to stop.
+
+    Any number of these may run beside each other and beside `learn`; each may be killed at any time. No prompt is lost
+    or repeated: what a killed collector had claimed is the next thing that another one takes up.
+
+    Args:
+        pipeline: the definition, overrides applied.
+        run_dir: the run folder; made if it is not there.
+        seed: the run's seed.
+        device: where the models live.
+        name: of this process, unique in the run; None takes the first free of `collector-0`, `collector-1`, ...
+        parent: stop when this process is gone; for a supervisor's children.
+        definition: where the definition came from, for `config.json`.
+        overrides: the `--set` pairs already applied, for `config.json`.
+        on_event: receives every rollout, notices and the end.
+
+    Raises:
+        RunExistsError: the name is taken, or the folder is something else.
+        RunMismatchError: the run was started with another definition or seed.
+        RewardError: every reward call of a rollout failed; the rollout is free for the next try.
+        StoreError: the store could not take a rollout; nothing of it was acknowledged.
+    """
+    run = RunFolder(run_dir)
+    with (
+        run.named_disk_errors(),
+        stop_on_signals(parent) as stop,
+        shared_run(run, pipeline, seed=seed, device=device, definition=definition, overrides=overrides),
+        _named(run.processes, name) as own_name,
+        run.log(),
+        Heartbeat(run.processes, own_name) as heartbeat,
+    ):
+        heartbeat.beat("starting")
+        models = build_models(pipeline, seed=seed, device=device)
+        with (
+            build_parts(pipeline, models, run=run, seed=seed) as parts,
+            TrajectoryStore.open(run.rollouts, "a") as rollouts,
+        ):
+            flow = Flow(
+                updates_per_rollout=pipeline.learn.updates_per_rollout, max_staleness=pipeline.buffer.max_staleness
+            )
+            claims = Claims(run.claims, own_name, rollouts, flow)
+            try:
+                every = pipeline.collect.refresh_weights_every
+                worker = _Worker(run, parts, claims, heartbeat, on_event, every)
+                reason = worker.work(stop)
+            finally:
+                claims.release()
+                claims.close()
+        heartbeat.beat("ended", reason=reason, rollouts=worker.num_rollouts)
+    finished = CollectorFinished(
+        run_dir=run_dir,
+        collector=own_name,
+        reason=reason,
+        num_rollouts=worker.num_rollouts,
+        num_trajectories=worker.num_trajectories,
+    )
+    on_event(finished)
+    return finished
+
+
+@contextmanager
+def _named(folder: Path, name: str | None) -> Iterator[str]:
+    with ExitStack() as held:
+        if name is not None:
+            held.enter_context(process_lock(folder, name, wait_s=10.0))
+        for number in itertools.count() if name is None else ():
+            # Tried and not looked up: others that start at this moment try, too.
+            with suppress(RunExistsError):
+                held.enter_context(process_lock(folder, f"collector-{number}"))
+                name = f"collector-{number}"
+                break
+        yield str(name)
+
+
+@dataclass
+class _Worker:
+    run: RunFolder
+    parts: Parts
+    claims: Claims
+    heartbeat: Heartbeat
+    on_event: EventHandler
+    refresh_weights_every: int = 0
+    version: int = -1
+    num_rollouts: int = 0
+    num_trajectories: int = 0
+
+    def work(self, stop: StopRequest) -> Literal["finished", "interrupted"]:
+        pause = Pause()
+        while not stop:
+            published = read_published(self.run.weights)
+            if published is None:
+                self.heartbeat.beat("waiting for the first weights", rollouts=self.num_rollouts)
+                pause.sleep()
+                continue
+            if published.finished is not None:
+                if not is_alive(self.run.processes, "learner"):
+                    return "finished"
+                # It is about to leave; or it has come back to take more steps, and says so in a moment.
+                self.heartbeat.beat("waiting for the learner", version=self.version, rollouts=self.num_rollouts)
+                pause.sleep()
+                continue
+            rollout = self.claims.claim(published)
+            if rollout is None:
+                self.heartbeat.beat("waiting for the learner", version=self.version, rollouts=self.num_rollouts)
+                pause.sleep()
+                continue
+            try:
+                self._one(rollout, published)
+            finally:
+                self.claims.release()
+            pause = Pause()
+        return "interrupted"
+
+    def _one(self, rollout: int, published: Published) -> None:
+        self._take_weights(published)
+        self.heartbeat.beat("collecting", rollout=rollout, version=self.version, rollouts=self.num_rollouts)
+        self.parts.load_write_path_state(published.write_path)
+        self.parts.buffer.refresh()
+        version = self.version
+        done = self._collect(rollout)
+        # After the trajectories: a row here says that all of the rollout is there.
+        self.claims.rollouts.append(
+            {
+                "rollout": [rollout],
+                "policy_version": [version],
+                "num_trajectories": [done.num_trajectories],
+                "num_failed": [done.num_failed],
+                "task_reward": [done.task_reward],
+                "num_tokens": [done.num_tokens],
+                "seconds": [done.seconds],
+                "created_at": [time.time()],
+            }
+        )
+        self.num_rollouts += 1
+        self.num_trajectories += done.num_trajectories
+        self.on_event(
+            RolloutDone(
+                collector=self.heartbeat.name,
+                rollout=rollout,
+                policy_version=version,
+                num_trajectories=done.num_trajectories,
+                task_reward=done.task_reward,
+                seconds=done.seconds,
+            )
+        )
+
+    def _collect(self, rollout: int) -> Rollout:
+        try:
+            done = self.parts.collector.collect(rollout, policy_version=self.version, refresh=self._refresh())
+        except RewardError:
+            self.heartbeat.beat("failed: every reward call", rollout=rollout, rollouts=self.num_rollouts)
+            raise
+        if done.num_failed:
+            message = f"rollout {rollout}: {done.num_failed} of {done.num_trajectories} reward calls failed"
+            tell(self.on_event, message)
+        return done
+
+    def _refresh(self) -> WeightRefresh | None:
+        """Return what takes up newer weights in the middle of a rollout, where the definition asks for it."""
+        if not self.refresh_weights_every:
+            return None
+
+        def load() -> int:
+            newest = read_published(self.run.weights)
+            if newest is not None:
+                self._take_weights(newest)
+            return self.version
+
+        return WeightRefresh(load, every=self.refresh_weights_every, version=self.version)
+
+    def _take_weights(self, published: Published) -> None:
+        """Load the published weights; if they have been replaced in the meantime, the newest ones."""
+        folder, tries = self.run.weights, 0
+        while published.version != self.version:
+            try:
+                load_policy(self.parts.policy, folder, published.version)
+                self.version = published.version
+            except (OSError, SafetensorError, DataError):
+                newest = read_published(folder)
+                tries += newest is None or newest.version == published.version
+                if tries > _TRIES:
+                    raise
+                time.sleep(_LOOK_AGAIN_S)  # the learner may be replacing this very version
+                published = newest or published
+
+
+def load_policy(policy: CausalLMPolicy, folder: Path, version: int) -> None:
+    """Load the published weights of a version in place.
+
+    Raises:
+        DataError: a file is damaged, or the folder is gone: a newer version may have replaced it.
+    """
+    problem = weights_problem(folder, version)
+    if problem is not None:
+        raise DataError(
+            f"the published weights {version_folder(folder, version)} cannot be used: {problem}. Start the learner "
+            f"again, which publishes them again: rlhf-pipeline learn --run {shlex.quote(str(folder.parent))}"
+        )
+    with torch.no_grad():
+        load_weights(version_folder(folder, version), policy.model)

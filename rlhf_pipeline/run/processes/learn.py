@@ -1,0 +1,144 @@
+"""The learner as a process of its own: wait for a rollout, learn from it, publish the weights, go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.run.build import Models, Parts, build_models, build_parts
+from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.loop import Loop, Reason, tell
+from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
+from rlhf_pipeline.run.processes.run_files import shared_run
+from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_problem
+from rlhf_pipeline.run.signals import stop_on_signals
+from rlhf_pipeline.run.sources import Arrivals
+from trajectory_store import TrajectoryStore
+
+
+def learn(
+    pipeline: Pipeline,
+    *,
+    run_dir: Path,
+    seed: int = 0,
+    device: str = "cpu",
+    parent: int | None = None,
+    definition: str = "",
+    overrides: Sequence[tuple[str, str]] = (),
+    on_event: EventHandler = ignore_events,
+) -> RunFinished:
+    """Learn from the rollouts that `collect` processes store, until the definition's end or a signal.
+
+    The rollouts are taken in the order of their arrival, each for `learn.updates_per_rollout` steps. The ledger names
+    the trajectories of a step before the step is taken, and a restarted learner takes the steps after its checkpoint
+    again as the ledger says: on a CPU its weights are then those of a learner that was never killed, bit for bit.
+
+    Args:
+        pipeline: the definition, overrides applied.
+        run_dir: the run folder; made if it is not there.
+        seed: the run's seed.
+        device: where the model lives.
+        parent: stop when this process is gone; for a supervisor's child.
+        definition: where the definition came from, for `config.json`.
+        overrides: the `--set` pairs already applied, for `config.json`.
+        on_event: receives the start, every step, notices and the end.
+
+    Raises:
+        RunExistsError: the run has a live learner, or the folder is something else.
+        RunMismatchError: the run was started with another definition or seed.
+        RunStorageError: the disk is full; everything acknowledged is still there.
+    """
+    started, run = time.perf_counter(), RunFolder(run_dir)
+    with (
+        run.named_disk_errors(),
+        stop_on_signals(parent) as stop,
+        shared_run(
+            run,
+            pipeline,
+            seed=seed,
+            device=device,
+            definition=definition,
+            overrides=overrides,
+            record_again=True,
+        ),
+        process_lock(run.processes, "learner", wait_s=10.0),
+        run.log(),
+        Heartbeat(run.processes, "learner") as heartbeat,
+    ):
+        heartbeat.beat("starting")
+        # The collectors' write path scores with the reference model; the loss reads what it stored.
+        models = Models(policy=build_models(pipeline, seed=seed, device=device).policy, reference=None)
+        with (
+            build_parts(pipeline, models, run=run, seed=seed) as parts,
+            TrajectoryStore.open(run.rollouts) as rollouts,
+        ):
+            source = Arrivals(pipeline, parts, rollouts, run, heartbeat, on_event)
+            publisher = _Publisher(pipeline, parts, source, run, on_event)
+            loop = Loop(
+                run,
+                learn=pipeline.learn,
+                learner=parts.learner,
+                source=source,
+                stop=stop,
+                on_event=on_event,
+                after=publisher.publish,
+                started=started,
+            )
+            loop.restore()
+            heartbeat.facts = {"num_parameters": loop.num_parameters, "first_step": loop.progress.step}
+            reason = loop.run()
+            parts.buffer.refresh()
+            finished = loop.finished(reason, len(parts.buffer.store))
+        heartbeat.beat("ended", reason=reason, step=finished.steps)
+    on_event(finished)
+    return finished
+
+
+class _Publisher:
+    """Publishes the weights of each step, and that the run has ended.
+
+    A restarted learner catches up: until it is beyond what it had published before, that stays the newest.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, parts: Parts, source: Arrivals, run: RunFolder, on_event: EventHandler
+    ) -> None:
+        self._updates = pipeline.learn.updates_per_rollout
+        self._sync = pipeline.buffer.durability != "process"
+        self._parts = parts
+        self._source = source
+        self._folder = run.weights
+        self._newest = self._published_before(on_event)
+
+    def publish(self, step: int, reason: Reason | None) -> None:
+        """Publish the weights behind a step, unless newer ones are out."""
+        finished = None if reason == "interrupted" else reason
+        if finished is None and self._newest is not None and self._newest > step:
+            return
+        published = Published(
+            version=step,
+            next_version=-(-step // self._updates) * self._updates,
+            rollouts_done=len(self._source.done),
+            finished=finished,
+            write_path=self._parts.write_path_state(),
+        )
+        save = self._parts.policy.save_pretrained if self._newest != step else None
+        publish(self._folder, published, save=save, sync=self._sync)
+        self._newest = step
+
+    def _published_before(self, on_event: EventHandler) -> int | None:
+        """Return the version that collectors use now; None if there is none, or if its files are damaged."""
+        before = read_published(self._folder)
+        if before is None:
+            return None
+        problem = weights_problem(self._folder, before.version)
+        if problem is not None:
+            tell(on_event, f"the published weights of step {before.version} are damaged: {problem}.")
+            return None
+        if before.finished is not None:  # the run goes on
+            publish(self._folder, replace(before, finished=None), save=None)
+        return before.version

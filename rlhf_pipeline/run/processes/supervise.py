@@ -1,0 +1,310 @@
+"""The supervisor: collectors and a learner as child processes, kept alive until the run has ended.
+
+It imports no torch and holds nothing that is not in the run folder: killed, it is started again with `--resume`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.errors import ProcessFailedError
+from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.processes.children import Child, Exit, SupervisorConfig
+from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
+from rlhf_pipeline.run.processes.run_files import shared_run
+from rlhf_pipeline.run.processes.weights import read_published, reopen
+from rlhf_pipeline.run.rows import NewRows
+from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
+from trajectory_store import StoreNotFoundError, TrajectoryStore
+
+__all__ = ["Supervisor", "SupervisorConfig", "supervise"]
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.2
+_A_MISTAKE = 2
+"""The exit code of a command that was asked for something wrong; no second try makes it right."""
+
+
+def supervise(
+    pipeline: Pipeline,
+    *,
+    run_dir: Path,
+    config: SupervisorConfig,
+    definition: str,
+    seed: int = 0,
+    device: str = "cpu",
+    overrides: Sequence[tuple[str, str]] = (),
+    on_event: EventHandler = ignore_events,
+) -> RunFinished:
+    """Run a pipeline with collectors and learner in processes of their own, and start again what dies.
+
+    Args:
+        pipeline: the definition, overrides applied.
+        run_dir: the run folder; made if it is not there, gone on with if it is.
+        config: how many collectors, and how patient to be.
+        definition: where the definition came from; the child processes load it from there.
+        seed: the run's seed.
+        device: where the models of all processes live.
+        overrides: the `--set` pairs already applied.
+        on_event: receives the start, every step, what happens to processes, and the end.
+
+    Raises:
+        RunExistsError: the run has a live supervisor, or the folder is something else.
+        RunMismatchError: the run was started with another definition or seed, or as a run in one process.
+        ProcessFailedError: a process cannot be kept alive. The others were stopped, and saved.
+    """
+    started, run = time.perf_counter(), RunFolder(run_dir)
+    with (
+        run.named_disk_errors(),
+        stop_on_signals() as stop,
+        shared_run(
+            run,
+            pipeline,
+            seed=seed,
+            device=device,
+            definition=definition,
+            overrides=overrides,
+            record_again=True,
+            make_stores=False,
+        ),
+        process_lock(run.processes, "supervisor"),
+        run.log(run.supervisor_log, logging.INFO),
+        Heartbeat(run.processes, "supervisor") as heartbeat,
+    ):
+        heartbeat.facts = {"collectors": config.collectors}
+        heartbeat.beat("starting")
+        logger.info("supervisor: started, process %d, %d collectors", os.getpid(), config.collectors)
+        reopen(run)
+        supervisor = Supervisor(
+            run_dir,
+            commands(run_dir, config.collectors),
+            config,
+            total_steps=pipeline.learn.steps,
+            heartbeat=heartbeat,
+            on_event=on_event,
+        )
+        reason = supervisor.work(stop)
+        finished = RunFinished(
+            run_dir=run_dir,
+            reason=reason,
+            steps=supervisor.metrics.rows.last_step,
+            seconds=time.perf_counter() - started,
+            first_reward=supervisor.first_reward,
+            last_reward=supervisor.last_reward,
+            num_trajectories=_num_trajectories(run_dir),
+        )
+        heartbeat.beat("ended", reason=reason, step=finished.steps)
+        logger.info("supervisor: ended (%s) after step %d", reason, finished.steps)
+    on_event(finished)
+    return finished
+
+
+def commands(run_dir: Path, collectors: int) -> dict[str, list[str]]:
+    """Return what each process of a supervised run executes, by name, the learner first."""
+    base = [sys.executable, "-m", "rlhf_pipeline"]
+    end = ["--run", str(run_dir), "--parent", str(os.getpid())]
+    names = [f"collector-{number}" for number in range(collectors)]
+    return {"learner": [*base, "learn", *end]} | {name: [*base, "collect", "--name", name, *end] for name in names}
+
+
+def share_cores(num_processes: int) -> dict[str, str]:
+    """Return the environment of a child: the cores shared out among the processes, unless the user said otherwise."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": str(max(1, cores // num_processes)), **os.environ}
+
+
+class Supervisor:
+    """Keeps the processes of one run alive until its learner says that it has ended.
+
+    Args:
+        run_dir: the run folder.
+        commands: what each process executes, by name; one is `learner`, all others collect.
+        config: how patient to be.
+        total_steps: of the run, for the events.
+        heartbeat: the supervisor's own.
+        on_event: receives steps and of what happens to processes.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        commands: Mapping[str, Sequence[str]],
+        config: SupervisorConfig,
+        *,
+        total_steps: int,
+        heartbeat: Heartbeat,
+        on_event: EventHandler = ignore_events,
+    ) -> None:
+        self.run_dir = run_dir
+        self.config = config
+        self.total_steps = total_steps
+        self.metrics = NewRows(RunFolder(run_dir).metrics_file)
+        self.heartbeat = heartbeat
+        self.on_event = on_event
+        environment = share_cores(len(commands))
+        folder = RunFolder(run_dir).processes
+        folder.mkdir(parents=True, exist_ok=True)
+        self.children = {
+            name: Child(
+                name,
+                command,
+                folder=folder,
+                config=config,
+                environment=environment,
+                count=self._steps_taken if name == "learner" else _rollouts_stored,
+            )
+            for name, command in commands.items()
+        }
+        self.first_reward, self.last_reward = RunFolder(run_dir).first_and_last("task_reward")
+        self._has_begun = False
+        self._has_advanced: set[str] = set()
+
+    def work(self, stop: StopRequest) -> Literal["target", "steps", "interrupted"]:
+        """Watch until the run has ended or a signal asks to stop; return why it ended.
+
+        Raises:
+            ProcessFailedError: a process cannot be kept alive.
+        """
+        try:
+            while (reason := self._finished()) is None and not stop:
+                self._tick()
+                time.sleep(_TICK_S)
+            if reason is None:
+                logger.info("supervisor: all processes are asked to stop")
+                self._tell("all processes finish what they are at, and save. Ctrl-C once more kills them.", "info")
+            self._let_go(signal.SIGTERM if reason is None else None)
+        except ProcessFailedError as error:
+            logger.error("supervisor: giving up: %s", error)
+            self._let_go(signal.SIGTERM)
+            raise
+        finally:
+            for child in self.children.values():
+                if child.pid is not None:
+                    logger.warning("%s: process %d is killed", child.name, child.pid)
+                    child.kill_now()
+        return self._published_end() or "interrupted"
+
+    def _tick(self) -> None:
+        self._follow()
+        for child in self.children.values():
+            if child.start_if_due():
+                continue
+            why = child.kill_if_hung()
+            if why is not None:
+                self._tell(f"{child.name} hangs ({why}); it is killed and started again.")
+            ended = child.take_exit()
+            if ended is not None:
+                self._on_exit(child, ended)
+        processes = {child.name: child.pid for child in self.children.values()}
+        self.heartbeat.beat("running", step=self.metrics.rows.last_step, processes=processes)
+
+    def _on_exit(self, child: Child, ended: Exit) -> None:
+        """Decide whether and when a process that ended is started again."""
+        if ended.advanced:
+            self._has_advanced.add(child.name)
+        end = self._published_end()
+        if end is not None and (child.name == "learner" or ended.code == 0):
+            logger.info("%s: %s; the run has ended (%s)", child.name, ended.how, end)
+            child.is_wanted = False
+            return
+        if ended.code == 0:
+            child.rest(self.config.first_delay_s)
+            logger.info("%s: left although the run goes on; it is started again", child.name)
+            return
+        if ended.code == _A_MISTAKE and child.name not in self._has_advanced:
+            raise ProcessFailedError(f"{child.name} cannot start. {self._advice(child, ended)}")
+        delay = child.fail(self.metrics.rows.last_step)
+        if child.is_hopeless:
+            raise ProcessFailedError(
+                f"{child.name} {ended.how}, {child.failures} failures in a row without any progress. "
+                f"{self._advice(child, ended)}"
+            )
+        said = f"{child.name} {ended.how}; it is started again in {delay:g} s"
+        words = f": {ended.last_words}" if ended.last_words else ""
+        logger.warning("%s (failures in a row: %d)%s", said, child.failures, words)
+        self._tell(f"{said}.")
+
+    def _advice(self, child: Child, ended: Exit) -> str:
+        said = f"It said last: {ended.last_words}\n" if ended.last_words else ""
+        again = shlex.join(["rlhf-pipeline", "run", "--resume", "--out", str(self.run_dir)])
+        return f"{said}More is in {child.log}. What was stored and learned is kept: mend it, then go on: {again}"
+
+    def _let_go(self, number: int | None) -> None:
+        """Wait until all processes have left, those that hang or take too long excepted."""
+        for child in self.children.values():
+            child.is_wanted = False
+            if number is not None:
+                child.send(number)
+        deadline = time.monotonic() + self.config.stop_timeout_s
+        while any(child.pid is not None for child in self.children.values()) and time.monotonic() < deadline:
+            self._follow()
+            for child in self.children.values():
+                child.kill_if_hung()
+                ended = child.take_exit()
+                if ended is not None:
+                    logger.info("%s: %s", child.name, ended.how)
+            self.heartbeat.beat("stopping", step=self.metrics.rows.last_step)
+            time.sleep(_TICK_S / 2)
+        self._follow()
+
+    def _finished(self) -> Literal["target", "steps"] | None:
+        """Return why the run has ended, once its learner has left; None while it goes on."""
+        return None if self.children["learner"].is_wanted else self._published_end()
+
+    def _published_end(self) -> Literal["target", "steps"] | None:
+        published = read_published(RunFolder(self.run_dir).weights)
+        finished: Any = published.finished if published is not None else None
+        return finished
+
+    def _follow(self) -> None:
+        """Pass on what the learner has written since the last look."""
+        said = self.children["learner"].heartbeat()
+        if not self._has_begun and "num_parameters" in said:
+            self._has_begun = True
+            self.on_event(
+                RunStarted(
+                    run_dir=self.run_dir,
+                    num_parameters=said["num_parameters"],
+                    first_step=said["first_step"],
+                    total_steps=self.total_steps,
+                )
+            )
+        for row in self.metrics.read():
+            self._note(row)
+            self.on_event(StepDone(step=row["step"], total_steps=self.total_steps, metrics=row))
+
+    def _note(self, row: Mapping[str, Any]) -> None:
+        """Take in the reward of a step; only the first update on a rollout has one."""
+        reward = row.get("task_reward")
+        if reward is not None:
+            self.first_reward = reward if self.first_reward is None else self.first_reward
+            self.last_reward = reward
+
+    def _tell(self, message: str, level: Literal["info", "warning"] = "warning") -> None:
+        self.on_event(Notice(message=message, level=level))
+
+    def _steps_taken(self, _said: Mapping[str, Any]) -> int:
+        return self.metrics.rows.last_step
+
+
+def _rollouts_stored(said: Mapping[str, Any]) -> int:
+    return said.get("rollouts", 0)
+
+
+def _num_trajectories(run_dir: Path) -> int:
+    try:
+        with TrajectoryStore.open(RunFolder(run_dir).store_path) as store:
+            return len(store)
+    except StoreNotFoundError:
+        return 0

@@ -1,0 +1,117 @@
+"""How every run of one process begins: all checks before the folder is made, then the lock and the record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.chat import encode_prompt
+from rlhf_pipeline.prompts import Prompt
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.loggers import check_logger
+
+_CHARACTERS_A_TOKEN = 16
+"""A prompt with more characters for each place in the context is encoded in part first: encoding is not linear."""
+_TEMPLATE_BYTES = 256
+"""What a chat template adds at most, in bytes, as far as it is not worth encoding a prompt to find out."""
+
+
+def check_start(folder: RunFolder, pipeline: Pipeline, seed: int, *, resume: bool) -> None:
+    """Check all that can be checked before a model is built and a folder is made.
+
+    Raises:
+        PipelineError: the run cannot start or go on, and why.
+    """
+    folder.check_free_or_recorded(resume=resume)
+    if resume:
+        folder.check_processes(several=False)
+        folder.check_unchanged(pipeline, seed)
+        folder.check_parts()
+    check_logger(pipeline.learn.logger)
+
+
+@contextmanager
+def begun(
+    folder: RunFolder,
+    pipeline: Pipeline,
+    *,
+    seed: int,
+    device: str,
+    resume: bool,
+    definition: str,
+    overrides: Sequence[tuple[str, str]],
+) -> Iterator[None]:
+    """Hold the folder for this process alone, with its record written; made if it is not there."""
+    with folder.named_disk_errors(), folder.lock(), folder.log():
+        folder.check_free_or_recorded(resume=resume)  # again under the lock: another process may have been quicker
+        if not resume:
+            folder.clear()
+        folder.record(pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
+        yield
+
+
+def check_prompts(pipeline: Pipeline, policy: CausalLMPolicy, seed: int) -> None:
+    """Refuse prompts that leave no room for a completion in the model's context.
+
+    A prompt file is looked at whole, and only prompts that may be too long are encoded: a token stands for at least one
+    byte. Of another source, the prompts of the first rollout are looked at.
+
+    Raises:
+        DataError: a prompt is too long; names it, its tokens and the limit.
+    """
+    most = policy.max_positions
+    if most is None:
+        return
+    for prompt in _prompts(pipeline, seed):
+        if len(prompt.text.encode("utf-8", "replace")) + _TEMPLATE_BYTES < most:
+            continue
+        num = _num_tokens(policy, prompt.text, as_chat=pipeline.prompts.as_chat, enough=most)
+        if num >= most:
+            line = prompt.meta.get("source_line")
+            where = (
+                f"the prompt of line {line} of {getattr(pipeline.prompts, 'path', 'the file')}" if line else "a prompt"
+            )
+            raise DataError(
+                f"{where} has {'at least ' if num == most else ''}{num:,} tokens, and the model's context is {most:,}: "
+                f"nothing can follow it ({prompt.text[:40]!r}...). Leave the prompt out, or take a model with a longer "
+                "context: --set policy.path=FOLDER"
+            )
+
+
+def sampling_notices(pipeline: Pipeline, policy: CausalLMPolicy) -> Iterator[str]:
+    """Say what a person should know of the tokenizer before the first completion."""
+    tokenizer = policy.tokenizer
+    if tokenizer is None:
+        return
+    if getattr(tokenizer, "eos_token_id", None) is None:
+        yield (
+            "the tokenizer has no end token: every completion runs to collect.max_new_tokens="
+            f"{pipeline.collect.max_new_tokens}. Set eos_token in the model folder's tokenizer_config.json."
+        )
+    if pipeline.prompts.as_chat and getattr(tokenizer, "chat_template", None) is None:
+        yield (
+            "the prompts are meant for a chat template (prompts.as_chat), and the tokenizer has none: the model gets "
+            "the plain text. --set prompts.as_chat=false says the same without this notice."
+        )
+
+
+def _prompts(pipeline: Pipeline, seed: int) -> Iterator[Prompt]:
+    source = pipeline.prompts
+    rows = getattr(source, "all_prompts", None)
+    if callable(rows):
+        yield from rows()  # pyright: ignore[reportGeneralTypeIssues, reportReturnType] - the file's own source
+        return
+    for cursor in range(pipeline.collect.prompts_per_rollout):
+        yield source.prompt(cursor, seed)
+
+
+def _num_tokens(policy: CausalLMPolicy, text: str, *, as_chat: bool, enough: int) -> int:
+    """Count the tokens of a prompt; `enough` where its beginning alone has as many."""
+    beginning = text[: _CHARACTERS_A_TOKEN * enough]
+    num = len(encode_prompt(policy.tokenizer, beginning, as_chat=as_chat))
+    if len(beginning) == len(text):
+        return num
+    return enough if num >= enough else len(encode_prompt(policy.tokenizer, text, as_chat=as_chat))

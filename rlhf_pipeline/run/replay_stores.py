@@ -1,0 +1,162 @@
+"""A run that learns from stores alone: gather, then take steps; the folder is that of any other run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.files import write_atomically
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.run.build import build_learner, build_policy
+from rlhf_pipeline.run.choice import Choice, Limits, choose, gathered, mark_gathered
+from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.gather import GatherCounts, Gatherer, gather_schema
+from rlhf_pipeline.run.ledger import Ledger
+from rlhf_pipeline.run.loop import Loop, tell
+from rlhf_pipeline.run.prologue import begun, check_start
+from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
+from rlhf_pipeline.run.sources import ledger_to_follow, stored_source
+from trajectory_store import Schema
+
+
+def replay_stores(
+    pipeline: Pipeline,
+    *,
+    run_dir: Path,
+    seed: int = 0,
+    device: str = "cpu",
+    resume: bool = False,
+    definition: str = "",
+    overrides: Sequence[tuple[str, str]] = (),
+    on_event: EventHandler = ignore_events,
+) -> RunFinished:
+    """Learn from the stores that `pipeline.replay` names, to the definition's end or until a signal.
+
+    First the chosen trajectories are copied into the run's own store, those that lack log-probs or an advantage
+    through the write path. Then every step learns from some of them: which is a function of the gathered store, the
+    seed and the step.
+
+    Args:
+        pipeline: the definition, overrides applied; `replay` is set.
+        run_dir: the run folder; must not exist, unless `resume`.
+        seed: seeds the model made from scratch and every batch.
+        device: where the model lives.
+        resume: go on with the gathering where it stopped, or from the newest checkpoint. On a CPU the weights come out
+            as in a straight run, bit for bit. What was chosen at the first start stays chosen, though stores may have
+            grown.
+        definition: where the definition came from, for `config.json`.
+        overrides: the `--set` pairs already applied, for `config.json`.
+        on_event: is told of the start, every step, notices and the end.
+
+    Returns:
+        The last event: why the run stopped and what it learned from.
+
+    Raises:
+        RunExistsError: the folder exists (without `resume`) or another process uses it.
+        MissingPathError: a store is not there, or the folder (with `resume`), or the model.
+        RunMismatchError: the definition differs from the one that the run was started with.
+        DefinitionError: no store is named, or a filter or weight cannot be used.
+        DataError: nothing is left to learn from, or the policy cannot read it.
+        RunStorageError: the disk is full; everything gathered is still there.
+    """
+    started, folder, replay = time.perf_counter(), RunFolder(run_dir), pipeline.replay
+    if replay is None:
+        raise DefinitionError("the definition has no replay=Replay(...): it does not learn from stores.")
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise DefinitionError("learning from stores takes one process: start it without torchrun.")
+    check_start(folder, pipeline, seed, resume=resume)
+    policy = build_policy(pipeline, seed=seed, device=device)
+    policy.scoring_layout = pipeline.learn.layout  # scored by the code path of the update
+    limits = limits_of(policy)
+    choice = Choice.load(folder) or choose(replay, limits)
+    schema = None if gathered(folder) is not None else gather_schema(choice)
+    with begun(folder, pipeline, seed=seed, device=device, resume=resume, definition=definition, overrides=overrides):
+        if Choice.load(folder) is None:
+            followed = ledger_to_follow(Path(choice.sources[0].path)) if replay.recorded_order else None
+            if followed is not None:
+                write_atomically(folder.recorded_ledger, followed)
+            choice.save(folder)
+        with _store(pipeline, folder, schema) as storage, stop_on_signals() as stop:
+            gatherer = Gatherer(pipeline, policy, choice, storage.store, limits=limits, on_event=on_event)
+            if gathered(folder) is not None or _gather(gatherer, folder, stop):
+                storage.refresh()
+                buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
+                learner = build_learner(pipeline, policy, buffer, ledger=Ledger(folder.ledger_file), seed=seed)
+                loop = Loop(
+                    folder,
+                    learn=pipeline.learn,
+                    learner=learner,
+                    source=stored_source(pipeline, replay, learner, folder),
+                    stop=stop,
+                    on_event=on_event,
+                    started=started,
+                )
+                loop.restore()
+                finished = loop.finished(loop.run(), len(storage.store))
+            else:
+                finished = RunFinished(
+                    run_dir=run_dir,
+                    reason="interrupted",
+                    steps=0,
+                    seconds=time.perf_counter() - started,
+                    first_reward=None,
+                    last_reward=None,
+                    num_trajectories=len(storage.store),
+                )
+    on_event(finished)
+    return finished
+
+
+def limits_of(policy: CausalLMPolicy) -> Limits:
+    """Return what a policy can read."""
+    return Limits(vocabulary=int(policy.head_weight.shape[0]), positions=policy.max_positions)
+
+
+@contextmanager
+def _store(pipeline: Pipeline, run: RunFolder, schema: Schema | None) -> Iterator[TrajectoryStorage]:
+    """Open the run's store. It holds all that was chosen: `buffer.max_trajectories` is about what is collected."""
+    storage = TrajectoryStorage(
+        run.store_path, backend=pipeline.buffer.backend, durability=pipeline.buffer.durability, schema=schema
+    )
+    try:
+        yield storage
+    finally:
+        storage.close()
+
+
+def _gather(gatherer: Gatherer, run: RunFolder, stop: StopRequest) -> bool:
+    """Gather what is missing; False if a signal stopped it before the end."""
+    counts = gatherer.run(lambda: bool(stop))
+    if counts is None:
+        return False
+    gatherer.target.flush()
+    mark_gathered(run, counts.to_json())
+    tell(gatherer.on_event, _what_was_gathered(gatherer.choice, counts), level="info")
+    return True
+
+
+def _what_was_gathered(choice: Choice, counts: GatherCounts) -> str:
+    num = len(choice.sources)
+    said = [f"gathered {counts.trajectories:,} trajectories of {num} store{'s' if num > 1 else ''}"]
+    ungraded = sum(source.num_ungraded for source in choice.sources)
+    repeated = sum(source.num_repeated for source in choice.sources)
+    for figure, what in (
+        (counts.behaviour_scored, "got behaviour log-probs, of the initial policy"),
+        (counts.reference_scored, "got reference log-probs"),
+        (counts.advantages, "got an advantage"),
+        (counts.dropped, "of groups without spread were dropped"),
+        (ungraded, "have no reward and were left out"),
+        (repeated, "are stored again later and were left out"),
+    ):
+        if figure:
+            said.append(f"{figure:,} {what}")
+    return "; ".join(said)

@@ -1,0 +1,245 @@
+"""Take the optimizer steps of a finished run again, from its store, ledger and checkpoints, and compare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.errors import DataError, MissingPathError
+from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.run.batches import Batches
+from rlhf_pipeline.run.build import build_learner, build_policy
+from rlhf_pipeline.run.checkpoint import list_checkpoints, load_checkpoint, step_of
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.rows import Row, StepRows
+from trajectory_store import MissingRowError, TrajectoryStore
+
+_OWN_FIELDS = frozenset({"step", "row_ids", "trajectory_ids", "watermark", "seed", "ages", "ess"})
+"""What the learner itself writes into a row of the ledger; more fields mean that a caller chose the rows."""
+
+_CLOSE = 1e-3
+"""How far a loss may be from the recorded one, relative, where the device does not repeat its bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retaken:
+    """One optimizer step, taken again.
+
+    Attributes:
+        step: its number.
+        num_trajectories: in its batch.
+        batch_problem: how the batch differs from the recorded one, or None.
+        recorded: the loss in `metrics.jsonl`; None where the step had nothing to learn from.
+        computed: the loss now.
+        recorded_norm: the gradient's norm in `metrics.jsonl`.
+        computed_norm: the norm now.
+        exact: whether the bits must agree: on a CPU, in one process.
+    """
+
+    step: int
+    num_trajectories: int
+    batch_problem: str | None
+    recorded: float | None
+    computed: float | None
+    recorded_norm: float | None
+    computed_norm: float | None
+    exact: bool
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether loss and gradient norm are the recorded ones, bit for bit."""
+        return self.recorded == self.computed and self.recorded_norm == self.computed_norm
+
+    @property
+    def ok(self) -> bool:
+        """Whether batch, loss and gradient norm agree, as far as the device can repeat them."""
+        if self.batch_problem is not None:
+            return False
+        pairs = ((self.recorded, self.computed), (self.recorded_norm, self.computed_norm))
+        return self.same_bits or (not self.exact and all(_close(a, b) for a, b in pairs))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RerunPlan:
+    """Which steps are taken again, and from where.
+
+    Attributes:
+        checkpoint: the newest one before the first step.
+        start: optimizer steps behind it.
+        first: the first step to compare.
+        last: the last.
+        ledger: the ledger's rows.
+        metrics: those of `metrics.jsonl`.
+    """
+
+    checkpoint: Path
+    start: int
+    first: int
+    last: int
+    ledger: StepRows
+    metrics: StepRows
+
+
+def plan_rerun(run_dir: Path, *, from_step: int, num_steps: int | None = None) -> RerunPlan:
+    """Find the checkpoint to start from, and check that everything needed is recorded.
+
+    Args:
+        run_dir: the run folder.
+        from_step: the first step to compare, from 1.
+        num_steps: how many; all that are recorded when None.
+
+    Raises:
+        DataError: the run has not taken these steps.
+        MissingPathError: no checkpoint is old enough.
+    """
+    run = RunFolder(run_dir)
+    ledger, metrics = run.ledger, run.metrics
+    taken = min(ledger.last_step, metrics.last_step)
+    if not 1 <= from_step <= taken:
+        raise DataError(
+            f"{run_dir} has no step {from_step} to replay: its ledger and metrics have steps 1 to {taken}."
+            if taken
+            else f"{run_dir} has no steps to replay: its ledger or its metrics are empty."
+        )
+    checkpoints = [(step_of(path), path) for path in list_checkpoints(run.checkpoints)]
+    before = [(step, path) for step, path in checkpoints if step < from_step]
+    if not before:
+        oldest = min((step for step, _ in checkpoints), default=None)
+        raise MissingPathError(
+            f"{run_dir} has no checkpoint to replay step {from_step} from: "
+            + (
+                f"the oldest is of step {oldest}, so the first step that can be replayed is {oldest + 1}. "
+                if oldest is not None and oldest < taken
+                else "none is left of an earlier step. "
+            )
+            + "To be able to replay any step, start the run with --set learn.keep_checkpoints=1000000."
+        )
+    start, checkpoint = before[-1]
+    last = taken if num_steps is None else min(from_step + num_steps - 1, taken)
+    lacking = [
+        step for step in range(start + 1, last + 1) if ledger.place_of(step) is None or metrics.place_of(step) is None
+    ]
+    if lacking:
+        raise DataError(f"{run_dir}: step {lacking[0]} is missing from ledger.jsonl or metrics.jsonl.")
+    return RerunPlan(checkpoint=checkpoint, start=start, first=from_step, last=last, ledger=ledger, metrics=metrics)
+
+
+def retake(pipeline: Pipeline, plan: RerunPlan, *, run_dir: Path, seed: int, device: str) -> Iterator[Retaken]:
+    """Take the steps again and yield those from `plan.first` on; nothing in the run folder changes.
+
+    Args:
+        pipeline: the definition that the run was started with.
+        plan: from `plan_rerun`.
+        run_dir: the run folder.
+        seed: the run's seed.
+        device: where the model is put; the bits are comparable on the kind of device that the run had.
+
+    Raises:
+        DataError: trajectories that the ledger names are no longer in the store.
+    """
+    exact = torch.device(device).type == "cpu"
+    policy = build_policy(pipeline, seed=seed, device=device)
+    storage = TrajectoryStorage(RunFolder(run_dir).store_path, mode="r", backend=pipeline.buffer.backend)
+    try:
+        buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
+        learner = build_learner(pipeline, policy, buffer, ledger=None, seed=seed, may_be_empty=True)
+        load_checkpoint(plan.checkpoint, learner)
+        batches = _batches(pipeline, storage.store, seed)
+        for step in range(plan.start + 1, plan.last + 1):
+            row, line = _known(plan.ledger, step), _known(plan.metrics, step)
+            rows = np.asarray(row["row_ids"], dtype=np.int64)
+            try:
+                problem = _batch_problem(learner, storage.store, row, rows) or _drawn_problem(batches, step, rows)
+                found = learner.step(step, row_ids=rows, ages=np.asarray(row["ages"], dtype=np.int64))
+            except MissingRowError as error:
+                raise DataError(
+                    f"step {step} learned from trajectories that are no longer in {storage.store.path} ({error}). They "
+                    "were evicted; only a run without buffer.max_trajectories can be replayed from any step."
+                ) from error
+            if step >= plan.first:
+                yield Retaken(
+                    step=step,
+                    num_trajectories=len(rows),
+                    batch_problem=problem,
+                    recorded=line.get("loss"),
+                    computed=_recorded_form(found["loss"]),
+                    recorded_norm=line.get("grad_norm"),
+                    computed_norm=_recorded_form(found["grad_norm"]),
+                    # Several processes add their gradients up in another order.
+                    exact=exact and line.get("processes", 1) == 1,
+                )
+    finally:
+        storage.close()
+
+
+def _known(rows: StepRows, step: int) -> Row:
+    row = rows.of_step(step)
+    if row is None:
+        raise DataError(f"{rows.path} has no row of step {step}. Restore it from a copy.")
+    return row
+
+
+def _batch_problem(learner: Learner, store: TrajectoryStore, row: Mapping[str, Any], rows: np.ndarray) -> str | None:
+    """Say how the batch differs from what the ledger says about it, or return None.
+
+    The rows must hold the trajectories and ages of the ledger; and where the learner chose them itself, the choice is
+    made again from the store as it was.
+    """
+    version = row.get("newest_version", row["step"] - 1)  # of a store that was learned from alone
+    if len(rows):
+        trajectories = store.read_scalars("trajectory_id", rows).tolist()
+        if row.get("trajectory_ids", trajectories) != trajectories:
+            return "its rows hold other trajectories than the ledger says"
+        if (version - store.read_scalars("policy_version", rows)).tolist() != row["ages"]:
+            return "its trajectories are of other policy versions than the ledger says"
+    # How often rows had been used is not known here, so a choice with a use limit is not made again.
+    if row.keys() <= _OWN_FIELDS and len(store) == store.watermark and learner.sample.max_uses is None:
+        chosen, _ = learner.chosen_rows(row["step"], watermark=row["watermark"])
+        if chosen.tolist() != rows.tolist():
+            return f"the learner would choose {len(chosen)} trajectories now, not these {len(rows)}"
+    return None
+
+
+def _batches(pipeline: Pipeline, store: TrajectoryStore, seed: int) -> Batches | None:
+    """Return how a run that learned from stores drew its batches; None of other runs, and where uses are limited."""
+    replay = pipeline.replay
+    if replay is None or replay.recorded_order or pipeline.sample.max_uses is not None:
+        return None
+    return Batches(
+        store,
+        replay=replay,
+        sample=pipeline.sample,
+        batch_size=pipeline.collect.rollout_size,
+        seed=seed,
+        ledger=None,
+    )
+
+
+def _drawn_problem(batches: Batches | None, step: int, rows: np.ndarray) -> str | None:
+    """Say how the batch differs from the one that is drawn again, or return None."""
+    if batches is None:
+        return None
+    drawn, _ = batches.rows(step)
+    return None if drawn.tolist() == rows.tolist() else f"{len(drawn)} other trajectories would be drawn now"
+
+
+def _recorded_form(value: float | int | None) -> float | None:
+    """Return a figure as `metrics.jsonl` has it: null for what is not finite."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _close(a: float | None, b: float | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return math.isclose(a, b, rel_tol=_CLOSE, abs_tol=1e-7)

@@ -1,0 +1,332 @@
+"""One JSON line per optimizer step, with an index beside it, so that no reader loads what it does not show.
+
+`metrics.jsonl` and `ledger.jsonl` are plain JSON lines in the order of the steps. Beside each lies an index of 24 bytes
+a row (step, start, length, CRC32C of the line): the number of rows, any row and the last one are found in constant
+time, and a line that was cut, changed or taken out is seen. The index is written after the line; whatever it lacks is
+found by reading the lines after the last one that it knows. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, overload
+
+import google_crc32c
+
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.files import sync_file
+from rlhf_pipeline.jsonl import append_line, line_of
+
+Row = dict[str, Any]
+
+_ENTRY: Final = struct.Struct("<qqII")
+_CHUNK: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the index says of one row."""
+
+    step: int
+    start: int
+    """Of its line, in bytes from the start of the file."""
+    length: int
+    """Of its line, with the newline."""
+    checksum: int
+    """CRC32C of its line."""
+
+    @property
+    def end(self) -> int:
+        """Where the next line starts."""
+        return self.start + self.length
+
+
+class StepRows(Sequence[Row]):
+    """The rows of a file with one JSON line per step, by place or by step.
+
+    What was there when the object was made, or at the last `refresh`, counts; `append` and `drop_from` are for the one
+    process that writes.
+
+    Args:
+        path: the file; it need not exist yet.
+
+    >>> import tempfile
+    >>> rows = StepRows(Path(tempfile.mkdtemp()) / "metrics.jsonl")
+    >>> rows.append({"step": 1, "loss": 0.5}), rows.append({"step": 2, "loss": 0.25})
+    (None, None)
+    >>> len(rows), rows[-1], rows.of_step(1), rows.of_step(3), rows.last_step
+    (2, {'step': 2, 'loss': 0.25}, {'step': 1, 'loss': 0.5}, None, 2)
+    >>> rows.drop_from(2)
+    >>> [row["step"] for row in rows]
+    [1]
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.index_path = path.with_suffix(".index")
+        self._num_indexed = 0
+        self._later: list[Entry] = []
+        """Rows that the index lacks."""
+        self._torn = 0
+        self.num_passed_over = 0
+        """Entries of the index whose lines are gone or changed, at the end of the file."""
+        self.refresh()
+
+    def refresh(self) -> int:
+        """See what is on disk now, and return the number of rows.
+
+        Raises:
+            DataError: a line that the index lacks is not a row.
+        """
+        if not self.path.exists() and not self.index_path.exists():
+            self._num_indexed, self._later, self._torn, self.num_passed_over = 0, [], 0, 0
+            return 0
+        size = _size(self.path)
+        written = _size(self.index_path) // _ENTRY.size
+        known = written
+        while known and not self._holds(self._indexed(known - 1), size):
+            known -= 1
+        end = self._indexed(known - 1).end if known else 0
+        if known == self._num_indexed and self._later and self._later[-1].end == size and self._later[0].start == end:
+            return len(self)
+        self._num_indexed, self.num_passed_over = known, written - known
+        self._later = list(self._scan(end))
+        self._torn = size - (self._later[-1].end if self._later else end)
+        return len(self)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether the last line was cut short by a kill; it is not among the rows."""
+        return self._torn > 0
+
+    @property
+    def last_step(self) -> int:
+        """The step of the last row; 0 without rows."""
+        return self.entry(len(self) - 1).step if len(self) else 0
+
+    def __len__(self) -> int:
+        return self._num_indexed + len(self._later)
+
+    @overload
+    def __getitem__(self, place: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Row]: ...
+
+    def __getitem__(self, place: int | slice) -> Row | list[Row]:
+        if isinstance(place, slice):
+            return [self[at] for at in range(*place.indices(len(self)))]
+        at = place + len(self) if place < 0 else place
+        if not 0 <= at < len(self):
+            raise IndexError(place)
+        entry = self.entry(at)
+        return self._row(_read(self.path, entry.start, entry.length), at)
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yield the rows, oldest first, with one of them in memory at a time."""
+        if not len(self):
+            return
+        last = self.entry(len(self) - 1).end
+        with self.path.open("rb") as file:
+            at, place = 0, 0
+            while at < last and (line := file.readline()):
+                at += len(line)
+                yield self._row(line, place)
+                place += 1
+
+    def of_step(self, step: int) -> Row | None:
+        """Return the row of a step, or None."""
+        place = self.place_of(step)
+        return None if place is None else self[place]
+
+    def place_of(self, step: int) -> int | None:
+        """Return the place of a step's row, or None."""
+        place = self._first_from(step)
+        return place if place < len(self) and self.entry(place).step == step else None
+
+    def spread(self, most: int) -> list[Row]:
+        """Return at most this many rows, spread evenly, the first and the last among them."""
+        if len(self) <= most:
+            return list(self)
+        return [self[round(i * (len(self) - 1) / (most - 1))] for i in range(most)]
+
+    def entry(self, place: int) -> Entry:
+        """Return what is known of the row at a place, from 0."""
+        return self._indexed(place) if place < self._num_indexed else self._later[place - self._num_indexed]
+
+    def problems(self) -> Iterator[str]:
+        """Say what does not fit: every line is read and compared with the index."""
+        if self.num_passed_over:
+            yield (
+                f"{self.num_passed_over} lines are not as they were written, from line {self._num_indexed + 1} on: "
+                "they were cut, changed or taken out"
+            )
+        with self.path.open("rb") if self.path.exists() else open(os.devnull, "rb") as file:
+            for place in range(len(self)):
+                entry, line = self.entry(place), file.readline()
+                if entry.step != place + 1:
+                    yield (
+                        f"line {place + 1} is step {entry.step}, expected step {place + 1}: lines are missing, "
+                        "repeated or moved"
+                    )
+                    return
+                if len(line) != entry.length or _crc32c(line) != entry.checksum:
+                    yield f"line {place + 1} is not as it was written: it was cut, changed or moved"
+                    return
+
+    def mend(self) -> None:
+        """Take off what a kill or a power loss left at the end, and complete the index.
+
+        Raises:
+            DataError: whole lines follow one that is not as it was written: the file was edited or damaged.
+        """
+        if self.num_passed_over and self._later:
+            raise DataError(f"{self.path}: line {self._num_indexed + 1} is not as it was written. {_RESTORE}")
+        if self._torn or self.num_passed_over:
+            os.truncate(self.path, self.entry(len(self) - 1).end if len(self) else 0)
+        if _size(self.index_path) != self._num_indexed * _ENTRY.size:
+            os.truncate(self.index_path, self._num_indexed * _ENTRY.size)
+        if self._later:
+            append_line(self.index_path, b"".join(_packed(entry) for entry in self._later))
+        self._num_indexed, self._later = len(self), []
+        self._torn = self.num_passed_over = 0
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write the row of the next step: its line, then its place in the index.
+
+        Raises:
+            OSError: the disk is full; the file is as it was.
+        """
+        self.mend()
+        line = line_of(row)
+        start = self.entry(len(self) - 1).end if len(self) else 0
+        append_line(self.path, line)
+        append_line(self.index_path, _packed(Entry(row["step"], start, len(line), _crc32c(line))))
+        self._num_indexed += 1
+
+    def drop_from(self, step: int) -> None:
+        """Take off the rows of a step and of all later ones."""
+        self.mend()
+        place = self._first_from(step)
+        if place == len(self):
+            return
+        os.truncate(self.path, self.entry(place).start)
+        os.truncate(self.index_path, place * _ENTRY.size)
+        self._num_indexed = place
+
+    def sync(self) -> None:
+        """Have all rows on the disk, so that they survive a power loss."""
+        sync_file(self.path)
+        sync_file(self.index_path)
+
+    def _first_from(self, step: int) -> int:
+        """Return the place of the first row of this step or a later one."""
+        low, high = 0, len(self)
+        if high and self.entry(min(max(step - 1, 0), high - 1)).step == step:
+            return min(max(step - 1, 0), high - 1)  # rows begin with step 1 and have no gaps, as a rule
+        while low < high:
+            middle = (low + high) // 2
+            if self.entry(middle).step < step:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _indexed(self, place: int) -> Entry:
+        return Entry(*_ENTRY.unpack(_read(self.index_path, place * _ENTRY.size, _ENTRY.size)))
+
+    def _holds(self, entry: Entry, size: int) -> bool:
+        """Whether the file has the line that the index says."""
+        if not 0 <= entry.start < entry.end <= size:
+            return False
+        return _crc32c(_read(self.path, entry.start, entry.length)) == entry.checksum
+
+    def _scan(self, start: int) -> Iterator[Entry]:
+        """Yield entries of the whole lines from a place in the file on."""
+        if not self.path.exists():
+            return
+        place = self._num_indexed
+        with self.path.open("rb") as file:
+            file.seek(start)
+            while (line := file.readline()).endswith(b"\n"):
+                yield Entry(self._row(line, place)["step"], start, len(line), _crc32c(line))
+                start, place = start + len(line), place + 1
+
+    def _row(self, line: bytes, place: int) -> Row:
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{self.path}:{place + 1}: this line is not JSON ({error}). {_RESTORE}") from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise DataError(f"{self.path}:{place + 1}: this line has no whole number 'step'. {_RESTORE}")
+        return row
+
+
+class NewRows:
+    """Follows the rows of a file while another process writes them.
+
+    A resumed learner may take rows off and write others in their place. Those are new rows too.
+
+    Args:
+        path: the file; it need not exist yet. What it holds now counts as seen.
+        seen: False counts nothing as seen.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
+    >>> rows, new = StepRows(path), NewRows(path)
+    >>> rows.append({"step": 1})
+    >>> new.read(), new.read()
+    ([{'step': 1}], [])
+    """
+
+    def __init__(self, path: Path, *, seen: bool = True) -> None:
+        self.rows = StepRows(path)
+        self._num = len(self.rows) if seen else 0
+        self._checksums = [
+            self.rows.entry(place).checksum for place in range(max(self._num - _LOOK_BACK, 0), self._num)
+        ]
+
+    def read(self) -> list[Row]:
+        """Return the rows that have not been returned yet, oldest first."""
+        total = self.rows.refresh()
+        kept = min(self._num, total)
+        del self._checksums[len(self._checksums) - (self._num - kept) :]
+        while kept and self._checksums and self.rows.entry(kept - 1).checksum != self._checksums[-1]:
+            kept -= 1
+            self._checksums.pop()
+        found = self.rows[kept:]
+        self._checksums += [self.rows.entry(place).checksum for place in range(kept, total)]
+        del self._checksums[:-_LOOK_BACK]
+        self._num = total
+        return found
+
+
+_LOOK_BACK: Final = 4096
+"""Rows that may be replaced without a follower missing it; a resumed learner replaces those since a checkpoint."""
+
+_RESTORE: Final = "The file was edited or damaged: restore it from a copy, or start a new run with --out OTHER_FOLDER."
+
+
+def _packed(entry: Entry) -> bytes:
+    return _ENTRY.pack(entry.step, entry.start, entry.length, entry.checksum)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _read(path: Path, start: int, length: int) -> bytes:
+    with path.open("rb", buffering=0) as file:
+        return os.pread(file.fileno(), length, start)
+
+
+def _crc32c(content: bytes) -> int:
+    return google_crc32c.value(content)

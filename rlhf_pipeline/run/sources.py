@@ -1,0 +1,414 @@
+"""What the steps of a run learn from: rollouts made here, arrivals, draws from stores, or a recorded run."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_pipeline.collectors.collector import Rollout
+from rlhf_pipeline.config import Pipeline, Replay
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.replay.stored_groups import NewIds
+from rlhf_pipeline.run.batches import Batches
+from rlhf_pipeline.run.build import Parts
+from rlhf_pipeline.run.events import EventHandler
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.loop import Batch, Source, tell
+from rlhf_pipeline.run.processes.claims import RolloutSet
+from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause, is_alive
+from rlhf_pipeline.run.rows import StepRows
+from rlhf_pipeline.run.signals import StopRequest
+from trajectory_store import TrajectoryStore
+
+Ints = npt.NDArray[np.int64]
+
+_ALONE_S = 30.0
+"""How long to wait for a rollout before the learner says that nobody collects."""
+
+
+class MadeHere:
+    """Rollouts that this process collects, each for `learn.updates_per_rollout` steps.
+
+    Args:
+        pipeline: the definition.
+        parts: what collects and learns.
+        on_event: receives notices.
+    """
+
+    last: int | None = None
+
+    def __init__(self, pipeline: Pipeline, parts: Parts, on_event: EventHandler) -> None:
+        self._updates = pipeline.learn.updates_per_rollout
+        self._parts = parts
+        self._on_event = on_event
+
+    def begins(self, step: int) -> bool:
+        """Whether a step is the first on a rollout."""
+        return (step - 1) % self._updates == 0
+
+    def next(self, step: int, stop: StopRequest) -> Batch | None:
+        """Collect a rollout where the step begins one; the learner chooses from what is fresh."""
+        index, update = divmod(step - 1, self._updates)
+        rollout: Rollout | None = None
+        if update == 0:
+            rollout = self._parts.collector.collect(index, policy_version=step - 1)
+            if rollout.num_failed:
+                tell(
+                    self._on_event,
+                    f"rollout {index}: {rollout.num_failed} of {rollout.num_trajectories} reward calls failed; those "
+                    "trajectories are stored and not learned from."
+                    + (f" First error: {rollout.first_error}" if rollout.first_error else ""),
+                )
+        return Batch(
+            task_reward=rollout.task_reward if rollout else None,
+            about={
+                "rollout": index,
+                "num_failed": rollout.num_failed if rollout else None,
+                "rollout_s": rollout.seconds if rollout else None,
+                "tokens_per_s": rollout.num_tokens / rollout.seconds if rollout and rollout.num_tokens else None,
+                **self._parts.write_path_metrics(),
+            },
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The state of the write path."""
+        return {"write_path": self._parts.write_path_state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Put it back."""
+        self._parts.load_write_path_state(state["write_path"])
+
+
+class Arrivals:
+    """Rollouts that other processes store, in the order of arrival, each for `learn.updates_per_rollout` steps.
+
+    Args:
+        pipeline: the definition.
+        parts: what learns, and the write path whose state all collectors share.
+        rollouts: where collectors write down which rollouts are stored.
+        run: the run folder.
+        heartbeat: of this process.
+        on_event: receives notices.
+    """
+
+    last: int | None = None
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        parts: Parts,
+        rollouts: TrajectoryStore,
+        run: RunFolder,
+        heartbeat: Heartbeat,
+        on_event: EventHandler,
+    ) -> None:
+        self.done = RolloutSet()
+        """Rollouts that the steps so far began with."""
+        self._pipeline = pipeline
+        self._updates = pipeline.learn.updates_per_rollout
+        self._parts = parts
+        self._rollouts = rollouts
+        self._run = run
+        self._heartbeat = heartbeat
+        self._on_event = on_event
+        self._waiting: dict[int, int] = {}
+        """Rollouts that have arrived and were not learned from yet, in order, each with its row."""
+        self._new = NewIds(rollouts)
+        self._current: _Arrived | None = None
+
+    def begins(self, step: int) -> bool:
+        """Whether a step is the first on a rollout."""
+        return (step - 1) % self._updates == 0
+
+    def next(self, step: int, stop: StopRequest) -> Batch | None:
+        """Wait for the next rollout where the step begins one; a step that was begun before is taken as planned."""
+        planned, begins = self._parts.learner.ledger.planned(step), self.begins(step)
+        if begins or self._current is None:
+            row = planned if begins else self._parts.learner.ledger.planned(step - 1)
+            index = row["rollout"] if row is not None and "rollout" in row else self._wait(stop, step)
+            if index is None:
+                return None
+            self._current = self._arrived(index)
+            if begins:
+                self._begin(index)
+        current = self._current
+        was = None if planned is None else np.asarray(planned["row_ids"], np.int64)
+        row_ids = was if was is not None and self._has(was) else self._usable(current, step)
+        self._heartbeat.beat("learning", step=step, rollout=current.index)
+        return Batch(
+            task_reward=current.task_reward if begins else None,
+            about={
+                "rollout": current.index,
+                "num_failed": current.num_failed if begins else None,
+                "rollout_s": current.rollout_s if begins else None,
+                "tokens_per_s": current.tokens_per_s if begins else None,
+                **self._parts.write_path_metrics(),
+            },
+            row_ids=row_ids,
+            ledger_fields={"rollout": current.index},
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The rollouts that were begun, and the state of the write path."""
+        return {"done": self.done.to_json(), "write_path": self._parts.write_path_state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Put it back."""
+        self.done = RolloutSet.from_json(state["done"])
+        self._waiting, self._new = {}, NewIds(self._rollouts)
+        self._parts.load_write_path_state(state["write_path"])
+
+    def _begin(self, index: int) -> None:
+        self.done.add(index)
+        self._waiting.pop(index, None)
+        size = self._pipeline.collect.prompts_per_rollout
+        self._parts.collector.observe(np.arange(index * size, (index + 1) * size))
+
+    def _look(self) -> None:
+        """Take in the rollouts that have arrived since the last look."""
+        self._rollouts.refresh()
+        new = self._new.take()
+        for row, rollout in zip(new.tolist(), self._rollouts.read_scalars("rollout", new).tolist(), strict=True):
+            if rollout not in self.done:
+                self._waiting.setdefault(rollout, row)
+
+    def _wait(self, stop: StopRequest, step: int) -> int | None:
+        """Return the rollout that arrived first among those not learned from; None if the process shall stop."""
+        pause, alone_at = Pause(), time.monotonic() + _ALONE_S
+        while not stop:
+            self._look()
+            if self._waiting:
+                return next(iter(self._waiting))
+            self._heartbeat.beat("waiting for a rollout", step=step - 1)
+            if time.monotonic() > alone_at:
+                alone_at = float("inf")
+                self._say_if_alone()
+            pause.sleep()
+        return None
+
+    def _say_if_alone(self) -> None:
+        """Say what is missing where the learner waits and nobody collects."""
+        folder = self._run.processes
+        names = {file.stem for file in folder.glob("*.lock")} - {"learner", "supervisor"}
+        if not any(is_alive(folder, name) for name in names):
+            command = shlex.join(["rlhf-pipeline", "collect", "--run", str(self._run.path)])
+            tell(self._on_event, f"the learner waits for a rollout, and no collector is alive. Start one: {command}")
+
+    def _arrived(self, index: int) -> _Arrived:
+        self._parts.buffer.refresh()
+        self._look()
+        row = self._waiting.get(index)
+        if row is None:  # begun before the checkpoint
+            row = int(self._rollouts.ids()[np.flatnonzero(self._rollouts.read_scalars("rollout") == index)[0]])
+        store, size = self._parts.buffer.store, self._pipeline.collect.prompts_per_rollout
+        row_ids = self._parts.collector.stored.rows(index * size, (index + 1) * size - 1)
+        row_ids = row_ids[np.argsort(store.read_scalars("trajectory_id", row_ids), kind="stable")]
+        said = self._rollouts.read(np.asarray([row], np.int64))
+        num_tokens, seconds = int(said["num_tokens"][0]), float(said["seconds"][0])
+        return _Arrived(
+            index=index,
+            row_ids=row_ids[np.isfinite(store.read_scalars("task_reward", row_ids))],
+            task_reward=float(said["task_reward"][0]),
+            num_failed=int(said["num_failed"][0]),
+            rollout_s=seconds,
+            # 0 tokens: a collector that was killed had stored it, and another one only added its row.
+            tokens_per_s=num_tokens / seconds if num_tokens else None,
+        )
+
+    def _usable(self, arrived: _Arrived, step: int) -> Ints:
+        """Return the trajectories that `step` learns from; say how many of the rollout are too old."""
+        if self._pipeline.sample.strategy != "fresh":
+            return self._drawn(step)
+        ages = step - 1 - self._parts.buffer.store.read_scalars("policy_version", arrived.row_ids)
+        young = ages <= self._pipeline.buffer.max_staleness
+        if not young.all():
+            tell(
+                self._on_event,
+                f"step {step}: {int((~young).sum())} of {len(young)} trajectories of rollout {arrived.index} are older "
+                f"than buffer.max_staleness={self._pipeline.buffer.max_staleness} steps and are not learned from.",
+            )
+        return arrived.row_ids[young]
+
+    def _has(self, row_ids: Ints) -> bool:
+        return bool(np.isin(row_ids, self._parts.buffer.store.ids()).all())
+
+    def _drawn(self, step: int) -> Ints:
+        """Return what `sample.strategy` draws from the rollouts that were begun, which is what the ledger counts on."""
+        store, size = self._parts.buffer.store, self._pipeline.collect.prompts_per_rollout
+
+        def begun(row_ids: Ints) -> npt.NDArray[np.bool_]:
+            rollouts = (store.read_scalars("group_id", row_ids) // size).tolist()
+            return np.fromiter((rollout in self.done for rollout in rollouts), bool, len(rollouts))
+
+        return self._parts.learner.chosen_rows(step, keep=begun)[0]
+
+
+class _Arrived:
+    """A rollout to learn from."""
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        row_ids: Ints,
+        task_reward: float,
+        num_failed: int,
+        rollout_s: float,
+        tokens_per_s: float | None,
+    ) -> None:
+        self.index = index
+        self.row_ids = row_ids
+        self.task_reward = task_reward
+        self.num_failed = num_failed
+        self.rollout_s = rollout_s
+        self.tokens_per_s = tokens_per_s
+
+
+class _Stored:
+    """What sources over a store that is whole have in common: no state, and no target to reach."""
+
+    last: int | None = None
+
+    def begins(self, step: int) -> bool:
+        """No rollout is made, so no target is reached."""
+        return False
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: what a step learns from is a function of the store and the step."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Nothing to put back."""
+
+
+class Drawn(_Stored):
+    """A step learns from a batch that is drawn from all that was gathered."""
+
+    def __init__(self, pipeline: Pipeline, replay: Replay, learner: Learner) -> None:
+        self._store = learner.buffer.store
+        self._batches = Batches(
+            self._store,
+            replay=replay,
+            sample=pipeline.sample,
+            batch_size=pipeline.collect.rollout_size,
+            seed=learner.seed,
+            ledger=learner.ledger,
+        )
+        self.last = self._batches.last_step
+
+    def next(self, step: int, stop: StopRequest) -> Batch | None:
+        """Draw the batch; its reward is the mean of the rewards stored with its trajectories."""
+        row_ids, ages = self._batches.rows(step)
+        reward = float(np.mean(self._store.read_scalars("task_reward", row_ids), dtype=np.float64))
+        newest = {"newest_version": self._batches.newest}
+        return Batch(task_reward=reward, about=_NOTHING_COLLECTED, row_ids=row_ids, ages=ages, ledger_fields=newest)
+
+
+class RecordedVersions(_Stored):
+    """Step k learns from what the weights of version k - 1 may learn from, as the run that filled the store did."""
+
+    def __init__(self, pipeline: Pipeline, learner: Learner) -> None:
+        store = learner.buffer.store
+        versions = np.asarray(store.read_scalars("policy_version"))
+        order = np.argsort(versions, kind="stable")
+        self._versions, self._rewards = versions[order], store.read_scalars("task_reward")[order]
+        if pipeline.write.zero_variance != "drop":  # else a rollout may have left nothing, the last one too
+            self.last = int(self._versions[-1]) + pipeline.learn.updates_per_rollout
+            self._check(min(pipeline.learn.steps, self.last), pipeline.buffer.max_staleness)
+
+    def next(self, step: int, stop: StopRequest) -> Batch | None:
+        """Leave the choice to the learner; the reward is that of the rollout which the run had just collected."""
+        first, end = np.searchsorted(self._versions, [step - 1, step]).tolist()
+        return Batch(task_reward=_mean(self._rewards[first:end]), about=_NOTHING_COLLECTED)
+
+    def _check(self, num_steps: int, max_staleness: int) -> None:
+        now = np.arange(num_steps)
+        found = np.searchsorted(self._versions, now, "right") - np.searchsorted(self._versions, now - max_staleness)
+        lacking = np.flatnonzero(found == 0)
+        if len(lacking):
+            step = int(lacking[0]) + 1
+            raise DataError(
+                f"recorded order: step {step} learns from trajectories of policy versions "
+                f"{max(step - 1 - max_staleness, 0)} to {step - 1}, and there are none; the store has versions "
+                f"{self._versions[0]} to {self._versions[-1]}. Were they evicted, or left out by a filter? To learn "
+                "from what is there in another order: --set replay.recorded_order=false"
+            )
+
+
+class RecordedLedger(_Stored):
+    """Step k learns from the rows that the ledger of the run that filled the store names for it."""
+
+    def __init__(self, pipeline: Pipeline, learner: Learner, ledger: Path) -> None:
+        self._store, self._pipeline = learner.buffer.store, pipeline
+        self._recorded = StepRows(ledger)
+        ids, rows = np.asarray(self._store.ids()), self._store.read_scalars("source_row")
+        order = np.argsort(rows)
+        self._rows, self._ids = rows[order], ids[order]
+        self.last = self._recorded.last_step
+
+    def next(self, step: int, stop: StopRequest) -> Batch | None:
+        """Take what the ledger names; the reward is that of the rollout that the step begins with."""
+        recorded = self._recorded.of_step(step)
+        if recorded is None:
+            raise DataError(f"{self._recorded.path} has no row of step {step}. Restore it from a copy.")
+        wanted = np.asarray(recorded["row_ids"], np.int64)
+        at = np.searchsorted(self._rows, wanted)
+        known = self._rows[np.minimum(at, len(self._rows) - 1)] == wanted
+        if not known.all():
+            raise DataError(
+                f"step {step} of the run learned from {len(wanted)} trajectories, and {int((~known).sum())} of them "
+                "are not among those chosen: evicted, or left out by a filter. To learn from what is there in another "
+                "order: --set replay.recorded_order=false"
+            )
+        rollout = recorded.get("rollout")
+        begins = (step - 1) % self._pipeline.learn.updates_per_rollout == 0
+        return Batch(
+            task_reward=self._rollout_reward(rollout) if begins and rollout is not None else None,
+            about=_NOTHING_COLLECTED,
+            row_ids=self._ids[at],
+            ledger_fields=None if rollout is None else {"rollout": rollout},
+        )
+
+    def _rollout_reward(self, rollout: int) -> float | None:
+        """Mean reward of a rollout, whose groups are numbered by their prompts."""
+        inside = self._store.read_scalars("group_id") // self._pipeline.collect.prompts_per_rollout == rollout
+        return _mean(self._store.read_scalars("task_reward")[inside])
+
+
+def stored_source(pipeline: Pipeline, replay: Replay, learner: Learner, run: RunFolder) -> Source:
+    """Return what the definition of a run over stores asks for.
+
+    Raises:
+        DataError: the trajectories that it needs are not there.
+        DefinitionError: a store is too small for its share of a batch.
+    """
+    if not replay.recorded_order:
+        return Drawn(pipeline, replay, learner)
+    if run.recorded_ledger.is_file():
+        return RecordedLedger(pipeline, learner, run.recorded_ledger)
+    return RecordedVersions(pipeline, learner)
+
+
+def ledger_to_follow(store: Path) -> bytes | None:
+    """Return the ledger of the run that a store belongs to, where its steps took rollouts as they arrived.
+
+    That is so with collectors in processes of their own: which rollout had arrived at a step is not in the store.
+    """
+    run = RunFolder(store.parent)
+    # The first row tells: a run is one of several processes from its start, or never.
+    if not run.is_recorded or not len(run.ledger) or "rollout" not in run.ledger[0]:
+        return None
+    return run.ledger_file.read_bytes()
+
+
+def _mean(rewards: npt.NDArray[Any]) -> float | None:
+    return float(np.nanmean(rewards, dtype=np.float64)) if len(rewards) else None
+
+
+_NOTHING_COLLECTED: dict[str, Any] = {"rollout": None, "num_failed": None, "rollout_s": None, "tokens_per_s": None}

@@ -1,0 +1,95 @@
+"""One run in one process: check, build what the definition says, take its steps, save, resume."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.run.build import build_models, build_parts
+from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.loop import Loop, tell
+from rlhf_pipeline.run.prologue import begun, check_prompts, check_start, sampling_notices
+from rlhf_pipeline.run.replay_stores import replay_stores
+from rlhf_pipeline.run.signals import stop_on_signals
+from rlhf_pipeline.run.sources import MadeHere
+
+
+def run(
+    pipeline: Pipeline,
+    *,
+    run_dir: Path,
+    seed: int = 0,
+    device: str = "cpu",
+    resume: bool = False,
+    parent: int | None = None,
+    definition: str = "",
+    overrides: Sequence[tuple[str, str]] = (),
+    on_event: EventHandler = ignore_events,
+) -> RunFinished:
+    """Run a pipeline to its end, or until SIGINT, SIGTERM or SIGHUP asks it to stop after a step.
+
+    A pipeline with `replay` learns from stores and samples nothing; see `replay_stores`.
+
+    Args:
+        pipeline: the definition, overrides applied.
+        run_dir: the run folder; must not exist, unless `resume`. One that a start left which came to nothing is
+            taken over.
+        seed: seeds the model made from scratch, the order of the prompts and every completion.
+        device: where models live, for example `cpu` or `cuda`.
+        resume: go on from the newest checkpoint in `run_dir`. On a CPU the weights come out as in a straight run,
+            bit for bit: what was stored since the checkpoint is used again and not sampled anew.
+        parent: also stop when this process, the one that started us, is gone.
+        definition: where the definition came from, for `config.json`.
+        overrides: the `--set` pairs already applied, for `config.json`.
+        on_event: receives the start, every step, notices and the end.
+
+    Returns:
+        The last event: why the run stopped and what it reached.
+
+    Raises:
+        RunExistsError: the folder exists (without `resume`) or another process uses it.
+        MissingPathError: the folder is not there (with `resume`), or the model or the prompt file is not.
+        RunMismatchError: the definition differs from the one that the run was started with.
+        DataError: parts of the run are missing or damaged, or a prompt is too long for the model.
+        RunStorageError: the disk is full; everything acknowledged is still there.
+        StoreError: the store refused a rollout; everything acknowledged is still there.
+        RewardError: every reward call of a rollout failed.
+    """
+    if pipeline.replay is not None:
+        return replay_stores(
+            pipeline,
+            run_dir=run_dir,
+            seed=seed,
+            device=device,
+            resume=resume,
+            definition=definition,
+            overrides=overrides,
+            on_event=on_event,
+        )
+    started, folder = time.perf_counter(), RunFolder(run_dir)
+    check_start(folder, pipeline, seed, resume=resume)
+    models = build_models(pipeline, seed=seed, device=device)
+    check_prompts(pipeline, models.policy, seed)
+    with (
+        begun(folder, pipeline, seed=seed, device=device, resume=resume, definition=definition, overrides=overrides),
+        build_parts(pipeline, models, run=folder, seed=seed) as parts,
+        stop_on_signals(parent) as stop,
+    ):
+        for notice in sampling_notices(pipeline, models.policy):
+            tell(on_event, notice)
+        loop = Loop(
+            folder,
+            learn=pipeline.learn,
+            learner=parts.learner,
+            source=MadeHere(pipeline, parts, on_event),
+            stop=stop,
+            on_event=on_event,
+            started=started,
+        )
+        loop.restore()
+        finished = loop.finished(loop.run(), len(parts.buffer.store))
+    on_event(finished)
+    return finished

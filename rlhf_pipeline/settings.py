@@ -1,0 +1,258 @@
+"""Settings declared once: a dataclass field with its type, bounds and meaning, from which it is checked and documented.
+
+>>> @dataclasses.dataclass(frozen=True, kw_only=True)
+... class Oven(Settings):
+...     degrees: float = setting(180, min=50, max=250, help="How hot.")
+...     fan: bool = setting(False, help="Whether the air moves.")
+>>> Oven(degrees=200).degrees
+200.0
+>>> Oven(degrees=300)
+Traceback (most recent call last):
+    ...
+rlhf_pipeline.errors.DefinitionError: Oven.degrees is 300; it must be between 50 and 250.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import numbers
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from rlhf_pipeline.errors import DefinitionError, did_you_mean
+
+_KEY = "setting"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """What a number may be. Floats are finite whatever is said here."""
+
+    min: float | None = None
+    max: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def hold(self, value: float) -> bool:
+        """Return True if `value` lies within them."""
+        return (
+            (self.min is None or value >= self.min)
+            and (self.max is None or value <= self.max)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def words(self) -> str:
+        """Return them as words, empty where there are none: `above 0 and at most 1`."""
+        if self.min is not None and self.max is not None:
+            return f"between {self.min:g} and {self.max:g}"
+        named = (("at least", self.min), ("above", self.above), ("at most", self.max), ("below", self.below))
+        return " and ".join(f"{word} {value:g}" for word, value in named if value is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Declared:
+    help: str
+    bounds: Bounds
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    min: float | None = None,
+    max: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    factory: Callable[[], Any] | None = None,
+) -> Any:
+    """Declare a field of a `Settings` dataclass.
+
+    Args:
+        default: its value where none is given; without one the field must be given.
+        help: what it means, in sentences; lines are joined.
+        min: the smallest value; for a tuple, of each item.
+        max: the largest one.
+        above: a value that it must exceed.
+        below: a value that it must stay under.
+        factory: makes the default, where it is a group of settings.
+    """
+    declared = _Declared(help=" ".join(help.split()), bounds=Bounds(min=min, max=max, above=above, below=below))
+    made: dict[str, Any] = {"default_factory": factory} if factory is not None else {"default": default}
+    return dataclasses.field(metadata={_KEY: declared}, **made)
+
+
+class Settings:
+    """The base of groups of settings: checks every field by its type and bounds, then the rules of the class."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for item in settings_of(type(self)):
+            value = getattr(self, item.name)
+            fitting = item.fit(value)
+            if fitting is not value:
+                object.__setattr__(self, item.name, fitting)
+        for holds, rule in self._rules():
+            if not holds:
+                raise DefinitionError(f"{type(self).__name__}: {rule}")
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        """Return what several fields must meet together: whether it holds, and what is wrong where it does not."""
+        return []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One field as it was declared."""
+
+    owner: str
+    """The class."""
+    name: str
+    hint: Any
+    """Its type."""
+    default: Any
+    """`dataclasses.MISSING` where it must be given."""
+    help: str
+    bounds: Bounds
+
+    @property
+    def groups(self) -> tuple[type[Settings], ...]:
+        """The groups of settings that it may hold; empty for a plain value."""
+        return tuple(kind for kind in _options(self.hint) if isinstance(kind, type) and issubclass(kind, Settings))
+
+    def kind(self) -> str:
+        """Return what it may be, in words: `a whole number, at least 1; or none`."""
+        options = [option for option in _options(self.hint) if option is not type(None)]
+        words = " or ".join(_kind(option) for option in options)
+        bounds = self.bounds.words()
+        or_none = "; or none" if type(None) in _options(self.hint) else ""
+        return f"{words}{f', {bounds}' if bounds else ''}{or_none}"
+
+    def fit(self, value: Any) -> Any:
+        """Return `value` as the field holds it: a whole number becomes a float where the field is one.
+
+        Raises:
+            DefinitionError: it is of another type, or out of bounds; the message names the field.
+        """
+        for option in _options(self.hint):
+            fitting = self._as(option, value)
+            if fitting is not _UNFIT:
+                return fitting
+        choices = [str(choice) for option in _options(self.hint) for choice in _choices(option)]
+        hint = did_you_mean(str(value), choices) if choices and isinstance(value, str) else ""
+        must = "." if hint else f"; it must be {self._wanted(value)}."
+        raise DefinitionError(f"{self.owner}.{self.name} is {_shown(value)}{must}{hint}")
+
+    def _wanted(self, value: Any) -> str:
+        """Return what is asked for; of a value of the right type only the bounds."""
+        of_type = dataclasses.replace(self, bounds=Bounds())
+        options = _options(self.hint)
+        is_number = not isinstance(value, bool) and isinstance(value, numbers.Real)
+        if is_number and float in options and not math.isfinite(float(cast(Any, value))):
+            return f"{self.bounds.words()} and finite" if self.bounds.words() else "finite"
+        if is_number and any(of_type._as(option, value) is not _UNFIT for option in options):
+            return self.bounds.words() + (" and finite" if float in options and self.bounds.max is None else "")
+        return self.kind()
+
+    def _as(self, option: Any, value: Any) -> Any:
+        """Return `value` as this type has it, or `_UNFIT`."""
+        is_bool = isinstance(value, bool)
+        if option is type(None):
+            return value if value is None else _UNFIT
+        if typing.get_origin(option) is tuple:
+            if not isinstance(value, (tuple, list)):
+                return _UNFIT
+            items = [self._as(typing.get_args(option)[0], item) for item in cast("list[Any]", value)]
+            return _UNFIT if any(item is _UNFIT for item in items) else tuple(items)
+        if typing.get_origin(option) is Literal:
+            return value if isinstance(value, str) and value in typing.get_args(option) else _UNFIT
+        if option is int:
+            fits = not is_bool and isinstance(value, numbers.Integral) and self.bounds.hold(int(value))
+            return int(value) if fits else _UNFIT
+        if option is float:
+            if is_bool or not isinstance(value, numbers.Real):
+                return _UNFIT
+            number = float(value)
+            return number if math.isfinite(number) and self.bounds.hold(number) else _UNFIT
+        if not isinstance(option, type):
+            return value if callable(value) else _UNFIT
+        if getattr(option, "_is_protocol", False):
+            # Its methods are tried before a run starts, where what is wrong with them can be said.
+            return _UNFIT if value is None or isinstance(value, (type, *_PLAIN)) else value
+        return value if isinstance(value, option) else _UNFIT
+
+
+_UNFIT = object()
+_PLAIN = (str, bytes, bool, int, float, list, tuple, dict, set)
+
+
+@functools.cache
+def settings_of(kind: type) -> tuple[Setting, ...]:
+    """Return the fields of a group as they were declared, in order."""
+    hints = typing.get_type_hints(kind)
+    return tuple(_setting(kind, item, hints[item.name]) for item in dataclasses.fields(kind))
+
+
+def _setting(kind: type, item: dataclasses.Field[Any], hint: Any) -> Setting:
+    declared = item.metadata.get(_KEY, _Declared(help="", bounds=Bounds()))
+    default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+    return Setting(
+        owner=kind.__name__,
+        name=item.name,
+        hint=hint,
+        default=default,
+        help=declared.help,
+        bounds=declared.bounds,
+    )
+
+
+def paths_of(kind: type, prefix: str = "") -> Iterator[tuple[str, Setting]]:
+    """Yield every setting that `--set` reaches with its path, groups before what is in them."""
+    for item in settings_of(kind):
+        yield f"{prefix}{item.name}", item
+        seen: set[str] = set()
+        for group in item.groups:
+            for path, inner in paths_of(group, f"{prefix}{item.name}."):
+                if path not in seen:  # groups that stand for each other share some of their settings
+                    yield path, inner
+                seen.add(path)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """Return the types that a union allows; one type for any other hint."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _choices(option: Any) -> tuple[Any, ...]:
+    return typing.get_args(option) if typing.get_origin(option) is Literal else ()
+
+
+def _kind(option: Any) -> str:
+    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if option in plain:
+        return plain[option]
+    if typing.get_origin(option) is tuple:
+        inner = typing.get_args(option)[0]
+        return {str: "texts", float: "numbers", int: "whole numbers"}.get(inner, "several") + " in a tuple"
+    if choices := _choices(option):
+        return f"one of {', '.join(map(str, choices))}"
+    if typing.get_origin(option) is not None:
+        return "a function"
+    if getattr(option, "_is_protocol", False):
+        return f"an object with {' and '.join(_members(option))}"
+    return f"a {getattr(option, '__name__', option)}"
+
+
+def _members(protocol: type) -> list[str]:
+    return sorted(name for name in vars(protocol) if not name.startswith("_"))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,251 @@
+"""From what a caller appends to flat arrays in the dtypes on disk, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store.errors import BatchError, UnknownColumnError, did_you_mean
+from trajectory_store.ragged import Int64Array, RaggedArray
+from trajectory_store.schema import Column, Schema
+
+
+@dataclass
+class Batch:
+    """Rows ready to be written.
+
+    Attributes:
+        n_rows: the number of trajectories.
+        values: per column that was given the flat values `[elements * width]` or scalars `[n_rows]`, little-endian.
+        lengths: per axis `[n_rows]` int64.
+        partial: of a column that only some rows were given, `[n_rows]` bool; the values of the others are its fill.
+        extra: internal per-row arrays by name (the targets of updates, the ids and times of merged rows).
+        filled: columns that no row was given; their values are the fill.
+    """
+
+    n_rows: int
+    values: dict[str, npt.NDArray[Any]]
+    lengths: dict[str, Int64Array]
+    partial: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict[str, "npt.NDArray[np.bool_]"])
+    extra: dict[str, Int64Array] = field(default_factory=dict[str, "Int64Array"])
+    filled: frozenset[str] = frozenset()
+
+    def fitted(self, schema: Schema) -> Batch:
+        """These rows with a fill for every column of a schema that was not given."""
+        missing = [column for column in schema if column.name not in self.values]
+        if not missing:
+            return self
+        values, lengths = dict(self.values), dict(self.lengths)
+        for column in missing:
+            _fill(column, self.n_rows, values, lengths)
+        return Batch(self.n_rows, values, lengths, self.partial, self.extra, frozenset(c.name for c in missing))
+
+    def present(self, schema: Schema) -> npt.NDArray[np.uint64]:
+        """`[n_rows]` uint64: bit i is set where the i-th optional column of a schema was given."""
+        all_rows, bits = 0, np.zeros(self.n_rows, "<u8")
+        for i, column in enumerate(schema.optional):
+            mask = self.partial.get(column.name)
+            if mask is not None:
+                bits |= mask.astype("<u8") << np.uint64(i)
+            elif column.name in self.values and column.name not in self.filled:
+                all_rows |= 1 << i
+        return bits | np.uint64(all_rows)
+
+    def put(self, column: Column, values: npt.NDArray[Any], given: npt.NDArray[np.bool_]) -> None:
+        """Set the values of a column, and note which rows were given one beside those that were before."""
+        name = column.name
+        if name not in self.values or name in self.filled:
+            before = np.zeros(self.n_rows, bool)
+        else:
+            before = self.partial.get(name, np.ones(self.n_rows, bool))
+        self.values[name] = np.ascontiguousarray(values.astype(column.np_dtype, copy=False))
+        self.filled -= {name}
+        self.partial[name] = before | given
+
+    def rows(self, keep: npt.NDArray[np.bool_], schema: Schema) -> Batch:
+        """Some of the rows; `keep` is `[n_rows]` bool."""
+        values: dict[str, npt.NDArray[Any]] = {}
+        for name, flat in self.values.items():
+            axis, width = schema[name].axis, schema[name].width
+            values[name] = flat[keep if axis is None else np.repeat(keep, self.lengths[axis] * width)]
+        return Batch(
+            int(np.count_nonzero(keep)),
+            values,
+            {axis: lengths[keep] for axis, lengths in self.lengths.items()},
+            {name: mask[keep] for name, mask in self.partial.items()},
+            {name: array[keep] for name, array in self.extra.items()},
+            self.filled,
+        )
+
+
+_LARGEST = {size: int(np.iinfo(f"i{size}").max) for size in (1, 2, 4, 8)}
+
+
+def prepare(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) -> Batch:
+    """Check a batch against a schema and flatten it.
+
+    Args:
+        schema: what the rows must consist of.
+        data: per column a RaggedArray or a sequence of 1-D rows (ragged), texts (str), or `[n]` values.
+        n_rows: the number of rows, if it is known before.
+
+    Raises:
+        BatchError: a column is missing, too short, of a wrong kind, or does not fit its dtype.
+        UnknownColumnError: a column that the schema does not have.
+    """
+    for name in data:
+        if name not in schema:
+            raise UnknownColumnError(f"the store has no column '{name}'." + did_you_mean(str(name), schema.names))
+    values: dict[str, npt.NDArray[Any]] = {}
+    lengths: dict[str, Int64Array] = {}
+    first = ""
+    for column in schema:
+        if column.name not in data:
+            if not column.optional:
+                raise BatchError(
+                    f"column '{column.name}' is missing from the batch, and it has no fill. "
+                    f"Given: {', '.join(data) or 'nothing'}."
+                )
+            continue
+        given = data[column.name]
+        if column.axis is None:
+            values[column.name] = flat = _scalars(column, given)
+            count = len(flat)
+        else:
+            flat, sizes = _text(column, given) if column.is_text else _ragged(column, given)
+            values[column.name] = flat
+            count = len(sizes)
+            _merge_lengths(column, sizes, lengths, schema)
+        if n_rows is None:
+            n_rows, first = count, column.name
+        elif count != n_rows:
+            where = f"'{first}' has {n_rows}" if first else f"{n_rows} are expected"
+            raise BatchError(f"column '{column.name}' has {count} rows, but {where}.")
+    return Batch(n_rows or 0, values, lengths)
+
+
+def _merge_lengths(column: Column, sizes: Int64Array, lengths: dict[str, Int64Array], schema: Schema) -> None:
+    axis = cast("str", column.axis)
+    known = lengths.setdefault(axis, sizes)
+    if known is sizes or np.array_equal(known, sizes):
+        return
+    if len(known) == len(sizes):
+        row = int(np.flatnonzero(known != sizes)[0])
+        other = next(c.name for c in schema.axes[axis])
+        raise BatchError(
+            f"row {row} of column '{column.name}' has length {int(sizes[row])}, but '{other}' on the "
+            f"same axis '{axis}' has length {int(known[row])}."
+        )
+
+
+def _fill(column: Column, n_rows: int, values: dict[str, npt.NDArray[Any]], lengths: dict[str, Int64Array]) -> None:
+    if column.axis is None:
+        values[column.name] = np.full(n_rows, column.fill_value, column.np_dtype)
+    elif column.is_text:
+        raw = str(column.fill_value).encode()
+        values[column.name] = np.frombuffer(raw * n_rows, np.uint8)
+        lengths[column.axis] = np.full(n_rows, len(raw), np.int64)
+    else:
+        sizes = lengths.setdefault(column.axis, np.zeros(n_rows, np.int64))
+        values[column.name] = np.full(int(sizes.sum()) * column.width, column.fill_value, column.np_dtype)
+
+
+def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Convert to the column's dtype on disk, or say which value does not fit."""
+    target = column.np_dtype
+    if array.dtype == target:
+        return np.ascontiguousarray(array)
+    if array.size == 0:
+        return np.empty(array.shape, target)
+    kind, wanted = array.dtype.kind, target.kind
+    if kind == "b":
+        return array.astype(target)
+    if wanted == "b" and kind in "iu":
+        if bool(((array != 0) & (array != 1)).any()):
+            raise BatchError(f"column '{column.name}' is bool; the batch holds values other than 0 and 1.")
+        return array.astype(target)
+    if wanted in "iu" and kind in "iu":
+        info = np.iinfo(target)
+        if kind == "i":  # a negative value seen as unsigned is large, so one look is enough for most batches
+            largest = int(np.maximum.reduce(array.view(f"u{array.itemsize}")))
+            if largest <= min(info.max, _LARGEST[array.itemsize]):
+                return array.astype(target)
+        low, high = int(array.min()), int(array.max())
+        if low < info.min or high > info.max:
+            bad = low if low < info.min else high
+            raise BatchError(f"column '{column.name}': {bad} does not fit {column.dtype}.")
+        return array.astype(target)
+    if wanted == "f" and kind in "iuf":
+        with np.errstate(over="ignore"):
+            return array.astype(target)
+    raise BatchError(
+        f"column '{column.name}' is {column.dtype}; the batch holds {array.dtype}, which would not "
+        "survive the conversion. Convert it first."
+    )
+
+
+def _scalars(column: Column, given: Any) -> npt.NDArray[Any]:
+    try:
+        array: npt.NDArray[Any] = np.asarray(given)
+    except (ValueError, TypeError) as error:
+        raise BatchError(f"column '{column.name}' takes one value per row: {error}") from None
+    if array.ndim != 1:
+        raise BatchError(f"column '{column.name}' is a scalar per row: expected shape [n], got {list(array.shape)}.")
+    return cast_values(column, array)
+
+
+def _ragged(column: Column, given: Any) -> tuple[npt.NDArray[Any], Int64Array]:
+    if isinstance(given, RaggedArray):
+        if given.values.shape[1:] != column.shape:
+            raise BatchError(
+                f"column '{column.name}' holds elements of shape {list(column.shape)}; the values given have shape "
+                f"{list(given.values.shape)}."
+            )
+        return cast_values(column, given.values.reshape(-1)), given.lengths
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        raise BatchError(f"column '{column.name}' is ragged: give a RaggedArray or a list of 1-D rows.")
+    rows: list[npt.NDArray[Any]] = []
+    for i, row in enumerate(cast("Iterable[Any]", given)):
+        try:
+            array: npt.NDArray[Any] = np.asarray(row)
+        except (ValueError, TypeError) as error:
+            raise BatchError(f"row {i} of column '{column.name}' is not an array: {error}") from None
+        if column.shape and array.size == 0:
+            array = array.reshape(0, *column.shape)
+        if array.shape[1:] != column.shape or not array.ndim:
+            wanted = (
+                f"rows have shape [T, {', '.join(map(str, column.shape))}]" if column.shape else "a ragged row is 1-D"
+            )
+            raise BatchError(f"row {i} of column '{column.name}' has shape {list(array.shape)}; {wanted}.")
+        rows.append(array)
+    sizes = np.array([len(row) for row in rows], np.int64)
+    filled = [row for row in rows if row.size]
+    kinds = {row.dtype for row in filled}
+    if len(kinds) > 1:
+        filled = [cast_values(column, row) for row in filled]
+    flat: npt.NDArray[Any] = np.concatenate(filled).reshape(-1) if filled else np.empty(0, column.np_dtype)
+    return cast_values(column, flat), sizes
+
+
+def _text(column: Column, given: Any) -> tuple[npt.NDArray[Any], Int64Array]:
+    """Texts or strings of bytes as one flat array and the length of each in bytes."""
+    kind = str if column.dtype == "str" else bytes
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        raise BatchError(f"column '{column.name}' is {column.dtype}: give a list of {kind.__name__}, one per row.")
+    parts: list[bytes] = []
+    for i, item in enumerate(cast("Sequence[Any]", given)):
+        if not isinstance(item, kind):
+            raise BatchError(f"row {i} of column '{column.name}' is {type(item).__name__}, not {kind.__name__}.")
+        try:
+            parts.append(item.encode() if isinstance(item, str) else item)
+        except UnicodeEncodeError as error:
+            raise BatchError(
+                f"row {i} of column '{column.name}' is not valid Unicode text: {error.reason} at "
+                f"character {error.start}. Encode it with errors='replace' first."
+            ) from None
+    sizes = np.array([len(part) for part in parts], np.int64)
+    return np.frombuffer(b"".join(parts), np.uint8), sizes

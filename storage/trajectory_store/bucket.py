@@ -1,0 +1,281 @@
+"""Objects by key: what the catalog of every store, and the commits of an object store, are kept in.
+
+A bucket is a local folder or an object store. The one operation that everything rests on is `put_new`: put an object
+unless there is one with this key.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from trajectory_store import fs
+from trajectory_store.errors import ReadFailedError, StoreError, WriteFailedError
+
+TRIES = 12
+PARTIAL = ".partial-"
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+
+class Transient(Exception):
+    """A request failed in a way that another try may not; whether a put arrived is unknown."""
+
+
+class Bucket(ABC):
+    """Where objects are.
+
+    Attributes:
+        where: the address, for messages.
+        local: requests cost microseconds, so several small ones are better than a large one.
+    """
+
+    where: str
+    local = False
+
+    @abstractmethod
+    def put_new(self, key: str, data: bytes) -> bool:
+        """Put an object unless there is one with this key; returns False where there is one.
+
+        Raises:
+            Transient: whether it was put is unknown.
+        """
+
+    @abstractmethod
+    def put(self, key: str, data: bytes) -> None:
+        """Put an object under a key that nobody else uses."""
+
+    @abstractmethod
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Get objects at the same time; None for those that are not there."""
+
+    @abstractmethod
+    def tails(self, keys: Sequence[str], size: int) -> list[tuple[bytes, int] | None]:
+        """Of each object the last `size` bytes and its whole size; None for those that are not there."""
+
+    @abstractmethod
+    def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Some ranges of bytes of one object.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+        """
+
+    @abstractmethod
+    def keys(self, prefix: str, after: str = "") -> list[str]:
+        """The keys that begin with `prefix` and sort behind `after`, sorted."""
+
+    @abstractmethod
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; those that are not there are fine."""
+
+    def stamp(self, key: str) -> int | None:
+        """A number that stays the same while no object with this key, or one behind it in its folder, appears.
+
+        None where only listing tells.
+        """
+        return None
+
+    @contextmanager
+    def upkeep_lock(self) -> Generator[bool | None]:
+        """The lock of whoever tidies up: True held, False taken by another process, None where the bucket has none."""
+        yield None
+
+    def is_empty(self) -> bool:
+        """Whether there are no objects at all."""
+        return not self.keys("")
+
+    def get(self, key: str) -> bytes | None:
+        """Get one object, or None."""
+        return self.get_many([key])[0]
+
+    def settle(self, key: str, data: bytes) -> bool:
+        """Put an object unless there is one, and find out whose it is; returns whether the bytes there are these.
+
+        A put that failed or was not answered may still arrive, and a client may repeat one whose reply was lost. So the
+        same bytes are put to the same key until somebody's are there, and those are read back.
+
+        Raises:
+            WriteFailedError: it could not be found out.
+        """
+        error: Exception | None = None
+        for attempt in range(TRIES):
+            try:
+                if self.put_new(key, data):
+                    return True
+                found = self.get(key)
+                if found is not None:
+                    return found == data
+            except (Transient, ReadFailedError) as found_error:
+                error = found_error
+            time.sleep(0.02 * min(2**attempt, 64))
+        raise WriteFailedError(
+            None,
+            f"putting {key} failed: {error}. Every row that was acknowledged before is safe. Whether these rows are in "
+            "the store is not known: append them again, and the store finds out first",
+            self.where,
+        ) from error
+
+
+class FolderBucket(Bucket):
+    """Objects as files below a local folder.
+
+    Args:
+        root: the folder.
+        durable: wait until a file and its name are on the disk.
+    """
+
+    local = True
+
+    def __init__(self, root: Path, *, durable: bool) -> None:
+        self.root = root
+        self.where = str(root)
+        self.durable = durable
+
+    def put_new(self, key: str, data: bytes) -> bool:
+        """Put a file in one step: a reader sees all of it or nothing."""
+        path = self.root / key
+        temporary = path.with_name(f"{PARTIAL}{os.getpid()}-{fs.token(8)}")
+        try:
+            try:
+                fs.write_file(temporary, data)
+            except FileNotFoundError:
+                self._make_folder(path.parent)
+                fs.write_file(temporary, data)
+            if self.durable:
+                fs.sync_path(temporary)
+            try:
+                fs.link(temporary, path)
+            except FileExistsError:
+                return False
+            finally:
+                fs.remove_file(temporary)
+            if self.durable:
+                fs.sync_path(path.parent)
+        except OSError as error:
+            with suppress(OSError):
+                fs.remove_file(temporary)
+            if isinstance(error, StoreError):
+                raise
+            raise fs.failed(error, path, "writing") from error
+        return True
+
+    def put(self, key: str, data: bytes) -> None:
+        """Put a file under a name that nobody else uses."""
+        if not self.put_new(key, data):
+            raise WriteFailedError(None, f"writing {key} failed: there is a file of this name", self.where)
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder and its parents, each name synced where the bucket is durable."""
+        if folder.is_dir():
+            return
+        self._make_folder(folder.parent)
+        with suppress(FileExistsError):
+            fs.mkdir(folder)
+        if self.durable:
+            fs.sync_path(folder.parent)
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Read files."""
+        return [self._read(key) for key in keys]
+
+    def is_empty(self) -> bool:
+        """Whether the folder is empty or not there."""
+        return not self.root.exists() or (self.root.is_dir() and not os.listdir(self.root))
+
+    def _read(self, key: str) -> bytes | None:
+        try:
+            return fs.read_file(self.root / key)
+        except _ABSENT:
+            return None
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise ReadFailedError(error.errno, f"reading failed: {error.strerror}", str(self.root / key)) from error
+
+    def tails(self, keys: Sequence[str], size: int) -> list[tuple[bytes, int] | None]:
+        """Read the ends of files."""
+        out: list[tuple[bytes, int] | None] = []
+        for key in keys:
+            try:
+                fd = fs.open_fd(f"{self.where}/{key}", os.O_RDONLY)
+            except _ABSENT:
+                out.append(None)
+                continue
+            try:
+                whole = os.fstat(fd).st_size
+                out.append((os.pread(fd, size, max(0, whole - size)), whole))
+            finally:
+                os.close(fd)
+        return out
+
+    def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Read parts of a file."""
+        fd = fs.open_fd(f"{self.where}/{key}", os.O_RDONLY)
+        try:
+            return [os.pread(fd, stop - start, start) for start, stop in spans]
+        finally:
+            os.close(fd)
+
+    def keys(self, prefix: str, after: str = "") -> list[str]:
+        """List files, those in the making left out."""
+        folder, _, start = prefix.rpartition("/")
+        found: list[str] = []
+        try:
+            names = sorted(os.listdir(self.root / folder))
+        except _ABSENT:
+            return found
+        for name in names:
+            key = f"{folder}/{name}" if folder else name
+            if not name.startswith(start) or PARTIAL in name:
+                continue
+            if os.path.isdir(self.root / key):
+                found += self.keys(f"{key}/", after)
+            elif key > after:
+                found.append(key)
+        return found
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove files, and the folders that are empty then."""
+        folders: set[Path] = set()
+        for key in keys:
+            path = self.root / key
+            with suppress(OSError):
+                fs.remove_file(path)
+            folders.add(path.parent)
+        for folder in sorted(folders, key=lambda f: -len(f.parts)):
+            while folder != self.root:
+                try:
+                    os.rmdir(folder)
+                except OSError:
+                    break
+                folder = folder.parent
+
+    def sweep(self, older_than_s: float) -> None:
+        """Remove files that killed processes left half written."""
+        now = time.time()
+        for folder, _, names in os.walk(self.root):
+            for name in names:
+                if name.startswith(PARTIAL):
+                    path = Path(folder, name)
+                    with suppress(OSError):
+                        if now - path.lstat().st_mtime > older_than_s:
+                            fs.remove_file(path)
+
+    def stamp(self, key: str) -> int | None:
+        """Two calls of stat: when its folder was changed, and whether the file is there."""
+        path = f"{self.where}/{key}"
+        try:
+            changed = os.stat(path.rpartition("/")[0]).st_mtime_ns
+        except OSError:
+            return None
+        return None if os.path.lexists(path) else changed
+
+    @contextmanager
+    def upkeep_lock(self) -> Generator[bool | None]:
+        """The lock of the store's own metadata file, which the kernel drops when its holder dies."""
+        with fs.locked(self.root / "zarr.json") as mine:
+            yield mine

@@ -1,0 +1,232 @@
+"""Copying a store into another one, of any backend, and comparing two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store.errors import SchemaError
+from trajectory_store.ragged import Int64Array
+from trajectory_store.schema import Column
+from trajectory_store.store import TrajectoryStore
+
+CHUNK_ROWS = 1024
+CHUNK_ELEMENTS = 1 << 22
+"""Elements of one column that are compared at once, unless a single row has more."""
+
+
+def copy_rows(
+    source: TrajectoryStore,
+    target: TrajectoryStore,
+    ids: npt.ArrayLike | None = None,
+    *,
+    batch_rows: int = CHUNK_ROWS,
+    on_rows: Callable[[int, int], None] | None = None,
+) -> Int64Array:
+    """Append the rows of one store to another, in order, patches folded in.
+
+    Which values were given and which filled in is kept, and so are mutable values. Columns that only the
+    target has are filled.
+
+    Args:
+        source: where rows come from.
+        target: a store open for appending; every column of the source must be in it, with the same dtype.
+        ids: which rows; None for all in the order of arrival.
+        batch_rows: rows per commit at most; long rows make it fewer.
+        on_rows: called with the number of rows copied and to copy.
+
+    Returns:
+        `[n]` int64: the ids in the target, in the order of `ids`.
+
+    Raises:
+        SchemaError: the target lacks a column, or has it with another dtype.
+    """
+    for column in source.schema:
+        known = target.schema.find(column.name)
+        if known is None or (known.dtype, known.axis) != (column.dtype, column.axis):
+            raise SchemaError(
+                f"column '{column.name}' ({column.dtype}, axis {column.axis}) has no counterpart in the target. "
+                "Create the target with the source's schema, or open it with add_columns=[...]."
+            )
+    for column in target.schema:
+        if column.name not in source.schema and not column.optional:
+            raise SchemaError(f"column '{column.name}' of the target has no fill, and the source lacks it.")
+    wanted = source.ids() if ids is None else np.asarray(ids, np.int64)
+    parts: list[Int64Array] = []
+    for first in range(0, len(wanted), batch_rows):
+        chunk = wanted[first : first + batch_rows]
+        parts += [
+            target.append_batch(source.read_batch(chunk[part], target.schema))
+            for part in _parts(_most_elements(source, chunk))
+        ]
+        if on_rows is not None:
+            on_rows(first + len(chunk), len(wanted))
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def _most_elements(store: TrajectoryStore, ids: Int64Array) -> Int64Array:
+    """`[n]` int64: per row the elements of its longest axis."""
+    lengths = [store.lengths(columns[0].name, ids) for columns in store.schema.axes.values()]
+    return np.max(lengths, axis=0) if lengths else np.ones(len(ids), np.int64)
+
+
+@dataclass
+class StoreDiff:
+    """How two stores differ.
+
+    Attributes:
+        only_left: `[N]` int64 ids of rows that the right store lacks.
+        only_right: `[N]` int64 ids of rows that the left store lacks.
+        changed: per column, the pairs `[K, 2]` of ids (left, right) whose values differ.
+        columns_left: columns that only the left store has.
+        columns_right: columns that only the right store has.
+        redefined: columns that hold one value per row in one store and many in the other, or text and numbers; their
+            values are not compared.
+        num_pairs: rows that are in both.
+    """
+
+    only_left: Int64Array
+    only_right: Int64Array
+    changed: dict[str, Int64Array] = field(default_factory=dict[str, "Int64Array"])
+    columns_left: list[str] = field(default_factory=list[str])
+    columns_right: list[str] = field(default_factory=list[str])
+    redefined: list[str] = field(default_factory=list[str])
+    num_pairs: int = 0
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        sides = len(self.only_left) + len(self.only_right) + len(self.columns_left) + len(self.columns_right)
+        return not sides and not self.changed and not self.redefined
+
+    def __str__(self) -> str:
+        if self.same:
+            return "The stores hold the same rows."
+        lines: list[str] = []
+        for side, ids in (("left", self.only_left), ("right", self.only_right)):
+            if len(ids):
+                lines.append(f"{len(ids)} trajectories only on the {side}, first id {int(ids[0])}")
+        for side, names in (("left", self.columns_left), ("right", self.columns_right)):
+            if names:
+                lines.append(f"columns only on the {side}: {', '.join(names)}")
+        if self.redefined:
+            lines.append(f"columns of another kind: {', '.join(self.redefined)}")
+        for name, pairs in self.changed.items():
+            left, right = pairs[0].tolist()
+            lines.append(f"column '{name}' differs in {len(pairs)} trajectories, first ids {left} and {right}")
+        return "\n".join(lines)
+
+
+def diff(
+    left: TrajectoryStore,
+    right: TrajectoryStore,
+    key: str | None = None,
+    *,
+    ignore: Collection[str] = (),
+    on_rows: Callable[[int, int], None] | None = None,
+) -> StoreDiff:
+    """Compare the rows of two stores. What is in memory at once does not grow with the stores, apart from the ids.
+
+    Args:
+        left: one store.
+        right: the other; the backends may differ.
+        key: a scalar column whose values name a row in both, for example `"trajectory_id"`; without it the
+            rows are paired in the order of arrival.
+        ignore: columns that are not compared.
+        on_rows: called with the number of pairs compared and to compare.
+
+    Returns:
+        What differs; NaN equals NaN.
+
+    Raises:
+        SchemaError: values of the key appear twice in one store.
+    """
+    mine, theirs = left.ids(), right.ids()
+    if key is None:
+        n = min(len(mine), len(theirs))
+        pairs = np.stack([mine[:n], theirs[:n]], axis=1)
+        result = StoreDiff(mine[n:], theirs[n:])
+    else:
+        pairs, result = _pair_by(left, right, key)
+    result.num_pairs = len(pairs)
+    result.columns_left = [c.name for c in left.schema if c.name not in right.schema and c.name not in ignore]
+    result.columns_right = [c.name for c in right.schema if c.name not in left.schema and c.name not in ignore]
+    both = [c for c in left.schema if c.name in right.schema and c.name not in ignore]
+    result.redefined = [c.name for c in both if _kind(c) != _kind(right.schema[c.name])]
+    both = [c for c in both if c.name not in result.redefined]
+    wrong: dict[str, list[Int64Array]] = {}
+    for first in range(0, len(pairs), CHUNK_ROWS):
+        chunk = pairs[first : first + CHUNK_ROWS]
+        for column in both:
+            bad = _differ(left, right, column, chunk)
+            if bad.any():
+                wrong.setdefault(column.name, []).append(chunk[bad])
+        if on_rows is not None:
+            on_rows(first + len(chunk), len(pairs))
+    result.changed = {c.name: np.concatenate(wrong[c.name]) for c in both if c.name in wrong}
+    return result
+
+
+def _kind(column: Column) -> tuple[bool, bool]:
+    return column.axis is None, column.is_text
+
+
+def _pair_by(left: TrajectoryStore, right: TrajectoryStore, key: str) -> tuple[Int64Array, StoreDiff]:
+    mine, theirs = left.ids(), right.ids()
+    my_values, their_values = (_names(store, key, ids) for store, ids in ((left, mine), (right, theirs)))
+    order = np.argsort(their_values)
+    near = np.minimum(np.searchsorted(their_values[order], my_values), max(len(theirs) - 1, 0))
+    at = order[near] if len(theirs) else near
+    hit = np.asarray(their_values[at] == my_values, bool) if len(theirs) else np.zeros(len(mine), bool)
+    pairs = np.stack([mine[hit], theirs[at[hit]]], axis=1) if len(theirs) else np.empty((0, 2), np.int64)
+    unpaired = np.ones(len(theirs), bool)
+    unpaired[at[hit]] = False
+    return pairs, StoreDiff(mine[~hit], theirs[unpaired])
+
+
+def _names(store: TrajectoryStore, key: str, ids: Int64Array) -> npt.NDArray[Any]:
+    values = store.read_scalars(key, ids)
+    if len(np.unique(values)) != len(ids):
+        raise SchemaError(f"column '{key}' does not name rows in {store.path}: a value appears twice.")
+    return values
+
+
+def _differ(left: TrajectoryStore, right: TrajectoryStore, column: Column, pairs: Int64Array) -> npt.NDArray[np.bool_]:
+    """`[K]` bool: which pairs have other values of a column."""
+    name, mine, theirs = column.name, pairs[:, 0], pairs[:, 1]
+    if column.axis is None:
+        return _unequal(left.read_scalars(name, mine), right.read_scalars(name, theirs))
+    lengths = left.lengths(name, mine)
+    wrong = lengths != right.lengths(name, theirs)
+    equal = np.flatnonzero(~wrong)
+    for part in _parts(lengths[equal]):
+        rows = equal[part]
+        if column.is_text:
+            wrong[rows] = _unequal(left.read_scalars(name, mine[rows]), right.read_scalars(name, theirs[rows]))
+            continue
+        x, y = left.read_ragged(name, mine[rows]), right.read_ragged(name, theirs[rows])
+        places = np.flatnonzero(_unequal(x.values, y.values))
+        wrong[rows[np.searchsorted(x.offsets[1:], places, side="right")]] = True
+    return wrong
+
+
+def _parts(lengths: Int64Array) -> Iterator[slice]:
+    """Yield runs of rows that hold about `CHUNK_ELEMENTS` elements, one row at least."""
+    ends = np.cumsum(lengths)
+    first = 0
+    while first < len(lengths):
+        before = int(ends[first - 1]) if first else 0
+        last = max(int(np.searchsorted(ends, before + CHUNK_ELEMENTS, side="right")), first + 1)
+        yield slice(first, last)
+        first = last
+
+
+def _unequal(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    wrong = np.asarray(a != b, bool)
+    if a.dtype.kind == "f" and b.dtype.kind == "f":
+        wrong &= ~(np.isnan(a) & np.isnan(b))
+    return wrong

@@ -1,0 +1,104 @@
+"""The errors of the store, one tree; each class is also a standard error.
+
+    StoreError
+    +-- SchemaError (ValueError)              a schema or column definition is wrong
+    |   +-- UnknownColumnError                a column that the schema does not have
+    +-- BatchError (ValueError)               rows that do not fit the schema
+    +-- StoreNotFoundError (FileNotFoundError)
+    +-- StoreExistsError (FileExistsError)
+    +-- NotAStoreError (ValueError)           the folder holds something else
+    +-- FormatVersionError (ValueError)       written by another version of the format
+    +-- StoreClosedError (ValueError)         used after close()
+    +-- ReadOnlyError (PermissionError)       a write through a reader
+    +-- MissingRowError (LookupError)         an id that is not, or no longer, in the store
+    |   +-- SegmentGoneError                  its segment left since the last refresh
+    |   +-- SnapshotGoneError                 the values as of a snapshot were folded into later ones
+    +-- WriteFailedError (OSError)            the disk is full or failing; nothing acknowledged is lost
+    +-- ReadFailedError (OSError)             the file system failed to deliver bytes
+    +-- CorruptionError (ValueError)          the files contradict themselves
+
+Every message says what was seen, where, and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class StoreError(Exception):
+    """The root of all errors that this package raises on purpose."""
+
+
+class SchemaError(StoreError, ValueError):
+    """A schema or a column definition is wrong."""
+
+
+class UnknownColumnError(SchemaError):
+    """A column that the schema does not have."""
+
+
+class BatchError(StoreError, ValueError):
+    """Rows that do not fit the schema."""
+
+
+class StoreNotFoundError(StoreError, FileNotFoundError):
+    """There is no store at the path."""
+
+
+class StoreExistsError(StoreError, FileExistsError):
+    """The path is taken."""
+
+
+class NotAStoreError(StoreError, ValueError):
+    """The folder holds something else."""
+
+
+class FormatVersionError(StoreError, ValueError):
+    """The store was written by another version of the format."""
+
+
+class StoreClosedError(StoreError, ValueError):
+    """The store was used after `close()`."""
+
+
+class ReadOnlyError(StoreError, PermissionError):
+    """A write through a reader."""
+
+
+class MissingRowError(StoreError, LookupError):
+    """An id that is not, or no longer, in the store."""
+
+
+class SegmentGoneError(MissingRowError):
+    """A segment was evicted or compacted away since the last refresh; reading tries again after one."""
+
+
+class SnapshotGoneError(MissingRowError):
+    """The values as of a snapshot were folded into later ones."""
+
+
+class WriteFailedError(StoreError, OSError):
+    """The disk is full or failing. What was acknowledged before is safe and readable."""
+
+
+class ReadFailedError(StoreError, OSError):
+    """The file system failed to deliver bytes."""
+
+
+class CorruptionError(StoreError, ValueError):
+    """The files contradict themselves."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a sentence that names the nearest known name, or lists them all.
+
+    >>> did_you_mean("input_idz", ["input_ids", "reward"])
+    " Did you mean 'input_ids'?"
+    >>> did_you_mean("zzz", ["b", "a"])
+    ' Known: a, b.'
+    """
+    import difflib
+
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(names)}."

@@ -1,0 +1,463 @@
+"""The files of a segment: its arrays as Zarr v3 metadata, and the 64-byte commit record.
+
+A segment is a Zarr v3 group. On a local disk each array is uncompressed and has one chunk of fixed capacity, so the
+chunk file holds the raw little-endian values and nothing else; `storage/FORMAT.md` is the normative text.
+
+A commit record:
+
+offset  type   field
+0       4s     magic "TRJ2"
+4       u32    salt of the segment
+8       u64    sequence number, from 0
+16      u64    time of the commit, ns since the epoch, growing within a segment
+24      u32    rows_end: rows in the segment after this commit
+28      u32    n_rows: rows of this commit
+32      u64    elems_end: elements of all axes after this commit, added up
+40      u32    kind: 1 rows, 2 end of the segment (no rows; nothing follows)
+44      u32    CRC32C of the segment's zarr.json
+48      u32    ordinal of the segment
+52      u32    number of the newest catalog record that the writer had seen
+56      u32    CRC32C of the data of this commit
+60      u32    CRC32C of bytes 0 to 59
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import google_crc32c as _crc  # pyright: ignore[reportMissingTypeStubs]
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store import fs
+from trajectory_store.errors import CorruptionError, FormatVersionError, NotAStoreError
+from trajectory_store.maps import PreadBytes
+from trajectory_store.schema import Fill, Schema
+
+FORMAT_NAME = "ragged-trajectories"
+FORMAT_VERSION = 2
+COMMITS = "commits"
+ACKNOWLEDGED = "acknowledged"
+PRESENT = "present"
+ROW_ID = "row_id"
+ROW_TIME = "row_time"
+TARGET = "target"
+TEMPORARY = ".new-"
+ORDINAL_SHIFT = 32
+ROW_MASK = (1 << ORDINAL_SHIFT) - 1
+MAX_ORDINAL = (1 << 24) - 1
+_MOST_ELEMENTS = 1 << 48
+
+Kind = Literal["rows", "update"]
+Durability = Literal["process", "power", "group"]
+DURABILITIES: tuple[Durability, ...] = ("process", "power", "group")
+
+_extend = cast("Callable[[int, bytes | npt.NDArray[Any]], int]", _crc.extend)  # pyright: ignore[reportUnknownMemberType]
+
+
+def crc32c(data: bytes | npt.NDArray[Any], start: int = 0) -> int:
+    """CRC32C of bytes or of a contiguous array, continued from `start`."""
+    if isinstance(data, np.ndarray):
+        data = data.view()
+        data.flags.writeable = False
+    return _extend(start, data)
+
+
+# Metadata
+
+
+class ArraySpec(NamedTuple):
+    """One array of a segment: `capacity` elements of `shape` values each."""
+
+    name: str
+    dtype: np.dtype[Any]
+    capacity: int
+    dimension: str
+    fill: Fill
+    shape: tuple[int, ...] = ()
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+
+def offsets_name(axis: str) -> str:
+    """The name of the offsets array of an axis."""
+    return f"{axis}.offsets"
+
+
+def segment_name(ordinal: int) -> str:
+    """The folder of a segment."""
+    return f"seg-{ordinal:08d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentMeta:
+    """What a segment's metadata says about it.
+
+    Attributes:
+        schema: the columns of this segment.
+        rows_cap: rows that fit.
+        elems_cap: per axis the elements that fit.
+        kind: `rows`, or `update`: later values of rows elsewhere.
+        merged: the rows came from other segments, and keep their ids and times.
+        salt: random, in every record and in the catalog, so nothing else is taken for this segment.
+    """
+
+    schema: Schema
+    rows_cap: int
+    elems_cap: Mapping[str, int]
+    kind: Kind = "rows"
+    merged: bool = False
+    durability: str = "process"
+    preallocated: bool = False
+    salt: int = field(default_factory=lambda: fs.random_salt())
+    writer: str = field(default_factory=lambda: f"{os.getpid()}@{os.uname().nodename}")
+    boot_id: str = field(default_factory=fs.boot_id)
+    created_ns: int = field(default_factory=time.time_ns)
+
+    def internal_rows(self) -> tuple[str, ...]:
+        """The names of the per-row int64 arrays that this kind of segment has."""
+        return (TARGET,) * (self.kind == "update") + (ROW_ID, ROW_TIME) * self.merged
+
+    def arrays(self) -> list[ArraySpec]:
+        """Every array but the commits: columns, offsets per axis, presence, internal rows."""
+        out: list[ArraySpec] = []
+        for column in self.schema:
+            size, dimension = self.rows_cap, "rows"
+            if column.axis is not None:
+                size, dimension = self.elems_cap[column.axis], column.axis
+            fill = 0 if column.is_text else column.fill_value
+            out.append(ArraySpec(column.name, column.np_dtype, size, dimension, fill, column.shape))
+        int64 = np.dtype("<i8")
+        edges = self.rows_cap + 1
+        out.extend(ArraySpec(offsets_name(axis), int64, edges, "row_edges", 0) for axis in self.schema.axes)
+        if self.has_present:
+            out.append(ArraySpec(PRESENT, np.dtype("<u8"), self.rows_cap, "rows", 0))
+        out.extend(ArraySpec(n, int64, self.rows_cap, "rows", 0) for n in self.internal_rows())
+        return out
+
+    @property
+    def has_present(self) -> bool:
+        """Whether rows say which optional columns they were given; an update gives all of its columns."""
+        return bool(self.schema.optional) and self.kind == "rows"
+
+    def to_attributes(self) -> dict[str, Any]:
+        """The attributes of the segment's group."""
+        return {
+            "format": FORMAT_NAME,
+            "version": FORMAT_VERSION,
+            "role": "segment",
+            "kind": self.kind,
+            "merged": self.merged,
+            "salt": self.salt,
+            "rows_cap": self.rows_cap,
+            "elems_cap": dict(self.elems_cap),
+            "schema": self.schema.to_json(),
+            "durability": self.durability,
+            "preallocated": self.preallocated,
+            "writer": self.writer,
+            "boot_id": self.boot_id,
+            "created_ns": self.created_ns,
+        }
+
+    @classmethod
+    def from_attributes(cls, attributes: Mapping[str, Any], where: str) -> SegmentMeta:
+        """Parse the attributes of a segment's group."""
+        try:
+            meta = cls(
+                schema=Schema.from_json(attributes["schema"]),
+                rows_cap=int(attributes["rows_cap"]),
+                elems_cap={str(k): int(v) for k, v in attributes["elems_cap"].items()},
+                kind=attributes["kind"],
+                merged=bool(attributes["merged"]),
+                durability=str(attributes["durability"]),
+                preallocated=bool(attributes["preallocated"]),
+                salt=int(attributes["salt"]),
+                writer=str(attributes["writer"]),
+                boot_id=str(attributes["boot_id"]),
+                created_ns=int(attributes["created_ns"]),
+            )
+            sizes = [meta.rows_cap, *(meta.elems_cap[axis] for axis in meta.schema.axes)]
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise CorruptionError(f"{where}: the attribute {error} is missing or damaged.") from None
+        if meta.kind not in ("rows", "update") or min(sizes) < 0 or max(sizes) > _MOST_ELEMENTS:
+            raise CorruptionError(f"{where}: kind {meta.kind!r} or a capacity among {sizes} cannot be right.")
+        return meta
+
+
+def group_json(attributes: Mapping[str, Any]) -> bytes:
+    """The zarr.json of a group."""
+    return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes}, indent=1).encode()
+
+
+def read_attributes(raw: bytes, where: str | Path, role: str) -> dict[str, Any]:
+    """Return the attributes of a group's zarr.json after checking what wrote them."""
+    try:
+        doc: Any = json.loads(raw)
+        attributes: Any = doc["attributes"]
+        name: Any = attributes["format"]
+        version: Any = attributes["version"]
+        found: Any = attributes["role"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        name = version = found = None
+        attributes = {}
+    if name != FORMAT_NAME or found != role:
+        raise NotAStoreError(
+            f"{where} is not the metadata of a trajectory {role}. Give the folder that TrajectoryStore.create made."
+        )
+    if version != FORMAT_VERSION:
+        way_out = (
+            "Install a newer release of rlhf-pipeline"
+            if isinstance(version, int) and version > FORMAT_VERSION
+            else "No release has written it; make the store again"
+        )
+        raise FormatVersionError(
+            f"{where} is format version {version!r}; this release reads version {FORMAT_VERSION}. {way_out}."
+        )
+    return cast("dict[str, Any]", attributes)
+
+
+def array_json(
+    shape: list[int],
+    dtype: np.dtype[Any],
+    dimensions: list[str],
+    fill: Fill = 0,
+    *,
+    zstd: int | None = None,
+    indent: int | None = 1,
+) -> bytes:
+    """The zarr.json of an array with one chunk, uncompressed or with a zstd level."""
+    value: Any = fill
+    if dtype.kind == "b":
+        value = bool(fill)
+    elif dtype.kind == "f":
+        number = float(fill)
+        value = number if np.isfinite(number) else {np.inf: "Infinity", -np.inf: "-Infinity"}.get(number, "NaN")
+    codec: dict[str, Any] = {"name": "bytes"}
+    if dtype.itemsize > 1:
+        codec["configuration"] = {"endian": "little"}
+    codecs = [codec]
+    if zstd is not None:
+        codecs.append({"name": "zstd", "configuration": {"level": zstd, "checksum": False}})
+    doc = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [max(1, n) for n in shape]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": value,
+        "codecs": codecs,
+        "attributes": {},
+        "dimension_names": dimensions,
+    }
+    return json.dumps(doc, indent=indent, separators=None if indent else (",", ":")).encode()
+
+
+def spec_json(spec: ArraySpec, *, zstd: int | None = None, indent: int | None = 1) -> bytes:
+    """The zarr.json of one array of a segment."""
+    dimensions = [spec.dimension, *(f"{spec.name}.{i}" for i in range(len(spec.shape)))]
+    return array_json([spec.capacity, *spec.shape], spec.dtype, dimensions, spec.fill, zstd=zstd, indent=indent)
+
+
+def commits_json(rows_cap: int) -> bytes:
+    """The zarr.json of the commits array."""
+    return array_json([commits_cap(rows_cap), RECORD_SIZE], np.dtype("uint8"), ["commits", "bytes"])
+
+
+def commits_cap(rows_cap: int) -> int:
+    """Records that fit: one per row, and the end."""
+    return rows_cap + 1
+
+
+def chunk_path(folder: Path, name: str, shape: tuple[int, ...] = ()) -> Path:
+    """The file with the values of an array."""
+    return Path(folder, name, "c", "0", *("0" for _ in shape))
+
+
+def commits_path(folder: Path) -> Path:
+    """The file with the commit records."""
+    return folder / COMMITS / "c" / "0" / "0"
+
+
+# Records
+
+RECORD_SIZE = 64
+MAGIC = b"TRJ2"
+KIND_ROWS = 1
+KIND_END = 2
+LOOK_AHEAD = 64
+_BODY = struct.Struct("<4sIQQIIQIIIII")
+_TAIL = struct.Struct("<I")
+_BLANK = bytes(RECORD_SIZE)
+_NOTHING = bytes(RECORD_SIZE * (LOOK_AHEAD + 1))
+RECORD_DTYPE = np.dtype(
+    [
+        ("magic", "S4"),
+        ("salt", "<u4"),
+        ("seq", "<u8"),
+        ("time_ns", "<u8"),
+        ("rows_end", "<u4"),
+        ("n_rows", "<u4"),
+        ("elems_end", "<u8"),
+        ("kind", "<u4"),
+        ("meta_crc", "<u4"),
+        ("ordinal", "<u4"),
+        ("catalog", "<u4"),
+        ("data_crc", "<u4"),
+        ("self_crc", "<u4"),
+    ]
+)
+
+
+class Record(NamedTuple):
+    """One commit."""
+
+    seq: int
+    time_ns: int
+    rows_end: int
+    n_rows: int
+    elems_end: int
+    kind: int
+    meta_crc: int
+    ordinal: int
+    catalog: int
+    data_crc: int
+
+
+def pack(record: Record, salt: int) -> bytes:
+    """Return the 64 bytes of a record."""
+    body = _BODY.pack(MAGIC, salt, *record)
+    return body + _TAIL.pack(crc32c(body))
+
+
+def parse(raw: bytes, salt: int, seq: int) -> Record | None:
+    """Return the record, or None where these 64 bytes are not record `seq` of this segment."""
+    if raw[:4] != MAGIC or len(raw) != RECORD_SIZE:
+        return None
+    if _TAIL.unpack_from(raw, 60)[0] != crc32c(raw[:60]):
+        return None
+    fields = _BODY.unpack_from(raw)
+    if fields[1] != salt or fields[2] != seq:
+        return None
+    return Record(*fields[2:])
+
+
+class Log:
+    """A reader's view of a `commits` array: bytes that only grow.
+
+    Args:
+        data: the array, `capacity * 64` bytes, mapped or read on demand.
+        salt: the salt of the segment.
+    """
+
+    def __init__(self, data: memoryview | PreadBytes, salt: int) -> None:
+        self._data = data
+        self.salt = salt
+        self.capacity = len(data) // RECORD_SIZE
+
+    def raw(self, seq: int) -> bytes:
+        """The 64 bytes at a position."""
+        return bytes(self._data[seq * RECORD_SIZE : (seq + 1) * RECORD_SIZE])
+
+    def get(self, seq: int) -> Record | None:
+        """The record at a position, or None."""
+        if seq >= self.capacity:
+            return None
+        return parse(self.raw(seq), self.salt, seq)
+
+    def find_end(self, known: int = 0) -> tuple[int, bool]:
+        """Return the number of records and whether a damaged one lies among them.
+
+        Gallops from `known` (records known to be valid) and bisects, so it reads O(log new) records; a
+        look-ahead over the next records tells the end of the log from a damaged record in its middle.
+        """
+        damaged = False
+        while True:
+            end = self._valid_prefix(known)
+            beyond = self._valid_after(end)
+            if beyond is None:
+                return end, damaged
+            if self.get(end) is None:
+                damaged = True
+            known = beyond + 1
+
+    def _valid_prefix(self, known: int) -> int:
+        if self.get(known) is None:
+            return known
+        if self.is_blank(known + 1):  # one new record: what an append that is followed closely looks like
+            return known + 1
+        low, step = known + 1, 1
+        while self.get(low + step - 1) is not None:
+            low += step
+            step *= 2
+        high = low + step - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self.get(middle) is not None:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _valid_after(self, end: int) -> int | None:
+        stop = min(end + 1 + LOOK_AHEAD, self.capacity)
+        ahead = bytes(self._data[end * RECORD_SIZE : stop * RECORD_SIZE])
+        if _NOTHING.startswith(ahead):
+            return None
+        for seq in range(end, stop):
+            if self.get(seq) is not None:
+                return seq
+        return None
+
+    def table(self, count: int, start: int = 0) -> npt.NDArray[Any]:
+        """Records `start` to `count` as one structured array, unchecked."""
+        if count <= start:
+            return np.empty(0, RECORD_DTYPE)
+        raw = self._data[start * RECORD_SIZE : count * RECORD_SIZE]
+        return np.frombuffer(raw, RECORD_DTYPE)
+
+    def last_written(self) -> int:
+        """One past the last position that holds anything, valid or not."""
+        whole = np.frombuffer(self._data[: self.capacity * RECORD_SIZE], np.uint8)
+        used = np.flatnonzero(whole.reshape(-1, RECORD_SIZE).any(axis=1))
+        return int(used[-1]) + 1 if len(used) else 0
+
+    def is_blank(self, seq: int) -> bool:
+        """Whether nothing was written at a position: the cheap test for "no news"."""
+        if seq >= self.capacity:
+            return True
+        return self.raw(seq) == _BLANK
+
+
+# The mark of what was acknowledged: two u64, a number of records and its complement.
+
+_MARK = struct.Struct("<QQ")
+_ALL_ONES = (1 << 64) - 1
+
+
+def mark_path(folder: Path) -> Path:
+    """The file that says how many records of a segment were acknowledged."""
+    return folder / COMMITS / ACKNOWLEDGED
+
+
+def pack_mark(records: int) -> bytes:
+    """The 16 bytes that say how many records were acknowledged."""
+    return _MARK.pack(records, records ^ _ALL_ONES)
+
+
+def parse_mark(raw: bytes) -> int | None:
+    """How many records were acknowledged; None where the bytes are damaged."""
+    if len(raw) != _MARK.size:
+        return None
+    records, complement = _MARK.unpack(raw)
+    return records if records ^ complement == _ALL_ONES else None

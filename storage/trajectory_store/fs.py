@@ -1,0 +1,237 @@
+"""The few file operations that the store is built on, each with its errors said in words.
+
+Everything that writes goes through this module, so a test can record the order of writes and syncs and
+replay every power loss in between. Files are opened as regular files and links are never followed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import os
+import stat
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy.typing as npt
+
+from trajectory_store.errors import CorruptionError, WriteFailedError
+
+Data = bytes | memoryview | npt.NDArray[Any]
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def failed(error: OSError, path: Path | str, doing: str) -> WriteFailedError:
+    """Turn an OSError into the store's own, with what it means for the data."""
+    if error.errno in _FULL:
+        why = "the disk, the quota or the file size limit is exhausted"
+        way_out = "Free space (or raise `ulimit -f`), then append again"
+    elif error.errno in (errno.EMFILE, errno.ENFILE):
+        why = "too many files are open"
+        way_out = "Raise `ulimit -n`, then append again"
+    else:
+        why = os.strerror(error.errno or 0)
+        way_out = "Check the disk, then open the store again"
+    message = (
+        f"{doing} failed at {path}: {why}. Every row that was acknowledged before is safe and readable; "
+        f"these rows are not in the store. {way_out}."
+    )
+    return WriteFailedError(error.errno, message, str(path))
+
+
+def open_fd(path: Path | str, flags: int) -> int:
+    """Open a regular file.
+
+    Raises:
+        CorruptionError: the path is a link, a pipe or a device.
+    """
+    try:
+        fd = os.open(path, flags | _SAFE, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise CorruptionError(
+                f"{path} is a link or a pipe, not a regular file. Put the file itself back."
+            ) from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CorruptionError(f"{path} is not a regular file. Put the file itself back.")
+    return fd
+
+
+def read_file(path: Path | str) -> bytes:
+    """The content of a small regular file."""
+    fd = open_fd(path, os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size
+        data = os.read(fd, size)
+        while len(data) < size and (more := os.read(fd, size - len(data))):
+            data += more
+        return data
+    finally:
+        os.close(fd)
+
+
+def check_folder(path: Path | str) -> None:
+    """Refuse a folder that is a link to some other place."""
+    if stat.S_ISLNK(os.lstat(path).st_mode):
+        raise CorruptionError(f"{path} is a link, not a folder. Put the folder itself back.")
+
+
+def pwrite(fd: int, data: Data, offset: int) -> None:
+    """Write all bytes (items of one byte) at an offset."""
+    done = os.pwrite(fd, cast("bytes", data), offset)
+    if done == len(data):
+        return
+    view = memoryview(cast("bytes", data))
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Create a small file with this content."""
+    fd = open_fd(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        pwrite(fd, data, 0)
+    finally:
+        os.close(fd)
+
+
+def create_sized(path: Path, size: int, preallocate: bool) -> None:
+    """Create a file of a fixed size, sparse or with its blocks reserved."""
+    fd = open_fd(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        os.ftruncate(fd, size)
+        if preallocate and size:
+            os.posix_fallocate(fd, 0, size)
+    finally:
+        os.close(fd)
+
+
+def mkdir(path: Path) -> None:
+    """Create one folder."""
+    os.mkdir(path)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename a file or folder; never onto a folder that holds something."""
+    os.rename(source, target)
+
+
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name that nothing has yet."""
+    os.link(source, target, follow_symlinks=False)
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file; one that is already gone is fine."""
+    path.unlink(missing_ok=True)
+
+
+def datasync(fd: int) -> None:
+    """Wait until the content of a file is on the disk."""
+    os.fdatasync(fd)
+
+
+def sync_path(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_tree(root: Path) -> None:
+    """Sync every file and folder below and including `root`."""
+    for folder, _, files in os.walk(root, topdown=False):
+        for name in files:
+            sync_path(Path(folder, name))
+        sync_path(Path(folder))
+
+
+def remove_tree(root: Path) -> None:
+    """Remove a folder; one that is already gone is fine."""
+    import shutil
+
+    shutil.rmtree(root, ignore_errors=True)
+
+
+def try_lock(fd: int) -> bool:
+    """Take the exclusive lock of an open file if nobody holds it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process may hold the lock of a file; the kernel drops it when the process dies.
+
+    A file system that knows no locks counts as locked: nobody can tell that the writer is gone.
+    """
+    try:
+        fd = open_fd(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+@contextmanager
+def locked(path: Path) -> Generator[bool]:
+    """Hold the exclusive lock of a file; yields False where another process has it."""
+    fd = open_fd(path, os.O_RDONLY)
+    try:
+        yield try_lock(fd)
+    finally:
+        os.close(fd)
+
+
+def token(size: int) -> str:
+    """Random hexadecimal digits for a name, two per byte."""
+    return os.urandom(size).hex()
+
+
+def random_salt() -> int:
+    """A random odd number of 32 bits."""
+    return int.from_bytes(os.urandom(4), "little") | 1
+
+
+@functools.cache
+def boot_id() -> str:
+    """The name of this boot of the machine, or an empty string where the system has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def disk_bytes(root: Path) -> int:
+    """The bytes that a folder takes on the disk (blocks, not apparent size)."""
+    total = 0
+    for folder, _, files in os.walk(root):
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total

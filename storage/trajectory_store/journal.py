@@ -1,0 +1,310 @@
+"""The catalog of a store: a numbered chain of small records, each of which says which segments count.
+
+A record is put if absent, so two processes never write the same number, and whoever loses reads the winner's and tries
+again. A record is the whole state: segments that count, rows that left for good, the schema. So a segment that is not
+named does not count, whatever lies in the folder, and one that is named and missing is damage.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trajectory_store import fs
+from trajectory_store.bucket import Bucket
+from trajectory_store.errors import CorruptionError
+from trajectory_store.format import FORMAT_NAME, FORMAT_VERSION, MAX_ORDINAL, Kind, crc32c
+from trajectory_store.schema import Schema
+
+CATALOG = "catalog"
+KEPT = 64
+"""Records behind the newest that are kept: a process that slept through them notices that it did."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A segment that counts.
+
+    Attributes:
+        ordinal: its number.
+        kind: `rows` or `update`.
+        salt: the random number in its metadata and records.
+        merged: its rows came from the segments in `owners`.
+        rows: how many it has, where that was known for good when the record was written.
+        owners: of a merged segment, runs `(first, last)` of ordinals whose rows it holds.
+    """
+
+    ordinal: int
+    kind: Kind
+    salt: int
+    merged: bool = False
+    rows: int | None = None
+    owners: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class State:
+    """One record of the catalog.
+
+    Attributes:
+        number: of the record, from 0.
+        nonce: random: names the record.
+        previous: the nonce of the record before.
+        time_ns: later than every commit that its writer had seen.
+        next_ordinal: above every ordinal ever used.
+        schema: the columns of the store now.
+        rows_gone: rows that were removed for good since the store was made.
+        entries: the segments that count, by ordinal.
+        claim: who tidies up, and until when (ns), in a bucket without locks; else None.
+    """
+
+    number: int
+    nonce: str
+    previous: str
+    time_ns: int
+    next_ordinal: int
+    schema: Schema
+    rows_gone: int = 0
+    entries: tuple[Entry, ...] = ()
+    claim: tuple[str, int] | None = None
+
+    def with_entry(self, entry: Entry) -> State:
+        """This state and one more segment."""
+        kept = [e for e in self.entries if e.ordinal != entry.ordinal]
+        entries = tuple(sorted([*kept, entry], key=lambda e: e.ordinal))
+        return replace(self, entries=entries, next_ordinal=max(self.next_ordinal, entry.ordinal + 1))
+
+    def without(self, ordinals: set[int], rows_gone: int = 0) -> State:
+        """This state less some segments."""
+        kept = tuple(e for e in self.entries if e.ordinal not in ordinals)
+        return replace(self, entries=kept, rows_gone=self.rows_gone + rows_gone)
+
+    def to_bytes(self) -> bytes:
+        """The content of the record's file: the same line twice, so that a damaged byte costs nothing."""
+        body = {
+            "format": FORMAT_NAME,
+            "version": FORMAT_VERSION,
+            "role": "catalog",
+            "number": self.number,
+            "nonce": self.nonce,
+            "previous": self.previous,
+            "time_ns": self.time_ns,
+            "next_ordinal": self.next_ordinal,
+            "rows_gone": self.rows_gone,
+            "claim": self.claim,
+            "segments": [[e.ordinal, e.kind, e.salt, e.merged, e.rows, e.owners] for e in self.entries],
+            "schema": self.schema.to_json(),
+        }
+        line = json.dumps(body, separators=(",", ":")).encode()
+        return b"%08x %s\n" % (crc32c(line), line) * 2
+
+    @classmethod
+    def from_bytes(cls, raw: bytes, number: int, where: str) -> tuple[State, bool]:
+        """Parse a record; returns it and whether both of its lines are good.
+
+        Raises:
+            CorruptionError: neither line is good.
+        """
+        found: State | None = None
+        lines = raw.split(b"\n")
+        good = 0
+        for line in lines[:2]:
+            state = _parse_line(line, number)
+            if state is not None:
+                found, good = state, good + 1
+        if found is None:
+            raise CorruptionError(f"{where} is damaged: neither of its two lines has its checksum.")
+        return found, good == 2 and len(lines) == 3 and not lines[2] and lines[0] == lines[1]
+
+
+def _parse_line(line: bytes, number: int) -> State | None:
+    try:
+        if int(line[:8], 16) != crc32c(line[9:]) or line[8:9] != b" ":
+            return None
+        body: Any = json.loads(line[9:])
+        entries = tuple(
+            Entry(int(o), kind, int(salt), bool(merged), rows, tuple((int(a), int(b)) for a, b in owners))
+            for o, kind, salt, merged, rows, owners in body["segments"]
+        )
+        claim = body["claim"]
+        state = State(
+            number=int(body["number"]),
+            nonce=str(body["nonce"]),
+            previous=str(body["previous"]),
+            time_ns=int(body["time_ns"]),
+            next_ordinal=int(body["next_ordinal"]),
+            rows_gone=int(body["rows_gone"]),
+            entries=entries,
+            claim=None if claim is None else (str(claim[0]), int(claim[1])),
+            schema=Schema.from_json(body["schema"]),
+        )
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return None
+    inside = all(0 <= e.ordinal < state.next_ordinal for e in entries) and state.next_ordinal <= MAX_ORDINAL + 1
+    return state if inside and state.number == number else None
+
+
+def record_key(number: int) -> str:
+    """The key of a record."""
+    return f"{CATALOG}/{number:08d}.rec"
+
+
+def number_of(key: str) -> int | None:
+    """The number of a record, or None where the key names something else."""
+    name = key.rpartition("/")[2]
+    stem, dot, end = name.partition(".")
+    return int(stem) if dot and end == "rec" and stem.isdigit() and len(stem) <= 16 else None
+
+
+class Journal:
+    """Reads and extends the chain of records.
+
+    Args:
+        bucket: where the records are.
+
+    Attributes:
+        state: the newest record that was read.
+        problems: damaged records met on the way, in words.
+
+    Raises:
+        CorruptionError: no record can be read.
+    """
+
+    state: State
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._top = -1
+        self._stamp: int | None = None
+        self.problems: list[str] = []
+        if not self.follow():
+            raise CorruptionError(
+                f"{bucket.where}/{CATALOG} holds no record that can be read, so which segments count is not known. "
+                "Restore the folder from a copy; the segments themselves may be whole."
+            )
+
+    def follow(self) -> bool:
+        """Read the newest record where there is a newer one; returns whether there was."""
+        stamp = self._bucket.stamp(record_key(self._top + 1))
+        if stamp is not None and stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        changed = False
+        while self._read_newest():
+            changed = True
+        return changed
+
+    def _read_newest(self) -> bool:
+        after = record_key(self._top) if self._top >= 0 else f"{CATALOG}/"
+        found = [(n, key) for key in self._bucket.keys(f"{CATALOG}/", after) if (n := number_of(key)) is not None]
+        for number, key in sorted(found, reverse=True):
+            raw = self._bucket.get(key)
+            if raw is None:  # removed since it was listed: there are newer ones
+                return self._read_newest()
+            self._top = max(self._top, number)
+            try:
+                self.state, whole = State.from_bytes(raw, number, f"{self._bucket.where}/{key}")
+            except CorruptionError as error:
+                self._note(str(error))
+                continue
+            if not whole:
+                self._note(f"{self._bucket.where}/{key} is damaged: one of its two lines is not good.")
+            return True
+        return False
+
+    def _note(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def change(self, step: Callable[[State], State | None], newest_ns: int = 0) -> State | None:
+        """Add a record.
+
+        Args:
+            step: from the newest state to the next; None where nothing is to be done any more. It is called again
+                with a newer state where another process was first.
+            newest_ns: a time that the record's must exceed.
+
+        Returns:
+            The new state, or None where `step` gave none.
+
+        Raises:
+            WriteFailedError: the record could not be written.
+        """
+        while True:
+            self.follow()
+            before = self.state
+            wanted = step(before)
+            if wanted is None:
+                return None
+            number = self._top + 1
+            now = max(time.time_ns(), before.time_ns + 1, newest_ns + 1)
+            state = replace(wanted, number=number, nonce=fs.token(8), previous=before.nonce, time_ns=now)
+            if self._bucket.settle(record_key(number), state.to_bytes()) and self._counts(state):
+                self.state, self._top = state, number
+                self._prune(number)
+                return state
+
+    def _counts(self, state: State) -> bool:
+        """Whether a number was free because nobody had used it, and not because its record was removed long ago."""
+        later = [n for key in self._bucket.keys(f"{CATALOG}/", record_key(state.number)) if (n := number_of(key))]
+        if not later:
+            return True
+        raw = self._bucket.get(record_key(state.number + 1))
+        if raw is not None:
+            try:
+                return State.from_bytes(raw, state.number + 1, "")[0].previous == state.nonce
+            except CorruptionError:
+                return False
+        return False
+
+    def _prune(self, number: int) -> None:
+        if number % (KEPT // 4) == 0 and number > KEPT:
+            keys = self._bucket.keys(f"{CATALOG}/")
+            self._bucket.delete(k for k in keys if (n := number_of(k)) is not None and n < number - KEPT)
+
+    def missing(self) -> list[str]:
+        """Records that should be there and are not, and damaged ones, in words: for `verify`."""
+        keys = [key for key in self._bucket.keys(f"{CATALOG}/") if number_of(key) is not None]
+        numbers = sorted(number_of(key) or 0 for key in keys)
+        problems = list(self.problems)
+        gaps = [n for n in range(numbers[0], numbers[-1]) if n not in set(numbers)] if numbers else []
+        problems += [f"{self._bucket.where}/{record_key(n)} is missing" for n in gaps]
+        if numbers and numbers[0] > 0 and numbers[-1] - numbers[0] < KEPT:
+            problems.append(f"{self._bucket.where}/{record_key(numbers[0] - 1)} is missing")
+        for key, raw in zip(keys, self._bucket.get_many(keys), strict=True):
+            if raw is None:
+                continue
+            try:
+                whole = State.from_bytes(raw, number_of(key) or 0, key)[1]
+            except CorruptionError:
+                whole = False
+            if not whole:
+                problems.append(f"{self._bucket.where}/{key} is damaged")
+        return list(dict.fromkeys(problems))
+
+
+def runs_of(ordinals: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Sorted numbers as runs of first and last.
+
+    >>> runs_of([1, 2, 3, 7])
+    ((1, 3), (7, 7))
+    """
+    out: list[tuple[int, int]] = []
+    for ordinal in ordinals:
+        if out and out[-1][1] + 1 == ordinal:
+            out[-1] = (out[-1][0], ordinal)
+        else:
+            out.append((ordinal, ordinal))
+    return tuple(out)
+
+
+def owners_of(entries: Sequence[Entry]) -> tuple[tuple[int, int], ...]:
+    """The ordinals whose rows some segments hold, as runs."""
+    ordinals: set[int] = set()
+    for entry in entries:
+        runs = entry.owners or ((entry.ordinal, entry.ordinal),)
+        ordinals.update(o for first, last in runs for o in range(first, last + 1))
+    return runs_of(sorted(ordinals))

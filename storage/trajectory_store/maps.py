@@ -1,0 +1,228 @@
+"""How the bytes of a file reach a reader: through a shared map, by positional reads, or loaded whole.
+
+Maps are the fast way on a local disk. A network file system may take a page away under a map, which ends
+the process with SIGBUS, so there the reader asks for bytes instead and gets an error it can report. A small file
+that no longer changes is loaded: it costs neither a map nor a fault per page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+from pathlib import Path
+from typing import Any, Literal, cast, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store import fs
+from trajectory_store.errors import CorruptionError, ReadFailedError
+
+Io = Literal["mmap", "pread"]
+NETWORK_TYPES = frozenset(
+    [
+        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs"),
+        *("glusterfs", "ocfs2", "gfs2", "wekafs", "vboxsf", "prl_fs", "davfs"),
+    ]
+)
+ALLOCATING_TYPES = frozenset(["tmpfs", "ramfs"])
+"""File systems that take a new page when a hole is read through a map: on a full one, looking at a row that nobody has
+written yet ends the process with SIGBUS. A positional read of a hole gives zeros and takes nothing."""
+
+MOUNTS = Path("/proc/self/mountinfo")
+LOADED = 1 << 20
+"""Bytes of a finished file up to which it is loaded and not mapped."""
+
+
+def file_system(path: Path, mounts: Path = MOUNTS) -> str:
+    """The type of the file system that holds a path, or an empty string where the system does not say."""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return ""
+    wanted = os.path.realpath(path)
+    best, found = -1, ""
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        fields = left.split()
+        if len(fields) < 5 or not right:
+            continue
+        mount = fields[4].encode().decode("unicode_escape")
+        inside = wanted == mount or wanted.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= best:
+            best, found = len(mount), right.split()[0]
+    return found
+
+
+def choose(path: Path, mounts: Path = MOUNTS) -> Io:
+    """`"pread"` where a map may end the process (network, user-space and memory file systems), else `"mmap"`."""
+    kind = file_system(path, mounts)
+    unsafe = kind in NETWORK_TYPES or kind in ALLOCATING_TYPES or kind.startswith("fuse")
+    return "pread" if unsafe else "mmap"
+
+
+class PreadBytes:
+    """A file that is read on demand; slices are bytes, as those of a map are.
+
+    Args:
+        path: the file.
+        size: bytes that it must have.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path = path
+        self._size = size
+        self._fd = fs.open_fd(path, os.O_RDONLY)
+        check_size(path, os.fstat(self._fd).st_size, size)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, where: slice) -> bytes: ...
+    @overload
+    def __getitem__(self, where: int) -> int: ...
+    def __getitem__(self, where: slice | int) -> bytes | int:
+        if isinstance(where, int):
+            return self[where : where + 1][0]
+        start, stop, _ = where.indices(self._size)
+        return read_range(self._fd, start, stop, self._path)
+
+    def read_once(self, nbytes: int, offset: int) -> bytes:
+        """What one call gives: fewer bytes, or none, where a slice has to find out why."""
+        try:
+            return os.pread(self._fd, nbytes, offset)
+        except OSError:
+            return b""
+
+    def __del__(self) -> None:
+        fd = getattr(self, "_fd", -1)
+        if fd >= 0:
+            os.close(fd)
+
+
+FORMATS: dict[int, Literal["B", "H", "I", "L"]] = {1: "B", 2: "H", 4: "I", 8: "L"}
+
+
+class PreadItems:
+    """The items of a file that is read on demand; slices are memoryviews of unsigned integers.
+
+    Args:
+        raw: the file.
+        size: bytes per item.
+    """
+
+    def __init__(self, raw: PreadBytes, size: int) -> None:
+        self._raw = raw
+        self._size = size
+        self._format: Literal["B", "H", "I", "L"] = FORMATS[size]
+
+    def __getitem__(self, where: slice) -> memoryview:
+        start = where.start * self._size
+        wanted = where.stop * self._size - start
+        data = self._raw.read_once(wanted, start)
+        if len(data) != wanted:
+            data = self._raw[start : start + wanted]
+        return memoryview(data).cast(self._format)
+
+
+def read_range(fd: int, start: int, stop: int, path: Path) -> bytes:
+    """Bytes `start` to `stop` of an open file.
+
+    Raises:
+        ReadFailedError: the file system failed.
+        CorruptionError: the file ends before.
+    """
+    parts: list[bytes] = []
+    while start < stop:
+        try:
+            part = os.pread(fd, stop - start, start)
+        except OSError as error:
+            raise ReadFailedError(
+                error.errno,
+                f"reading failed: {error.strerror}. Check the mount, then open the store again",
+                str(path),
+            ) from error
+        if not part:
+            raise CorruptionError(f"{path} ends at byte {start}, before byte {stop}.")
+        parts.append(part)
+        start += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def check_size(path: Path, found: int, size: int) -> None:
+    """Refuse a file that is shorter than its metadata says."""
+    if found < size:
+        raise CorruptionError(
+            f"{path} has {found} bytes, but its metadata says {size}: it was cut short by a copy or a "
+            "repair. Restore it from a backup, or run verify to list what is lost."
+        )
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def _map(fd: int, size: int) -> memoryview | None:
+    """Map a file for reading; None where there is no room. Python's own `mmap` keeps a descriptor open per map."""
+    address = cast("int | None", _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0))
+    if address is None or address == _FAILED:
+        number = ctypes.get_errno()
+        if number in (errno.ENOMEM, errno.EAGAIN, errno.ENODEV):
+            return None
+        raise OSError(number, os.strerror(number))
+    block = (ctypes.c_ubyte * size).from_address(address)
+    array: npt.NDArray[np.uint8] = np.frombuffer(cast("bytearray", block), np.uint8)
+    array.flags.writeable = False
+    weakref.finalize(block, _libc.munmap, address, size).atexit = False
+    return memoryview(cast("bytes", array))
+
+
+def will_need(view: object, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
+    """Ask the kernel for the pages of some ranges of bytes of a map."""
+    array = view.obj if isinstance(view, memoryview) else None
+    if not isinstance(array, np.ndarray):
+        return
+    base = cast("npt.NDArray[Any]", array).ctypes.data
+    starts = starts & -mmap.PAGESIZE
+    for start, size in {*zip(starts.tolist(), (ends - starts).tolist(), strict=True)}:
+        if size > 0:
+            _libc.madvise(base + start, size, mmap.MADV_WILLNEED)
+
+
+def open_file(path: Path, size: int, io: Io, *, used: int | None = None) -> memoryview | PreadBytes:
+    """Open a file of at least `size` bytes in the chosen way.
+
+    Args:
+        path: a regular file; links are not followed.
+        size: bytes that it must have.
+        io: `"mmap"` or `"pread"`.
+        used: of a file that no longer changes, the bytes that hold values; a small one is loaded.
+
+    Raises:
+        FileNotFoundError: the file is gone.
+        CorruptionError: the file is shorter than the metadata says, or no regular file.
+    """
+    if used is not None and used <= LOADED:
+        fd = fs.open_fd(path, os.O_RDONLY)
+        try:
+            check_size(path, os.fstat(fd).st_size, size)
+            return memoryview(read_range(fd, 0, used, path))
+        finally:
+            os.close(fd)
+    if io == "pread" or not size:
+        return PreadBytes(path, size)
+    fd = fs.open_fd(path, os.O_RDONLY)
+    try:
+        check_size(path, os.fstat(fd).st_size, size)
+        found = _map(fd, size)
+    finally:
+        os.close(fd)
+    return PreadBytes(path, size) if found is None else found

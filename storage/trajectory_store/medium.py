@@ -1,0 +1,177 @@
+"""What a medium gives to the store: how the bytes of segments are written, read and removed. The rest is shared."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from trajectory_store.batch import Batch
+from trajectory_store.bucket import Bucket
+from trajectory_store.errors import StoreError
+from trajectory_store.format import SegmentMeta
+from trajectory_store.journal import CATALOG, Entry, State
+from trajectory_store.root import KEY, Root, catalog_json
+from trajectory_store.segment import Segment
+from trajectory_store.verify import Findings
+
+
+class SegmentWriter(Protocol):
+    """Appends commits to one segment of this process.
+
+    Attributes:
+        ordinal: of the segment.
+        meta: what the segment says about itself.
+        rows: rows committed so far.
+        records: commits so far.
+    """
+
+    ordinal: int
+    meta: SegmentMeta
+    rows: int
+    records: int
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the outcome of the last commit is not known."""
+        ...
+
+    def has_room(self, batch: Batch) -> bool:
+        """Whether a batch still fits."""
+        ...
+
+    def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
+        """Write a batch that fits, and return its first row; readers see it then."""
+        ...
+
+    def resolve(self, batch: Batch) -> int | None:
+        """Find out what became of a commit in doubt; its first row, if it holds just these rows and is there now."""
+        ...
+
+    def wait_durable(self, records: int) -> None:
+        """Return once that many commits have the durability that was promised."""
+        ...
+
+    def sync(self) -> None:
+        """Wait until everything written so far is on the disk."""
+        ...
+
+    def finish(self) -> None:
+        """Say that nothing follows, and close."""
+        ...
+
+    def abandon(self) -> None:
+        """Close without a word: after a fork the segment belongs to the parent."""
+        ...
+
+
+class SealedError(StoreError):
+    """The segment was ended by somebody who took its writer for dead; the commit is not in it."""
+
+
+class MergeTarget(Protocol):
+    """Where merged rows are written."""
+
+    def write(self, batch: Batch, time_ns: int) -> None:
+        """Write some rows behind those before."""
+        ...
+
+    def finish(self) -> Entry:
+        """Wait until everything is safe, and return what the catalog has to say of it, less the owners."""
+        ...
+
+    def discard(self) -> None:
+        """Remove what was written: it will not count."""
+        ...
+
+
+Claim = Callable[[int, int], int]
+"""From an ordinal and a salt to the same ordinal, which is entered in the catalog then, or to the least one to try."""
+
+
+class Medium(ABC):
+    """Where a store is.
+
+    Attributes:
+        bucket: holds the catalog.
+        where: the address, for messages.
+        keeps_arrays: an array of a segment, once it is open, shows everything that is written to it later.
+        complete: an array of a segment holds all rows, and nothing has to be fetched for some of them.
+        whole_segments: segments are reserved or held as a whole, so they stay smaller.
+    """
+
+    bucket: Bucket
+    where: str
+    keeps_arrays = False
+    complete = True
+    whole_segments = False
+
+    @abstractmethod
+    def open_segments(self, entries: Sequence[Entry]) -> list[Segment | Exception]:
+        """Open segments for reading; a StoreError or OSError for those that cannot be."""
+
+    @abstractmethod
+    def refresh(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Take in new commits of segments; returns those that have more rows."""
+
+    @abstractmethod
+    def make_segment(self, meta: SegmentMeta, claim: Claim, least: int) -> SegmentWriter:
+        """Make an empty segment for this process to append to.
+
+        Args:
+            meta: what it will hold.
+            claim: enters the segment in the catalog.
+            least: ordinals below are taken.
+
+        Raises:
+            WriteFailedError: the disk or the object store refused.
+        """
+
+    @abstractmethod
+    def make_merged(self, meta: SegmentMeta, ordinal: int) -> MergeTarget:
+        """Make a segment for rows that come from other segments; it counts once it is in the catalog.
+
+        Args:
+            meta: what it will hold; its capacities are exact.
+            ordinal: a number that nobody else uses.
+        """
+
+    @abstractmethod
+    def remove(self, entry: Entry) -> None:
+        """Remove the files or objects of a segment that no longer counts."""
+
+    @abstractmethod
+    def sweep(self, state: State) -> None:
+        """Remove what killed processes left behind."""
+
+    @abstractmethod
+    def check(self, segment: Segment, report: Findings) -> None:
+        """Recompute every checksum of a segment."""
+
+    def check_root(self) -> list[str]:
+        """What is wrong with the files of the store that never change, in words."""
+        out: list[str] = []
+        raw = self.bucket.get(KEY)
+        try:
+            good = raw is not None and Root.from_json(raw, KEY).to_json() == raw
+        except StoreError:
+            good = False
+        if not good:
+            out.append(f"{KEY} is damaged or missing")
+        if self.bucket.get(f"{CATALOG}/{KEY}") != catalog_json():
+            out.append(f"{CATALOG}/{KEY} is damaged or missing")
+        return out
+
+    def seal(self, segment: Segment) -> bool:
+        """See to it that nobody appends to a segment whose writer seems dead; returns whether that is certain."""
+        return not segment.is_live()
+
+    def fresh(self) -> Medium:
+        """The same place for a second reader in this process, with nothing shared that one could disturb."""
+        return self
+
+    def forget(self, segment: Segment) -> None:  # noqa: B027 - most media keep nothing
+        """Give back what is kept for reading a segment that left."""
+
+    def close(self) -> None:  # noqa: B027 - most media keep nothing
+        """Give back files and memory."""

@@ -1,0 +1,571 @@
+"""The medium of raw segments on a local disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store import fs
+from trajectory_store.batch import Batch
+from trajectory_store.bucket import PARTIAL, FolderBucket
+from trajectory_store.errors import CorruptionError, StoreError
+from trajectory_store.format import (
+    KIND_END,
+    KIND_ROWS,
+    PRESENT,
+    RECORD_SIZE,
+    TEMPORARY,
+    Record,
+    SegmentMeta,
+    chunk_path,
+    commits_cap,
+    commits_json,
+    commits_path,
+    crc32c,
+    group_json,
+    mark_path,
+    offsets_name,
+    pack,
+    pack_mark,
+    segment_name,
+    spec_json,
+)
+from trajectory_store.journal import CATALOG, Entry, State
+from trajectory_store.maps import Io, choose
+from trajectory_store.medium import Claim, Medium
+from trajectory_store.ragged import Int64Array
+from trajectory_store.root import Root, fill_root, taken
+from trajectory_store.segment import LocalSegment, Segment
+from trajectory_store.verify import Findings
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
+SYNC_THREADS = 6
+OLD_S = 60.0
+_TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
+_SEGMENT = re.compile(r"seg-([0-9]{8})\Z")
+
+
+def create_folder(path: Path, root: Root) -> None:
+    """Make the folder of a new store; it appears whole or not at all.
+
+    Raises:
+        StoreExistsError: the path holds something.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise taken(str(path))
+    durable = root.durability != "process"
+    temporary = path.parent / f".{path.name}.new-{fs.token(6)}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fs.mkdir(temporary)
+        fill_root(FolderBucket(temporary, durable=durable), root)
+        if durable:
+            fs.sync_tree(temporary)
+        try:
+            fs.rename(temporary, path)
+        except OSError as error:
+            if path.exists():
+                raise taken(str(path)) from error
+            raise
+        if durable:
+            fs.sync_path(path.parent)
+    except OSError as error:
+        fs.remove_tree(temporary)
+        if isinstance(error, StoreError):
+            raise
+        raise fs.failed(error, path, "creating the store") from error
+
+
+class Memmap(Medium):
+    """Raw segments below a local folder.
+
+    Args:
+        folder: the folder.
+        durable: what is written about segments waits for the disk.
+        io: how files are read; None chooses by the file system.
+    """
+
+    def __init__(self, folder: Path, *, durable: bool, io: Io | None = None) -> None:
+        self.folder = folder
+        self.where = str(folder)
+        self.bucket = FolderBucket(folder, durable=durable)
+        self.io: Io = choose(folder) if io is None else io
+        self.keeps_arrays = self.io == "mmap"
+        self._durable = durable
+
+    def open_segments(self, entries: Sequence[Entry]) -> list[Segment | Exception]:
+        """Open segments for reading; a StoreError or OSError for those that cannot be."""
+        out: list[Segment | Exception] = []
+        for entry in entries:
+            folder = self.folder / segment_name(entry.ordinal)
+            try:
+                out.append(LocalSegment(folder, entry, self.io))
+            except FileNotFoundError as error:
+                name = os.path.relpath(error.filename or folder, self.folder)
+                out.append(CorruptionError(f"{name} is missing, and the catalog says that the segment counts."))
+            except (StoreError, OSError, ValueError) as error:
+                out.append(error if isinstance(error, (StoreError, OSError)) else CorruptionError(str(error)))
+        return out
+
+    def refresh(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Take in new commits of segments; returns those that have more rows."""
+        return [segment for segment in segments if segment.refresh()]
+
+    def make_segment(self, meta: SegmentMeta, claim: Claim, least: int) -> LocalWriter:
+        """Make an empty segment, rename it to a free number, and enter it in the catalog.
+
+        A rename onto a folder that holds something fails, so two processes never have the same number.
+        """
+        temporary = self.folder / f"{TEMPORARY}{os.getpid()}-{fs.token(6)}"
+        log_fd, meta_crc = write_segment(temporary, meta)
+        folder = temporary
+        try:
+            while True:
+                ordinal, folder = self._name(folder, least)
+                least = claim(ordinal, meta.salt)
+                if least == ordinal:
+                    return LocalWriter(folder, ordinal, meta, log_fd, meta_crc)
+        except OSError as error:
+            os.close(log_fd)
+            fs.remove_tree(folder)
+            if isinstance(error, StoreError):
+                raise
+            raise fs.failed(error, folder, "creating a segment") from error
+
+    def _name(self, folder: Path, ordinal: int) -> tuple[int, Path]:
+        """Give a finished folder the first free number."""
+        while True:
+            target = self.folder / segment_name(ordinal)
+            try:
+                fs.rename(folder, target)
+            except OSError as error:
+                if error.errno not in _TAKEN:
+                    raise
+                ordinal += 1
+                continue
+            if self._durable:
+                fs.sync_path(self.folder)
+            return ordinal, target
+
+    def make_merged(self, meta: SegmentMeta, ordinal: int) -> LocalMerge:
+        """Make a segment for rows that come from other segments."""
+        temporary = self.folder / f"{TEMPORARY}{os.getpid()}-{fs.token(6)}"
+        log_fd, meta_crc = write_segment(temporary, meta)
+        folder = self.folder / segment_name(ordinal)
+        try:
+            fs.rename(temporary, folder)
+            return LocalMerge(LocalWriter(folder, ordinal, meta, log_fd, meta_crc), self.folder)
+        except OSError as error:
+            os.close(log_fd)
+            fs.remove_tree(temporary)
+            raise fs.failed(error, folder, "creating a segment") from error
+
+    def remove(self, entry: Entry) -> None:
+        """Remove the folder of a segment that no longer counts: whole files, so maps of readers stay valid."""
+        fs.remove_tree(self.folder / segment_name(entry.ordinal))
+
+    def sweep(self, state: State) -> None:
+        """Remove half-made segments, and those that no longer count and that nobody holds."""
+        counted = {entry.ordinal for entry in state.entries}
+        now = time.time()
+        for path in [*self.folder.iterdir(), *(self.folder / CATALOG).glob(f"{PARTIAL}*")]:
+            match = _SEGMENT.match(path.name)
+            useless = int(match[1]) not in counted if match else path.name.startswith((TEMPORARY, PARTIAL))
+            try:
+                old = now - path.lstat().st_mtime > OLD_S or (match is not None and int(match[1]) < state.next_ordinal)
+            except FileNotFoundError:
+                continue
+            if not useless or not old:
+                continue
+            if path.is_symlink() or not path.is_dir():
+                fs.remove_file(path)
+            elif not fs.is_locked(commits_path(path)):
+                fs.remove_tree(path)
+
+    def check(self, segment: Segment, report: Findings) -> None:
+        """Recompute every checksum of a segment."""
+        check_segment(assert_local(segment), report)
+
+
+def assert_local(segment: Segment) -> LocalSegment:
+    """The segment as what this medium opened it as."""
+    if not isinstance(segment, LocalSegment):
+        raise TypeError(f"{segment.name} is not a segment of a local disk")
+    return segment
+
+
+def write_segment(folder: Path, meta: SegmentMeta) -> tuple[int, int]:
+    """Build the files of an empty segment in a folder that does not exist yet.
+
+    Returns:
+        The open, locked file of its commits, and the CRC32C of its zarr.json.
+    """
+    try:
+        for part in (folder, folder / "commits", folder / "commits" / "c", folder / "commits" / "c" / "0"):
+            fs.mkdir(part)
+        fs.create_sized(commits_path(folder), commits_cap(meta.rows_cap) * RECORD_SIZE, preallocate=False)
+        fd = fs.open_fd(commits_path(folder), os.O_RDWR)
+        try:
+            if not fs.try_lock(fd):
+                raise StoreError(f"{folder} was locked by another process while it was made.")
+            fs.write_file(mark_path(folder), pack_mark(0))
+            fs.write_file(folder / "commits" / "zarr.json", commits_json(meta.rows_cap))
+            for spec in meta.arrays():
+                path = chunk_path(folder, spec.name, spec.shape)
+                for part in [*reversed(path.relative_to(folder).parents)][1:]:
+                    fs.mkdir(folder / part)
+                fs.write_file(folder / spec.name / "zarr.json", spec_json(spec))
+                fs.create_sized(path, spec.capacity * spec.itemsize, meta.preallocated)
+            raw = group_json(meta.to_attributes())
+            fs.write_file(folder / "zarr.json", raw)
+            if meta.durability != "process":
+                fs.sync_tree(folder)
+        except BaseException:
+            os.close(fd)
+            raise
+    except OSError as error:
+        fs.remove_tree(folder)
+        if isinstance(error, StoreError):
+            raise
+        raise fs.failed(error, folder, "creating a segment") from error
+    return fd, crc32c(raw)
+
+
+class LocalWriter:
+    """Appends commits to one segment on a local disk.
+
+    Args:
+        folder: the segment.
+        ordinal: its number.
+        meta: its metadata.
+        log_fd: its commits, open and locked.
+        meta_crc: the checksum of its zarr.json.
+    """
+
+    in_doubt = False
+
+    def __init__(self, folder: Path, ordinal: int, meta: SegmentMeta, log_fd: int, meta_crc: int) -> None:
+        self.folder = folder
+        self.ordinal = ordinal
+        self.meta = meta
+        self.rows: int = 0
+        self.records: int = 0
+        self.elements: dict[str, int] = dict.fromkeys(meta.schema.axes, 0)
+        self._last_time: int = 0
+        self._catalog = 0
+        self._meta_crc = meta_crc
+        self._log_fd = log_fd
+        self._mark_fd = fs.open_fd(mark_path(folder), os.O_WRONLY)
+        self._specs = {spec.name: spec for spec in meta.arrays()}
+        self._fds = {
+            name: fs.open_fd(chunk_path(folder, name, spec.shape), os.O_WRONLY) for name, spec in self._specs.items()
+        }
+        self._pool: ThreadPoolExecutor | None = None
+        self._files = threading.Lock()
+        self._sync = threading.Condition()
+        self._synced = 0
+        self._syncing = False
+        self._company = False
+
+    def has_room(self, batch: Batch) -> bool:
+        """Whether a batch still fits."""
+        if self.rows + batch.n_rows > self.meta.rows_cap:
+            return False
+        for axis, columns in self.meta.schema.axes.items():  # every column of an axis has its elements
+            given = next((c for c in columns if c.name in batch.values), None)
+            if given is None:
+                new = int(batch.fitted(self.meta.schema).lengths[axis].sum())
+            else:
+                new = len(batch.values[given.name]) // given.width
+            if self.elements[axis] + new > self.meta.elems_cap[axis]:
+                return False
+        return True
+
+    def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
+        """Write a batch that fits and return its first row; on return readers see it.
+
+        Raises:
+            OSError: nothing of the batch became visible, unless the last sync failed.
+        """
+        first = self.rows
+        durable = self.meta.durability == "power" and not self.meta.merged
+        touched, ends, crc = self._write_data(batch)
+        if durable:
+            self._datasync([self._fds[name] for name in touched])
+        self._catalog = catalog
+        time_ns = max(time_ns, self._last_time + 1)
+        self._put_record(KIND_ROWS, first + batch.n_rows, batch.n_rows, sum(ends.values()), time_ns, crc)
+        self.rows, self.elements, self._last_time = first + batch.n_rows, ends, time_ns
+        self.records += 1
+        if durable:
+            fs.datasync(self._log_fd)
+        if self.meta.durability != "group":
+            fs.pwrite(self._mark_fd, pack_mark(self.records), 0)
+        return first
+
+    def _put_record(self, kind: int, rows_end: int, n_rows: int, elements: int, time_ns: int, crc: int) -> None:
+        record = Record(
+            seq=self.records,
+            time_ns=time_ns,
+            rows_end=rows_end,
+            n_rows=n_rows,
+            elems_end=elements,
+            kind=kind,
+            meta_crc=self._meta_crc,
+            ordinal=self.ordinal,
+            catalog=self._catalog,
+            data_crc=crc,
+        )
+        fs.pwrite(self._log_fd, pack(record, self.meta.salt), self.records * RECORD_SIZE)
+
+    def _write_data(self, batch: Batch) -> tuple[list[str], dict[str, int], int]:
+        schema, first, crc = self.meta.schema, self.rows, 0
+        touched: list[str] = []
+        for column in schema:
+            array = batch.values[column.name]
+            if not len(array):
+                continue
+            raw = array.view(np.uint8)
+            start = first if column.axis is None else self.elements[column.axis]
+            fs.pwrite(self._fds[column.name], raw, start * self._specs[column.name].itemsize)
+            crc = crc32c(raw, crc)  # after the write: the values are in the processor's cache then
+            touched.append(column.name)
+        ends = dict(self.elements)
+        for axis in schema.axes:
+            edges = np.cumsum(batch.lengths[axis])
+            edges += ends[axis]
+            ends[axis] = int(edges[-1])
+            name, raw = offsets_name(axis), edges.view(np.uint8)
+            crc = crc32c(raw, crc)
+            fs.pwrite(self._fds[name], raw, (first + 1) * 8)
+            touched.append(name)
+        internal: dict[str, npt.NDArray[Any]] = {PRESENT: batch.present(schema)} if self.meta.has_present else {}
+        internal |= {name: batch.extra[name] for name in self.meta.internal_rows()}
+        for name, array in internal.items():
+            raw = array.view(np.uint8)
+            crc = crc32c(raw, crc)
+            fs.pwrite(self._fds[name], raw, first * 8)
+            touched.append(name)
+        return touched, ends, crc
+
+    def resolve(self, batch: Batch) -> int | None:
+        """Nothing is ever in doubt on a local disk."""
+        return None
+
+    def wait_durable(self, records: int) -> None:
+        """With durability "group", return once that many records are on the disk; one waiting thread syncs for all."""
+        if self.meta.durability != "group" or self.meta.merged:
+            return
+        with self._sync:
+            while self._synced < records and self._syncing:
+                self._sync.wait()
+            if self._synced >= records:
+                return
+            self._syncing = True
+        try:
+            if self._company:
+                time.sleep(GROUP_DELAY_S)
+            before = self._synced
+            self.sync()
+            self._company = self._synced - before > 1
+            if self._synced < records:
+                raise OSError(errno.EIO, "the segment was closed before it was synced")
+        finally:
+            with self._sync:
+                self._syncing = False
+                self._sync.notify_all()
+
+    def sync(self) -> None:
+        """Wait until everything written so far is on the disk, data before records."""
+        with self._files:
+            if self._log_fd < 0:
+                return
+            done = self.records
+            self._datasync(list(self._fds.values()))
+            fs.datasync(self._log_fd)
+            self._synced = max(self._synced, done)
+            if self.meta.durability == "group":
+                fs.pwrite(self._mark_fd, pack_mark(self._synced), 0)
+
+    def _datasync(self, fds: list[int]) -> None:
+        """Sync several files; at the same time they share the journal's commit and the disk's flush."""
+        if len(fds) < 3:
+            for fd in fds:
+                fs.datasync(fd)
+            return
+        if self._pool is None:
+            from concurrent.futures import ThreadPoolExecutor
+
+            self._pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="trajectory-sync")
+        others = [self._pool.submit(fs.datasync, fd) for fd in fds[1:]]
+        try:
+            fs.datasync(fds[0])
+        finally:  # nobody may close a file that is being synced
+            errors = [other.exception() for other in others]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def finish(self) -> None:
+        """Write the record that says nothing follows, and close; a failing disk does not matter here."""
+        try:
+            now = max(time.time_ns(), self._last_time + 1)
+            self._put_record(KIND_END, self.rows, 0, sum(self.elements.values()), now, 0)
+        except OSError:
+            pass
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the files and drop the lock without a last record."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+        with self._files:
+            for fd in (*self._fds.values(), self._mark_fd, self._log_fd):
+                os.close(fd)
+            self._fds = {}
+            self._log_fd = -1
+
+
+GROUP_DELAY_S = 0.005
+"""How long a group sync waits for company, where it had some the last time."""
+
+
+class LocalMerge:
+    """Writes merged rows to a segment on a local disk.
+
+    Args:
+        writer: of the segment.
+        root: the store's folder.
+    """
+
+    def __init__(self, writer: LocalWriter, root: Path) -> None:
+        self._writer = writer
+        self._root = root
+        meta = writer.meta
+        self.entry = Entry(writer.ordinal, meta.kind, meta.salt, merged=True)
+
+    def write(self, batch: Batch, time_ns: int) -> None:
+        """Write some rows behind those before."""
+        try:
+            self._writer.commit(batch.fitted(self._writer.meta.schema), time_ns, 0)
+        except OSError as error:
+            raise fs.failed(error, self._writer.folder, "merging") from error
+
+    def finish(self) -> Entry:
+        """Wait until everything is safe."""
+        writer = self._writer
+        try:
+            writer.sync()
+            writer.finish()
+            fs.sync_tree(writer.folder)
+            fs.sync_path(self._root)
+        except OSError as error:
+            raise fs.failed(error, writer.folder, "merging") from error
+        return replace(self.entry, rows=writer.rows)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        self._writer.abandon()
+        fs.remove_tree(self._writer.folder)
+
+
+# Checking
+
+
+def check_segment(segment: LocalSegment, report: Findings) -> None:
+    """Recompute every checksum of a segment: metadata, records, offsets, data."""
+    name, mark = segment.name, segment.acknowledged()
+    segment.refresh()
+    for part, expected in _expected_metadata(segment):
+        try:
+            same = fs.read_file(part) == expected
+        except (OSError, StoreError):
+            same = False
+        if not same:
+            report.problem(f"{name}: {part.relative_to(segment.folder)} is damaged or missing")
+    end, covered = _check_records(segment, report)
+    if covered < segment.rows:
+        report.damaged(segment.row_ids(covered, segment.rows))
+    if mark is None:
+        report.problem(f"{name}: commits/acknowledged is damaged or missing")
+    elif mark > end and not segment.survived_reboot:
+        report.problem(f"{name}: {mark} commits were acknowledged, and {end} are there: records are missing")
+    report.bytes += _used_bytes(segment)
+    segment.let_log_go()
+
+
+def _check_records(segment: LocalSegment, report: Findings) -> tuple[int, int]:
+    """Check each record and its data; returns the number of records and the rows that they cover."""
+    name, log, covered = segment.name, segment.log, 0
+    edges = dict.fromkeys(segment.schema.axes, 0)
+    end = log.last_written() if segment.limit is None else segment.limit
+    for seq in range(end):
+        record = log.get(seq)
+        if record is None:
+            if seq == end - 1 and segment.is_live():
+                return seq, covered
+            report.problem(f"{name}: commit record {seq} is damaged")
+            continue
+        if record.meta_crc != segment.meta_crc or record.ordinal != segment.ordinal:
+            report.problem(f"{name}: zarr.json or folder is not the one that record {seq} was written with")
+        report.catalog_numbers.add(record.catalog)
+        first = record.rows_end - record.n_rows
+        if covered < first <= segment.meta.rows_cap:
+            report.damaged(_ids(segment, covered, first))
+            report.problem(f"{name}: rows {covered} to {first - 1} have no valid record")
+            edges = {axis: int(segment.part(offsets_name(axis), first, first + 1)[0]) for axis in edges}
+            covered = first
+        if record.kind == KIND_END:
+            if seq != end - 1:
+                report.problem(f"{name}: records follow the end record {seq}")
+            continue
+        if record.kind != KIND_ROWS or first < covered or record.rows_end > segment.meta.rows_cap:
+            report.problem(f"{name}: commit record {seq} contradicts the one before it")
+            continue
+        covered = record.rows_end
+        crc = segment.data_crc(first, record.rows_end, edges)
+        report.rows += record.n_rows
+        if crc != record.data_crc or sum(edges.values()) != record.elems_end:
+            report.damaged(_ids(segment, first, record.rows_end))
+            report.problem(f"{name}: the data of commit {seq} (rows {first} to {record.rows_end - 1}) is damaged")
+            last = record.rows_end
+            edges = {axis: int(segment.part(offsets_name(axis), last, last + 1)[0]) for axis in edges}
+    return end, covered
+
+
+def _ids(segment: LocalSegment, first: int, end: int) -> Int64Array:
+    """The ids of rows of trajectories; an update damages the rows that it belongs to."""
+    if segment.meta.kind == "update":
+        return segment.part("target", first, end)
+    return segment.row_ids(first, end)
+
+
+def _expected_metadata(segment: LocalSegment) -> list[tuple[Path, bytes]]:
+    folder, meta = segment.folder, segment.meta
+    out = [(folder / spec.name / "zarr.json", spec_json(spec)) for spec in meta.arrays()]
+    out.append((folder / "commits" / "zarr.json", commits_json(meta.rows_cap)))
+    out.append((folder / "zarr.json", group_json(meta.to_attributes())))
+    return out
+
+
+def _used_bytes(segment: LocalSegment) -> int:
+    elements = segment.elements()
+    total = segment.records * RECORD_SIZE
+    for column in segment.schema:
+        count = segment.rows if column.axis is None else elements[column.axis] * column.width
+        total += count * column.np_dtype.itemsize
+    return total + 8 * segment.rows * len(elements)

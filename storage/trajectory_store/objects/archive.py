@@ -1,0 +1,275 @@
+"""One commit as bytes: a Zarr v3 group in an uncompressed zip, written by hand and read by its tail.
+
+The form is canonical: the same arrays give the same bytes, and whatever is not these bytes is damage. The values of
+the arrays come first, each at a multiple of 64, then their metadata, the group's own `zarr.json` with the record of the
+commit, and the directory. So one read of the last bytes gives the record and where everything is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store.errors import CorruptionError
+from trajectory_store.format import FORMAT_NAME, FORMAT_VERSION, ArraySpec, crc32c, read_attributes, spec_json
+
+TAIL = 1 << 15
+"""Bytes from the end that hold the record and the directory of a usual commit."""
+
+BLOCK = 128
+"""Every so many commits, one says the record of all in its block: a reader that opens need not read each."""
+
+LEVEL = 1
+"""zstd level of a commit; tests/benchmarks/bench_store_codec.py is why."""
+WORTH = 0.9
+"""A chunk that zstd does not make smaller than this stays as it is: reading it back is then a copy."""
+
+_ALIGN = 64
+_PAD = 0xD935
+_LOCAL = struct.Struct("<4s5H3L2H")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_END = struct.Struct("<4s4H2LH")
+_DATE = 33  # 1 January 1980
+
+
+class _Codec(Protocol):
+    def encode(self, data: Any) -> Any: ...
+    def decode(self, data: Any, out: Any = None) -> Any: ...
+
+
+@functools.cache
+def zstd(level: int = LEVEL) -> _Codec:
+    """The codec; decoding does not depend on the level."""
+    module: Any = importlib.import_module("numcodecs.zstd")
+    return cast("_Codec", module.Zstd(level=level))
+
+
+# The zip
+
+
+def pack(entries: Sequence[tuple[str, bytes]]) -> bytes:
+    """A zip without compression: data aligned, no gaps behind data, fixed dates."""
+    parts: list[bytes] = []
+    directory: list[bytes] = []
+    at = 0
+    for name, data in entries:
+        raw, size, crc = name.encode(), len(data), zlib.crc32(data)
+        pad = -(at + 30 + len(raw) + 4) % _ALIGN
+        extra = struct.pack("<2H", _PAD, pad) + bytes(pad)
+        parts += [_LOCAL.pack(b"PK\3\4", 20, 0, 0, 0, _DATE, crc, size, size, len(raw), len(extra)), raw, extra, data]
+        directory.append(
+            _ENTRY.pack(b"PK\1\2", 20, 20, 0, 0, 0, _DATE, crc, size, size, len(raw), 0, 0, 0, 0, 0, at) + raw
+        )
+        at += 30 + len(raw) + len(extra) + size
+    body = b"".join(directory)
+    end = _END.pack(b"PK\5\6", 0, 0, len(entries), len(entries), len(body), at, 0)
+    return b"".join([*parts, body, end])
+
+
+def directory(tail: bytes, size: int, key: str) -> dict[str, tuple[int, int]]:
+    """Where the data of each entry begins and ends.
+
+    Args:
+        tail: the last bytes of the object, or all of it.
+        size: of the whole object.
+        key: its name, for messages.
+
+    Raises:
+        CorruptionError: it is no zip of this form.
+        NeedMore: the tail is too short.
+    """
+    try:
+        magic, _, _, _, count, length, start, _ = _END.unpack(tail[-_END.size :])
+        if magic != b"PK\5\6" or start + length + _END.size != size:
+            raise CorruptionError(f"object {key} is damaged: it does not end like a commit.")
+        at = len(tail) - _END.size - length
+        if at < 0:
+            raise NeedMore(length + _END.size)
+        found: list[tuple[str, int, int]] = []
+        for _ in range(count):
+            fields = _ENTRY.unpack_from(tail, at)
+            name = tail[at + _ENTRY.size : at + _ENTRY.size + fields[10]].decode()
+            found.append((name, fields[9], fields[16]))
+            at += _ENTRY.size + fields[10]
+    except (struct.error, UnicodeDecodeError) as error:
+        raise CorruptionError(f"object {key} is damaged: its directory cannot be read ({error}).") from None
+    ends = [*(offset for _, _, offset in found[1:]), start]
+    return {name: (end - nbytes, end) for (name, nbytes, _), end in zip(found, ends, strict=True)}
+
+
+class NeedMore(Exception):
+    """The tail does not reach back to the directory.
+
+    Args:
+        size: bytes from the end that would do.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size = size
+
+
+# The commit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """The record of one commit.
+
+    Attributes:
+        ordinal: of the segment.
+        seq: its number in the segment, from 0.
+        salt: of the segment.
+        time_ns: later than every commit that its writer had seen.
+        n_rows: its rows; 0 marks the end of the segment.
+        rows_end: rows of the segment after it.
+        starts: elements per axis before it.
+        ends: elements per axis after it.
+        catalog: the newest record of the catalog that its writer had seen.
+        sealed: of an end, whether it was put by somebody else than the writer.
+        crc: CRC32C of the values of each array, before compression.
+        before: of the commits before it in its block, `[n_rows, time_ns, *ends]` each; only in the last of a block.
+    """
+
+    ordinal: int
+    seq: int
+    salt: int
+    time_ns: int
+    n_rows: int
+    rows_end: int
+    starts: Mapping[str, int]
+    ends: Mapping[str, int]
+    catalog: int = 0
+    sealed: bool = False
+    crc: Mapping[str, int] = field(default_factory=dict[str, int])
+    before: Sequence[Sequence[int]] = ()
+
+    def to_json(self) -> bytes:
+        """The group's zarr.json."""
+        fields = {"format": FORMAT_NAME, "version": FORMAT_VERSION, "role": "commit", **asdict(self)}
+        doc = {"zarr_format": 3, "node_type": "group", "attributes": fields}
+        return json.dumps(doc, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes, key: str) -> Commit:
+        """Parse the group's zarr.json."""
+        attributes = read_attributes(raw, key, "commit")
+        try:
+            return cls(
+                ordinal=int(attributes["ordinal"]),
+                seq=int(attributes["seq"]),
+                salt=int(attributes["salt"]),
+                time_ns=int(attributes["time_ns"]),
+                n_rows=int(attributes["n_rows"]),
+                rows_end=int(attributes["rows_end"]),
+                starts={str(k): int(v) for k, v in attributes["starts"].items()},
+                ends={str(k): int(v) for k, v in attributes["ends"].items()},
+                catalog=int(attributes["catalog"]),
+                sealed=bool(attributes["sealed"]),
+                crc={str(k): int(v) for k, v in attributes["crc"].items()},
+                before=tuple(tuple(int(v) for v in row) for row in attributes["before"]),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CorruptionError(f"object {key}: the attribute {error} is missing or damaged.") from None
+
+
+def commit_key(name: str, seq: int) -> str:
+    """The object of a commit."""
+    return f"{name}/{seq:08d}.zip"
+
+
+def entry_name(spec: ArraySpec) -> str:
+    """Where the values of an array are in the zip."""
+    return f"{spec.name}/c/{'/'.join('0' for _ in (0, *spec.shape))}"
+
+
+def build(commit: Commit, arrays: Mapping[str, tuple[ArraySpec, npt.NDArray[Any]]], *, compress: bool) -> bytes:
+    """The object of a commit.
+
+    Args:
+        commit: its record.
+        arrays: per array what it is, with its real length, and its values.
+        compress: zstd for chunks of integers, masks and text, where that saves a tenth; floats never gain.
+    """
+    data: list[tuple[str, bytes]] = []
+    docs: list[tuple[str, bytes]] = []
+    for name, (spec, values) in arrays.items():
+        level = None
+        if len(values):
+            raw = values.tobytes()
+            if compress and values.dtype.kind != "f":
+                packed = bytes(zstd().encode(raw))
+                if len(packed) <= WORTH * len(raw):
+                    raw, level = packed, LEVEL
+            data.append((entry_name(spec), raw))
+        docs.append((f"{name}/zarr.json", spec_json(spec, zstd=level, indent=None)))
+    return pack([*data, *docs, ("zarr.json", commit.to_json())])
+
+
+def read_commit(tail: bytes, size: int, key: str) -> Commit:
+    """The record of a commit from the end of its object.
+
+    Raises:
+        CorruptionError: it is damaged.
+        NeedMore: the tail is too short.
+    """
+    start, end = directory(tail, size, key).get("zarr.json", (-1, -1))
+    first = size - len(tail)
+    if 0 <= start < first:
+        raise NeedMore(size - start)
+    raw = tail[start - first : end - first] if start >= 0 else b""
+    found = _entry_crc(tail, b"zarr.json")
+    if start < 0 or zlib.crc32(raw) != found:
+        raise CorruptionError(f"object {key} is damaged: its record does not have its checksum.")
+    return Commit.from_json(raw, key)
+
+
+def _entry_crc(tail: bytes, name: bytes) -> int:
+    """The checksum that the directory has for its last entry."""
+    at = len(tail) - _END.size - _ENTRY.size - len(name)
+    return int(_ENTRY.unpack_from(tail, at)[7]) if at >= 0 else -1
+
+
+def decode(raw: bytes | memoryview, size: int, crc: int, where: str) -> npt.NDArray[np.uint8]:
+    """The bytes of a chunk's values, checked.
+
+    Args:
+        raw: the chunk; one as long as its values holds them as they are, any other is a zstd frame.
+        size: bytes of the values.
+        crc: CRC32C of the values.
+        where: its name, for messages.
+
+    Raises:
+        CorruptionError: the chunk does not hold what was committed.
+    """
+    if len(raw) == size:
+        plain = np.frombuffer(raw, np.uint8)
+        if crc32c(plain) == crc:
+            return plain
+    values = np.empty(size, np.uint8)
+    try:
+        if size:
+            zstd().decode(raw, values)
+    except (RuntimeError, ValueError) as error:
+        raise CorruptionError(f"{where} is damaged: it cannot be decompressed ({error}).") from None
+    if crc32c(values) != crc:
+        raise CorruptionError(
+            f"{where} is damaged: its {size} bytes do not have the checksum of their commit. Restore it from a copy, "
+            "or leave its trajectories out (verify lists them)."
+        )
+    return values
+
+
+def is_canonical(raw: bytes, key: str) -> bool:
+    """Whether an object is, byte for byte, what writing its entries again gives."""
+    places = directory(raw, len(raw), key)
+    return pack([(name, raw[start:end]) for name, (start, end) in places.items()]) == raw

@@ -1,0 +1,559 @@
+"""The medium of immutable objects: a commit is one object, and its put-if-absent is the commit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store.batch import Batch
+from trajectory_store.bucket import Bucket, FolderBucket
+from trajectory_store.errors import CorruptionError, StoreError, WriteFailedError
+from trajectory_store.format import (
+    PRESENT,
+    ArraySpec,
+    Durability,
+    SegmentMeta,
+    crc32c,
+    group_json,
+    offsets_name,
+    read_attributes,
+    segment_name,
+    spec_json,
+)
+from trajectory_store.journal import Entry, State
+from trajectory_store.medium import Claim, Medium, SealedError
+from trajectory_store.objects.archive import BLOCK, LEVEL, TAIL, Commit, build, directory, is_canonical, read_commit
+from trajectory_store.objects.remote import open_bucket
+from trajectory_store.objects.segment import Cache, ObjectSegment
+from trajectory_store.objects.sharded import ShardWriter, sharded_json
+from trajectory_store.ragged import offsets_of
+from trajectory_store.root import Root, fill_root, read_root, taken
+from trajectory_store.segment import Segment
+from trajectory_store.verify import Findings
+
+HEADER = "zarr.json"
+LOOK_AHEAD = 8
+_OLD_S = 60.0
+
+
+def create_objects(target: Any, root: Root, cache_dir: str | os.PathLike[str] | None, cache_bytes: int) -> ObjectMedium:
+    """Make a new store in a bucket.
+
+    Raises:
+        StoreExistsError: there is one already.
+    """
+    bucket = open_bucket(target, durable=root.durability != "process")
+    if isinstance(bucket, FolderBucket):
+        if bucket.root.exists() and (not bucket.root.is_dir() or any(bucket.root.iterdir())):
+            raise taken(bucket.where)
+        bucket.root.mkdir(parents=True, exist_ok=True)
+    fill_root(bucket, root)
+    return ObjectMedium(bucket, root, cache_dir, cache_bytes)
+
+
+def open_objects(
+    target: Any, durability: Durability | None, cache_dir: str | os.PathLike[str] | None, cache_bytes: int
+) -> tuple[Root, ObjectMedium]:
+    """Find a store in a bucket."""
+    root = read_root(open_bucket(target, durable=False))
+    bucket = open_bucket(target, durable=(durability or root.durability) != "process")
+    return root, ObjectMedium(bucket, root, cache_dir, cache_bytes)
+
+
+class ObjectMedium(Medium):
+    """Segments of a store in a bucket.
+
+    Args:
+        bucket: where the objects are.
+        root: the options of the store.
+        cache_dir: where fetched columns go, in a folder that is removed at the end; None for the system's.
+        cache_bytes: how much of them is kept.
+    """
+
+    complete = False
+    whole_segments = True
+
+    def __init__(self, bucket: Bucket, root: Root, cache_dir: str | os.PathLike[str] | None, cache_bytes: int) -> None:
+        self.bucket = bucket
+        self.where = bucket.where
+        self._root = root
+        self._options = cache_dir, cache_bytes
+        if cache_dir is not None:
+            Path(cache_dir).mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="trajectory-store-", dir=cache_dir))
+        self._clean_up = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._cache = Cache(folder, cache_bytes)
+        self._own: dict[int, list[Commit]] = {}
+
+    def fresh(self) -> ObjectMedium:
+        """The same bucket with a cache of its own."""
+        return ObjectMedium(self.bucket, self._root, *self._options)
+
+    # Reading
+
+    def open_segments(self, entries: Sequence[Entry]) -> list[Segment | Exception]:
+        """Open segments for reading."""
+        names = [segment_name(entry.ordinal) for entry in entries]
+        headers = self.bucket.get_many([f"{name}/{HEADER}" for name in names])
+        out: list[Segment | Exception] = []
+        for entry, name, raw in zip(entries, names, headers, strict=True):
+            try:
+                out.append(self._open(entry, name, raw))
+            except StoreError as error:
+                out.append(error)
+        try:
+            found = [s for s in out if isinstance(s, ObjectSegment)]
+            self.refresh(found)
+            self._look_ahead([s for s in found if not s.finished and s.ordinal not in self._own])
+        except StoreError as error:
+            out = [error if isinstance(s, Segment) and not s.records else s for s in out]
+        return out
+
+    def _open(self, entry: Entry, name: str, raw: bytes | None) -> ObjectSegment:
+        if raw is None:
+            raise CorruptionError(f"{name}/{HEADER} is missing, and the catalog says that the segment counts.")
+        attributes = read_attributes(raw, f"{name}/{HEADER}", "segment")
+        meta = SegmentMeta.from_attributes(attributes, name)
+        if (meta.salt, meta.kind, meta.merged) != (entry.salt, entry.kind, entry.merged):
+            raise CorruptionError(f"{name} holds another segment than the catalog says. Put the right one back.")
+        sealed = attributes.get("sealed") if meta.merged else None
+        if meta.merged:
+            check_sealed(sealed, meta, name)
+        return ObjectSegment(self.bucket, self._cache, entry, name, meta, sealed)
+
+    def refresh(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Take in new commits of segments; the requests of all segments are on their way at the same time."""
+        objects = [s for s in segments if isinstance(s, ObjectSegment)]
+        before = {s: s.rows for s in objects}
+        asking: list[ObjectSegment] = []
+        for segment in objects:
+            own = self._own.get(segment.ordinal)
+            if own is None:
+                asking.append(segment)
+                continue
+            for commit in own[segment.records :]:
+                segment.add(commit)
+        wave = 0
+        while asking:
+            seqs = [segment.next_seqs(wave) for segment in asking]
+            keys = [segment.key(seq) for segment, some in zip(asking, seqs, strict=True) for seq in some]
+            tails = iter(self.bucket.tails(keys, TAIL))
+            more: list[ObjectSegment] = []
+            for segment, some in zip(asking, seqs, strict=True):
+                found = [segment.parse(seq, next(tails)) for seq in some]
+                known = segment.records
+                if some and (segment.take(found, some) or (segment.records > known and not segment.finished)):
+                    more.append(segment)
+            asking, wave = more, wave + 1
+        return [s for s in objects if s.rows != before[s]]
+
+    def _look_ahead(self, segments: Sequence[ObjectSegment]) -> None:
+        """Tell the end of a segment from an object that is missing or damaged in its middle."""
+        while segments:
+            keys = [s.key(s.records + i) for s in segments for i in range(1, LOOK_AHEAD + 1)]
+            tails = iter(self.bucket.tails(keys, TAIL))
+            more: list[ObjectSegment] = []
+            for s in segments:
+                first = s.records
+                ahead = [s.parse(first + i, next(tails)) for i in range(1, LOOK_AHEAD + 1)]
+                following = next((c for c in ahead if c is not None), None)
+                if following is None:
+                    continue
+                now = s.parse(first, self.bucket.tails([s.key(first)], TAIL)[0])  # it may have been put meanwhile
+                s.skip_to(following) if now is None else s.add(now)
+                more.append(s)
+            self.refresh(more)
+            segments = [s for s in more if not s.finished]
+
+    def forget(self, segment: Segment) -> None:
+        """Give back the cached columns of a segment that left."""
+        if isinstance(segment, ObjectSegment):
+            self._cache.forget(segment)
+
+    def close(self) -> None:
+        """Remove the cache."""
+        self._clean_up()
+
+    # Writing
+
+    def make_segment(self, meta: SegmentMeta, claim: Claim, least: int) -> ObjectWriter:
+        """Put the metadata of an empty segment under a free number, and enter it in the catalog."""
+        raw = group_json(meta.to_attributes())
+        while True:
+            ordinal = least
+            if not self.bucket.settle(f"{segment_name(ordinal)}/{HEADER}", raw):
+                least = ordinal + 1
+                continue
+            least = claim(ordinal, meta.salt)
+            if least == ordinal:
+                own = self._own[ordinal] = []
+                return ObjectWriter(self.bucket, ordinal, meta, own, compress=self._root.compress)
+
+    def make_merged(self, meta: SegmentMeta, ordinal: int) -> ObjectMerge:
+        """Make a segment of sharded arrays."""
+        return ObjectMerge(self.bucket, ordinal, meta)
+
+    def seal(self, segment: Segment) -> bool:
+        """Put the end of a segment whose writer seems dead; if it lives after all, its next commit finds that out."""
+        if segment.finished or not isinstance(segment, ObjectSegment):
+            return segment.finished
+        if segment.is_live():
+            return False
+        last = segment.elements()
+        end = Commit(
+            ordinal=segment.ordinal,
+            seq=segment.records,
+            salt=segment.meta.salt,
+            time_ns=segment.newest_ns() + 1,
+            n_rows=0,
+            rows_end=segment.rows,
+            starts=last,
+            ends=last,
+            sealed=True,
+        )
+        if self.bucket.settle(segment.key(end.seq), build(end, {}, compress=False)):
+            segment.add(end)
+        else:
+            self.refresh([segment])
+        return segment.finished
+
+    def remove(self, entry: Entry) -> None:
+        """Delete the objects of a segment that no longer counts.
+
+        An end that somebody else than the writer put stays for ever: without it a writer that was stopped for long
+        could still commit at that number, and nobody would see it.
+        """
+        name = segment_name(entry.ordinal)
+        self._delete(name, self.bucket.keys(f"{name}/"))
+
+    def _delete(self, name: str, keys: Sequence[str]) -> None:
+        ends = [key for key in keys if key.endswith(".zip")]
+        kept = {ends[-1]} if ends and self._is_seal(ends[-1]) else set[str]()
+        self.bucket.delete(key for key in keys if key not in kept)
+
+    def _is_seal(self, key: str) -> bool:
+        found = self.bucket.tails([key], TAIL)[0]
+        if found is None:
+            return False
+        try:
+            return read_commit(*found, key).sealed
+        except (StoreError, ValueError):
+            return False
+
+    def sweep(self, state: State) -> None:
+        """Delete objects of segments that no longer count."""
+        counted = {segment_name(entry.ordinal) for entry in state.entries}
+        folders: dict[str, list[str]] = {}
+        for key in self.bucket.keys("seg-"):
+            folders.setdefault(key.partition("/")[0], []).append(key)
+        for name, keys in folders.items():
+            number = name.removeprefix("seg-")
+            if name not in counted and number.isdigit() and int(number) < state.next_ordinal:
+                self._delete(name, keys)
+        if isinstance(self.bucket, FolderBucket):
+            self.bucket.sweep(_OLD_S)
+
+    # Checking
+
+    def check(self, segment: Segment, report: Findings) -> None:
+        """Fetch every object of a segment and recompute its checksums."""
+        if not isinstance(segment, ObjectSegment):
+            raise TypeError(f"{segment.name} is not a segment of a bucket")
+        for problem in segment.damaged:
+            report.problem(f"{segment.name}: {problem}")
+        expected = segment.meta.to_attributes()
+        if segment.sealed is not None:
+            expected["sealed"] = dict(segment.sealed)
+        if self.bucket.get(f"{segment.name}/{HEADER}") != group_json(expected):
+            report.problem(f"{segment.name}: {HEADER} is damaged or missing")
+        if segment.sealed is not None:
+            _check_sealed(self.bucket, segment, segment.sealed, report)
+        else:
+            _check_commits(self.bucket, segment, report)
+
+
+def check_sealed(sealed: Any, meta: SegmentMeta, name: str) -> None:
+    """Refuse a merged segment whose metadata cannot be right."""
+    try:
+        rows, ends, crc = int(sealed["rows"]), dict(sealed["ends"]), dict(sealed["crc"])
+        good = 0 <= rows <= meta.rows_cap and all(0 <= int(ends[a]) <= meta.elems_cap[a] for a in meta.schema.axes)
+        good = good and all(isinstance(crc[spec.name], int) for spec in meta.arrays())
+    except (KeyError, TypeError, ValueError):
+        good = False
+    if not good:
+        raise CorruptionError(f"{name}/{HEADER}: the attribute 'sealed' is missing or damaged.")
+
+
+def _check_sealed(bucket: Bucket, segment: ObjectSegment, sealed: Mapping[str, Any], report: Findings) -> None:
+    bad = False
+    for spec in segment.meta.arrays():
+        if bucket.get(f"{segment.name}/{spec.name}/zarr.json") != sharded_json(spec):
+            report.problem(f"{segment.name}/{spec.name}/zarr.json is damaged or missing")
+        try:
+            report.bytes += segment.sealed_values(spec.name, sealed).nbytes
+        except (StoreError, OSError) as error:
+            bad = True
+            report.problem(
+                f"{segment.name}: {error}" if isinstance(error, StoreError) else f"object {error} is missing"
+            )
+    report.rows += segment.rows
+    if bad:
+        try:
+            report.damaged(segment.row_ids(0, segment.rows))
+        except (StoreError, OSError):
+            report.problem(f"{segment.name}: its ids cannot be read")
+
+
+def _check_commits(bucket: Bucket, segment: ObjectSegment, report: Findings) -> None:
+    there = {key for key in bucket.keys(f"{segment.name}/") if key.endswith(".zip")}
+    for seq, brief in enumerate(segment.history):
+        key = segment.key(seq)
+        raw = bucket.get(key) if key in there else None
+        wrong = f"object {key} is missing" if raw is None else _wrong_in(raw, segment, seq, report)
+        if wrong:
+            report.problem(f"{segment.name}: {wrong}")
+            first = brief.rows_end - brief.n_rows
+            if segment.meta.kind == "rows":
+                report.damaged(segment.row_ids(first, brief.rows_end))
+        else:
+            report.rows += brief.n_rows
+    last = max((int(key[-12:-4]) for key in there if key[-12:-4].isdigit()), default=-1)
+    if last >= segment.records and not segment.is_live():
+        report.problem(f"{segment.name}: commit {segment.records} is missing or damaged, and commit {last} is there")
+
+
+def _wrong_in(raw: bytes, segment: ObjectSegment, seq: int, report: Findings) -> str:
+    """What is wrong with the object of a commit, in words; empty where nothing is."""
+    key, brief = segment.key(seq), segment.history[seq]
+    try:
+        commit = read_commit(raw, len(raw), key)
+        places = directory(raw, len(raw), key)
+        if not is_canonical(raw, key) or commit.to_json() != raw[slice(*places["zarr.json"])]:
+            return f"object {key} is damaged: it is not what its writer put"
+        report.catalog_numbers.add(commit.catalog)
+        stated = (commit.ordinal, commit.seq, commit.salt, commit.n_rows, commit.rows_end)
+        if stated != (segment.ordinal, seq, segment.meta.salt, brief.n_rows, brief.rows_end):
+            return f"object {key} is another commit than its place says"
+        for name, spec in segment.specs.items():
+            if not brief.n_rows:
+                continue
+            report.bytes += segment.values_in(raw, commit, spec).nbytes
+            doc = raw[slice(*places[f"{name}/zarr.json"])]
+            shaped = spec._replace(capacity=segment.extent(spec, seq)[0])
+            if doc not in (spec_json(shaped, zstd=level, indent=None) for level in (None, LEVEL)):
+                return f"object {key}: {name}/zarr.json is damaged"
+    except (StoreError, KeyError) as error:
+        return str(error)
+    return ""
+
+
+# A writer
+
+
+class ObjectWriter:
+    """Appends commits to one segment in a bucket.
+
+    Args:
+        bucket: where it is.
+        ordinal: its number.
+        meta: what it says about itself.
+        own: gets every commit, for the readers of this process.
+        compress: zstd for chunks that gain from it.
+    """
+
+    def __init__(self, bucket: Bucket, ordinal: int, meta: SegmentMeta, own: list[Commit], *, compress: bool) -> None:
+        self.ordinal = ordinal
+        self.meta = meta
+        self.rows: int = 0
+        self.records: int = 0
+        self._bucket = bucket
+        self._own = own
+        self._compress = compress
+        self._name = segment_name(ordinal)
+        self._last_time: int = 0
+        self._ends: dict[str, int] = dict.fromkeys(meta.schema.axes, 0)
+        self._specs = {spec.name: spec for spec in meta.arrays()}
+        self._pending: tuple[Commit, bytes] | None = None
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the outcome of the last commit is not known."""
+        return self._pending is not None
+
+    def has_room(self, batch: Batch) -> bool:
+        """Whether a batch still fits."""
+        fitted = batch.fitted(self.meta.schema)
+        inside = (self._ends[a] + int(fitted.lengths[a].sum()) <= self.meta.elems_cap[a] for a in self._ends)
+        return self.rows + batch.n_rows <= self.meta.rows_cap and all(inside)
+
+    def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
+        """Put the object of a commit; returns its first row."""
+        arrays = self._arrays(batch)
+        starts, ends = dict(self._ends), dict(self._ends)
+        for axis in ends:
+            ends[axis] += int(batch.lengths[axis].sum())
+        commit = Commit(
+            ordinal=self.ordinal,
+            seq=self.records,
+            salt=self.meta.salt,
+            time_ns=max(time_ns, self._last_time + 1),
+            n_rows=batch.n_rows,
+            rows_end=self.rows + batch.n_rows,
+            starts=starts,
+            ends=ends,
+            catalog=catalog,
+            crc={name: crc32c(values.view(np.uint8)) for name, (_, values) in arrays.items()},
+            before=self._block(),
+        )
+        self._pending = commit, build(commit, arrays, compress=self._compress)
+        return self._settle()
+
+    def resolve(self, batch: Batch) -> int | None:
+        """Find out what became of a commit in doubt; its first row, if it holds just these rows and is there now.
+
+        Raises:
+            WriteFailedError: it still cannot be found out.
+        """
+        if self._pending is None:
+            return None
+        commit = self._pending[0]
+        first = self._settle()
+        arrays = self._arrays(batch.fitted(self.meta.schema))
+        same = commit.n_rows == batch.n_rows and all(
+            commit.crc[name] == crc32c(values.view(np.uint8)) for name, (_, values) in arrays.items()
+        )
+        return first if same else None
+
+    def _settle(self) -> int:
+        commit, raw = self._pending or (None, b"")
+        if commit is None:
+            raise WriteFailedError(None, "there is no commit to settle", self._bucket.where)
+        if not self._bucket.settle(f"{self._name}/{commit.seq:08d}.zip", raw):
+            self._pending = None
+            raise SealedError(f"{self._name} was ended by another process")
+        self._pending = None
+        self.rows, self._ends, self._last_time = commit.rows_end, dict(commit.ends), commit.time_ns
+        self.records += 1
+        self._own.append(commit)
+        return commit.rows_end - commit.n_rows
+
+    def _block(self) -> list[list[int]]:
+        if self.records % BLOCK != BLOCK - 1:
+            return []
+        return [[c.n_rows, c.time_ns, *c.ends.values()] for c in self._own[1 - BLOCK :]]
+
+    def _arrays(self, batch: Batch) -> dict[str, tuple[ArraySpec, npt.NDArray[Any]]]:
+        """Every array of a commit: columns, offsets from 0, presence, internal rows."""
+        schema = self.meta.schema
+        values: dict[str, npt.NDArray[Any]] = {column.name: batch.values[column.name] for column in schema}
+        for axis in schema.axes:
+            values[offsets_name(axis)] = offsets_of(batch.lengths[axis])
+        if self.meta.has_present:
+            values[PRESENT] = batch.present(schema)
+        for name in self.meta.internal_rows():
+            values[name] = batch.extra[name]
+        out: dict[str, tuple[ArraySpec, npt.NDArray[Any]]] = {}
+        for name, array in values.items():
+            spec = self._specs[name]
+            width = spec.itemsize // spec.dtype.itemsize
+            out[name] = spec._replace(capacity=len(array) // width), array
+        return out
+
+    def wait_durable(self, records: int) -> None:
+        """A put that was answered has the promise of its bucket."""
+
+    def sync(self) -> None:
+        """Everything that was acknowledged is safe already."""
+
+    def finish(self) -> None:
+        """Put the end of the segment; one that cannot be put is put by whoever tidies up."""
+        if self._pending is not None or not self.records:
+            return
+        end = Commit(
+            ordinal=self.ordinal,
+            seq=self.records,
+            salt=self.meta.salt,
+            time_ns=self._last_time + 1,
+            n_rows=0,
+            rows_end=self.rows,
+            starts=dict(self._ends),
+            ends=dict(self._ends),
+            before=self._block(),
+        )
+        try:
+            if self._bucket.settle(f"{self._name}/{end.seq:08d}.zip", build(end, {}, compress=False)):
+                self._own.append(end)
+        except StoreError:
+            return
+
+    def abandon(self) -> None:
+        """Nothing is open."""
+
+
+class ObjectMerge:
+    """Writes merged rows as sharded arrays.
+
+    Args:
+        bucket: where they go.
+        ordinal: of the new segment.
+        meta: what it says about itself.
+    """
+
+    def __init__(self, bucket: Bucket, ordinal: int, meta: SegmentMeta) -> None:
+        self._bucket = bucket
+        self._meta = meta
+        self._name = segment_name(ordinal)
+        self.entry = Entry(ordinal, meta.kind, meta.salt, merged=True)
+        self._writers: dict[str, ShardWriter] = {}
+        self._specs = {spec.name: spec for spec in meta.arrays()}
+        self._rows = 0
+        self._ends = dict.fromkeys(meta.schema.axes, 0)
+
+    def write(self, batch: Batch, time_ns: int) -> None:
+        """Write some rows behind those before."""
+        schema = self._meta.schema
+        batch = batch.fitted(schema)
+        for column in schema:
+            self._write(column.name, batch.values[column.name])
+        for axis in schema.axes:
+            edges = offsets_of(batch.lengths[axis]) + self._ends[axis]
+            self._write(offsets_name(axis), edges if not self._rows else edges[1:])
+            self._ends[axis] = int(edges[-1])
+        if self._meta.has_present:
+            self._write(PRESENT, batch.present(schema))
+        for name in self._meta.internal_rows():
+            self._write(name, batch.extra[name])
+        self._rows += batch.n_rows
+
+    def _write(self, name: str, values: npt.NDArray[Any]) -> None:
+        writer = self._writers.get(name)
+        if writer is None:
+            writer = self._writers[name] = ShardWriter(self._name, self._specs[name], self._bucket.put)
+        writer.write(values)
+
+    def finish(self) -> Entry:
+        """Put what is left, and the metadata last."""
+        for writer in self._writers.values():
+            writer.finish()
+        sealed = {"rows": self._rows, "ends": self._ends, "crc": {n: w.crc for n, w in self._writers.items()}}
+        exact = replace(self._meta, rows_cap=self._rows, elems_cap=self._ends)
+        raw = group_json({**exact.to_attributes(), "sealed": sealed})
+        if not self._bucket.settle(f"{self._name}/{HEADER}", raw):
+            raise WriteFailedError(None, f"{self._name} was made by another process", self._bucket.where)
+        return replace(self.entry, rows=self._rows)
+
+    def discard(self) -> None:
+        """Delete what was written."""
+        try:
+            self._bucket.delete(self._bucket.keys(f"{self._name}/"))
+        except StoreError:
+            return

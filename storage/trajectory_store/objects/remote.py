@@ -1,0 +1,277 @@
+"""Buckets beyond a local folder: obstore's stores, and any zarr `Store`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from trajectory_store.bucket import Bucket, FolderBucket, Transient
+from trajectory_store.errors import ReadFailedError, SchemaError, StoreError, WriteFailedError
+
+IN_FLIGHT = 64
+READ_TRIES = 8
+SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def open_bucket(target: Any, *, durable: bool) -> Bucket:
+    """The bucket that a path, a URL, an obstore store or a zarr `Store` names.
+
+    Raises:
+        SchemaError: a URL of a kind that no store can be kept at.
+        StoreError: a package is missing.
+    """
+    if isinstance(target, Path) or (isinstance(target, str) and "://" not in target):
+        return FolderBucket(Path(target), durable=durable)
+    if isinstance(target, str):
+        scheme, _, rest = target.partition("://")
+        if scheme == "file":
+            return FolderBucket(Path("/" + rest.lstrip("/")), durable=durable)
+        if scheme not in SCHEMES:
+            raise SchemaError(
+                f"no trajectory store can be kept at {target}: a URL begins with one of {', '.join(SCHEMES)}. For a "
+                "store in memory give obstore.store.MemoryStore() itself, for a folder its path."
+            )
+        return ObstoreBucket(_from_url(target), target)
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(cast("object", target)).__mro__}
+    if any(name.startswith("zarr.") and name.endswith(".Store") for name in names):
+        if any(name.endswith(".LocalStore") for name in names):
+            return FolderBucket(Path(target.root), durable=durable)
+        if any(name.endswith(".ObjectStore") for name in names):
+            return ObstoreBucket(target.store, str(target))
+        return ZarrBucket(target)
+    if any(name.startswith("obstore.") for name in names):
+        return ObstoreBucket(target, str(target))
+    raise SchemaError(f"{target!r} is no path, URL, obstore store or zarr Store.")
+
+
+def _from_url(url: str) -> Any:
+    try:
+        stores: Any = importlib.import_module("obstore.store")
+    except ImportError as error:
+        raise StoreError(f"{url} needs the package obstore. Install it with `pip install obstore`.") from error
+    from datetime import timedelta
+
+    retry = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
+    return stores.from_url(url, retry_config=retry)
+
+
+class _Parallel(Bucket):
+    """Requests that take a while, several at a time."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    def _each(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        if len(items) < 2:
+            return [call(item) for item in items]
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="trajectory-objects")
+        return list(self._pool.map(call, items))
+
+    def _again(self, call: Callable[[], R], what: str) -> R:
+        """Repeat a request that may fail for a while and changes nothing."""
+        for attempt in range(READ_TRIES):
+            try:
+                return call()
+            except FileNotFoundError:
+                raise
+            except Transient as error:
+                if attempt == READ_TRIES - 1:
+                    raise ReadFailedError(None, f"{what} failed: {error}", self.where) from error
+                time.sleep(0.05 * 2**attempt)
+        raise AssertionError("unreachable")
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Get objects at the same time; None for those that are not there."""
+
+        def one(key: str) -> bytes | None:
+            try:
+                return self._again(lambda: self._get(key), f"reading {key}")
+            except FileNotFoundError:
+                return None
+
+        return self._each(one, keys)
+
+    def tails(self, keys: Sequence[str], size: int) -> list[tuple[bytes, int] | None]:
+        """Of each object the last bytes and its whole size."""
+
+        def one(key: str) -> tuple[bytes, int] | None:
+            try:
+                return self._again(lambda: self._tail(key, size), f"reading {key}")
+            except FileNotFoundError:
+                return None
+
+        return self._each(one, keys)
+
+    def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Some ranges of bytes of one object: it is fetched whole, as most of it is wanted."""
+        raw = self.get(key)
+        if raw is None:
+            raise FileNotFoundError(key)
+        return [raw[start:stop] for start, stop in spans]
+
+    def _get(self, key: str) -> bytes:
+        raise NotImplementedError
+
+    def _tail(self, key: str, size: int) -> tuple[bytes, int]:
+        raise NotImplementedError
+
+
+class ObstoreBucket(_Parallel):
+    """Objects behind obstore: S3, Google Cloud Storage, Azure, memory.
+
+    Args:
+        store: an obstore store.
+        where: its address, for messages.
+    """
+
+    def __init__(self, store: Any, where: str) -> None:
+        super().__init__()
+        self.store = store
+        self.where = where
+        self._obs: Any = importlib.import_module("obstore")
+        self._errors: Any = importlib.import_module("obstore.exceptions")
+
+    def _call(self, call: Callable[[], R]) -> R:
+        try:
+            return call()
+        except FileNotFoundError:
+            raise
+        except self._errors.NotFoundError as error:
+            raise FileNotFoundError(str(error)) from None
+        except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError) as error:
+            raise WriteFailedError(
+                None, f"the object store refuses: {error}. Check the credentials", self.where
+            ) from error
+        except (self._errors.BaseError, OSError) as error:
+            raise Transient(str(error)) from error
+
+    def put_new(self, key: str, data: bytes) -> bool:
+        """Put an object unless there is one with this key; a client that repeats may find its own."""
+        try:
+            self._call(lambda: self._obs.put(self.store, key, data, mode="create", use_multipart=False))
+        except Transient as error:
+            if isinstance(error.__cause__, self._errors.AlreadyExistsError):
+                return False
+            raise
+        return True
+
+    def put(self, key: str, data: bytes) -> None:
+        """Put an object under a key that nobody else uses."""
+        self._again(lambda: self._call(lambda: self._obs.put(self.store, key, data)), f"putting {key}")
+
+    def _get(self, key: str) -> bytes:
+        return self._call(lambda: bytes(self._obs.get(self.store, key).bytes()))
+
+    def _tail(self, key: str, size: int) -> tuple[bytes, int]:
+        found = self._call(lambda: self._obs.get(self.store, key, options={"range": {"suffix": size}}))
+        return self._call(lambda: bytes(found.bytes())), int(found.meta["size"])
+
+    def keys(self, prefix: str, after: str = "") -> list[str]:
+        """List keys; the listing is asked to begin behind `after`."""
+
+        def all_pages() -> list[str]:
+            pages = self._obs.list(self.store, prefix.rpartition("/")[0] or None, offset=after or None)
+            return [str(item["path"]) for page in pages for item in page]
+
+        found = self._again(lambda: self._call(all_pages), f"listing {prefix}")
+        return sorted(key for key in found if key.startswith(prefix) and key > after)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; those that are not there are fine."""
+
+        def one(key: str) -> None:
+            try:
+                self._again(lambda: self._call(lambda: self._obs.delete(self.store, key)), f"deleting {key}")
+            except (FileNotFoundError, ReadFailedError):
+                return
+
+        self._each(one, list(keys))
+
+
+def _prototype() -> Any:
+    return importlib.import_module("zarr.core.buffer").default_buffer_prototype()
+
+
+class ZarrBucket(_Parallel):
+    """Objects in any zarr `Store`; put-if-absent is as safe as that store makes it.
+
+    Args:
+        store: a zarr store.
+    """
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self.store = store
+        self.where = str(store)
+
+    def _run(self, work: Coroutine[Any, Any, R]) -> R:
+        try:
+            return importlib.import_module("zarr.core.sync").sync(work)
+        except (StoreError, FileNotFoundError):
+            raise
+        except (OSError, ValueError, RuntimeError) as error:
+            if getattr(self.store, "read_only", False):
+                raise WriteFailedError(None, f"the store is open for reading only: {error}", self.where) from error
+            raise Transient(str(error)) from error
+
+    def _buffer(self, data: bytes) -> Any:
+        return _prototype().buffer.from_bytes(data)
+
+    def put_new(self, key: str, data: bytes) -> bool:
+        """Put an object unless there is one, and look whose it is."""
+        self._run(self.store.set_if_not_exists(key, self._buffer(data)))
+        return self._get(key) == data
+
+    def put(self, key: str, data: bytes) -> None:
+        """Put an object under a key that nobody else uses."""
+        self._again(lambda: self._run(self.store.set(key, self._buffer(data))), f"putting {key}")
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Get objects at the same time; None for those that are not there."""
+
+        async def every() -> list[bytes | None]:
+            gate = asyncio.Semaphore(IN_FLIGHT)
+
+            async def one(key: str) -> bytes | None:
+                async with gate:
+                    return await self._fetch(key)
+
+            return list(await asyncio.gather(*(one(key) for key in keys)))
+
+        return self._again(lambda: self._run(every()), f"reading {keys[0]}") if keys else []
+
+    async def _fetch(self, key: str) -> bytes | None:
+        found = await self.store.get(key, _prototype())
+        return None if found is None else found.to_bytes()
+
+    def _get(self, key: str) -> bytes:
+        found = self._run(self._fetch(key))
+        if found is None:
+            raise FileNotFoundError(key)
+        return found
+
+    def _tail(self, key: str, size: int) -> tuple[bytes, int]:
+        whole = self._get(key)
+        return whole[-size:], len(whole)
+
+    def keys(self, prefix: str, after: str = "") -> list[str]:
+        """List keys."""
+
+        async def every() -> list[str]:
+            return [key async for key in self.store.list_prefix(prefix)]
+
+        found = self._again(lambda: self._run(every()), f"listing {prefix}")
+        return sorted(key for key in found if key > after)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects."""
+        for key in keys:
+            self._again(lambda key=key: self._run(self.store.delete(key)), f"deleting {key}")

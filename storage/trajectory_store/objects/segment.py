@@ -1,0 +1,427 @@
+"""Reading a segment whose commits are objects: its columns are fetched into files of the layout of a local segment.
+
+Sampling runs from maps of these files, so a reader of an object store is as fast as one of a local disk once it has
+fetched what it reads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store import fs
+from trajectory_store.bucket import Bucket
+from trajectory_store.errors import CorruptionError, SegmentGoneError
+from trajectory_store.format import KIND_ROWS, RECORD_DTYPE, ArraySpec, SegmentMeta, chunk_path, crc32c
+from trajectory_store.journal import Entry
+from trajectory_store.maps import PreadBytes, open_file
+from trajectory_store.objects.archive import (
+    BLOCK,
+    TAIL,
+    Commit,
+    NeedMore,
+    commit_key,
+    decode,
+    directory,
+    entry_name,
+    read_commit,
+)
+from trajectory_store.objects.sharded import read_sharded
+from trajectory_store.ragged import Int64Array
+from trajectory_store.segment import Segment
+
+ABANDONED_AFTER_S = 3600.0
+FETCHED = 64
+"""Objects of one wave: as many as are on their way, or held in memory, at the same time."""
+
+
+class Brief(NamedTuple):
+    """What a reader keeps of each commit."""
+
+    n_rows: int
+    rows_end: int
+    time_ns: int
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+class Cache:
+    """Files of fetched columns, within a budget.
+
+    Args:
+        folder: where they are.
+        max_bytes: how much is kept; the columns that were used longest ago go first.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder = folder
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._used: dict[tuple[ObjectSegment, str], int] = {}
+
+    def touch(self, segment: ObjectSegment, name: str, fetched: int) -> None:
+        """Note a use, and make room."""
+        before = self._used.pop((segment, name), 0)
+        self._used[segment, name] = before + fetched
+        self._bytes += fetched
+        for key in list(self._used):
+            if self._bytes <= self._max_bytes or key == (segment, name):
+                break
+            self._bytes -= self._used.pop(key)
+            key[0].drop(key[1])
+
+    def forget(self, segment: ObjectSegment) -> None:
+        """Drop everything of a segment that is gone."""
+        for key in [k for k in self._used if k[0] is segment]:
+            self._bytes -= self._used.pop(key)
+            segment.drop(key[1])
+
+
+class ObjectSegment(Segment):
+    """A segment in a bucket.
+
+    Args:
+        bucket: where it is.
+        cache: where fetched columns go.
+        entry: what the catalog says of it.
+        name: the prefix of its objects.
+        meta: what its metadata says.
+        sealed: of a merged segment, its rows, elements and checksums.
+    """
+
+    def __init__(
+        self, bucket: Bucket, cache: Cache, entry: Entry, name: str, meta: SegmentMeta, sealed: Mapping[str, Any] | None
+    ) -> None:
+        super().__init__(entry.ordinal, name, meta)
+        self.bucket = bucket
+        self._cache = cache
+        self._folder = cache.folder / f"{name}-{entry.salt:08x}"
+        self._axes = tuple(meta.schema.axes)
+        self.history: list[Brief] = []
+        self.damaged: list[str] = []
+        self.sealed = sealed
+        self._lock = threading.RLock()
+        self._whole = meta.merged or meta.kind == "update"
+        self._wanted = np.zeros(64, bool)
+        self._edges: Int64Array = np.empty(0, np.int64)
+        self._version = 0
+        self._fetched: dict[str, npt.NDArray[np.bool_]] = {}
+        self._current: dict[str, int] = {}
+        self._known: dict[int, tuple[dict[str, tuple[int, int]], Mapping[str, int]]] = {}
+        if sealed is not None:
+            ends = tuple(int(sealed["ends"][axis]) for axis in self._axes)
+            rows = int(sealed["rows"])
+            self._add(Brief(rows, rows, meta.created_ns, (0,) * len(ends), ends))
+            self.finished = True
+
+    # Commits
+
+    def add(self, commit: Commit) -> None:
+        """Take in the next commit, and those of its block that it tells of."""
+        first = commit.seq - len(commit.before)
+        for i, row in enumerate(commit.before):
+            if first + i == self.records:
+                n_rows, time_ns, *ends = (int(v) for v in row)
+                last = self.history[-1] if self.history else None
+                starts = last.ends if last else (0,) * len(self._axes)
+                self._add(Brief(n_rows, (last.rows_end if last else 0) + n_rows, time_ns, starts, tuple(ends)))
+        if commit.seq != self.records:
+            return
+        starts = tuple(commit.starts[axis] for axis in self._axes)
+        ends = tuple(commit.ends[axis] for axis in self._axes)
+        self._add(Brief(commit.n_rows, commit.rows_end, commit.time_ns, starts, ends))
+        self.finished |= commit.n_rows == 0
+
+    def skip_to(self, following: Commit) -> None:
+        """Commits are missing or cannot be read: the one behind them says what they must have held."""
+        last = self.history[-1] if self.history else Brief(0, 0, 0, (0,) * len(self._axes), (0,) * len(self._axes))
+        rows_end = following.rows_end - following.n_rows
+        ends = tuple(following.starts[axis] for axis in self._axes)
+        for seq in range(self.records, following.seq):
+            key = self.key(seq)
+            if key not in self._unreadable:
+                self.damaged.append(f"object {key} is missing.")
+            n_rows = rows_end - last.rows_end
+            self._add(Brief(n_rows, rows_end, last.time_ns, last.ends, ends))
+            last = self.history[-1]
+        self.add(following)
+
+    def _add(self, brief: Brief) -> None:
+        if brief.n_rows < 0 or brief.rows_end > self.meta.rows_cap:
+            raise CorruptionError(f"{self.name}: a commit covers {brief.rows_end} rows of {self.meta.rows_cap}.")
+        self.history.append(brief)
+        self.records += 1
+        if self.records > len(self._wanted):
+            self._wanted = np.concatenate([self._wanted, np.zeros_like(self._wanted)])
+        if self._whole:
+            self._wanted[self.records - 1] = True
+            self._version += 1
+        self.rows = brief.rows_end
+
+    def next_seqs(self, wave: int) -> list[int]:
+        """The commits to ask for: the next ones, and the ends of the blocks ahead."""
+        if self.finished:
+            return []
+        width = min(8**wave, FETCHED)
+        block = self.records - self.records % BLOCK + BLOCK - 1
+        ahead = [block + BLOCK * i for i in range(width)] if wave or not self.records else []
+        return sorted({*range(self.records, self.records + width), *ahead})
+
+    def take(self, found: Sequence[Commit | None], seqs: Sequence[int]) -> bool:
+        """Take in what was found; returns whether there may be more."""
+        commits = {c.seq: c for c in found if c is not None}
+        while not self.finished:
+            n = self.records
+            block = n - n % BLOCK + BLOCK - 1
+            commit = commits.get(block) or commits.get(n)
+            if commit is None:
+                break
+            self.add(commit)
+        return not self.finished and bool(commits) and max(commits) == max(seqs)
+
+    def key(self, seq: int) -> str:
+        """The object of a commit."""
+        return commit_key(self.name, seq)
+
+    def parse(self, seq: int, found: tuple[bytes, int] | None) -> Commit | None:
+        """The record in the end of an object; None where there is no such object, or it is damaged."""
+        key = self.key(seq)
+        if found is None:
+            return None
+        try:
+            try:
+                commit = read_commit(*found, key)
+            except NeedMore as more:
+                again = self.bucket.tails([key], more.size)[0]
+                if again is None:
+                    return None
+                commit = read_commit(*again, key)
+            if (commit.ordinal, commit.seq, commit.salt) != (self.ordinal, seq, self.meta.salt):
+                raise CorruptionError(f"object {key} is another commit than its name says.")
+            return commit
+        except (CorruptionError, NeedMore, ValueError) as error:
+            if key not in self._unreadable:
+                self.damaged.append(f"{error}")
+            return None
+
+    @property
+    def _unreadable(self) -> set[str]:
+        return {message.split(" ")[1] for message in self.damaged if message.startswith("object ")}
+
+    def refresh(self) -> bool:
+        """The medium follows all segments at once."""
+        return False
+
+    def commits(self, start: int = 0) -> npt.NDArray[Any]:
+        """The commits of rows from number `start` on."""
+        rows = [(start + i, c) for i, c in enumerate(self.history[start:]) if c.n_rows]
+        table = np.zeros(len(rows), RECORD_DTYPE)
+        table["kind"] = KIND_ROWS
+        table["seq"] = [seq for seq, _ in rows]
+        for name in ("time_ns", "rows_end", "n_rows"):
+            table[name] = [getattr(c, name) for _, c in rows]
+        return table
+
+    def elements(self) -> dict[str, int]:
+        """Per axis the number of elements in use."""
+        ends = self.history[-1].ends if self.history else (0,) * len(self._axes)
+        return dict(zip(self._axes, ends, strict=True))
+
+    def newest_ns(self) -> int:
+        """The time of the newest commit seen."""
+        return self.history[-1].time_ns if self.history and not self.meta.merged else 0
+
+    def is_live(self) -> bool:
+        """Whether a writer may still append: not finished, and its last commit is young."""
+        if self.finished:
+            return False
+        last = self.history[-1].time_ns if self.history else self.meta.created_ns
+        return abs(time.time_ns() - last) < ABANDONED_AFTER_S * 1e9
+
+    def disk_bytes(self) -> int:
+        """The bytes of the values, before compression."""
+        ends = self.elements()
+        total = 8 * self.rows * len(ends)
+        for column in self.schema:
+            count = self.rows if column.axis is None else ends[column.axis] * column.width
+            total += count * column.np_dtype.itemsize
+        return total
+
+    # Fetching
+
+    def want(self, rows: Int64Array) -> None:
+        """Note that these rows will be read: their commits are fetched with the next array that is asked for."""
+        if self._whole or not len(rows):
+            return
+        if len(self._edges) != self.records:
+            self._edges = np.array([c.rows_end for c in self.history], np.int64)
+        seqs = np.searchsorted(self._edges, rows, side="right")
+        if not self._wanted[seqs].all():
+            self._wanted[seqs] = True
+            self._version += 1
+
+    def raw(self, name: str) -> memoryview | PreadBytes:
+        """The bytes of an array, fetched for the commits of all rows that were wanted so far.
+
+        Updates and merged segments are fetched whole.
+        """
+        fetched = 0
+        with self._lock:
+            if self._current.get(name) != self._version:
+                version = self._version
+                fetched = self._fetch(name)
+                self._current[name] = version
+            self._cache.touch(self, name, fetched)
+            return super().raw(name)
+
+    def _open(self, name: str) -> memoryview | PreadBytes:
+        spec = self.specs[name]
+        return open_file(self._file(name), spec.capacity * spec.itemsize, "mmap")
+
+    def _file(self, name: str) -> Path:
+        spec = self.specs[name]
+        path = chunk_path(self._folder, name, spec.shape)
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fs.create_sized(path, spec.capacity * spec.itemsize, preallocate=False)
+        return path
+
+    def _fetch(self, name: str) -> int:
+        """Fetch what is wanted and not there yet; returns the bytes."""
+        wanted = self._missing(name)
+        seqs = [seq for seq in np.flatnonzero(wanted).tolist() if seq < self.records and self.history[seq].n_rows]
+        self._file(name)
+        if not seqs:
+            return 0
+        try:
+            if self.sealed is not None:
+                return self._fetch_sealed(name, self.sealed)
+            if self.bucket.local:
+                return sum(self._land(seq, [name], None) for seq in seqs)
+            total = 0
+            for first in range(0, len(seqs), FETCHED):
+                part = seqs[first : first + FETCHED]
+                for seq, raw in zip(part, self.bucket.get_many([self.key(s) for s in part]), strict=True):
+                    if raw is None:
+                        raise FileNotFoundError(self.key(seq))
+                    total += self._land(seq, list(self.specs), raw)
+            return total
+        except BaseException as error:
+            if not self._whole:  # the next read may be of other rows
+                self._wanted[seqs] = False
+                self._version += 1
+            if not isinstance(error, FileNotFoundError):
+                raise
+            raise SegmentGoneError(
+                f"object {error} was evicted or compacted away before it was read. Call refresh(), and take ids from "
+                "ids()."
+            ) from None
+
+    def _missing(self, name: str) -> npt.NDArray[np.bool_]:
+        wanted = self._wanted.copy()
+        done = self._fetched.get(name)
+        if done is not None:
+            wanted[: len(done)] &= ~done
+        return wanted
+
+    def _note_fetched(self, name: str, seq: int) -> None:
+        done = self._fetched.get(name)
+        if done is None or len(done) <= seq:
+            grown = np.zeros(max(len(self._wanted), seq + 1), bool)
+            if done is not None:
+                grown[: len(done)] = done
+            done = self._fetched[name] = grown
+        done[seq] = True
+
+    def _land(self, seq: int, names: Sequence[str], raw: bytes | None) -> int:
+        """Put the values of some arrays of a commit where they belong; returns the bytes."""
+        key, total = self.key(seq), 0
+        places, crcs = self._contents(seq, raw)
+        for name in names:
+            spec = self.specs[name]
+            count, start = self.extent(spec, seq)
+            size = count * spec.itemsize
+            if size:
+                place = self._place(key, places, spec)
+                chunk = raw[place[0] : place[1]] if raw is not None else self.bucket.ranges(key, [place])[0]
+                values = decode(chunk, size, crcs.get(name, -1), f"object {key}").view(spec.dtype)
+                if name.endswith(".offsets"):  # these count from the start of the segment there
+                    values = values + self.history[seq].starts[self._axes.index(name.removesuffix(".offsets"))]
+                with self._file(name).open("r+b") as file:
+                    fs.pwrite(file.fileno(), values.view(np.uint8), start * spec.itemsize)
+                total += size
+            self._note_fetched(name, seq)
+        return total
+
+    @staticmethod
+    def _place(key: str, places: Mapping[str, tuple[int, int]], spec: ArraySpec) -> tuple[int, int]:
+        place = places.get(entry_name(spec))
+        if place is None:
+            raise CorruptionError(f"object {key} is damaged: it lacks the array {spec.name}.")
+        return place
+
+    def values_in(self, raw: bytes, commit: Commit, spec: ArraySpec) -> npt.NDArray[Any]:
+        """The values of an array in the whole object of a commit, checked."""
+        key, size = self.key(commit.seq), self.extent(spec, commit.seq)[0] * spec.itemsize
+        if not size:
+            return np.empty(0, spec.dtype)
+        start, end = self._place(key, directory(raw, len(raw), key), spec)
+        return decode(raw[start:end], size, commit.crc.get(spec.name, -1), f"object {key}").view(spec.dtype)
+
+    def _contents(self, seq: int, raw: bytes | None) -> tuple[dict[str, tuple[int, int]], Mapping[str, int]]:
+        """Where the arrays are in the object of a commit, and their checksums."""
+        key = self.key(seq)
+        if raw is not None:
+            return directory(raw, len(raw), key), read_commit(raw, len(raw), key).crc
+        known = self._known.get(seq)
+        if known is None:
+            size = TAIL
+            while known is None:
+                found = self.bucket.tails([key], size)[0]
+                if found is None:
+                    raise FileNotFoundError(key)
+                try:
+                    known = directory(*found, key), read_commit(*found, key).crc
+                except NeedMore as more:
+                    size = more.size
+            self._known[seq] = known
+        return known
+
+    def extent(self, spec: ArraySpec, seq: int) -> tuple[int, int]:
+        """How many elements of an array a commit has, and where they begin in the segment."""
+        brief = self.history[seq]
+        first = brief.rows_end - brief.n_rows
+        if spec.name in self.schema and (axis := self.schema[spec.name].axis) is not None:
+            at = self._axes.index(axis)
+            return brief.ends[at] - brief.starts[at], brief.starts[at]
+        return brief.n_rows + (spec.dimension == "row_edges"), first
+
+    def _fetch_sealed(self, name: str, sealed: Mapping[str, Any]) -> int:
+        values = self.sealed_values(name, sealed)
+        with self._file(name).open("r+b") as file:
+            fs.pwrite(file.fileno(), values.view(np.uint8), 0)
+        self._note_fetched(name, 0)
+        return values.nbytes
+
+    def sealed_values(self, name: str, sealed: Mapping[str, Any]) -> npt.NDArray[Any]:
+        """Get and check an array of a merged segment."""
+        values = read_sharded(self.name, self.specs[name], self.bucket.get_many)
+        if crc32c(values.view(np.uint8)) != sealed["crc"][name]:
+            raise CorruptionError(f"array {self.name}/{name} does not have the checksum of its segment.")
+        return values
+
+    def drop(self, name: str) -> None:
+        """Give up the cached file of an array; maps that are in use stay valid."""
+        super().drop(name)
+        self._fetched.pop(name, None)
+        self._current.pop(name, None)
+        path = chunk_path(self._folder, name, self.specs[name].shape)
+        if os.path.lexists(path):
+            fs.remove_file(path)

@@ -1,0 +1,136 @@
+"""Ragged arrays: flat values plus one length per row."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store.errors import BatchError
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def offsets_of(lengths: npt.NDArray[Any]) -> Int64Array:
+    """Return `[0, l0, l0+l1, ...]`, one more than there are lengths.
+
+    >>> offsets_of(np.array([2, 0, 3])).tolist()
+    [0, 2, 2, 5]
+    """
+    out = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=out[1:])
+    return out
+
+
+def distinct(numbers: Int64Array) -> list[int]:
+    """The different ones of some small numbers of 0 or more, ascending; `np.unique` sorts, which takes longer.
+
+    >>> distinct(np.array([5, 2, 5]))
+    [2, 5]
+    """
+    return np.flatnonzero(np.bincount(numbers)).tolist() if len(numbers) else []
+
+
+class RaggedArray:
+    """Rows of different lengths in one flat array: the fast form of a ragged column.
+
+    Args:
+        values: `[sum(lengths)]`, or `[sum(lengths), *shape]` where elements have a shape: the rows one after another.
+        lengths: `[N]` int64, the length of each row.
+
+    Raises:
+        BatchError: the lengths are negative or do not add up to the number of values.
+
+    >>> ragged = RaggedArray(np.arange(5), np.array([2, 0, 3]))
+    >>> len(ragged), ragged[2].tolist(), ragged.offsets.tolist()
+    (3, [2, 3, 4], [0, 2, 2, 5])
+    """
+
+    __slots__ = ("_offsets", "lengths", "values")
+
+    def __init__(self, values: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
+        self.values: npt.NDArray[Any] = np.asarray(values)
+        counts: npt.NDArray[Any] = np.asarray(lengths)
+        if counts.size == 0:
+            counts = counts.astype(np.int64)
+        if not self.values.ndim or counts.ndim != 1 or counts.dtype.kind not in "iu":
+            raise BatchError(
+                f"a RaggedArray takes flat values and 1-D integer lengths; got {self.values.ndim}-D "
+                f"values and {counts.ndim}-D {counts.dtype} lengths."
+            )
+        self.lengths: Int64Array = counts.astype(np.int64, copy=False)
+        if len(counts) and (least := int(np.minimum.reduce(self.lengths))) < 0:
+            raise BatchError(f"a length is negative: {least}.")
+        if (total := int(np.add.reduce(self.lengths))) != len(self.values):
+            raise BatchError(f"the lengths add up to {total}, but there are {len(self.values)} values.")
+        self._offsets: Int64Array | None = None
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[npt.ArrayLike], dtype: npt.DTypeLike | None = None) -> RaggedArray:
+        """Build one from 1-D rows.
+
+        >>> RaggedArray.from_rows([[1, 2], [], [3]], dtype="int32").values.tolist()
+        [1, 2, 3]
+        """
+        arrays = [np.asarray(row) for row in rows]
+        for i, array in enumerate(arrays):
+            if array.ndim != 1:
+                raise BatchError(f"row {i} has {array.ndim} dimensions; a ragged row has one.")
+        filled = [a for a in arrays if a.size]
+        values = np.concatenate(filled) if filled else np.empty(0, dtype or np.float64)
+        if dtype is not None:
+            values = values.astype(dtype, copy=False)
+        return cls(values, np.array([len(a) for a in arrays], np.int64))
+
+    def beside(self, values: npt.NDArray[Any]) -> RaggedArray:
+        """Other values in rows of the same lengths, which need no second check.
+
+        >>> RaggedArray(np.arange(3), np.array([2, 1])).beside(np.array([7, 8, 9]))[1].tolist()
+        [9]
+
+        Raises:
+            BatchError: their number is not that of the values here.
+        """
+        if values.shape[:1] != self.values.shape[:1]:
+            raise BatchError(f"the lengths add up to {len(self.values)}, but the values are {list(values.shape)}.")
+        other = RaggedArray.__new__(RaggedArray)
+        other.values, other.lengths, other._offsets = values, self.lengths, self._offsets
+        return other
+
+    @property
+    def offsets(self) -> Int64Array:
+        """`[N + 1]` int64: row `i` is `values[offsets[i]:offsets[i + 1]]`."""
+        if self._offsets is None:
+            self._offsets = offsets_of(self.lengths)
+        return self._offsets
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> npt.NDArray[Any]:
+        n = len(self.lengths)
+        if not -n <= row < n:
+            raise IndexError(f"row {row} of {n}")
+        row %= n
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    def __iter__(self) -> Iterator[npt.NDArray[Any]]:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"RaggedArray({len(self)} rows, {len(self.values)} values, {self.values.dtype})"
+
+    def take(self, rows: Sequence[int] | Int64Array) -> RaggedArray:
+        """Return the rows at these positions, in this order."""
+        picked = [self[int(i)] for i in rows]
+        lengths = self.lengths[np.asarray(rows, np.int64)]
+        values = np.concatenate(picked) if picked else self.values[:0]
+        return RaggedArray(values, lengths)
+
+    def to_list(self) -> list[npt.NDArray[Any]]:
+        """Return the rows as views of `values`."""
+        edges = self.offsets.tolist()
+        return [self.values[a:b] for a, b in itertools.pairwise(edges)]

@@ -1,0 +1,387 @@
+"""The reading half of a store: which rows there are, and their columns."""
+
+from __future__ import annotations
+
+import functools
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store.batch import Batch
+from trajectory_store.catalog import Catalog
+from trajectory_store.errors import BatchError, CorruptionError, SchemaError, SegmentGoneError, StoreClosedError
+from trajectory_store.gather import Gather, Side, scan, scan_lengths
+from trajectory_store.pool import BufferPool
+from trajectory_store.ragged import Int64Array, RaggedArray
+from trajectory_store.root import Root
+from trajectory_store.schema import Column, Schema
+from trajectory_store.snapshot import Snapshot
+from trajectory_store.upkeep import read_batch
+from trajectory_store.where import evaluate
+
+Ids = npt.ArrayLike
+Columns = Sequence[str] | str | None
+
+# A row and column that takes this long may have come from the disk; if it did, the next batches ask for their pages
+# first, which costs a warm batch three times its own time and a cold one a third of it.
+COLD_COPY_S = 15e-6
+COLD_BATCHES = 8
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _following(read: Callable[Concatenate[StoreReads, P], R]) -> Callable[Concatenate[StoreReads, P], R]:
+    """Read again where a segment left in between, until the catalog stands still: merged rows have a new place."""
+
+    @functools.wraps(read)
+    def wrapper(self: StoreReads, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        looks = 0
+        while True:
+            number = self.catalog_number
+            try:
+                return read(self, *args, **kwargs)
+            except SegmentGoneError as error:
+                self.refresh()
+                looks += self.catalog_number == number
+                if looks > 2:
+                    raise CorruptionError(
+                        f"{self.path}: {error} The catalog says that the segment counts, so its files were removed by "
+                        "somebody else. Run verify(), and restore the segment from a copy."
+                    ) from None
+
+    return wrapper
+
+
+class StoreReads:
+    """What every open store can do; `TrajectoryStore` adds writing and upkeep.
+
+    Args:
+        path: the folder, or a name for an object store.
+        root: what the root's zarr.json says.
+        catalog: what this process sees of the store.
+        limits: the updates that count, where values as of a snapshot are read; None for all.
+    """
+
+    def __init__(self, path: Path, root: Root, catalog: Catalog, limits: Mapping[int, int] | None = None) -> None:
+        self.path = path
+        self._root = root
+        self._catalog = catalog
+        self._limits = limits
+        self._pool = BufferPool()
+        self._cold = COLD_BATCHES if catalog.medium.keeps_arrays else 0  # what a cache just got is in memory
+        self._blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
+        self._closed = False
+
+    @property
+    def catalog_number(self) -> int:
+        """The number of the newest record of the catalog that this reader has seen."""
+        return self._catalog.state.number
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def schema(self) -> Schema:
+        """The columns of the store, as of the last `refresh`."""
+        return self._catalog.state.schema
+
+    # Following
+
+    def refresh(self) -> int:
+        """Take in what other processes wrote; returns the watermark."""
+        self._check_open()
+        self._catalog.refresh()
+        return self.watermark
+
+    @property
+    def watermark(self) -> int:
+        """Trajectories committed since the store was made, as far as this reader has seen.
+
+        It never falls: evicted trajectories still count.
+        """
+        self._check_open()
+        return self._catalog.watermark()
+
+    def __len__(self) -> int:
+        self._check_open()
+        total = self._catalog.total_rows()
+        limit = self._root.max_trajectories
+        return total if limit is None else min(total, limit)
+
+    def snapshot(self) -> Snapshot:
+        """Name the rows and updates that this reader sees now, for any reader at any later time.
+
+        `ids(snapshot)` gives the rows of then, `as_of(snapshot)` their values of then.
+        """
+        self._check_open()
+        return Snapshot(self._catalog.row_limits(), self.watermark, self._catalog.update_limits())
+
+    def as_of(self, snapshot: Snapshot) -> StoreReads:
+        """A view that reads values as of a snapshot: later updates do not count.
+
+        Updates that were folded into later ones meanwhile (`compact` does that) raise SnapshotGoneError.
+        """
+        self._check_open()
+        return StoreReads(self.path, self._root, self._catalog, {-1: 0, **snapshot.updates})
+
+    def ids(self, snapshot: Snapshot | None = None) -> Int64Array:
+        """`[len(self)]` int64, read-only: the ids in the order of arrival, the same for every reader.
+
+        Args:
+            snapshot: the rows that this reader saw then; those that eviction has removed are left out.
+        """
+        self._check_open()
+        ids = self._catalog.ids()
+        if snapshot is not None:
+            ids = snapshot.select(ids)
+        limit = self._root.max_trajectories
+        return ids if limit is None else ids[max(0, len(ids) - limit) :]
+
+    def where(self, condition: str, ids: Ids | None = None) -> Int64Array:
+        """`[K]` int64: the ids of the trajectories whose scalars meet a condition, in the order of arrival.
+
+        Args:
+            condition: for example `"task_reward >= 0.5 and policy_version < 100"`; comparisons of scalar columns with
+                numbers, texts or each other, joined by `and`, `or` and `not`.
+            ids: where to look; None for all.
+
+        Raises:
+            SchemaError: the condition cannot be read, or names a column that is not a scalar.
+        """
+        among = self.ids() if ids is None else as_ids(ids)
+        found = evaluate(condition, lambda name: self.read_scalars(name, ids if ids is None else among))
+        return among[np.broadcast_to(found, among.shape)]
+
+    def batches(self, rows: int, columns: Columns = None, ids: Ids | None = None) -> Iterator[dict[str, Any]]:
+        """Yield what `read` gives, some rows at a time, with `"ids"` beside the columns.
+
+        Args:
+            rows: rows per batch; the last one may have fewer.
+            columns: names; None for all.
+            ids: which trajectories; None for all in the order of arrival.
+        """
+        if rows < 1:
+            raise SchemaError(f"rows={rows} must be 1 or more.")
+        among = self.ids() if ids is None else as_ids(ids)
+        for first in range(0, len(among), rows):
+            part = among[first : first + rows]
+            yield {"ids": part, **self.read(part, columns)}
+
+    def __getitem__(self, ids: Ids) -> dict[str, Any]:
+        return self.read(ids)
+
+    def to_arrow(self, columns: Columns = None, ids: Ids | None = None) -> Any:
+        """The trajectories as an Arrow table: ragged columns are lists, elements with a shape fixed-size lists.
+
+        Args:
+            columns: names; None for all.
+            ids: which trajectories; None for all in the order of arrival.
+
+        Returns:
+            A `pyarrow.Table`; what was not given is null.
+
+        Raises:
+            ImportError: pyarrow is not installed.
+        """
+        from trajectory_store.arrow import to_table
+
+        return to_table(self, self.schema.select(columns), self.ids() if ids is None else as_ids(ids))
+
+    # Reading
+
+    @_following
+    def read(self, ids: Ids, columns: Columns = None) -> dict[str, Any]:
+        """Read trajectories as they are.
+
+        Args:
+            ids: `[B]` ids, in any order, repeated or not.
+            columns: names; None for all.
+
+        Returns:
+            Per column a list of B 1-D arrays (ragged), a list of str (text), or a `[B]` array.
+
+        Raises:
+            MissingRowError: an id is not in the store.
+            UnknownColumnError: the store has no such column.
+        """
+        gather = self._gather(ids)
+        out: dict[str, Any] = {}
+        for column in self.schema.select(columns):
+            if column.is_text:
+                out[column.name] = gather.text(column)
+            elif column.axis is not None:
+                out[column.name] = gather.ragged(column).to_list()
+            else:
+                out[column.name] = gather.scalars(column)
+        return out
+
+    @_following
+    def read_batch(self, ids: Ids, schema: Schema | None = None) -> Batch:
+        """Read whole rows in the form in which they are written, later values folded in."""
+        return read_batch(self._gather(ids), schema or self.schema)
+
+    @_following
+    def read_ragged(self, column: str, ids: Ids | None = None) -> RaggedArray:
+        """Read a ragged column in one flat array; None for all trajectories in the order of arrival."""
+        found = self._ragged_column(column)
+        if found.is_text:
+            raise SchemaError(f"column '{column}' is text; use read().")
+        return self._gather(self.ids() if ids is None else ids).ragged(found)
+
+    @_following
+    def read_padded(
+        self,
+        ids: Ids,
+        columns: Columns = None,
+        *,
+        pad_value: Any = 0,
+        side: Side = "right",
+        pad_to_multiple_of: int = 1,
+        out: Mapping[str, npt.NDArray[Any]] | None = None,
+    ) -> dict[str, Any]:
+        """Read trajectories as padded matrices.
+
+        The memory of an earlier batch is reused once nothing refers to it, which makes a batch
+        several times cheaper than fresh memory would.
+
+        Args:
+            ids: `[B]` ids.
+            columns: names; None for all.
+            pad_value: what fills the rest of a row: one value, or one per column name (default 0).
+            side: where the padding goes.
+            pad_to_multiple_of: T is rounded up to a multiple of this.
+            out: arrays to write into, by column: contiguous, at least `[B, T]`.
+
+        Returns:
+            Per ragged column `[B, T]` or `[B, T, *shape]`, T the longest row of the column's axis; text as a list,
+            scalars as `[B]`; `"lengths"` `[B]` int64 of the first ragged axis asked for, and
+            `"<axis>.lengths"` for any further axis.
+        """
+        if side not in ("left", "right"):
+            raise SchemaError(f"side {side!r} is not known. Use 'right' or 'left'.")
+        if pad_to_multiple_of < 1:
+            raise SchemaError(f"pad_to_multiple_of={pad_to_multiple_of} must be 1 or more.")
+        begin = time.perf_counter()
+        gather = self._gather(ids)
+        selected = self.schema.select(columns)
+        if self._cold:
+            self._cold -= 1
+            gather.prefetch(selected)
+        pads = _by_column(pad_value)
+        result: dict[str, Any] = {}
+        lengths: dict[str, Any] = {}
+        first_axis: str | None = None
+        for column in selected:
+            name, axis = column.name, column.axis
+            if axis is None:
+                result[name] = gather.scalars(column)
+                continue
+            if column.is_text:
+                result[name] = gather.text(column)
+                continue
+            spans = gather.spans(column)
+            width = -(-spans.width // pad_to_multiple_of) * pad_to_multiple_of
+            pad = pad_value if pads is None else pads.get(name, 0)
+            given = None if out is None else out.get(name)
+            result[name] = gather.padded(column, width, pad, side, self._pool, given)
+            first_axis = first_axis or axis
+            lengths["lengths" if axis == first_axis else f"{axis}.lengths"] = spans.lengths
+        if self._cold or time.perf_counter() - begin > COLD_COPY_S * (len(selected) * len(gather) + 64):
+            self._note_reads()
+        return result | lengths
+
+    @_following
+    def read_scalars(self, column: str, ids: Ids | None = None) -> npt.NDArray[Any]:
+        """Read one scalar column.
+
+        Args:
+            column: its name; of a text column the texts come as an object array.
+            ids: `[B]` ids; None for all trajectories in the order of arrival.
+        """
+        self._check_open()
+        found = self.schema[column]
+        if found.axis is not None and not found.is_text:
+            raise SchemaError(f"column '{column}' is ragged; use read_ragged or read_padded.")
+        if ids is None and not found.is_text and self._limits is None:
+            values = scan(self._catalog, found, self._skip())
+            if values is not None:
+                return values
+        gather = self._gather(self.ids() if ids is None else ids)
+        return np.array(gather.text(found), dtype=object) if found.is_text else gather.scalars(found)
+
+    @_following
+    def lengths(self, column: str, ids: Ids | None = None) -> Int64Array:
+        """`[B]` int64: the length of each row of a ragged column (UTF-8 bytes for text)."""
+        found = self._ragged_column(column)
+        if ids is None and self._limits is None:
+            lengths = scan_lengths(self._catalog, found, self._skip())
+            if lengths is not None:
+                return lengths
+        return self._gather(self.ids() if ids is None else ids).lengths(found)
+
+    @_following
+    def present(self, column: str, ids: Ids | None = None) -> npt.NDArray[np.bool_]:
+        """`[B]` bool: whether a value was given, at the append or by an update, and not filled in."""
+        self._check_open()
+        found = self.schema[column]
+        return self._gather(self.ids() if ids is None else ids).present(found)
+
+    # Helpers
+
+    def _note_reads(self) -> None:
+        """Where the disk was read, by a fault or because a batch asked for its pages, the next batches ask first.
+
+        Not doing so costs what the disk reads ahead at every fault, which may be megabytes.
+        """
+        blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
+        if blocks > self._blocks:
+            self._cold = COLD_BATCHES
+        self._blocks = blocks
+
+    def _gather(self, ids: Ids) -> Gather:
+        self._check_open()
+        return Gather(self._catalog, as_ids(ids), self._limits)
+
+    def _skip(self) -> int:
+        """Rows that are there and no longer part of the store, oldest first."""
+        limit = self._root.max_trajectories
+        return 0 if limit is None else max(0, self._catalog.total_rows() - limit)
+
+    def _ragged_column(self, name: str) -> Column:
+        self._check_open()
+        column = self.schema[name]
+        if column.axis is None:
+            raise SchemaError(f"column '{name}' is a scalar; it has no lengths. Use read_scalars.")
+        return column
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"the store {self.path} is closed. Open it again with TrajectoryStore.open.")
+
+
+def as_ids(ids: Ids) -> Int64Array:
+    """Turn what a caller gives as ids into `[B]` int64."""
+    array: npt.NDArray[Any] = np.asarray(ids)
+    if array.dtype == np.int64 and array.ndim == 1:
+        return array
+    if array.size == 0:
+        return np.empty(0, np.int64)
+    if array.ndim == 0:
+        array = array.reshape(1)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise BatchError(
+            f"ids are a 1-D array of integers; got {array.dtype} {list(array.shape)}. Take them from append() or ids()."
+        )
+    return array.astype(np.int64, copy=False)
+
+
+def _by_column(pad_value: Any) -> Mapping[str, Any] | None:
+    return cast("Mapping[str, Any]", pad_value) if isinstance(pad_value, Mapping) else None

@@ -1,0 +1,138 @@
+"""The root of a store: what is fixed when it is made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import numpy as np
+
+from trajectory_store import fs
+from trajectory_store.bucket import Bucket
+from trajectory_store.errors import CorruptionError, NotAStoreError, StoreExistsError, StoreNotFoundError
+from trajectory_store.format import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    Durability,
+    array_json,
+    crc32c,
+    group_json,
+    read_attributes,
+)
+from trajectory_store.journal import CATALOG, State, record_key
+from trajectory_store.schema import Schema
+
+KEY = "zarr.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    """What the `zarr.json` of a store says; it never changes.
+
+    Attributes:
+        schema: the columns that the store began with; those that it has now are in the catalog.
+        durability: the default of its writers.
+        max_trajectories: rows kept, or None.
+        max_bytes: disk space kept, or None.
+        segment_rows: rows of a full segment, or None for the growing default.
+        segment_elements: elements per axis of a full segment, or None.
+        preallocate: reserve blocks when a segment is made.
+        backend: `memmap` for raw segments, `zarr` for one object per commit.
+        compress: zstd for the chunks of the zarr backend.
+    """
+
+    schema: Schema
+    durability: Durability = "process"
+    max_trajectories: int | None = None
+    max_bytes: int | None = None
+    segment_rows: int | None = None
+    segment_elements: int | None = None
+    preallocate: bool = False
+    backend: Literal["memmap", "zarr"] = "memmap"
+    compress: bool = False
+    uuid: str = field(default_factory=lambda: fs.token(16))
+    created_ns: int = field(default_factory=time.time_ns)
+
+    def to_json(self) -> bytes:
+        """The content of the store's zarr.json."""
+        attributes: dict[str, Any] = {"format": FORMAT_NAME, "version": FORMAT_VERSION, "role": "store"}
+        attributes.update({f.name: getattr(self, f.name) for f in fields(self)}, schema=self.schema.to_json())
+        return group_json({**attributes, "crc": _crc(attributes)})
+
+    @classmethod
+    def from_json(cls, raw: bytes, where: str) -> Root:
+        """Parse a store's zarr.json.
+
+        Raises:
+            NotAStoreError: something else is there.
+            FormatVersionError: another version of the format wrote it.
+            CorruptionError: it is damaged.
+        """
+        attributes = read_attributes(raw, where, "store")
+        try:
+            known: dict[str, Any] = {f.name: attributes[f.name] for f in fields(cls)}
+            if attributes["crc"] != _crc({k: v for k, v in attributes.items() if k != "crc"}):
+                raise CorruptionError(f"{where} is damaged: its attributes do not have their checksum.")
+            known["schema"] = Schema.from_json(known["schema"])
+            return cls(**known)
+        except (KeyError, RecursionError) as error:
+            raise CorruptionError(f"{where}: the attribute {error} is missing.") from None
+
+    @property
+    def first_state(self) -> State:
+        """The first record of the catalog: it follows from the root, so whoever puts it puts the same."""
+        return State(0, self.uuid[:16], "", self.created_ns, 0, self.schema)
+
+
+def _crc(attributes: Mapping[str, Any]) -> int:
+    import json
+
+    return crc32c(json.dumps(attributes, sort_keys=True).encode())
+
+
+def catalog_json() -> bytes:
+    """The zarr.json of the folder of catalog records: an empty array, so that Zarr readers pass it by."""
+    return array_json([0], np.dtype("uint8"), ["records"])
+
+
+def fill_root(bucket: Bucket, root: Root) -> None:
+    """Put what a new store consists of; the root decides who makes it.
+
+    Raises:
+        StoreExistsError: there is a store already.
+    """
+    if not bucket.settle(KEY, root.to_json()):
+        raise taken(bucket.where)
+    bucket.settle(f"{CATALOG}/{KEY}", catalog_json())
+    bucket.settle(record_key(0), root.first_state.to_bytes())
+
+
+def read_root(bucket: Bucket) -> Root:
+    """Read what a store says about itself.
+
+    Raises:
+        StoreNotFoundError: nothing is there.
+        NotAStoreError: something else is there.
+        FormatVersionError: another version of the format wrote it.
+    """
+    raw = bucket.get(KEY)
+    if raw is not None:
+        return Root.from_json(raw, f"{bucket.where}/{KEY}")
+    if not bucket.is_empty():
+        raise NotAStoreError(
+            f"{bucket.where} holds no trajectory store: it has no zarr.json. Give the folder that "
+            "TrajectoryStore.create made."
+        )
+    raise StoreNotFoundError(
+        f"there is no trajectory store at {bucket.where}. Check the path, or make one with "
+        "TrajectoryStore.create(path, schema)."
+    )
+
+
+def taken(where: str) -> StoreExistsError:
+    """The error of a path that holds something."""
+    return StoreExistsError(
+        f"{where} exists and is not empty. Open it with TrajectoryStore.open(path, mode='a'), or choose another path."
+    )

@@ -1,0 +1,305 @@
+"""Columns and schemas: what one trajectory consists of."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from trajectory_store.errors import SchemaError, UnknownColumnError, did_you_mean
+
+NUMERIC_DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64"),
+)
+DTYPES = (*NUMERIC_DTYPES, "str", "bytes")
+DEFAULT_AXIS = "tokens"
+MAX_OPTIONAL = 64
+MAX_WIDTH = 1 << 16
+RESERVED = frozenset({"catalog", "commits", "present", "row_id", "row_time", "target", "lengths"})
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*\Z")
+
+Fill = bool | int | float | str
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a store.
+
+    Args:
+        name: letters, digits, `_` and `-`, starting with a letter.
+        dtype: a numpy name (`"int32"`, `"float32"`, `"bool"`, ...), `"str"` for UTF-8 text or `"bytes"`.
+        ragged: one array of any length per trajectory instead of one value.
+        mutable: the value is expected to change (`TrajectoryStore.update`), so `append` may leave it out: it begins as
+            0 unless a fill is given. Columns without it can be updated just as well.
+        axis: ragged columns that share an axis have the same length in each trajectory and share one
+            offsets array. Default `"tokens"`; text and bytes have an axis of their own.
+        fill: what a row reads as where the column is left out of its append, and what rows older than the column
+            read as. A column without a fill must be in every batch.
+        shape: of a ragged column, the shape of one element: `(8,)` for the 8 experts of each token.
+
+    Raises:
+        SchemaError: the definition contradicts itself.
+
+    >>> Column("input_ids", "int32", ragged=True).axis
+    'tokens'
+    >>> Column("experts", "int16", ragged=True, shape=(8,), fill=0).width
+    8
+    """
+
+    name: str
+    dtype: str
+    ragged: bool = False
+    mutable: bool = False
+    axis: str | None = None
+    fill: Fill | None = None
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _NAME.match(self.name) or self.name in RESERVED:
+            raise SchemaError(
+                f"column name {self.name!r} cannot be used: a name starts with a letter, holds letters, "
+                f"digits, '_' and '-', and is none of {', '.join(sorted(RESERVED))}."
+            )
+        if self.dtype not in DTYPES:
+            raise SchemaError(
+                f"column '{self.name}' has dtype {self.dtype!r}, which the format does not hold."
+                + did_you_mean(str(self.dtype), DTYPES)
+            )
+        if self.is_text and self.ragged:
+            raise SchemaError(f"column '{self.name}' is {self.dtype}: leave out ragged=True.")
+        self._set_axis()
+        self._set_shape()
+        self._check_fill()
+
+    def _set_shape(self) -> None:
+        shape = tuple(self.shape)
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in cast("tuple[Any, ...]", shape)):
+            raise SchemaError(f"column '{self.name}' has shape {self.shape!r}: give sizes of 1 or more.")
+        if shape and not self.ragged:
+            raise SchemaError(f"column '{self.name}' has a shape per element, so it must be ragged: set ragged=True.")
+        if math.prod(shape) > MAX_WIDTH:
+            raise SchemaError(f"column '{self.name}' has {math.prod(shape)} values per element; at most {MAX_WIDTH}.")
+        object.__setattr__(self, "shape", shape)
+
+    def _set_axis(self) -> None:
+        if self.axis is None:
+            axis = self.name if self.is_text else DEFAULT_AXIS if self.ragged else None
+            object.__setattr__(self, "axis", axis)
+        elif not (self.ragged or self.is_text):
+            raise SchemaError(f"column '{self.name}' is a scalar and has no axis; set ragged=True.")
+        elif not _NAME.match(self.axis):
+            raise SchemaError(f"axis {self.axis!r} of column '{self.name}' is not a valid name.")
+
+    def _check_fill(self) -> None:
+        if self.fill is None:
+            return
+        if self.is_text:
+            if not isinstance(self.fill, str) or (self.dtype == "bytes" and self.fill):
+                raise SchemaError(
+                    f"fill {self.fill!r} of column '{self.name}' is not a str."
+                    if self.dtype == "str"
+                    else f"fill {self.fill!r} of column '{self.name}': bytes are filled with nothing, so give fill=''."
+                )
+            return
+        try:
+            kept = np.asarray(self.fill).astype(self.dtype)
+            same = bool(kept == self.fill) or (self.dtype.startswith("float") and self.fill != "")
+        except (ValueError, TypeError, OverflowError):
+            same = False
+        if not same or isinstance(self.fill, str):
+            raise SchemaError(f"fill {self.fill!r} of column '{self.name}' is not a {self.dtype}.")
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the column holds one text, or one string of bytes, per row."""
+        return self.dtype in ("str", "bytes")
+
+    @functools.cached_property
+    def width(self) -> int:
+        """Values per element: the product of the shape."""
+        return math.prod(self.shape)
+
+    @property
+    def optional(self) -> bool:
+        """Whether `append` may leave the column out."""
+        return self.fill is not None or self.mutable
+
+    @functools.cached_property
+    def np_dtype(self) -> np.dtype[Any]:
+        """The little-endian dtype on disk; uint8 for text and bytes."""
+        return np.dtype("uint8") if self.is_text else np.dtype(self.dtype).newbyteorder("<")
+
+    @property
+    def fill_value(self) -> Fill:
+        """The fill, or the default of the dtype: NaN, 0, False or the empty text."""
+        if self.fill is not None:
+            return self.fill
+        if self.is_text:
+            return ""
+        if self.dtype.startswith("float") and not self.mutable:
+            return math.nan
+        return False if self.dtype == "bool" else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the definition as JSON values; NaN and infinities become their names."""
+        out: dict[str, Any] = {"name": self.name, "dtype": self.dtype}
+        if self.ragged:
+            out["ragged"] = True
+        if self.mutable:
+            out["mutable"] = True
+        if self.axis is not None:
+            out["axis"] = self.axis
+        if self.shape:
+            out["shape"] = list(self.shape)
+        if self.fill is not None:
+            odd = isinstance(self.fill, float) and not math.isfinite(self.fill)
+            out["fill"] = {"float": repr(self.fill)} if odd else self.fill
+        return out
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Column:
+        """Rebuild a column from `to_json`."""
+        try:
+            fields = dict(data)
+            if isinstance(fields.get("fill"), dict):
+                fields["fill"] = float(fields["fill"]["float"])
+            fields["shape"] = tuple(fields.get("shape", ()))
+            return cls(**fields)
+        except (TypeError, ValueError, KeyError) as error:
+            if isinstance(error, SchemaError):
+                raise
+            raise SchemaError(f"a column definition cannot be read: {data!r} ({error})") from None
+
+
+class Schema:
+    """The columns of a store, in order.
+
+    Args:
+        columns: the columns; names are unique, and columns of one axis are all text or all numeric.
+
+    Raises:
+        SchemaError: no columns, a name twice, or a text column that shares its axis.
+
+    >>> schema = Schema([Column("input_ids", "int32", ragged=True), Column("reward", "float32")])
+    >>> schema.names
+    ('input_ids', 'reward')
+    >>> Schema.from_json(schema.to_json()) == schema
+    True
+    """
+
+    def __init__(self, columns: Iterable[Column]) -> None:
+        self.columns: tuple[Column, ...] = tuple(columns)
+        if not self.columns:
+            raise SchemaError("a schema needs at least one column.")
+        self._by_name: dict[str, Column] = {}
+        axes: dict[str, list[Column]] = {}
+        for column in self.columns:
+            if column.name in self._by_name:
+                raise SchemaError(f"column '{column.name}' appears twice in the schema.")
+            self._by_name[column.name] = column
+            if column.axis is not None:
+                axes.setdefault(column.axis, []).append(column)
+        for axis, members in axes.items():
+            if len(members) > 1 and any(c.is_text for c in members):
+                names = ", ".join(c.name for c in members)
+                raise SchemaError(f"axis '{axis}' is shared by {names}: text and bytes have an axis of their own.")
+        self.axes: dict[str, tuple[Column, ...]] = {a: tuple(m) for a, m in axes.items()}
+        self.optional: tuple[Column, ...] = tuple(c for c in self.columns if c.optional)
+        if len(self.optional) > MAX_OPTIONAL:
+            raise SchemaError(
+                f"{len(self.optional)} columns have a fill or are mutable; the format holds presence "
+                f"flags for {MAX_OPTIONAL}."
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The column names, in order."""
+        return tuple(self._by_name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def __iter__(self) -> Iterator[Column]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __getitem__(self, name: str) -> Column:
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise UnknownColumnError(
+                f"the schema has no column '{name}'." + did_you_mean(str(name), self._by_name)
+            ) from None
+
+    @functools.cached_property
+    def _text(self) -> str:
+        return json.dumps(self.to_json())
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Schema) and self._text == other._text)
+
+    def __hash__(self) -> int:
+        return hash(self.names)
+
+    def __repr__(self) -> str:
+        return f"Schema({list(self.columns)!r})"
+
+    def find(self, name: str) -> Column | None:
+        """Return a column, or None where there is none of this name."""
+        return self._by_name.get(name)
+
+    def select(self, names: Sequence[str] | str | None) -> tuple[Column, ...]:
+        """Return the named columns, or all of them for None."""
+        if names is None:
+            return self.columns
+        if isinstance(names, str):
+            return (self[names],)
+        known = self._by_name
+        return tuple([known[name] if name in known else self[name] for name in names])
+
+    def only(self, names: Collection[str]) -> Schema:
+        """Return a schema with the columns of these names, in the order of this one."""
+        return self if len(names) == len(self.columns) else _subset(self, frozenset(names))
+
+    def with_columns(self, columns: Iterable[Column]) -> Schema:
+        """Return a schema with more columns; every new one needs a fill for the rows that exist."""
+        added = list(columns)
+        for column in added:
+            if not column.optional:
+                raise SchemaError(
+                    f"column '{column.name}' is added to rows that exist: give it a fill, for example "
+                    f"Column({column.name!r}, {column.dtype!r}, fill=...)."
+                )
+        return Schema([*self.columns, *added])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the schema as JSON values."""
+        return {"columns": [c.to_json() for c in self.columns]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Schema:
+        """Rebuild a schema from `to_json`."""
+        columns: Any = data.get("columns") if isinstance(data, Mapping) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(columns, list):
+            raise SchemaError(f"a schema cannot be read: no list of columns in {str(data)[:200]}")
+        return _schema_of(json.dumps(columns))
+
+
+@functools.lru_cache(maxsize=256)
+def _subset(schema: Schema, names: frozenset[str]) -> Schema:
+    return Schema(c for c in schema if c.name in names)
+
+
+@functools.lru_cache(maxsize=256)
+def _schema_of(columns: str) -> Schema:
+    """The schema of a JSON list of columns; segments of a store share it."""
+    return Schema([Column.from_json(c) for c in json.loads(columns)])

@@ -1,0 +1,482 @@
+"""`TrajectoryStore`: the one door to a store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, cast
+
+import numpy as np
+
+from trajectory_store import fs
+from trajectory_store.batch import Batch, prepare
+from trajectory_store.catalog import Catalog
+from trajectory_store.errors import BatchError, ReadOnlyError, SchemaError
+from trajectory_store.format import DURABILITIES, ORDINAL_SHIFT, TARGET, Durability
+from trajectory_store.gather import Gather
+from trajectory_store.journal import State
+from trajectory_store.maps import Io
+from trajectory_store.medium import Medium
+from trajectory_store.memmap import Memmap, create_folder
+from trajectory_store.ragged import Int64Array
+from trajectory_store.reads import Ids, StoreReads, as_ids
+from trajectory_store.root import Root, read_root
+from trajectory_store.schema import Column, Schema
+from trajectory_store.upkeep import Background, CompactReport, compact, evict
+from trajectory_store.verify import VerifyReport, verify
+from trajectory_store.writer import FIRST_ELEMENTS, MAX_ELEMENTS, MAX_ROWS, WHOLE_ELEMENTS, WHOLE_ROWS, Stream
+
+Mode = Literal["r", "a"]
+Backend = Literal["memmap", "zarr"]
+
+
+class TrajectoryStore(StoreReads):
+    """A durable, ragged store of trajectories, on a local disk or in an object store.
+
+    Make one with `create` or `open`. Any number of processes may append (each to segments of its own) and
+    read at the same time; a process that is killed holds nobody up and loses nothing that `append`
+    returned for.
+
+    Attributes:
+        path: the folder.
+        schema: the columns.
+        mode: `"r"` or `"a"`.
+        durability: what an append waits for.
+
+    >>> import tempfile
+    >>> schema = Schema([Column("input_ids", "int32", ragged=True), Column("reward", "float32")])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     store = TrajectoryStore.create(f"{folder}/store", schema)
+    ...     ids = store.append({"input_ids": [[1, 2, 3], [4]], "reward": [1.0, 0.0]})
+    ...     batch = store.read_padded(ids, ["input_ids"])
+    ...     store.close()
+    >>> batch["input_ids"].tolist(), batch["lengths"].tolist()
+    ([[1, 2, 3], [4, 0, 0]], [3, 1])
+    """
+
+    def __init__(self, address: Any, root: Root, medium: Medium, mode: Mode, durability: Durability) -> None:
+        super().__init__(Path(medium.where), root, Catalog(medium))
+        self._address = address
+        self.mode: Mode = mode
+        self.durability: Durability = durability
+        self._stream = Stream(self._catalog, root, "rows", durability)
+        self._update_streams: dict[tuple[str, ...], Stream] = {}
+        self._background = Background(self._look_in, root)
+        self._pid = os.getpid()
+
+    # Opening and closing
+
+    @classmethod
+    def create(
+        cls,
+        path: Any,
+        schema: Schema | Sequence[Column],
+        *,
+        backend: Backend | None = None,
+        durability: Durability = "process",
+        max_trajectories: int | None = None,
+        max_bytes: int | None = None,
+        preallocate: bool = False,
+        segment_rows: int | None = None,
+        segment_elements: int | None = None,
+        compress: bool = True,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int = 1 << 34,
+    ) -> TrajectoryStore:
+        """Make a store and open it for appending.
+
+        Args:
+            path: a folder that does not exist or is empty. With the zarr backend also a URL such as
+                `s3://bucket/prefix` (credentials come from the environment), an obstore store or a zarr `Store`.
+            schema: the columns.
+            backend: `"memmap"` for raw segments on a local disk, `"zarr"` for one immutable object per commit; by
+                default memmap for a folder and zarr for anything else.
+            durability: `"process"`: an acknowledged row survives `kill -9`. `"power"`: it also survives
+                a power loss, for one sync of the disk per append. `"group"`: the same, but appends of several
+                threads share a sync. In an object store every put has the promise of that store.
+            max_trajectories: keep the newest so many; older ones leave by whole segments.
+            max_bytes: keep about so many bytes on the disk; older segments leave.
+            preallocate: reserve disk blocks a segment at a time: faster appends, and a full disk shows
+                when a segment is made.
+            segment_rows: rows per segment; by default few, growing to 512 Ki (preallocated, or zarr: 64 Ki).
+            segment_elements: elements per ragged axis and segment; by default few, growing to 64 Mi (16 Mi).
+            compress: zarr backend: zstd for chunks of whole numbers, masks and text.
+            cache_dir: zarr backend: where columns that were read are kept; default: a temporary folder.
+            cache_bytes: zarr backend: how much is kept there.
+
+        Raises:
+            StoreExistsError: the path holds something.
+            WriteFailedError: the disk refused.
+        """
+        _check_durability(durability)
+        sizes = {"max_trajectories": max_trajectories, "max_bytes": max_bytes}
+        sizes |= {"segment_rows": segment_rows, "segment_elements": segment_elements}
+        for name, value in sizes.items():
+            if value is not None and value < 1:
+                raise SchemaError(f"{name}={value} is too small; give at least 1, or None.")
+        schema = schema if isinstance(schema, Schema) else Schema(schema)
+        kind = _backend(path, backend)
+        whole = kind == "zarr" or preallocate
+        root = Root(
+            schema=schema,
+            backend=kind,
+            durability=durability,
+            preallocate=preallocate,
+            compress=compress and kind == "zarr",
+            **_bounded(sizes, schema, whole=whole),
+        )
+        if kind == "zarr":
+            from trajectory_store.objects.medium import create_objects
+
+            medium: Medium = create_objects(path, root, cache_dir, cache_bytes)
+        else:
+            create_folder(Path(path), root)
+            medium = Memmap(Path(path), durable=durability != "process")
+        return cls(path, root, medium, "a", durability)
+
+    @classmethod
+    def open(
+        cls,
+        path: Any,
+        mode: Mode = "r",
+        *,
+        durability: Durability | None = None,
+        add_columns: Sequence[Column] = (),
+        io: Io | Literal["auto"] = "auto",
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int = 1 << 34,
+    ) -> TrajectoryStore:
+        """Open a store.
+
+        Args:
+            path: its folder, a URL, an obstore store or a zarr `Store`; which backend wrote it is found out.
+            mode: `"r"` to read, `"a"` to read, append and update.
+            durability: for the appends of this process; default: what the store was created with.
+            add_columns: columns that the store gets from now on; rows that exist read as their fill, and
+                `update` gives them values. A column that is there already, defined alike, is fine.
+            io: `"mmap"` or `"pread"`; by default maps, and positional reads where a map may end the process: on
+                network file systems when the server fails, on tmpfs when it is full.
+            cache_dir: zarr backend: where columns that were read are kept; default: a temporary folder.
+            cache_bytes: zarr backend: how much is kept there.
+
+        Raises:
+            StoreNotFoundError: nothing is there.
+            NotAStoreError: something else is there.
+            FormatVersionError: another version of the format wrote it.
+            CorruptionError: its catalog cannot be read.
+        """
+        if mode not in ("r", "a"):
+            raise SchemaError(f"mode {mode!r} is not known. Use 'r' to read or 'a' to append.")
+        if durability is not None:
+            _check_durability(durability)
+        if io not in ("auto", "mmap", "pread"):
+            raise SchemaError(f"io {io!r} is not known. Use 'auto', 'mmap' or 'pread'.")
+        if add_columns and mode != "a":
+            raise ReadOnlyError("add_columns changes the store: open it with mode 'a'.")
+        root, medium = _find(path, durability, None if io == "auto" else io, cache_dir, cache_bytes)
+        store = cls(path, root, medium, mode, durability or root.durability)
+        if add_columns:
+            store._add_columns(add_columns)
+        if mode == "a" and medium.bucket.local:
+            with medium.bucket.upkeep_lock() as mine:
+                if mine:
+                    medium.sweep(store._catalog.state)
+        return store
+
+    def _add_columns(self, columns: Sequence[Column]) -> None:
+        def step(state: State) -> State | None:
+            return _with_columns(state, columns)
+
+        self._catalog.journal.change(step, self._catalog.newest_ns)
+
+    @contextmanager
+    def _look_in(self) -> Generator[Catalog]:
+        """A second catalog of the store, with nothing shared with the first."""
+        medium = self._catalog.medium.fresh()
+        catalog = Catalog(medium, warn=False)
+        try:
+            yield catalog
+        finally:
+            catalog.close()
+            if medium is not self._catalog.medium:
+                medium.close()
+
+    def close(self) -> None:
+        """Finish the own segment and drop the maps; arrays that were read stay valid."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._pid == os.getpid():
+            self._background.pause()
+        for stream in (self._stream, *self._update_streams.values()):
+            stream.close()
+        self._catalog.close()
+        self._catalog.medium.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Callable[..., TrajectoryStore], tuple[Any, ...]]:
+        """A pickled store is opened again at the other side, where it writes segments of its own."""
+        return _reopen, (self._address, self.mode, self.durability)
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return f"<TrajectoryStore {str(self.path)!r} closed>"
+        return (
+            f"<TrajectoryStore {str(self.path)!r} mode={self.mode!r} durability={self.durability!r}: "
+            f"{len(self)} trajectories, {len(self.schema)} columns, "
+            f"{len(self._catalog.segments)} segments>"
+        )
+
+    # Writing
+
+    def append(self, data: Mapping[str, Any]) -> Int64Array:
+        """Append trajectories in one atomic commit.
+
+        Args:
+            data: per column a RaggedArray or a list of 1-D rows (ragged), a list of str (text), or `[n]`
+                values (scalars). Columns with a fill, and mutable ones, may be left out.
+
+        Returns:
+            `[n]` int64 ids, stable and never given again. They are durable on return.
+
+        Raises:
+            BatchError: the rows do not fit the schema; nothing was written.
+            WriteFailedError: the disk refused; what was acknowledged before is safe.
+        """
+        self._check_writable("append")
+        return self.append_batch(prepare(self.schema, data))
+
+    def append_batch(self, batch: Batch) -> Int64Array:
+        """Append rows that are in the form on disk already; `append` and `copy_rows` end here."""
+        self._check_writable("append")
+        if not batch.n_rows:
+            return np.empty(0, np.int64)
+        if self._catalog.medium.complete:  # elsewhere a look costs as much as the append
+            self._catalog.refresh()
+        known = self._stream.ordinal
+        ordinal, first = self._stream.append(batch, self.schema)
+        self._catalog.refresh_segment(ordinal)
+        if ordinal != known:
+            self._tidy()
+        start = (ordinal << ORDINAL_SHIFT) + first
+        return np.arange(start, start + batch.n_rows, dtype=np.int64)
+
+    def update(self, ids: Ids, **values: Any) -> None:
+        """Give later values of columns, for trajectories that are there already.
+
+        The values are appended by one atomic commit, with the durability and the checksum of an append; nothing is
+        overwritten. This process reads them at once, others after their next `refresh`, and the last update of a value
+        wins, whatever the clocks of the writers say.
+
+        Args:
+            ids: `[n]` ids.
+            **values: per column a RaggedArray or a list of rows (ragged), a list of str (text), `[n]` values, or one
+                value for all rows. A ragged column that shares its axis keeps the length of its row.
+
+        Raises:
+            BatchError: a length or a dtype does not fit; nothing was written.
+            MissingRowError: an id is not in the store.
+            WriteFailedError: the disk refused; nothing of this update is visible.
+        """
+        self._check_writable("update")
+        if not values:
+            raise BatchError("update needs at least one column, for example update(ids, advantage=values).")
+        wanted = as_ids(ids)
+        self._catalog.refresh()
+        names = tuple(c.name for c in self.schema if c.name in values)
+        for name in values:
+            _ = self.schema[name]
+        schema = self.schema.only(names)
+        gather = Gather(self._catalog, wanted, {})
+        given = {name: _for_all(schema[name], values[name], len(wanted)) for name in names}
+        batch = prepare(schema, given, len(wanted))
+        for column in schema:
+            if column.axis is not None and len(self.schema.axes[column.axis]) > 1:
+                _same_lengths(column, batch.lengths[column.axis], gather.base_lengths(column.axis))
+        if not len(wanted):
+            return
+        batch.extra = {TARGET: np.ascontiguousarray(wanted)}
+        stream = self._update_streams.get(names)
+        if stream is None:
+            stream = self._update_streams[names] = Stream(self._catalog, self._root, "update", self.durability)
+        known = stream.ordinal
+        ordinal, _ = stream.append(batch, schema)
+        self._catalog.refresh_segment(ordinal)
+        if ordinal != known:
+            self._background.poke(self._catalog)
+
+    def _tidy(self) -> None:
+        """After a new segment was begun: what the limits no longer cover goes, and small segments are merged."""
+        evict(self._catalog, self._root)
+        self._background.poke(self._catalog)
+
+    def flush(self) -> None:
+        """Wait until everything this process appended is on the disk."""
+        self._check_writable("flush")
+        try:
+            for stream in (self._stream, *self._update_streams.values()):
+                stream.sync()
+        except OSError as error:
+            raise fs.failed(error, self.path, "syncing") from error
+
+    # Care
+
+    def compact(self) -> CompactReport:
+        """Merge finished segments into few, and leave out updates that a newer one covers; ids and their order stay.
+
+        Nobody needs to call it: small segments are merged in the background. Other readers go on with the old segments
+        until they refresh.
+        """
+        self._check_writable("compact")
+        self._background.pause()
+        for stream in (self._stream, *self._update_streams.values()):
+            stream.close()
+        with self._look_in() as catalog:
+            report = compact(catalog, self._root)
+        self._catalog.refresh()
+        return report
+
+    def being_written(self) -> bool:
+        """Whether a process may still append to a segment: `compact` leaves such segments as they are.
+
+        memmap backend: a living process holds it. zarr backend: it was not closed, and the last commit is less than
+        an hour old. A process that has the store open and has not appended yet is not seen.
+        """
+        self.refresh()
+        return any(s.is_live() for s in (*self._catalog.segments.values(), *self._catalog.updates.values()))
+
+    def verify(self) -> VerifyReport:
+        """Recompute every checksum, compare with the catalog, and report what is damaged, in words.
+
+        Other processes may append, update, evict and compact meanwhile.
+        """
+        self._check_open()
+        report = verify(self._look_in, self.path)
+        report.trajectories = len(self)
+        return report
+
+    def _check_writable(self, what: str) -> None:
+        self._check_open()
+        if self.mode != "a":
+            raise ReadOnlyError(
+                f"{what} needs a store opened for writing; {self.path} is open with mode 'r'. Use "
+                "TrajectoryStore.open(path, mode='a')."
+            )
+
+
+def _reopen(address: Any, mode: Mode, durability: Durability) -> TrajectoryStore:
+    return TrajectoryStore.open(address, mode, durability=durability)
+
+
+def _same_lengths(column: Column, given: Int64Array, known: Int64Array) -> None:
+    wrong = np.flatnonzero(given != known)
+    if len(wrong):
+        row = int(wrong[0])
+        raise BatchError(
+            f"row {row} of column '{column.name}' has length {int(given[row])}, but the trajectory has "
+            f"{int(known[row])} elements on axis '{column.axis}'."
+        )
+
+
+def _for_all(column: Column, given: Any, count: int) -> Any:
+    """One value for all rows becomes one value per row."""
+    if column.is_text and isinstance(given, (str, bytes)):
+        return [given] * count
+    if column.axis is None:
+        array = np.asarray(given)
+        if array.ndim == 0 and array.dtype.kind != "O":
+            return np.broadcast_to(array, (count,))
+    return given
+
+
+def _with_columns(state: State, columns: Sequence[Column]) -> State | None:
+    """A state with more columns; None where all of them are there already.
+
+    Raises:
+        SchemaError: a column is there and defined otherwise.
+    """
+    from dataclasses import replace
+
+    new: list[Column] = []
+    for column in columns:
+        known = state.schema.find(column.name)
+        if known is None:
+            new.append(_fits(column, state.schema))
+        elif known.to_json() != column.to_json():
+            raise SchemaError(
+                f"the store has a column '{column.name}' already, defined as {known}. Choose another name."
+            )
+    return replace(state, schema=state.schema.with_columns(new)) if new else None
+
+
+def _fits(column: Column, schema: Schema) -> Column:
+    """Refuse a column on an axis with a single column that may have changed its lengths by itself."""
+    others = schema.axes.get(column.axis or "", ())
+    if len(others) == 1 and others[0].optional:
+        raise SchemaError(
+            f"column '{column.name}' cannot join axis '{column.axis}': '{others[0].name}' was alone on it and may have "
+            "rows of other lengths by now. Choose an axis of its own, for example "
+            f"Column({column.name!r}, {column.dtype!r}, ragged=True, axis={column.name!r}, fill=...)."
+        )
+    return column
+
+
+def _backend(path: Any, asked: Backend | None) -> Backend:
+    """The backend for a path: raw segments need a folder."""
+    if asked not in ("memmap", "zarr", None):
+        raise SchemaError(f"backend {asked!r} is not known. Use 'memmap' or 'zarr'.")
+    if _is_folder(path):
+        return asked or "memmap"
+    if asked == "memmap":
+        raise SchemaError(f"backend='memmap' needs a local folder; {path!r} is none. Use backend='zarr'.")
+    return "zarr"
+
+
+def _is_folder(path: Any) -> bool:
+    return isinstance(path, os.PathLike) or (isinstance(path, str) and "://" not in path)
+
+
+def _bounded(sizes: dict[str, int | None], schema: Schema, *, whole: bool) -> dict[str, Any]:
+    """Segments leave as a whole, so one may hold about an eighth of what is kept."""
+    bounded = dict(sizes)
+    if sizes["max_trajectories"] is not None and sizes["segment_rows"] is None:
+        most = WHOLE_ROWS if whole else MAX_ROWS
+        bounded["segment_rows"] = min(max(512, sizes["max_trajectories"] // 8), most)
+    if sizes["max_bytes"] is not None and sizes["segment_elements"] is None and schema.axes:
+        most = WHOLE_ELEMENTS if whole else MAX_ELEMENTS
+        width = max(sum(c.np_dtype.itemsize * c.width for c in columns) for columns in schema.axes.values())
+        least = max(FIRST_ELEMENTS, 1 << 16)
+        bounded["segment_elements"] = min(max(least, sizes["max_bytes"] // (8 * width)), most)
+    return bounded
+
+
+def _find(
+    path: Any, durability: Durability | None, io: Io | None, cache_dir: str | os.PathLike[str] | None, cache_bytes: int
+) -> tuple[Root, Medium]:
+    """What a store says about itself, and the medium that it is on."""
+    if _is_folder(path):
+        folder = Path(cast("str", path))
+        root = read_root(Memmap(folder, durable=False, io=io).bucket)
+        if root.backend == "memmap":
+            return root, Memmap(folder, durable=(durability or root.durability) != "process", io=io)
+    from trajectory_store.objects.medium import open_objects
+
+    return open_objects(path, durability, cache_dir, cache_bytes)
+
+
+def _check_durability(durability: str) -> None:
+    if durability not in DURABILITIES:
+        raise SchemaError(f"durability {durability!r} is not known. Use one of {', '.join(DURABILITIES)}.")

@@ -1,0 +1,192 @@
+"""Later values: which update holds the newest value of a column for a trajectory, and the values folded in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store.errors import SnapshotGoneError
+from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK, TARGET
+from trajectory_store.ragged import Int64Array, distinct
+from trajectory_store.schema import Column
+from trajectory_store.segment import Segment
+
+_NONE: Int64Array = np.empty(0, np.int64)
+
+
+class Later:
+    """The newest update of one column, per trajectory.
+
+    Updates count in the order of their commit times, then of their addresses, so every reader ends with the same
+    values, in whatever order it met the commits.
+
+    Args:
+        column: the column.
+        limits: per original update segment the rows that count; None for all.
+    """
+
+    def __init__(self, column: Column, limits: Mapping[int, int] | None = None) -> None:
+        self.column = column
+        self._limits = limits
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._address: dict[int, Int64Array] = {}
+        self._time: dict[int, Int64Array] = {}
+        self._folded: dict[int, npt.NDArray[Any]] = {}
+        self._rows: dict[int, int] = {}
+        self._news: list[tuple[Int64Array, Int64Array]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._address)
+
+    def follow(self, segments: Mapping[int, Segment]) -> bool:
+        """Take in the updates that are new; returns False where segments are gone and all must be read again."""
+        if any(ordinal not in segments for ordinal in self._seen):
+            return False
+        found: list[tuple[Int64Array, Int64Array, Int64Array]] = []
+        for ordinal in sorted(segments):
+            segment = segments[ordinal]
+            records, rows = self._seen.get(ordinal, (0, 0))
+            if segment.rows == rows or self.column.name not in segment.schema:
+                continue
+            self._seen[ordinal] = (segment.records, segment.rows)
+            found.append(self._read(segment, records, rows))
+        if found:
+            self._apply(*(np.concatenate(parts) for parts in zip(*found, strict=True)), ordered=len(found) == 1)
+        return True
+
+    def _read(self, segment: Segment, records: int, first: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Targets, addresses and times of the rows of an update segment from `first` on."""
+        targets = np.array(segment.array(TARGET)[first : segment.rows])
+        base = segment.ordinal << ORDINAL_SHIFT
+        addresses = np.arange(base + first, base + segment.rows, dtype=np.int64)
+        if segment.meta.merged:
+            times = segment.row_times(first)
+        else:
+            table = segment.commits(records)
+            times = np.repeat(table["time_ns"].astype(np.int64), table["n_rows"].astype(np.int64))
+        if self._limits is not None:
+            sources = segment.row_ids(first, segment.rows) if segment.meta.merged else addresses
+            owners, rows = sources >> ORDINAL_SHIFT, sources & ROW_MASK
+            limits = self._limits
+            inside = rows < np.array([limits.get(o, 0) for o in owners.tolist()], np.int64)
+            if segment.meta.merged and not inside.all() and not self._keeps_all(segment):
+                raise SnapshotGoneError(
+                    f"values of column '{self.column.name}' as of this snapshot were folded into later ones. "
+                    "Read without the snapshot, or take snapshots that are younger than the last compact()."
+                )
+            targets, addresses, times = targets[inside], addresses[inside], times[inside]
+        return targets, addresses, times
+
+    @staticmethod
+    def _keeps_all(segment: Segment) -> bool:
+        """Whether a merged segment still has every update that its sources had: their rows are contiguous then."""
+        sources = np.sort(np.array(segment.array(ROW_ID)[: segment.rows]))
+        owners, rows = sources >> ORDINAL_SHIFT, sources & ROW_MASK
+        starts = np.append(True, owners[1:] != owners[:-1])
+        return bool((rows[starts] == 0).all() and (np.diff(sources)[~starts[1:]] == 1).all())
+
+    def _apply(self, targets: Int64Array, addresses: Int64Array, times: Int64Array, *, ordered: bool) -> None:
+        if not ordered:
+            order = np.lexsort((addresses, times))
+            targets, addresses, times = targets[order], addresses[order], times[order]
+        owners = targets >> ORDINAL_SHIFT
+        first = int(owners[0]) if len(owners) else 0
+        one = bool((owners == first).all())
+        for owner in [first] if one else distinct(owners):
+            mine = slice(None) if one else owners == owner
+            self._apply_to(owner, targets[mine], addresses[mine], times[mine])
+
+    def _apply_to(self, owner: int, targets: Int64Array, addresses: Int64Array, times: Int64Array) -> None:
+        if not len(targets):
+            return
+        where = targets & ROW_MASK
+        self._grow(owner, int(where.max()) + 1)
+        known, place = self._time[owner], self._address[owner]
+        before = known[where]
+        newer = (times > before) | ((times == before) & (addresses > place[where]))
+        known[where[newer]] = times[newer]
+        place[where[newer]] = addresses[newer]
+        if self._folded:
+            self._news.append((targets[newer], addresses[newer]))
+
+    def _grow(self, owner: int, size: int) -> None:
+        for table in (self._address, self._time):
+            known = table.get(owner)
+            if known is None or len(known) < size:
+                grown = np.full(max(size, 2 * (0 if known is None else len(known)), 64), -1, np.int64)
+                if known is not None:
+                    grown[: len(known)] = known
+                table[owner] = grown
+
+    def lookup(self, ids: Int64Array) -> Int64Array:
+        """`[B]` int64: the address of the newest update of each row (ordinal above row), or -1."""
+        out = np.full(len(ids), -1, np.int64)
+        if not self._address:
+            return out
+        owners, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
+        for owner in distinct(owners):
+            known = self._address.get(owner)
+            if known is not None:
+                where = np.flatnonzero((owners == owner) & (rows < len(known)))
+                out[where] = known[rows[where]]
+        return out
+
+    # Scalars: the newest values beside the base, so that reading them costs what reading the base does.
+
+    def fold_news(
+        self,
+        locate: Callable[[Int64Array], tuple[Int64Array, Int64Array]],
+        homes: Mapping[int, Segment],
+        values: Callable[[Int64Array], npt.NDArray[Any]],
+    ) -> None:
+        """Bring the folded arrays up to date.
+
+        Args:
+            locate: from ids to the segments and rows that hold them now; -1 where they are not visible.
+            homes: the segments of rows.
+            values: from addresses of updates to their values.
+        """
+        for gone in [home for home in self._folded if home not in homes]:
+            del self._folded[gone], self._rows[gone]
+        news, self._news = self._news, []
+        if not news:
+            return
+        targets, addresses = (np.concatenate(parts) for parts in zip(*news, strict=True))
+        ordinals, rows = locate(targets)
+        new = values(addresses)
+        for home in distinct(ordinals[ordinals >= 0]):
+            mine = ordinals == home
+            array = self._folded.get(home)
+            if array is None:
+                continue
+            inside = mine & (rows < self._rows[home])
+            array[rows[inside]] = new[inside]
+
+    def folded(self, segment: Segment, values: Callable[[Int64Array], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """The newest values of a scalar column in a segment: an array as long as its rows, or the base itself."""
+        done = self._rows.get(segment.ordinal, 0)
+        if done < segment.rows:
+            self._extend(segment, done, values)
+        return self._folded[segment.ordinal]
+
+    def _extend(self, segment: Segment, done: int, values: Callable[[Int64Array], npt.NDArray[Any]]) -> None:
+        column, rows = self.column, segment.rows
+        array = self._folded.get(segment.ordinal)
+        if array is None or len(array) < rows:
+            grown = np.empty(rows if segment.finished else max(64, 2 * rows), column.np_dtype)
+            if array is not None:
+                grown[:done] = array[:done]
+            array = self._folded[segment.ordinal] = grown
+        has = segment.has(column.name)
+        array[done:rows] = segment.array(column.name)[done:rows] if has else column.fill_value
+        if segment.meta.merged:
+            later = self.lookup(segment.row_ids(done, rows))
+        else:
+            later = self._address.get(segment.ordinal, _NONE)[done:rows]
+        hit = np.flatnonzero(later >= 0)
+        if len(hit):
+            array[done + hit] = values(later[hit])
+        self._rows[segment.ordinal] = rows

@@ -1,0 +1,477 @@
+"""Tidying up: eviction, merging small segments, and removing what killed processes left.
+
+Every change is one record of the catalog, put if absent. So nothing here can lose or double a row, whoever does it at
+the same time: whoever comes second finds that the segments it merged no longer count, and throws its work away.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from trajectory_store import fs
+from trajectory_store.batch import Batch
+from trajectory_store.catalog import Catalog
+from trajectory_store.errors import StoreError
+from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_TIME, TARGET, SegmentMeta
+from trajectory_store.gather import Gather
+from trajectory_store.journal import Entry, State, owners_of
+from trajectory_store.ragged import Int64Array, RaggedArray
+from trajectory_store.root import Root
+from trajectory_store.schema import Schema
+from trajectory_store.segment import Segment
+from trajectory_store.verify import VerifyReport
+from trajectory_store.writer import MAX_ELEMENTS, MAX_ROWS, WHOLE_ELEMENTS, WHOLE_ROWS
+
+CHUNK_ROWS = 1024
+FANOUT = 8
+"""Small segments of about one size that are merged: each value is written again once per factor of 8 of growth."""
+
+SUPERSEDED = 1 << 16
+"""Updates from which on a merge leaves out those that a newer one covers."""
+
+MANY = 64
+"""Objects from which on a single finished segment is merged: a reader that opens asks for each."""
+
+LEASE_S = 120.0
+log = logging.getLogger("trajectory_store")
+
+
+@dataclass(frozen=True)
+class CompactReport:
+    """What `compact` did.
+
+    Attributes:
+        segments_before: segments of rows and updates before.
+        segments_after: the same after.
+        rows: trajectories that moved.
+        bytes_before: disk space before.
+        bytes_after: disk space after.
+        skipped: why nothing was done, or empty.
+    """
+
+    segments_before: int
+    segments_after: int
+    rows: int
+    bytes_before: int
+    bytes_after: int
+    skipped: str = ""
+
+
+# Eviction
+
+
+def evict(catalog: Catalog, root: Root) -> int:
+    """Remove the oldest segments that the limits of the store no longer cover.
+
+    Returns:
+        How many segments were removed. 0 also where another process was first.
+    """
+    if root.max_trajectories is None and root.max_bytes is None:
+        return 0
+    catalog.refresh()
+    victims = [s for s in _victims(catalog, root) if catalog.medium.seal(s)]
+    if not victims:
+        return 0
+    gone = {s.ordinal for s in victims}
+    useless = _useless_updates(catalog, gone)
+    removed = _drop(catalog, gone | useless, {s.ordinal: s.rows for s in victims})
+    return len(gone & removed)
+
+
+def _drop(catalog: Catalog, ordinals: set[int], rows: dict[int, int]) -> set[int]:
+    """Take segments out of the catalog and remove them; returns those that this process took out."""
+    taken: dict[int, Entry] = {}
+
+    def step(state: State) -> State | None:
+        taken.clear()
+        taken.update({e.ordinal: e for e in state.entries if e.ordinal in ordinals})
+        return state.without(set(taken), sum(rows.get(o, 0) for o in taken)) if taken else None
+
+    if catalog.journal.change(step, catalog.newest_ns) is None:
+        return set()
+    catalog.follow_state()
+    for entry in taken.values():
+        catalog.medium.remove(entry)
+    return set(taken)
+
+
+def _victims(catalog: Catalog, root: Root) -> list[Segment]:
+    """The oldest segments that the limits no longer cover, oldest first."""
+    spans = [(s.time_span(), s) for s in catalog.row_segments() if s.rows]
+    spans.sort(key=lambda item: item[0][1])
+    usage = {s.ordinal: s.disk_bytes() for _, s in spans} if root.max_bytes else {}
+    total = sum(usage.values())
+    victims: list[Segment] = []
+    for (_, last), segment in spans:
+        newer = sum(s.rows for (first, _), s in spans if first > last)
+        dead = root.max_trajectories is not None and newer >= root.max_trajectories
+        heavy = root.max_bytes is not None and total > root.max_bytes and newer > 0
+        if not (dead or heavy) or segment.is_live():
+            break
+        victims.append(segment)
+        total -= usage.get(segment.ordinal, 0)
+    return victims
+
+
+def _owners(segments: Iterable[Segment], state: State) -> set[int]:
+    """The original segments whose rows are still there."""
+    wanted = {s.ordinal for s in segments}
+    runs = owners_of([e for e in state.entries if e.ordinal in wanted])
+    return {o for first, last in runs for o in range(first, last + 1)}
+
+
+def _useless_updates(catalog: Catalog, gone: set[int]) -> set[int]:
+    """Finished update segments whose trajectories are all gone."""
+    left = _owners([s for s in catalog.row_segments() if s.ordinal not in gone], catalog.state)
+    out: set[int] = set()
+    for update in catalog.updates.values():
+        if not update.is_live() and catalog.medium.seal(update):
+            update.want(np.arange(update.rows))
+            targets = np.unique(update.array(TARGET)[: update.rows] >> ORDINAL_SHIFT)
+            if not left.intersection(targets.tolist()):
+                out.add(update.ordinal)
+    return out
+
+
+# Merging
+
+
+def compact(catalog: Catalog, root: Root) -> CompactReport:
+    """Merge finished segments into few; ids, the order of arrival and every value stay.
+
+    Rows of segments that a living process appends to stay where they are. Updates that a newer one covers go.
+    """
+    before, bytes_before = len(catalog.segments) + len(catalog.updates), _disk_bytes(catalog)
+    with _claim(catalog) as mine:
+        if not mine:
+            reason = "another process compacts"
+            return CompactReport(before, before, 0, bytes_before, bytes_before, reason)
+        catalog.refresh()
+        moved = 0
+        still = [s for s in catalog.row_segments() if not s.is_live() and catalog.medium.seal(s)]
+        updates = [s for s in catalog.updates.values() if not s.is_live() and catalog.medium.seal(s)]
+        _drop(catalog, {s.ordinal for s in (*still, *updates) if not s.rows}, {})
+        for group in _packed([s for s in still if s.rows], *_most(catalog, root)):
+            if len(group) > 1 or not (catalog.medium.complete or group[0].meta.merged):
+                moved += sum(s.rows for s in group) if _merge(catalog, group) else 0
+        for same in _by_columns([s for s in updates if s.rows]):
+            for group in _packed(same, MAX_ROWS, MAX_ELEMENTS):
+                _merge_updates(catalog, group, superseded=True)
+        catalog.medium.sweep(catalog.state)
+        catalog.refresh()
+        after = len(catalog.segments) + len(catalog.updates)
+        return CompactReport(before, after, moved, bytes_before, _disk_bytes(catalog))
+
+
+def fold(catalog: Catalog, root: Root, stop: Callable[[], bool] = lambda: False) -> int:
+    """Merge small finished segments of about one size, as long as there are enough of them; returns how many merges.
+
+    So a store that was opened for appending n times has about `8 * log8(n)` segments, and each row was moved `log8(n)`
+    times.
+    """
+    merges = 0
+    with _claim(catalog) as mine:
+        if not mine:
+            return 0
+        catalog.refresh()
+        while not stop() and (group := _due(catalog, root, sealing=True)):
+            empty = {s.ordinal for s in group if not s.rows}
+            _drop(catalog, empty, {})
+            group = [s for s in group if s.rows]
+            if not group:
+                done = bool(empty)
+            elif group[0].meta.kind == "rows":
+                done = _merge(catalog, group)
+            else:
+                total = sum(s.rows for s in group)
+                done = _merge_updates(catalog, group, superseded=total >= SUPERSEDED)
+            if not done:
+                break
+            merges += 1
+        if merges:
+            catalog.medium.sweep(catalog.state)
+    return merges
+
+
+def is_due(catalog: Catalog, root: Root) -> bool:
+    """Whether `fold` has something to do, as far as this reader sees."""
+    return bool(_due(catalog, root, sealing=False))
+
+
+def _due(catalog: Catalog, root: Root, *, sealing: bool) -> list[Segment]:
+    """Small segments of about one size that are to be merged; empty where there are not enough."""
+    most = _most(catalog, root)
+    kinds = [catalog.row_segments(), *_by_columns(catalog.updates.values())]
+    for segments in kinds:
+        if not catalog.medium.complete:
+            for segment in segments:
+                if segment.records >= MANY and segment.finished and not segment.meta.merged:
+                    return [segment]
+        tiers: dict[int, list[Segment]] = {}
+        for segment in segments:
+            tiers.setdefault(_tier(segment), []).append(segment)
+        for _, members in sorted(tiers.items()):
+            if len(members) < FANOUT:
+                continue
+            still = [s for s in members if not s.is_live() and (not sealing or catalog.medium.seal(s))]
+            group = max([[], *_packed(still, *most)], key=len)
+            if len(group) >= FANOUT:
+                return group
+    return []
+
+
+def _tier(segment: Segment) -> int:
+    """The size of a segment as a power of the fan-out; -1 for an empty one."""
+    weight = max(segment.rows, *(n // 256 for n in segment.elements().values()), 0) if segment.rows else 0
+    return -1 if not weight else (weight.bit_length() - 1) // (FANOUT.bit_length() - 1)
+
+
+def _most(catalog: Catalog, root: Root) -> tuple[int, int]:
+    """Rows, and elements per axis, of the largest merged segment."""
+    whole = root.preallocate or catalog.medium.whole_segments
+    rows, elements = (WHOLE_ROWS, WHOLE_ELEMENTS) if whole else (MAX_ROWS, MAX_ELEMENTS)
+    if root.max_trajectories is not None or root.max_bytes is not None:  # segments leave as a whole
+        return root.segment_rows or rows, root.segment_elements or elements
+    return rows, elements
+
+
+def _by_columns(updates: Iterable[Segment]) -> list[list[Segment]]:
+    """Update segments by the columns that they hold."""
+    out: dict[tuple[str, ...], list[Segment]] = {}
+    for segment in sorted(updates, key=lambda s: s.ordinal):
+        out.setdefault(segment.schema.names, []).append(segment)
+    return list(out.values())
+
+
+def _packed(segments: list[Segment], most_rows: int, most_elements: int) -> list[list[Segment]]:
+    """Runs of segments that fit one full segment."""
+    groups: list[list[Segment]] = []
+    rows = 0
+    elements: dict[str, int] = {}
+    for segment in segments:
+        used = segment.elements() if segment.rows else {}
+        total = {a: elements.get(a, 0) + used.get(a, 0) for a in {*elements, *used}}
+        fits = rows + segment.rows <= most_rows and all(n <= most_elements for n in total.values())
+        if not groups or not fits:
+            groups.append([])
+            rows, total = 0, dict(used)
+        groups[-1].append(segment)
+        rows, elements = rows + segment.rows, total
+    return groups
+
+
+def _sound(catalog: Catalog, group: list[Segment]) -> bool:
+    """Whether all checksums hold: damage is not copied into a segment whose checksums would hide it."""
+    report = VerifyReport(Path(catalog.medium.where))
+    for segment in group:
+        try:
+            catalog.medium.check(segment, report)
+        except (StoreError, OSError, ValueError, IndexError) as error:
+            report.problem(str(error))
+    if report.problems:
+        log.warning("segments are not merged, because one is damaged: %s. Run verify().", report.problems[0])
+    return report.ok
+
+
+def _merge(catalog: Catalog, group: list[Segment]) -> bool:
+    """Write the rows of some segments to one, and let that one count in their place."""
+    if not _sound(catalog, group):
+        return False
+    for segment in group:
+        segment.want(np.arange(segment.rows))
+    ids = np.concatenate([s.row_ids(0, s.rows) for s in group])
+    times = np.concatenate([s.row_times() for s in group])
+    ordinals = np.repeat([s.ordinal for s in group], [s.rows for s in group])
+    rows = np.concatenate([np.arange(s.rows) for s in group])
+    order = np.argsort(ids)
+    return _write_merged(catalog, group, ordinals[order], rows[order], {ROW_ID: ids[order], ROW_TIME: times[order]})
+
+
+def _merge_updates(catalog: Catalog, group: list[Segment], *, superseded: bool) -> bool:
+    """The same for updates, in the order of their times.
+
+    Args:
+        catalog: where they are.
+        group: segments with the same columns.
+        superseded: leave out updates that a newer one covers, and those of rows that are gone.
+    """
+    if not _sound(catalog, group):
+        return False
+    for segment in group:
+        segment.want(np.arange(segment.rows))
+    targets = np.concatenate([s.array(TARGET)[: s.rows] for s in group])
+    ids = np.concatenate([s.row_ids(0, s.rows) for s in group])
+    times = np.concatenate([s.row_times() for s in group])
+    ordinals = np.repeat([s.ordinal for s in group], [s.rows for s in group])
+    rows = np.concatenate([np.arange(s.rows) for s in group])
+    order = np.lexsort((ids, times))
+    if superseded:
+        last = np.zeros(len(order), bool)  # of each target the last in the order
+        last[len(order) - 1 - np.unique(targets[order][::-1], return_index=True)[1]] = True
+        left = _owners(catalog.row_segments(), catalog.state)
+        owners = targets[order] >> ORDINAL_SHIFT
+        last &= np.isin(owners, np.array(sorted(left), np.int64)) | (owners >= catalog.state.next_ordinal)
+        if len(group) == 1 and group[0].meta.merged and last.all():
+            return False
+        order = order[last]
+    extra = {TARGET: targets[order], ROW_ID: ids[order], ROW_TIME: times[order]}
+    return _write_merged(catalog, group, ordinals[order], rows[order], extra)
+
+
+def _write_merged(
+    catalog: Catalog, group: list[Segment], ordinals: Int64Array, rows: Int64Array, extra: dict[str, Int64Array]
+) -> bool:
+    """Write rows of segments to a new one and let it take their place; False where somebody else was first."""
+    names = {c.name for s in group for c in s.schema}
+    schema = catalog.state.schema.only(names)
+    sources = {s.ordinal for s in group}
+    if not len(rows):
+        return bool(_drop(catalog, sources, {}))
+    gather = Gather.of_rows(catalog, ordinals, rows)
+    meta = SegmentMeta(
+        schema=schema,
+        rows_cap=len(rows),
+        elems_cap={axis: max(1, _elements(gather, schema, axis)) for axis in schema.axes},
+        kind=group[0].meta.kind,
+        merged=True,
+        durability="power",
+    )
+    reserved = catalog.journal.change(lambda s: replace(s, next_ordinal=s.next_ordinal + 1), catalog.newest_ns)
+    if reserved is None:
+        return False
+    target = catalog.medium.make_merged(meta, reserved.next_ordinal - 1)
+    try:
+        for first in range(0, len(rows), CHUNK_ROWS):
+            part = slice(first, first + CHUNK_ROWS)
+            batch = read_batch(Gather.of_rows(catalog, ordinals[part], rows[part]), schema)
+            batch.extra = {name: values[part] for name, values in extra.items()}
+            target.write(batch, int(batch.extra[ROW_TIME].max()))
+        entry = target.finish()
+    except BaseException:
+        target.discard()
+        raise
+
+    def step(state: State) -> State | None:
+        old = [e for e in state.entries if e.ordinal in sources]
+        if len(old) < len(sources):
+            return None
+        if catalog.claim is not None and (state.claim is None or state.claim[0] != catalog.claim):
+            return None  # the claim ran out, and whoever has it now may have swept the new segment away
+        return state.without(sources).with_entry(replace(entry, owners=owners_of(old)))
+
+    before = {e.ordinal: e for e in catalog.state.entries if e.ordinal in sources}
+    if catalog.journal.change(step, catalog.newest_ns) is None:
+        target.discard()
+        return False
+    catalog.follow_state()
+    for source in before.values():
+        catalog.medium.remove(source)
+    return True
+
+
+def _elements(gather: Gather, schema: Schema, axis: str) -> int:
+    """Elements that rows have on an axis, as they will be written."""
+    return int(gather.lengths(schema.axes[axis][0]).sum())
+
+
+def read_batch(gather: Gather, schema: Schema) -> Batch:
+    """Read whole rows in the form in which they are written; columns that no row was given are left out."""
+    batch = Batch(len(gather), {}, {})
+    for column in schema:
+        given = gather.present(column)
+        if column.optional and not given.any():
+            continue
+        if not given.all():
+            batch.partial[column.name] = given
+        if column.axis is None:
+            batch.values[column.name] = gather.scalars(column)
+            continue
+        if column.is_text:
+            parts = [t.encode() if isinstance(t, str) else t for t in gather.text(column)]
+            lengths = np.array([len(p) for p in parts], np.int64)
+            ragged = RaggedArray(np.frombuffer(b"".join(parts), np.uint8), lengths)
+        else:
+            ragged = gather.ragged(column)
+        batch.values[column.name] = ragged.values.reshape(-1)
+        batch.lengths[column.axis] = ragged.lengths
+    return batch
+
+
+def _disk_bytes(catalog: Catalog) -> int:
+    return sum(s.disk_bytes() for s in (*catalog.segments.values(), *catalog.updates.values()))
+
+
+# Who tidies up
+
+
+@contextmanager
+def _claim(catalog: Catalog) -> Generator[bool]:
+    """The claim of whoever tidies up. It saves double work, and keeps a sweep from what a merge is making."""
+    with catalog.medium.bucket.upkeep_lock() as mine:
+        if mine is not None:
+            yield mine
+            return
+        owner = fs.token(8)
+        if not _take_lease(catalog, owner):
+            yield False
+            return
+        catalog.claim = owner
+        try:
+            yield True
+        finally:
+            catalog.claim = None
+            catalog.journal.change(lambda s: replace(s, claim=None) if s.claim and s.claim[0] == owner else None)
+
+
+def _take_lease(catalog: Catalog, owner: str) -> bool:
+    def step(state: State) -> State | None:
+        now = time.time_ns()
+        if state.claim is not None and now < state.claim[1] < now + int(2e9 * LEASE_S):
+            return None
+        return replace(state, claim=(owner, now + int(1e9 * LEASE_S)))
+
+    return catalog.journal.change(step, catalog.newest_ns) is not None
+
+
+class Background:
+    """Merges small segments in a thread of its own, while the process appends.
+
+    Args:
+        look_in: opens a catalog of its own.
+        root: the options of the store.
+    """
+
+    def __init__(self, look_in: Callable[[], AbstractContextManager[Catalog]], root: Root) -> None:
+        self._look_in = look_in
+        self._root = root
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def poke(self, catalog: Catalog) -> None:
+        """Begin to merge where there is enough, and nobody is at it."""
+        if (self._thread is None or not self._thread.is_alive()) and is_due(catalog, self._root):
+            self._thread = threading.Thread(target=self._run, name="trajectory-upkeep", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with self._look_in() as catalog:
+                fold(catalog, self._root, self._stop.is_set)
+        except (StoreError, OSError) as error:
+            log.warning("merging small segments failed, and is tried again later: %s", error)
+
+    def pause(self) -> None:
+        """Wait for the merge that is under way; the next one begins when there is enough again."""
+        self._stop.set()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join()
+        self._thread = None
+        self._stop.clear()

@@ -1,0 +1,114 @@
+"""Recomputing every checksum, and comparing what is there with what the catalog says must be there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trajectory_store.errors import StoreError
+from trajectory_store.ragged import Int64Array
+
+if TYPE_CHECKING:
+    from trajectory_store.catalog import Catalog
+
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass
+class VerifyReport:
+    """What `verify` found.
+
+    Attributes:
+        path: the store.
+        trajectories: trajectories that a reader sees.
+        rows: rows checked: with those that wait for eviction, and those that carry later values.
+        bytes: bytes whose checksum was recomputed.
+        segments: segments checked.
+        problems: each in words; empty where all is well.
+        damaged_ids: `[N]` int64, the rows that cannot be trusted.
+        catalog_numbers: the records of the catalog that commits refer to.
+    """
+
+    path: Path
+    trajectories: int = 0
+    rows: int = 0
+    bytes: int = 0
+    segments: int = 0
+    problems: list[str] = field(default_factory=list[str])
+    damaged_ids: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    catalog_numbers: set[int] = field(default_factory=set[int], repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        rows = f"{self.trajectories} trajectories ({self.rows} rows)"
+        size = f"{rows} in {self.segments} segments, {self.bytes / 1e6:.1f} MB"
+        if self.ok:
+            return f"{self.path}: {size} checked, all checksums hold."
+        lines = "\n".join(f"  - {p}" for p in self.problems)
+        return (
+            f"{self.path}: {size} checked, {len(self.problems)} problems, "
+            f"{len(self.damaged_ids)} trajectories damaged:\n{lines}\n"
+            "Damaged rows cannot be repaired; restore the segment from a copy, or leave these ids out."
+        )
+
+    def problem(self, words: str) -> None:
+        """Note that something is wrong."""
+        if words not in self.problems:
+            self.problems.append(words)
+
+    def damaged(self, ids: Int64Array) -> None:
+        """Note rows that cannot be trusted."""
+        self.damaged_ids = np.union1d(self.damaged_ids, ids)
+
+
+Findings = VerifyReport
+
+
+def verify(look_in: Callable[[], AbstractContextManager[Catalog]], path: Path) -> VerifyReport:
+    """Check a store that others may write, evict and compact meanwhile: damage is only what two looks agree on."""
+    with look_in() as catalog:
+        report = _look(catalog, path)
+    if report.ok:
+        return report
+    with look_in() as catalog:
+        again = _look(catalog, path)
+    known = {_NUMBER.sub("#", problem) for problem in report.problems}
+    again.problems = [problem for problem in again.problems if _NUMBER.sub("#", problem) in known]
+    if not again.problems:
+        again.damaged_ids = np.empty(0, np.int64)
+    return again
+
+
+def _look(catalog: Catalog, path: Path) -> VerifyReport:
+    report = VerifyReport(path, problems=list(catalog.problems))
+    for segment in (*catalog.row_segments(), *catalog.updates.values()):
+        report.segments += 1
+        try:
+            catalog.medium.check(segment, report)
+        except (StoreError, OSError, ValueError, IndexError, OverflowError) as error:
+            report.problem(f"{segment.name}: cannot be checked: {error}")
+            if segment.meta.kind == "rows" and not segment.meta.merged:
+                report.damaged(segment.row_ids(0, segment.rows))
+    for problem in (*catalog.journal.missing(), *catalog.medium.check_root()):
+        report.problem(problem)
+    catalog.journal.follow()
+    newest = max(report.catalog_numbers, default=0)
+    if newest > catalog.state.number:
+        report.problem(
+            f"the catalog ends with record {catalog.state.number}, but commits refer to record {newest}: newer records "
+            "are missing"
+        )
+    return report

@@ -1,0 +1,238 @@
+"""Writing: one process appends commits to segments of its own and rolls to a new one when one is full."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trajectory_store import fs
+from trajectory_store.batch import Batch
+from trajectory_store.errors import BatchError, StoreError
+from trajectory_store.format import Durability, Kind, SegmentMeta
+from trajectory_store.journal import Entry, State
+from trajectory_store.medium import SealedError, SegmentWriter
+from trajectory_store.root import Root
+from trajectory_store.schema import Schema
+
+if TYPE_CHECKING:
+    from trajectory_store.catalog import Catalog
+
+GROWTH = 4
+"""Each segment of a process is `2 ** GROWTH` times the one before, up to a largest."""
+
+FIRST = 4
+"""Batches that fit the first segment of a process: many processes that write little must not take much space."""
+
+FIRST_ROWS = 64
+FIRST_ELEMENTS = 1 << 12
+MAX_ROWS = 1 << 19
+MAX_ELEMENTS = 1 << 26
+"""The largest segments on a local disk. A batch takes longer with every segment that its rows lie in; a reader of plain
+Zarr reads the array of a segment as a whole."""
+
+WHOLE_ROWS = 1 << 16
+WHOLE_ELEMENTS = 1 << 24
+"""The same where a segment is reserved on the disk, or held in memory, as a whole."""
+
+
+class Stream:
+    """The segments of one kind that this process writes, one after another.
+
+    Args:
+        catalog: of this process; its times and numbers are what the stream's follow.
+        root: the options of the store.
+        kind: what its segments hold.
+        durability: when a commit counts as done.
+    """
+
+    def __init__(self, catalog: Catalog, root: Root, kind: Kind, durability: Durability) -> None:
+        self._catalog = catalog
+        self._root = root
+        self.kind: Kind = kind
+        self.durability: Durability = durability
+        self._made = 0
+        self._first: tuple[int, int] = (0, 0)
+        self._names: frozenset[str] = frozenset()
+        self._writer: SegmentWriter | None = None
+        self._finished: tuple[int, int] | None = None
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    @property
+    def ordinal(self) -> int:
+        """The segment that is written now, or -1."""
+        return -1 if self._writer is None else self._writer.ordinal
+
+    def append(self, batch: Batch, schema: Schema) -> tuple[int, int]:
+        """Commit a batch of one row or more.
+
+        Args:
+            batch: the rows.
+            schema: the columns that the store has.
+
+        Returns:
+            The ordinal of the segment and the first row in it.
+
+        Raises:
+            WriteFailedError: the disk refused; rows acknowledged before are safe.
+        """
+        if batch.n_rows == 0:
+            raise BatchError("a commit needs at least one row.")
+        with self._lock:
+            writer, first = self._settled(batch)
+            while writer is None:
+                writer = self._writer_for(batch, schema)
+                try:
+                    first = writer.commit(batch.fitted(writer.meta.schema), self._now(), self._catalog.state.number)
+                except SealedError:  # it was taken for dead: the rows go to a segment that counts
+                    self._writer = writer = None
+                except OSError as error:
+                    if not writer.in_doubt:
+                        self._give_up()
+                    if isinstance(error, StoreError):
+                        raise
+                    raise fs.failed(error, self._catalog.medium.where, "appending") from error
+            records = writer.records
+        try:
+            writer.wait_durable(records)
+        except OSError as error:
+            with self._lock:
+                self._give_up()
+            raise fs.failed(error, self._catalog.medium.where, "syncing") from error
+        return writer.ordinal, first
+
+    def _settled(self, batch: Batch) -> tuple[SegmentWriter | None, int]:
+        """Find out what became of a commit whose outcome was not known; these rows may be the ones that were in it."""
+        writer = self._writer
+        if writer is not None and writer.in_doubt:
+            try:
+                first = writer.resolve(batch)
+            except SealedError:
+                self._writer, first = None, None
+            if first is not None:
+                return writer, first
+        return None, -1
+
+    def _now(self) -> int:
+        """A time behind every commit that this process has seen, whatever the clock says."""
+        return max(time.time_ns(), self._catalog.newest_ns + 1)
+
+    def _writer_for(self, batch: Batch, schema: Schema) -> SegmentWriter:
+        if self._pid != os.getpid():
+            self._drop()
+            self._pid = os.getpid()
+        writer = self._writer
+        if writer is not None and self._names.issuperset(batch.values) and writer.has_room(batch):
+            return writer
+        self._end_segment()
+        return self._roll(batch, schema)
+
+    def _end_segment(self) -> None:
+        """Finish the current segment, with everything in it safe."""
+        writer = self._writer
+        if writer is None:
+            return
+        try:
+            writer.wait_durable(writer.records)
+        except OSError as error:
+            self._give_up()
+            raise fs.failed(error, self._catalog.medium.where, "syncing") from error
+        self._give_up()
+
+    def _roll(self, batch: Batch, schema: Schema) -> SegmentWriter:
+        required = {c.name for c in schema if not c.optional} if self.kind == "rows" else set[str]()
+        self._names |= required.union(batch.values)
+        columns = schema.only(self._names)
+        fitted = batch.fitted(columns)
+        longest = max((int(lengths.sum()) for lengths in fitted.lengths.values()), default=0)
+        if not self._made:
+            self._first = max(FIRST_ROWS, FIRST * batch.n_rows), max(FIRST_ELEMENTS, FIRST * longest)
+        whole = self._root.preallocate or self._catalog.medium.whole_segments
+        most = (WHOLE_ROWS, WHOLE_ELEMENTS) if whole else (MAX_ROWS, MAX_ELEMENTS)
+        own = self.kind == "rows"
+        rows = self._capacity(self._root.segment_rows if own else None, self._first[0], most[0])
+        elements = self._capacity(self._root.segment_elements if own else None, self._first[1], most[1])
+        meta = SegmentMeta(
+            schema=columns,
+            rows_cap=max(rows, batch.n_rows),
+            elems_cap={axis: max(elements, int(fitted.lengths[axis].sum()), 1) for axis in columns.axes},
+            kind=self.kind,
+            durability=self.durability,
+            preallocated=self._root.preallocate and own,
+        )
+        medium = self._catalog.medium
+        self._writer = writer = medium.make_segment(meta, self._claim, self._catalog.state.next_ordinal)
+        self._made += 1
+        self._catalog.refresh()
+        return writer
+
+    def _claim(self, ordinal: int, salt: int) -> int:
+        """Enter a segment in the catalog, and how many rows the one before has."""
+
+        def step(state: State) -> State | None:
+            if ordinal < state.next_ordinal:
+                return None
+            return self._noted(state).with_entry(Entry(ordinal, self.kind, salt))
+
+        journal = self._catalog.journal
+        if journal.change(step, self._catalog.newest_ns) is None:
+            return journal.state.next_ordinal
+        self._finished = None
+        return ordinal
+
+    def _noted(self, state: State) -> State:
+        if self._finished is None:
+            return state
+        ordinal, rows = self._finished
+        for entry in state.entries:
+            if entry.ordinal == ordinal and not entry.merged:
+                return state.with_entry(replace(entry, rows=rows))
+        return state
+
+    def _capacity(self, option: int | None, first: int, largest: int) -> int:
+        return option if option is not None else min(first << (GROWTH * self._made), largest)
+
+    def _give_up(self) -> None:
+        """End the segment where it is good; after an error a torn record is overwritten by that."""
+        if self._writer is not None:
+            self._writer.finish()
+            self._finished = self._writer.ordinal, self._writer.rows
+            self._writer = None
+
+    def _drop(self) -> None:
+        """After a fork: close the parent's files and leave its segment alone."""
+        if self._writer is not None:
+            self._writer.abandon()
+            self._writer = None
+
+    def sync(self) -> None:
+        """Wait until everything this stream wrote is on the disk."""
+        with self._lock:
+            if self._writer is not None and self._pid == os.getpid():
+                self._writer.sync()
+
+    def close(self) -> None:
+        """Finish the current segment."""
+        with self._lock:
+            if self._pid != os.getpid():
+                self._drop()
+                return
+            self._give_up()
+            if self._finished is not None and not self._catalog.medium.complete:
+                self._note_rows()
+
+    def _note_rows(self) -> None:
+        """Say in the catalog how many rows the last segment has; only `verify` asks for it."""
+
+        def step(state: State) -> State | None:
+            after = self._noted(state)
+            return None if after is state else after
+
+        try:
+            self._catalog.journal.change(step, self._catalog.newest_ns)
+        except StoreError:
+            return
+        self._finished = None

@@ -1,0 +1,94 @@
+"""Rollouts through the write path: what the advantages are, however the trajectories came into the store."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from torchrl.envs.transforms import Compose
+
+from rlhf_pipeline import (
+    Collect,
+    Collector,
+    CopyDigits,
+    KLRewardTransform,
+    MCAdvantage,
+    RetrieveLogProb,
+    TrajectoryReplayBuffer,
+)
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
+from rlhf_pipeline.policies.new_model import scratch_policy
+
+
+def spread(prompt, completion, answer, meta):
+    """A reward that differs within groups and between them."""
+    return float(sum(map(ord, completion)) % 7) + 3 * prompt.count("1")
+
+
+def nothing(prompt, completion, answer, meta):
+    return 0.0
+
+
+def collector(folder, *, reward=spread, prompts=4, transform=None, max_new_tokens=4):
+    policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0, num_slots=16)
+    buffer = TrajectoryReplayBuffer(storage=folder / "store", transform=transform)
+    config = Collect(prompts_per_rollout=prompts, group_size=4, max_new_tokens=max_new_tokens)
+    return Collector(
+        policy=policy, prompts=CopyDigits(num_digits=3), reward=reward, buffer=buffer, seed=0, config=config
+    )
+
+
+def advantages(found: Collector) -> np.ndarray:
+    """Of each trajectory, the newest row, in the order of trajectories."""
+    store = found.buffer.store
+    ids = store.ids()
+    newest = dict(zip(store.read_scalars("trajectory_id", ids).tolist(), ids.tolist(), strict=True))
+    return store.read_scalars("advantage", np.array([newest[key] for key in sorted(newest)]))
+
+
+@pytest.mark.parametrize("estimator", BATCH_ESTIMATORS)
+def test_the_batch_of_an_advantage_is_the_rollout_after_a_resume_too(tmp_path, estimator):
+    """With some of its groups in the store already, a rollout has the advantages of one that was never cut short."""
+    straight = collector(tmp_path / "straight", transform=MCAdvantage(4, estimator=estimator, batch_groups=4))
+    straight.collect(0, policy_version=0)
+    part = collector(tmp_path / "cut", transform=MCAdvantage(4), prompts=2)
+    part.collect(0, policy_version=0)
+    part.buffer.trajectories.close()
+    rest = collector(tmp_path / "cut", transform=MCAdvantage(4, estimator=estimator, batch_groups=4))
+    assert not rest.collect(0, policy_version=0).from_store
+    assert advantages(rest).tolist() == advantages(straight).tolist()
+    assert rest.collect(0, policy_version=0).from_store
+    returns = straight.buffer.store.read_scalars("task_reward").astype(np.float64)
+    centred = returns - (returns.reshape(4, 4).mean(1).repeat(4) if "baseline" in estimator else returns.mean())
+    assert advantages(straight) == pytest.approx(centred / centred.std(ddof=1), rel=1e-6)
+    for one in (straight, rest):
+        one.buffer.trajectories.close()
+
+
+def test_a_batch_that_is_not_a_rollout_is_refused(tmp_path):
+    """An estimator over a batch has to be told what the batch is, and a collector has rollouts."""
+    with pytest.raises(DefinitionError, match="they need batch_groups"):
+        MCAdvantage(4, estimator="reinforce_pp")
+    with pytest.raises(DefinitionError, match="the others take none"):
+        MCAdvantage(4, batch_groups=4)
+    with pytest.raises(DefinitionError, match="batch_groups=8 and a rollout 4 groups"):
+        collector(tmp_path, transform=MCAdvantage(4, estimator="reinforce_pp", batch_groups=8))
+
+
+@pytest.mark.parametrize(("zero_variance", "left"), [("keep", 16), ("drop", 0)])
+def test_a_penalty_of_rounding_alone_leaves_groups_without_spread(tmp_path, zero_variance, left):
+    """The reference is the policy and every task reward is 0: advantages are 0, and the groups may be dropped."""
+    reference = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0)
+    transform = Compose(
+        MCAdvantage(4, zero_variance=zero_variance), KLRewardTransform(coef=0.2), RetrieveLogProb(reference)
+    )
+    found = collector(tmp_path, reward=nothing, transform=transform, max_new_tokens=40)
+    found.collect(0, policy_version=0)
+    store = found.buffer.store
+    assert len(store) == left
+    if left:
+        gap = store.read_ragged("log_probs").values - store.read_ragged("ref_log_probs").values
+        assert np.nanmax(np.abs(gap)) > 0  # there is rounding
+        assert store.read_scalars("degenerate").all()
+        assert not store.read_scalars("advantage").any()
+    found.buffer.trajectories.close()

@@ -1,0 +1,53 @@
+"""The table of metrics names what runs write, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rlhf_pipeline import definitions
+from rlhf_pipeline.report.figures import figures, page
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = (
+    ("collect.prompts_per_rollout", "2"),
+    ("collect.group_size", "2"),
+    ("policy.hidden_size", "16"),
+    ("policy.num_layers", "1"),
+    ("learn.steps", "3"),
+    ("learn.stop_at_reward", "none"),
+)
+REPLAYED = (
+    ("write.kl_coef", "0.1"),
+    ("loss.kl_to_ref_coeff", "0.1"),
+    ("learn.updates_per_rollout", "2"),
+    ("buffer.max_staleness", "4"),
+    ("sample.strategy", "uniform"),
+    ("sample.min_ess", "0.3"),
+    ("learn.peak_flops", "1e12"),
+)
+
+
+def test_every_figure_of_a_run_is_in_the_table(tmp_path: Path):
+    """A plain run and one with KL, replay and the guard write the names of the table, which has a unit and a page."""
+    from rlhf_pipeline.run.start import run
+
+    written: set[str] = set()
+    filled: set[str] = set()
+    for name, more in (("plain", ()), ("replayed", REPLAYED)):
+        pipeline = definitions.find("copy_digits").pipeline((*SMALL, *more))
+        run(pipeline, run_dir=tmp_path / name, definition="copy_digits")
+        for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            written |= row.keys()
+            filled |= {key for key, value in row.items() if value is not None}
+    assert written == figures().keys()
+    assert figures().keys() - filled <= {"loss_kl_to_inference"}
+    unitless = {"step", "rollout", "lr", "grad_norm", "advantage_std"}
+    for figure in figures().values():
+        assert figure.unit or figure.name in unitless or figure.name.startswith("loss"), figure.name
+
+
+def test_the_page_is_printed_from_the_table():
+    """docs/metrics.md is what `rlhf-pipeline config metrics --markdown` prints."""
+    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == "\n".join(page()) + "\n"

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from rlhf_pipeline.run.ledger import Ledger
+from rlhf_pipeline.run.loop import Progress
+
+
+def row(step: int, ids: list[int], **more: object) -> dict:
+    return {"step": step, "row_ids": ids, **more}
+
+
+def test_rows_survive_restarts_however_many(tmp_path):
+    """After two restarts in a row, the second before the first caught up, every planned step is still on file."""
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    for step in (1, 2, 3):
+        ledger.record(row(step, [step]))
+    assert Ledger(path).record(row(1, [1]))  # the first restart gets as far as step 1
+    last = Ledger(path)
+    assert [last.planned(step) for step in (2, 3, 4)] == [row(2, [2]), row(3, [3]), None]
+    assert [kept["step"] for kept in last.rows] == [1, 2, 3]
+
+
+def test_a_step_with_other_trajectories_drops_what_was_planned_after_it(tmp_path):
+    """Later rows were chosen from what the replaced step had left over, so they go."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for step in (1, 2, 3):
+        ledger.record(row(step, [step]))
+    planned = ledger.planned(2)
+    assert not ledger.record(row(2, [9]))
+    assert ledger.planned(2) != planned
+    assert list(ledger.rows) == [row(1, [1]), row(2, [9])]
+
+
+def test_the_same_trajectories_in_other_rows_are_the_same_step(tmp_path):
+    """What a ring lost and a resume sampled again has new row ids and the old trajectory ids."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.record(row(1, [4, 5], trajectory_ids=[0, 1]))
+    assert ledger.record(row(1, [8, 9], trajectory_ids=[0, 1]))
+    assert list(ledger.rows) == [row(1, [8, 9], trajectory_ids=[0, 1])]
+
+
+def test_the_target_needs_a_whole_window():
+    """Two rollouts above the target are not three."""
+    progress = Progress()
+    for reward in (0.2, 1.0, 1.0):
+        progress.note(reward, window=3)
+    assert not progress.reached(0.9, 3)
+    assert progress.reached(0.9, 2)
+    progress.note(0.9, window=3)
+    assert progress.reached(0.9, 3)
+    assert (progress.first_reward, progress.last_reward) == (0.2, 0.9)

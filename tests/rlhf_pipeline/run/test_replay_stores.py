@@ -1,0 +1,292 @@
+"""Whole runs that learn from stores alone: a finished run comes out again, and any such run twice the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf_pipeline import Replay
+from rlhf_pipeline.cli import main
+from rlhf_pipeline.errors import DataError, DefinitionError, RunMismatchError
+from rlhf_pipeline.jsonl import read_rows
+from rlhf_pipeline.report.replayed import compare
+from rlhf_pipeline.run.events import Event, Notice, RunStarted, StepDone
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.replay_stores import replay_stores
+from rlhf_pipeline.run.start import run
+from trajectory_store import TrajectoryStore, copy_rows
+
+from ._stores import make_store, offline, tiny, weights
+
+SAME = ("loss", "grad_norm", "entropy", "kl_approx", "clip_fraction", "advantage_std", "kl_k1", "staleness_max", "lr")
+
+
+def ledger_of(run_dir: Path, name: str) -> list[list[int]]:
+    return [row[name] for row in read_rows(run_dir / "ledger.jsonl")]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"write__kl_coef": "0.1", "write__estimator": "grpo", "loss__aggregation": "sequence_mean"},
+        {"learn__updates_per_rollout": "1", "buffer__max_staleness": "3", "loss__kl_to_ref_coeff": "0.1"},
+        {"sample__strategy": "uniform", "sample__batch_size": "6", "buffer__max_staleness": "3"},
+        {"write__zero_variance": "drop"},
+        {"policy__lora_rank": "4", "learn__layout": "packed", "sample__min_ess": "0.99", "buffer__max_staleness": "3"},
+        {"buffer__backend": "zarr", "buffer__max_staleness": "2", "learn__updates_per_rollout": "3"},
+    ],
+    ids=[
+        "plain",
+        "kl-in-the-reward",
+        "stale-and-kl-in-the-loss",
+        "uniform",
+        "dropped-groups",
+        "adapters-and-guard",
+        "zarr",
+    ],
+)
+def test_a_finished_run_comes_out_again_from_its_store_alone(tmp_path, changes):
+    """Losses, gradient norms, rewards and the final weights are the run's, bit for bit; its folder is not read."""
+    pipeline = tiny(**changes)
+    run(pipeline, run_dir=tmp_path / "run", seed=3)
+    (tmp_path / "run" / "store").rename(tmp_path / "store")
+    replay = dataclasses.replace(pipeline, replay=Replay(stores=(str(tmp_path / "store"),), recorded_order=True))
+    finished = run(replay, run_dir=tmp_path / "again", seed=3)
+    assert (finished.reason, finished.steps) == ("steps", 6)
+    recorded, again = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("run", "again"))
+    assert [[row[name] for name in SAME] for row in again] == [[row[name] for name in SAME] for row in recorded]
+    if pipeline.write.zero_variance != "drop":  # else the rewards of dropped groups are in no store
+        assert [row["task_reward"] for row in again] == [row["task_reward"] for row in recorded]
+    assert ledger_of(tmp_path / "again", "trajectory_ids") == ledger_of(tmp_path / "run", "trajectory_ids")
+    assert weights(tmp_path / "again") == weights(tmp_path / "run")
+    found = compare(RunFolder.open(tmp_path / "run"), RunFolder.open(tmp_path / "again"))
+    assert (found.same, found.num_steps, found.weights_step, found.same_weights) == (True, 6, 6, True)
+
+
+def test_one_seed_gives_one_result_and_another_seed_other_batches(tmp_path):
+    """Two replays with one seed: the same weights, byte for byte; with another seed, other batches."""
+    pipeline = offline(make_store(tmp_path / "store", groups=(4,) * 6, lacks=("log_probs", "advantage")))
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        run(pipeline, run_dir=tmp_path / name, seed=seed)
+    assert weights(tmp_path / "a") == weights(tmp_path / "b")
+    batches = {name: ledger_of(tmp_path / name, "row_ids") for name in ("a", "b", "c")}
+    assert batches["a"] == batches["b"] != batches["c"]
+
+
+def test_epochs_and_filters_count_exactly(tmp_path):
+    """Two epochs of the rows that meet the filter, eight in a step: each twice, in ceil(2 n / 8) steps."""
+    rewards = [float(row % 3 > 0) for row in range(24)]
+    store = make_store(tmp_path / "store", groups=(4,) * 6, rewards=rewards)
+    pipeline = offline(store, steps=100, replay={"epochs": 2.0, "filters": ("reward>0.5",)})
+    finished = run(pipeline, run_dir=tmp_path / "run")
+    used = np.concatenate(ledger_of(tmp_path / "run", "trajectory_ids"))
+    assert (finished.reason, finished.steps, finished.num_trajectories) == ("steps", 4, 16)
+    assert sorted(used.tolist()) == sorted([row for row in range(24) if rewards[row]] * 2)
+    assert [row["task_reward"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1.0] * 4
+
+
+def test_weights_decide_what_a_batch_is_made_of(tmp_path):
+    """Three to one: six and two of every eight."""
+    stores = [make_store(tmp_path / name, groups=(4,) * 4, seed=seed) for seed, name in enumerate("ab")]
+    run(offline(*stores, replay={"weights": (3.0, 1.0)}), run_dir=tmp_path / "run")
+    with TrajectoryStore.open(tmp_path / "run" / "store") as own:
+        for rows in ledger_of(tmp_path / "run", "row_ids"):
+            assert np.bincount(own.read_scalars("source", rows)).tolist() == [6, 2]
+
+
+def test_ages_are_counted_from_the_newest_version_in_the_stores(tmp_path):
+    """Offline the weights have no version that the stores know: the newest trajectory is the youngest."""
+    store = make_store(tmp_path / "store", groups=(4, 4), versions=[10, 11, 12, 13, 14, 15, 16, 17])
+    run(offline(store, steps=1), run_dir=tmp_path / "run")
+    (row,) = read_rows(tmp_path / "run" / "ledger.jsonl")
+    assert row["ages"] == [7, 6, 5, 4, 3, 2, 1, 0]
+    (line,) = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert (line["staleness"], line["staleness_max"]) == (3.5, 7)
+
+
+def test_stale_trajectories_are_weighed_by_their_effective_sample_size(tmp_path):
+    """The guard of the definition works on stored experience: log-probs of no policy are far off, and it says so."""
+    store = make_store(tmp_path / "store", groups=(4,) * 3, versions=list(range(12)))
+    events: list[Event] = []
+    pipeline = offline(store, steps=1, sample__min_ess="0.999", sample__skip_below_ess="0.0")
+    run(pipeline, run_dir=tmp_path / "run", on_event=events.append)
+    (line,) = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert 0 < line["ess_weight"] < 1
+
+
+def test_a_replay_goes_on_where_it_stopped(tmp_path):
+    """Stopped after every second step by lowering the limit, and resumed though the store has grown: the same end."""
+    store = make_store(tmp_path / "store", groups=(4,) * 4, lacks=("log_probs",))
+    run(offline(store, steps=6), run_dir=tmp_path / "straight")
+    run(offline(store, steps=2), run_dir=tmp_path / "parts")
+    with TrajectoryStore.open(store, "a") as source:
+        copy_rows(source, source, source.ids()[:4])
+    run(offline(store, steps=4), run_dir=tmp_path / "parts", resume=True)
+    store.rename(tmp_path / "gone")
+    events: list[Event] = []
+    run(offline(store, steps=6), run_dir=tmp_path / "parts", resume=True, on_event=events.append)
+    assert weights(tmp_path / "parts") == weights(tmp_path / "straight")
+    assert [event.first_step for event in events if isinstance(event, RunStarted)] == [4]
+    assert [event.step for event in events if isinstance(event, StepDone)] == [5, 6]
+    with pytest.raises(RunMismatchError, match=r"replay.filters was \[\], is"):
+        run(offline(store, replay={"filters": ("reward>0",)}), run_dir=tmp_path / "parts", resume=True)
+
+
+def test_what_was_gathered_is_said_and_recorded(tmp_path):
+    """One notice with every count; the sources in gather.json, and their paths in config.json."""
+    rewards = [0.0, float("nan"), 1.0, 1.0]
+    store = make_store(tmp_path / "store", groups=(4,), lacks=("log_probs", "advantage"), rewards=rewards)
+    events: list[Event] = []
+    run(offline(store, steps=1), run_dir=tmp_path / "run", on_event=events.append)
+    (said,) = [event.message for event in events if isinstance(event, Notice)]
+    assert said == (
+        "gathered 3 trajectories of 1 store; 3 got behaviour log-probs, of the initial policy; 3 got an advantage; "
+        "1 have no reward and were left out"
+    )
+    (source,) = json.loads((tmp_path / "run" / "gather.json").read_text())["sources"]
+    assert (source["path"], source["num_stored"], source["num_chosen"]) == (str(store), 4, 3)
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert record["inputs"]["replay.stores"] == {str(store): str(store)}
+
+
+def test_recorded_order_without_the_first_versions_is_refused(tmp_path):
+    """The versions that a step needs were evicted, or filtered out: the step and what there is are named."""
+    store = make_store(tmp_path / "store", groups=(4,), versions=[5, 5, 6, 6])
+    pipeline = offline(store, batch=0, replay={"recorded_order": True})
+    with pytest.raises(DataError, match=r"step 1 learns from trajectories of policy versions 0 to 0.* versions 5 to 6"):
+        run(pipeline, run_dir=tmp_path / "run")
+
+
+def test_the_ledger_is_followed_where_rollouts_were_taken_as_they_arrived(tmp_path):
+    """With collectors of their own a run's steps name rollouts: the replay takes the same rows, in the same order."""
+    pipeline = tiny(learn__updates_per_rollout="1", buffer__max_staleness="3")
+    run(pipeline, run_dir=tmp_path / "run")
+    rows = read_rows(tmp_path / "run" / "ledger.jsonl")
+    arrived = [0, 2, 1, 3, 5, 4]
+    with TrajectoryStore.open(tmp_path / "run" / "store") as store:
+        ids = store.ids().tolist()
+    wanted = [list(range(12 * rollout + 11, 12 * rollout - 1, -1)) for rollout in arrived]
+    for row, rollout, places in zip(rows, arrived, wanted, strict=True):
+        row |= {"rollout": rollout, "row_ids": [ids[place] for place in places], "trajectory_ids": []}
+    (tmp_path / "run" / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    replay = Replay(stores=(str(tmp_path / "run"),), recorded_order=True)
+    run(dataclasses.replace(pipeline, replay=replay), run_dir=tmp_path / "again")
+    assert [ids[0] // 12 for ids in ledger_of(tmp_path / "again", "trajectory_ids")] == arrived
+    assert ledger_of(tmp_path / "again", "trajectory_ids") == wanted
+    assert ledger_of(tmp_path / "again", "ages")[1] == [-1] * 12
+    with TrajectoryStore.open(tmp_path / "run" / "store") as store:
+        means = store.read_scalars("task_reward").reshape(6, 12).mean(axis=1, dtype=np.float64)
+    lines = read_rows(tmp_path / "again" / "metrics.jsonl")
+    assert [line["task_reward"] for line in lines] == [means[rollout] for rollout in arrived]
+    rows[3]["row_ids"][5] = 10**6
+    (tmp_path / "run" / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="step 4 of the run learned from 12 trajectories, and 1 of them"):
+        run(dataclasses.replace(pipeline, replay=replay), run_dir=tmp_path / "broken")
+
+
+def test_a_definition_that_collects_is_not_replayed(tmp_path):
+    """`replay_stores` wants `replay`."""
+    with pytest.raises(DefinitionError, match="does not learn from stores"):
+        replay_stores(tiny(), run_dir=tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_with_collectors_of_its_own_comes_out_again(tmp_path):
+    """Two collectors and a learner in processes of their own: losses and weights are the run's, bit for bit."""
+    command = [sys.executable, "-m", "rlhf_pipeline"]
+    sizes = ["--set", "collect.prompts_per_rollout=4", "--set", "collect.group_size=4"]
+    out = ["--out", "runs/long"]
+    for words in (["run", "long_running", *out, "--collectors", "2", "--steps", "10", *sizes], ["replay", "runs/long"]):
+        done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "of 10 steps are equal, bit for bit; the weights after step 10 are equal, byte for byte." in done.stdout
+
+
+@pytest.fixture
+def small_run(tmp_path, monkeypatch, capsys):
+    """`copy_digits`, three steps of eight trajectories, in runs/small."""
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--set", "collect.group_size=4", "--set", "collect.prompts_per_rollout=2"]
+    assert main(["run", "copy_digits", "--out", "runs/small", "--steps", "3", "--seed", "5", *sizes]) == 0
+    capsys.readouterr()
+    return tmp_path / "runs" / "small"
+
+
+def test_the_command_repeats_a_run_and_says_so(small_run, capsys):
+    """Definition, changes and seed are the run's; a changed figure is found; the folder is looked at like any other."""
+    assert main(["replay", "runs/small"]) == 0
+    out = capsys.readouterr().out
+    assert "loss, reward and gradient norm of 3 steps are equal, bit for bit; the weights after step 3 are equal" in out
+    assert "3 steps" in out
+    assert "24 trajectories of 1 store; 1.00 uses of each" in out
+    config = json.loads(Path("runs/small-replay/config.json").read_text())
+    assert (config["definition"], config["seed"]) == ("copy_digits", 5)
+    for command in (["inspect"], ["verify"], ["show"], ["report"], ["replay", "--from-step", "1"]):
+        assert main([command[0], "runs/small-replay", *command[1:]]) == 0
+    assert main(["replay", "runs/small", "--out", "runs/faster", "--set", "learn.lr=1e-3"]) == 0
+    assert "that is no wonder: learn.lr is not as it was" in capsys.readouterr().out
+    assert main(["replay", "runs/small"]) == 2
+    assert "runs/small-replay holds a run already" in capsys.readouterr().err
+    rows = read_rows(small_run / "metrics.jsonl")
+    rows[1]["loss"] += 1e-6
+    (small_run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["replay", "runs/small", "--out", "runs/other"]) == 1
+    assert "1 of 3 steps differ, the first is step 2 (loss)" in capsys.readouterr().out
+
+
+def test_the_command_learns_from_several_stores(small_run, capsys):
+    """Filters, weights, epochs and steps; a resume; each batch drawn again and taken again from a checkpoint."""
+    command = ["replay", "runs/small", "runs/small-replay/store", "--out", "runs/mix", "--seed", "1"]
+    assert main(["replay", "runs/small"]) == 0
+    options = ["--weight", "1", "--weight", "3", "--filter", "version<=1", "--set", "sample.batch_size=8"]
+    assert main([*command, *options, "--steps", "2", "--set", "learn.keep_checkpoints=9"]) == 0
+    capsys.readouterr()
+    assert main([*command, "--resume", "--steps", "5"]) == 0
+    assert "5 steps" in capsys.readouterr().out
+    with TrajectoryStore.open(Path("runs/mix/store")) as own:
+        assert int(own.read_scalars("policy_version").max()) == 1
+        for rows in ledger_of(Path("runs/mix"), "row_ids"):
+            assert np.bincount(own.read_scalars("source", rows)).tolist() == [2, 6]
+    assert main(["replay", "runs/mix", "--from-step", "1"]) == 0
+    assert "5 steps came out as recorded, bit for bit." in capsys.readouterr().out
+    assert main(["replay", "runs/small", "--out", "runs/e", "--epochs", "0.5", "--set", "sample.batch_size=4"]) == 0
+    assert "3 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (["replay"], "say what to learn from"),
+        (["replay", "runs/smal"], "Did you mean"),
+        (["replay", "runs/small", "--filter", "rewrad>1"], "Did you mean 'reward'"),
+        (["replay", "runs/small", "--filter", "reward>5"], "24 stored, 0 after 'reward>5'"),
+        (["replay", "runs/small", "--weight", "1", "--weight", "2"], "2 weights for 1 stores"),
+        (["replay", "runs/small/store"], "there is no model folder at model"),
+        (["replay", "runs/small", "--resume", "--out", "runs/none"], "there is no replay to go on with"),
+        (["replay", "runs/small", "--from-step", "1", "--epochs", "2"], "--epochs does not go with --from-step"),
+        (["run", "offline_replay"], "there is no model folder at model"),
+    ],
+)
+def test_mistakes_are_answered(small_run, capsys, typed, words):
+    """Each with what to type instead, and no folder is left behind."""
+    assert main(typed) == 2
+    assert words in capsys.readouterr().err
+    assert not Path("runs/small-replay").exists()
+
+
+def test_the_examples_of_the_page_run():
+    """Every Python block of docs/offline.md, in one namespace."""
+    text = (Path(__file__).resolve().parents[3] / "docs" / "offline.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "docs/offline.md", "exec"), {"__name__": "page"})

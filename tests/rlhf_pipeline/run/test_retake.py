@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline import Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, override, token_match
+from rlhf_pipeline.cli import main
+from rlhf_pipeline.errors import DataError, MissingPathError
+from rlhf_pipeline.jsonl import read_rows
+from rlhf_pipeline.run.checkpoint import list_checkpoints
+from rlhf_pipeline.run.retake import RerunPlan, Retaken, plan_rerun, retake
+from rlhf_pipeline.run.rows import StepRows
+from rlhf_pipeline.run.start import run
+from trajectory_store import TrajectoryStore
+
+
+def tiny(**changes) -> Pipeline:
+    made = Pipeline(
+        name="tiny",
+        policy=TinyPolicy(hidden_size=16, num_layers=1, num_heads=2),
+        prompts=CopyDigits(num_digits=2),
+        reward=token_match,
+        collect=Collect(prompts_per_rollout=3, group_size=4, max_new_tokens=3),
+        write=WritePath(estimator="dr_grpo", kl_coef=0.1, kl_target=0.01, kl_horizon=20),
+        buffer=Buffer(max_staleness=1),
+        learn=Learn(steps=6, updates_per_rollout=2, lr=1e-2, checkpoint_every=2, keep_checkpoints=9),
+    )
+    for path, text in changes.items():
+        made = override(made, path.replace("__", "."), text)
+    return made
+
+
+def again(pipeline: Pipeline, run_dir: Path, *, from_step: int, num_steps: int | None = None) -> list[Retaken]:
+    plan = plan_rerun(run_dir, from_step=from_step, num_steps=num_steps)
+    return list(retake(pipeline, plan, run_dir=run_dir, seed=0, device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    run(tiny(), run_dir=folder)
+    return folder
+
+
+def files(run_dir: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(run_dir.rglob("*")) if path.is_file()}
+
+
+def test_every_step_comes_out_bit_for_bit_and_nothing_changes(finished):
+    """From step 1, and from a step between two checkpoints: batches, losses and norms are the recorded ones."""
+    before = files(finished)
+    found = again(tiny(), finished, from_step=1)
+    assert [(one.step, one.num_trajectories, one.same_bits, one.ok) for one in found] == [
+        (step, 12, True, True) for step in range(1, 7)
+    ]
+    recorded = [row["loss"] for row in read_rows(finished / "metrics.jsonl")]
+    assert [one.computed for one in found] == recorded
+    (only,) = again(tiny(), finished, from_step=4, num_steps=1)
+    assert (only.step, only.ok, only.computed) == (4, True, recorded[3])
+    assert plan_rerun(finished, from_step=4).start == 2
+    assert files(finished) == before
+
+
+def test_a_changed_weight_is_noticed(finished):
+    """Another learning rate gives other losses from the second step on."""
+    found = again(tiny(learn__lr="2e-2"), finished, from_step=1, num_steps=3)
+    assert [one.ok for one in found] == [True, False, False]
+
+
+def test_a_ledger_that_names_other_trajectories_is_noticed(finished, tmp_path):
+    """A batch without one of its trajectories is not the batch that the learner would choose."""
+    plan = plan_rerun(finished, from_step=1, num_steps=1)
+    row = dict(plan.ledger[0])
+    row |= {name: row[name][1:] for name in ("row_ids", "trajectory_ids", "ages")}
+    (found,) = retake(
+        tiny(),
+        plan_with(plan, ledger=ledger_of(tmp_path / "shorter", row)),
+        run_dir=finished,
+        seed=0,
+        device="cpu",
+    )
+    assert not found.ok
+    assert found.batch_problem == "the learner would choose 12 trajectories now, not these 11"
+    row |= {"trajectory_ids": row["trajectory_ids"][::-1]}
+    changed = plan_with(plan, ledger=ledger_of(tmp_path / "reversed", row))
+    (found,) = retake(tiny(), changed, run_dir=finished, seed=0, device="cpu")
+    assert found.batch_problem == "its rows hold other trajectories than the ledger says"
+
+
+def ledger_of(folder: Path, *rows: dict) -> StepRows:
+    folder.mkdir()
+    made = StepRows(folder / "ledger.jsonl")
+    for row in rows:
+        made.append(row)
+    return made
+
+
+def plan_with(plan: RerunPlan, **changes) -> RerunPlan:
+    return dataclasses.replace(plan, **changes)
+
+
+def test_what_cannot_be_replayed_says_why(tmp_path):
+    """A step beyond the end, a checkpoint that is gone, and trajectories that were evicted."""
+    folder = tmp_path / "run"
+    with pytest.raises(DataError, match="no steps to replay"):
+        plan_rerun(folder, from_step=1)
+    run(tiny(learn__keep_checkpoints="2"), run_dir=folder)
+    with pytest.raises(DataError, match=r"no step 7 to replay: .* steps 1 to 6"):
+        plan_rerun(folder, from_step=7)
+    with pytest.raises(MissingPathError, match=r"the first step that can be replayed is 5.*learn\.keep_checkpoints"):
+        plan_rerun(folder, from_step=4)
+    plan = plan_rerun(folder, from_step=5)
+    gone = plan_with(plan, ledger=ledger_of(tmp_path / "gone", {**plan.ledger[4], "row_ids": [10**6]}, plan.ledger[5]))
+    with pytest.raises(DataError, match=r"step 5 learned from trajectories that are no longer in .* evicted"):
+        list(retake(tiny(), gone, run_dir=folder, seed=0, device="cpu"))
+
+
+def test_a_resumed_run_is_replayed_like_any_other(tmp_path):
+    """Steps before and after the resume agree with the ledger."""
+    folder = tmp_path / "run"
+    run(tiny(learn__steps="3"), run_dir=folder)
+    run(tiny(), run_dir=folder, resume=True)
+    assert all(one.same_bits and one.ok for one in again(tiny(), folder, from_step=2))
+
+
+def test_the_command_prints_each_step_and_fails_on_a_difference(tmp_path, capsys):
+    """Exit code 0 where all is equal, 1 where a recorded loss was changed, 2 with options that do not go together."""
+    folder = tmp_path / "run"
+    options = ["--steps", "3", "--set", "collect.group_size=4", "--set", "collect.prompts_per_rollout=2"]
+    assert main(["run", "copy_digits", "--out", str(folder), *options]) == 0
+    capsys.readouterr()
+    assert main(["replay", str(folder), "--from-step", "2", "--steps", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "steps 2 to 2, from checkpoint step-00000000, after taking 1 step before it again, on cpu" in out
+    assert "1 step came out as recorded, bit for bit." in out
+    assert len(list_checkpoints(folder / "checkpoints")) == 2
+    metrics = read_rows(folder / "metrics.jsonl")
+    metrics[1]["loss"] += 1e-6
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    assert main(["replay", str(folder), "--from-step", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "1 of 3 steps did not come out as recorded" in out
+    assert out.count("DIFFERENT") == 1
+    assert main(["replay", str(folder), "--from-step", "1", "--out", "elsewhere"]) == 2
+    assert "--out does not go with --from-step" in capsys.readouterr().err
+    assert main(["replay", str(tmp_path / "nowhere"), "--from-step", "1"]) == 2
+    with TrajectoryStore.open(folder / "store") as store:
+        assert store.verify().ok

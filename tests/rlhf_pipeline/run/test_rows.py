@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.jsonl import append_row
+from rlhf_pipeline.run.rows import NewRows, StepRows
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Five rows, of different lengths."""
+    rows = StepRows(tmp_path / "metrics.jsonl")
+    for step in range(1, 6):
+        rows.append({"step": step, "loss": 10.0**-step})
+    return rows
+
+
+def steps(rows: StepRows) -> list[int]:
+    return [row["step"] for row in rows]
+
+
+def test_rows_by_place_and_by_step(written):
+    """The file is plain JSON lines; any row is found by its place or its step, from either end."""
+    lines = [json.loads(line) for line in written.path.read_text().splitlines()]
+    again = StepRows(written.path)
+    assert list(again) == lines
+    assert (len(again), again[0], again[-1], again[1:3]) == (5, lines[0], lines[4], lines[1:3])
+    assert [again.of_step(step) for step in (0, 1, 5, 6)] == [None, lines[0], lines[4], None]
+    assert (again.last_step, again.is_torn, list(again.problems())) == (5, False, [])
+    assert [row["step"] for row in again.spread(3)] == [1, 3, 5]
+    with pytest.raises(IndexError):
+        _ = again[5]
+
+
+def test_rows_that_do_not_begin_with_step_one(tmp_path):
+    """A file that was begun later, or has gaps, is still searched by step."""
+    rows = StepRows(tmp_path / "ledger.jsonl")
+    for step in (4, 5, 9):
+        rows.append({"step": step})
+    assert [rows.place_of(step) for step in (1, 3, 4, 5, 6, 9, 10)] == [None, None, 0, 1, None, 2, None]
+
+
+def test_without_an_index_the_lines_are_read(written):
+    """A file that something else wrote, or whose index is gone or short, has the same rows; writing completes it."""
+    written.index_path.unlink()
+    append_row(written.path, {"step": 6})
+    again = StepRows(written.path)
+    assert steps(again) == [1, 2, 3, 4, 5, 6]
+    again.append({"step": 7})
+    assert steps(StepRows(written.path)) == [1, 2, 3, 4, 5, 6, 7]
+    assert again.index_path.stat().st_size == 7 * 24
+    os.truncate(again.index_path, 3 * 24 + 5)  # a kill in the middle of an entry
+    assert steps(StepRows(written.path)) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_torn_tail_is_taken_off_before_the_next_row(written):
+    """A line that a kill cut short is no row, and does not run into the next one."""
+    with written.path.open("ab") as file:
+        file.write(b'{"step": 6, "lo')
+    again = StepRows(written.path)
+    assert (len(again), again.is_torn) == (5, True)
+    again.append({"step": 6})
+    assert steps(StepRows(written.path)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_power_loss_that_takes_lines_and_leaves_their_index(written):
+    """Entries whose lines are gone, or are zeros, do not count; the next row follows the last whole line."""
+    os.truncate(written.path, written.entry(3).start)
+    os.truncate(written.path, written.entry(4).end)  # the length is there, the bytes are zeros
+    again = StepRows(written.path)
+    assert (len(again), again.last_step, again.num_passed_over) == (3, 3, 2)
+    again.append({"step": 4})
+    assert steps(StepRows(written.path)) == [1, 2, 3, 4]
+
+
+def test_rows_are_taken_off_from_a_step_on(written):
+    """Later rows go with it, in the file and in the index; a step beyond the end changes nothing."""
+    written.drop_from(6)
+    assert len(written) == 5
+    written.drop_from(3)
+    assert steps(written) == steps(StepRows(written.path)) == [1, 2]
+    written.append({"step": 3, "loss": 7.0})
+    assert written.of_step(3) == {"step": 3, "loss": 7.0}
+    assert list(StepRows(written.path).problems()) == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda lines: lines[:2] + lines[3:],
+        lambda lines: [*lines[:1], lines[1].replace(b"0.01", b"0.02"), *lines[2:]],
+        lambda lines: [*lines[:2], lines[2][:8], *lines[3:]],
+        lambda lines: [lines[1], lines[0], *lines[2:]],
+        lambda lines: lines[:-2],
+    ],
+    ids=["taken-out", "changed", "cut", "moved", "end-gone"],
+)
+def test_damage_in_the_middle_is_seen_and_never_made_permanent(written, damage):
+    """Each kind of change to what was written is named, and no row is added behind it."""
+    written.path.write_bytes(b"".join(damage(written.path.read_bytes().splitlines(keepends=True))))
+
+    try:
+        found = list(StepRows(written.path).problems())
+    except DataError as error:
+        found = [str(error)]
+    assert len(found) > 0
+
+
+def test_a_line_that_is_no_row_is_named(tmp_path):
+    """Damage where the index does not reach is an error with its line's number."""
+    path = tmp_path / "metrics.jsonl"
+    for content in (b'{"step": 1}\n{"step" 2}\n', b'{"step": 1}\n[]\n', b'{"step": 1}\n{"step": "2"}\n'):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"metrics\.jsonl:2: this line"):
+            StepRows(path)
+
+
+def test_rows_behind_damage_are_not_added(written):
+    """Where the file was edited, appending would make the damage permanent: it is refused."""
+    lines = written.path.read_bytes().splitlines(keepends=True)
+    written.path.write_bytes(b"".join(lines[:2] + lines[3:]))
+    with pytest.raises(DataError, match="was edited or damaged"):
+        StepRows(written.path).append({"step": 6})
+
+
+def test_a_follower_returns_each_row_once(tmp_path):
+    """Rows that were there count as seen; whole new ones are returned, also those that replace others."""
+    rows, path = StepRows(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
+    early = NewRows(path)
+    assert early.read() == []
+    for step in range(1, 5):
+        rows.append({"step": step, "task_reward": 0.5})
+    new = NewRows(path)
+    with path.open("ab") as file:
+        file.write(b'{"step": 5, "ta')  # being written
+    assert (new.read(), new.rows.last_step) == ([], 4)
+    assert [row["step"] for row in early.read()] == [1, 2, 3, 4]
+    rows.drop_from(3)
+    rows.append({"step": 3, "task_reward": 0.75})
+    for follower in (new, early):
+        assert follower.read() == [{"step": 3, "task_reward": 0.75}]
+        assert follower.rows.last_step == 3
+    assert NewRows(path, seen=False).read() == list(rows)
+
+
+def test_a_follower_sees_rows_go_before_others_come(tmp_path):
+    """Between a resumed learner's taking rows off and its writing others, the last step is the last one there."""
+    rows, path = StepRows(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
+    for step in range(1, 5):
+        rows.append({"step": step})
+    new = NewRows(path)
+    rows.drop_from(3)
+    assert (new.read(), new.rows.last_step) == ([], 2)
+    for step in (3, 4, 5):
+        rows.append({"step": step})
+    assert [row["step"] for row in new.read()] == [3, 4, 5]

@@ -1,0 +1,254 @@
+"""Every command that the README and the pages print runs, as it is printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.cli.parser import COMMANDS, module_of, parse
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+ENV = os.environ | {
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'storage'}",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+INSTALLS = "python3 -m venv"  # .ci/run runs these lines, in a fresh environment
+
+
+def blocks(page: str, kind: str = "bash") -> list[list[str]]:
+    """Return the commands of each block of a page; a line that goes on is one command."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.findall(rf"^```{kind}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return [[line for line in block.replace("\\\n", "").splitlines() if line.strip()] for block in found]
+
+
+def printed() -> list[str]:
+    """Return every `rlhf-pipeline` command of the pages and of the examples in the help."""
+    lines = [line for page in PAGES for block in blocks(page) for line in block]
+    for page in PAGES:
+        lines += re.findall(r"`(rlhf-pipeline [^`]*)`", (ROOT / page).read_text(encoding="utf-8"))
+    for name in COMMANDS:
+        lines += re.findall(r"^  (rlhf-pipeline .*)$", module_of(name).DETAILS, flags=re.MULTILINE)
+    commands = [re.search(r"(?:^|bin/)rlhf-pipeline (.*)", line) for line in lines if INSTALLS not in line]
+    return sorted({found[1] for found in commands if found})
+
+
+@pytest.mark.parametrize("line", printed())
+def test_every_printed_command_can_be_typed(line: str):
+    """Commands and options that are printed exist, on the pages and in the help."""
+    typed = shlex.split(re.split(r"\s[|#>]\s?|  +[a-z(]", line)[0], comments=True)
+    if {"COMMAND", "..."} & set(typed):
+        return  # stands for any command
+    if len(typed) == 1:
+        assert typed[0] in (*COMMANDS, "--help", "--version")  # a command's name, in a sentence
+    else:
+        assert parse(typed).command == typed[0]
+
+
+# -- and they run -----------------------------------------------------------------------------------------------------
+
+LINE = {"question": "1+1=", "ground_truth": "so 2\nA: 2", "175b": {"is_correct": True, "solution": "it is 2\n#### 2"}}
+
+
+def write_inputs(folder: Path) -> None:
+    """Write the files that the pages speak of, as the tools write them."""
+    rows = [{"question": f"How much is {i} plus {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(64)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    solutions = [LINE | {"question": f"{i}+{i}=", "6b": {"is_correct": False, "solution": "no"}} for i in range(40)]
+    (folder / "example_model_solutions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in solutions))
+    pyarrow = pytest.importorskip("pyarrow", reason="the pages import Parquet files")
+    from pyarrow import parquet
+
+    (folder / "outputs" / "completions").mkdir(parents=True)
+    table = {"step": [1, 1], "prompt": ["1+1=", "1+1="], "completion": ["2", "3"], "accuracy": [1.0, 0.0]}
+    table |= {"advantage": [0.7071, -0.7071]}
+    parquet.write_table(pyarrow.table(table), folder / "outputs" / "completions" / "completions_00001.parquet")
+    answers = {"question": ["1+1="], "response": ["2"], "score": [1.0]}
+    parquet.write_table(pyarrow.table(answers), folder / "answers.parquet")
+    scope = {"split": "train", "iteration": 0, "group_idx": 0, "traj_idx": 0}
+    sample = {"kind": "sample", "scope": scope, "status": "ok", "prompt_tokens": [1], "created_at": 1.0}
+    sample["samples"] = [{"tokens": [2], "logprobs": [-0.5], "stop_reason": "stop"}]
+    (folder / "capture").mkdir()
+    (folder / "capture" / "sample.jsonl").write_text(json.dumps(sample) + "\n")
+    (folder / "iteration_0").mkdir()
+    summary = scope | {"total_reward": 1.0}
+    (folder / "iteration_0" / "train_rollout_summaries.jsonl").write_text(json.dumps(summary) + "\n")
+
+
+def make_folder(folder: Path) -> Path:
+    """Make a folder as the pages expect it: the commands on the path and in `.venv/bin`, and the files."""
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name, module in (("rlhf-pipeline", "rlhf_pipeline.cli"), ("torchrun", "torch.distributed.run")):
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+        (programs / name).chmod(0o755)
+    write_inputs(folder)
+    return folder
+
+
+def start(line: str, folder: Path) -> subprocess.Popen[str]:
+    """Start a line as a shell in that folder would, in a process group of its own."""
+    path = f"{folder / '.venv' / 'bin'}{os.pathsep}{ENV['PATH']}"
+    return subprocess.Popen(
+        ["bash", "-c", f"exec {line}"],
+        cwd=folder, env=ENV | {"PATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def run(line: str, folder: Path, timeout: float = 500) -> str:
+    """Run a line to its end and return what it printed; it must succeed."""
+    process = start(line, folder)
+    try:
+        out, _ = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, f"{line}\n{out}"
+    return out
+
+
+def interrupt(process: subprocess.Popen[str], until: Callable[[], bool], line: str) -> str:
+    """Press Ctrl-C once something holds, and return what was printed; that is how these commands end."""
+    try:
+        deadline = time.monotonic() + 300
+        while not until() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130, f"{line}\n{out}"
+    return out
+
+
+def rewards(run_dir: Path) -> list[float]:
+    """Return the rewards in a run's metrics."""
+    file = run_dir / "metrics.jsonl"
+    rows = [json.loads(text) for text in file.read_text().splitlines()[:-1]] if file.is_file() else []
+    return [row["task_reward"] for row in rows if row.get("task_reward") is not None]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which `rlhf-pipeline run copy_digits` has run, and a model was made."""
+    folder = make_folder(tmp_path_factory.mktemp("printed"))
+    run("rlhf-pipeline run copy_digits", folder)
+    run("rlhf-pipeline new-model runs/tiny-model --text train.jsonl", folder)
+    shutil.copytree(folder / "runs" / "tiny-model", folder / "model")
+    return folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy of that folder."""
+    shutil.copytree(finished, tmp_path / "here")
+    for name in ("rlhf-pipeline", "torchrun"):
+        assert os.access(tmp_path / "here" / ".venv" / "bin" / name, os.X_OK)
+    yield tmp_path / "here"
+    shutil.rmtree(tmp_path / "here")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_readme(folder: Path):
+    """Each line of the README, in order."""
+    shutil.rmtree(folder / "runs" / "tiny-model")
+    watched = folder / "runs" / "long_running"
+    for block in blocks("README.md"):
+        for line in block:
+            if INSTALLS in line:
+                continue  # .ci/run; the run that it starts is the fixture
+            if "run long_running" in line:
+                interrupt(start(line, folder), lambda: max(rewards(watched), default=0) > 0.8, line)
+            elif " -f" in line:
+                began = time.monotonic()
+                out = interrupt(start(line, folder), lambda: time.monotonic() - began > 8, line)  # noqa: B023
+                assert "completion" in out, out
+            else:
+                out = run(line, folder)
+                if " diff " in line:
+                    assert "the same trajectories, and the same learning" in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_exchange(folder: Path):
+    """Each line of docs/exchange.md; a hub name stands for a folder, as there is no network."""
+    for block in blocks("docs/exchange.md"):
+        for line in block:
+            run(line.replace("Qwen/Qwen3-0.6B", "model"), folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_learner(folder: Path):
+    """Each line of docs/learner.md; the run under torchrun starts where there is none yet."""
+    shutil.rmtree(folder / "runs")
+    for block in blocks("docs/learner.md"):
+        for line in block:
+            out = run(line, folder)
+            if "--from-step" in line:
+                assert "16 steps came out as recorded, bit for bit." in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_offline(folder: Path):
+    """Each line of docs/offline.md, and the line that a replay ends with."""
+    shutil.copytree(folder / "runs" / "copy_digits", folder / "runs" / "a")
+    shutil.copytree(folder / "runs" / "copy_digits", folder / "runs" / "b")
+    text = (ROOT / "docs" / "offline.md").read_text(encoding="utf-8")
+    (definition,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (from_python,) = re.findall(r"```py\n(.*?)```", text, flags=re.DOTALL)
+    (folder / "my_task.py").write_text(definition)
+    (folder / "by_hand.py").write_text(f"{definition}\n{from_python}")
+    run(f"{sys.executable} by_hand.py", folder)
+    assert (folder / "runs" / "offline" / "checkpoints").is_dir()
+    (example,) = re.findall(r"^```\n(the same as .*)\n```", text, flags=re.MULTILINE)
+    for block in blocks("docs/offline.md"):
+        for line in block:
+            if line == "rlhf-pipeline run copy_digits":
+                continue  # the fixture
+            out = run(line, folder)
+            if line == "rlhf-pipeline replay runs/copy_digits":
+                assert re.sub(r"\d+", "N", out.strip().splitlines()[-1]) == re.sub(r"\d+", "N", example)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_long_running(folder: Path):
+    """Each line of docs/long_running.md: a supervised run, and processes in terminals of their own."""
+    (supervised,), by_hand = blocks("docs/long_running.md")
+    interrupt(start(supervised, folder), lambda: len(rewards(folder / "runs" / "long_running")) > 3, supervised)
+    mine = folder / "runs" / "mine"
+    terminals: list[tuple[str, subprocess.Popen[str]]] = []
+    try:
+        for line in by_hand[:3]:
+            terminals.append((line, start(line, folder)))
+            while not (mine / "config.json").is_file():
+                assert terminals[0][1].poll() is None, terminals[0][1].communicate()
+                time.sleep(0.2)
+        for line, process in terminals[::-1]:
+            interrupt(process, lambda: len(rewards(mine)) > 3, line)
+    finally:
+        for _, process in terminals:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    steps = len(rewards(mine))
+    interrupt(start(by_hand[3], folder), lambda: len(rewards(mine)) > steps, by_hand[3])
