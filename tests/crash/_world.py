@@ -327,7 +327,7 @@ class Judge:
 
     def _err(self, name: str, _view: View, call: str, kind: str, words: str) -> None:
         self.counts[f"{kind} in {call}"] += 1
-        evicted = kind == "MissingRowError" and self.limit is not None
+        evicted = kind in ("MissingRowError", "SegmentGoneError") and self.limit is not None
         held = call == "compact" and kind != "CorruptionError"
         folded = kind == "SnapshotGoneError"
         if not (evicted or held or folded or kind in self.allowed):

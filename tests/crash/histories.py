@@ -498,7 +498,8 @@ def main() -> int:
                 for kind, words in judge.problems:
                     shown[kind] += 1
                     if shown[kind] <= 3:
-                        print(f"{medium} seed {seed}, {writers} processes, {history.options}: {kind}: {words}")  # noqa: T201
+                        where = f"{medium} seed {seed}, {writers} processes, {history.options}"
+                        print(f"{where}: {kind}: {words}", flush=True)  # noqa: T201
                 if judge.problems and args.keep is not None:
                     shutil.copytree(folder, args.keep / f"{medium}-{seed}", symlinks=True, dirs_exist_ok=True)
         print(sum_up(medium, args.histories, counts, found))  # noqa: T201

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,12 @@ def session(path: Path, tags: list[int], updated: list[int] | None = None) -> li
             store.update(updated, priority=[1234.5 + row % 97 for row in updated])
             store.update(updated, text=[f"later {row}" for row in updated], ref=[[2.5] * n for n in lengths])
     return ids
+
+
+def in_memory() -> str | None:
+    """A folder in memory for the many copies, where there is one: disks of shared machines are slow."""
+    memory = "/dev/shm"
+    return memory if os.access(memory, os.W_OK) else None
 
 
 def make(

@@ -1,4 +1,7 @@
-"""Files deleted, swapped, cut, linked or forged: damage is named, costs what it touches, and goes no further."""
+"""Files deleted, swapped, cut, linked or forged: damage is named, costs what it touches, and goes no further.
+
+Each test damages a store in some 40 places, drawn at random; `STORE_DAMAGES=1000` means every place.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +10,57 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import struct
+import tempfile
 import threading
-import tracemalloc
 import warnings
 import zipfile
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from trajectory_store import StoreError, TrajectoryStore
 
-from ._folders import everything, files, folders, make, outcome, rows
+from ._folders import everything, files, folders, in_memory, make, outcome, rows
 
 BACKENDS = pytest.mark.parametrize("backend", ["memmap", "zarr"])
 
 
+DAMAGES = int(os.environ.get("STORE_DAMAGES", "40"))
+
+
 def exhaustive(test):
-    """Each of these damages a store in a hundred places."""
-    return pytest.mark.slow(pytest.mark.timeout(900)(test))
+    """Each of these damages a store in many places."""
+    return pytest.mark.slow(pytest.mark.timeout(300)(test))
+
+
+def some(places, most=DAMAGES):
+    """So many of them at most, the same ones every time; the first and the last are among them."""
+    places = list(places)
+    inner = places[1:-1]
+    return [*places[:1], *random.Random(most).sample(inner, min(len(inner), max(0, most - 2))), *places[1:][-1:]]
+
+
+@pytest.fixture
+def tmp_path():
+    """A folder in memory, where there is one."""
+    with tempfile.TemporaryDirectory(prefix="damage-", dir=in_memory()) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="module")
-def stores(tmp_path_factory):
+def stores():
     """Closed stores to copy, by medium and kind, each with what a reader sees."""
     made = {}
+    room = tempfile.TemporaryDirectory(prefix="stores-", dir=in_memory())
 
     def get(backend, kind):
         if (backend, kind) not in made:
-            path = tmp_path_factory.mktemp(f"{backend}-{kind}") / "s"
+            path = Path(room.name, backend, kind)
+            path.parent.mkdir(exist_ok=True)
             if kind == "plain":
                 make(path, backend)
             elif kind == "compacted":
@@ -47,7 +72,8 @@ def stores(tmp_path_factory):
                 made[backend, kind] = path, everything(store)
         return made[backend, kind]
 
-    return get
+    yield get
+    room.cleanup()
 
 
 @pytest.fixture
@@ -85,12 +111,9 @@ MUTILATIONS = {
 @pytest.mark.parametrize("kind", ["plain", "compacted"])
 @pytest.mark.parametrize("mutilation", list(MUTILATIONS))
 def test_no_file_is_lost_in_silence(copies, backend, kind, mutilation):
-    """Every file deleted, every fourth one damaged otherwise: `verify` says so, or every answer is as before."""
+    """Whatever happens to one file: `verify` or the opening says so, or every answer is as before."""
     copy, wanted = copies(backend, kind)
-    turn = list(MUTILATIONS).index(mutilation)
-    for number in range(len(files(copy()))):
-        if turn and number % 4 != turn - 1:
-            continue
+    for number in some(range(len(files(copy())))):
         path = copy()
         file = files(path)[number]
         MUTILATIONS[mutilation](file)
@@ -103,7 +126,7 @@ def test_no_file_is_lost_in_silence(copies, backend, kind, mutilation):
 def test_no_folder_is_lost_in_silence(copies, backend, kind):
     """A whole folder deleted, at any depth, the newest one too."""
     copy, wanted = copies(backend, kind)
-    for number in range(len(folders(copy()))):
+    for number in some(range(len(folders(copy())))):
         path = copy()
         folder = folders(path)[number]
         shutil.rmtree(folder)
@@ -129,7 +152,7 @@ def test_swapped_files_and_folders_are_named(copies, backend, kind):
         if a < b and a.parent != b.parent and pattern(a) == pattern(b) and len(a.parts) == len(b.parts) <= 3
     ]
     assert pairs
-    for a, b in pairs[:150]:
+    for a, b in some(pairs):
         path = copy()
         os.rename(path / a, path / "between")
         os.rename(path / b, path / a)
@@ -154,6 +177,7 @@ def test_files_that_come_back_double_nothing(stores, tmp_path, backend):
     outcome(path, wanted, "old files laid over")
 
 
+@exhaustive
 @BACKENDS
 def test_one_bad_file_costs_what_it_holds(copies, backend):
     """Whichever file of a folder is garbage, the store opens, and most rows are there as they were."""
@@ -161,7 +185,7 @@ def test_one_bad_file_costs_what_it_holds(copies, backend):
     known = dict(zip(wanted["ids"], zip(wanted["tag"], wanted["x"], wanted["mask"], strict=True), strict=True))
     root = copy()
     inner = [number for number, file in enumerate(files(root)) if file.parent != root]
-    for number in random.Random(0).sample(inner, min(len(inner), 16)):
+    for number in some(inner, DAMAGES // 2):
         path = copy()
         file = files(path)[number]
         file.write_bytes(b"\xff{garbage")
@@ -223,6 +247,18 @@ def _replace(file, name, document):
     file.write_bytes(new.getvalue())
 
 
+@contextmanager
+def little_memory(more=2 << 30):
+    """So many bytes of address space on top of what the process has: who asks for more gets a MemoryError."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 @exhaustive
 @BACKENDS
 @pytest.mark.parametrize("kind", ["plain", "compacted"])
@@ -231,9 +267,8 @@ def test_forged_metadata_is_an_error_of_the_store(copies, backend, kind):
     copy, wanted = copies(backend, kind)
     rng = random.Random(1)
     documents = [(file.relative_to(path), name) for path in [copy()] for file, name in _documents(path)]
-    tracemalloc.start()
-    try:
-        for _ in range(120):
+    with little_memory():
+        for _ in range(2 * DAMAGES):
             path = copy()
             file, name = rng.choice(documents)
             if rng.random() < 0.2:
@@ -258,10 +293,6 @@ def test_forged_metadata_is_an_error_of_the_store(copies, backend, kind):
                     pass
                 except Exception as error:
                     raise AssertionError(f"{file}: {what}: appending: {type(error).__name__}: {error}") from error
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 200e6, f"{peak / 1e6:.0f} MB were asked for"
 
 
 @exhaustive
@@ -273,7 +304,7 @@ def test_names_with_huge_numbers_cost_nothing(copies, backend, kind):
     names = [p.relative_to(path) for path in [copy()] for p in [*files(path), *folders(path)]]
     numbered = [name for name in names if re.search("[0-9]{4,}", name.name) and len(name.parts) <= 2]
     assert numbered
-    for name in numbered:
+    for name in some(numbered, DAMAGES // 3):
         for number in ("99999999", "9999999999", "99999999999999999999"):
             path = copy()
             forged = path / name.parent / re.sub("[0-9]{4,}", number, name.name, count=1)
@@ -281,8 +312,7 @@ def test_names_with_huge_numbers_cost_nothing(copies, backend, kind):
                 shutil.copytree(path / name, forged)
             else:
                 shutil.copy(path / name, forged)
-            tracemalloc.start()
-            try:
+            with little_memory():
                 outcome(path, wanted, f"{name} copied to {forged.name}")
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", RuntimeWarning)
@@ -292,9 +322,6 @@ def test_names_with_huge_numbers_cost_nothing(copies, backend, kind):
                             assert store.read(ids)["tag"].tolist() == [78]
                     except StoreError:
                         pass
-                assert tracemalloc.get_traced_memory()[1] < 100e6, name
-            finally:
-                tracemalloc.stop()
 
 
 @exhaustive
@@ -303,7 +330,7 @@ def test_nothing_outside_is_read_or_changed_through_links(copies, tmp_path, back
     """A file replaced by a link to one outside is damage; a folder so replaced is not written, emptied or removed."""
     copy, wanted = copies(backend, "compacted")
     names = [p.relative_to(path) for path in [copy()] for p in [*files(path), *folders(path)]]
-    for name in names:
+    for name in some(names):
         path, outside = copy(), tmp_path / "outside"
         shutil.rmtree(outside, ignore_errors=True)
         outside.mkdir()
@@ -336,7 +363,7 @@ def test_nothing_outside_is_read_or_changed_through_links(copies, tmp_path, back
 def test_a_pipe_in_place_of_a_file_holds_nobody_up(copies, backend):
     """A FIFO is not a file of a store: opening, reading and verifying end at once."""
     copy, wanted = copies(backend, "compacted")
-    for number in range(len(files(copy()))):
+    for number in some(range(len(files(copy())))):
         path = copy()
         file = files(path)[number]
         file.unlink()

@@ -57,7 +57,8 @@ def test_the_files_say_the_durability_that_was_asked_for(tmp_path, backend, dura
     assert said == {durability.encode()}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "url",
     [
@@ -97,6 +98,7 @@ RESTARTS = 120
 
 
 @BACKENDS
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_many_restarts_of_a_writer_stay_cheap(tmp_path, backend):
     """Files, descriptors, the time to open and the apparent size do not grow with the restarts; nobody compacts."""

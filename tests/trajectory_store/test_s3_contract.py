@@ -16,12 +16,16 @@ pytestmark = [
 ]
 
 
-class OnS3(StoreContract):
-    """Stores by URL; each test has a prefix of its own."""
+class TestRoughS3(StoreContract):
+    """503s, cut connections, lost replies and late requests: the store settles each of them by itself.
+
+    Each test has a prefix of its own.
+    """
 
     @pytest.fixture(autouse=True)
-    def _bucket(self, bucket):
-        self.bucket = bucket
+    def _bucket(self, rough):
+        rough.rough()
+        self.bucket = rough
 
     def url(self, path):
         """The place in the bucket that stands for a path."""
@@ -48,26 +52,6 @@ def rough(tmp_path_factory):
     """A bucket behind every fault that a client may repeat a request after."""
     with serve(tmp_path_factory.mktemp("rough"), seed=1) as rig:
         yield rig
-
-
-class TestS3(OnS3):
-    """A bucket 20 ms away."""
-
-    @pytest.fixture
-    def bucket(self, calm):
-        """Its rig."""
-        calm.rough()
-        return calm
-
-
-class TestRoughS3(OnS3):
-    """503s, cut connections, lost replies and late requests: the store settles each of them by itself."""
-
-    @pytest.fixture
-    def bucket(self, rough):
-        """Its rig."""
-        rough.rough()
-        return rough
 
 
 def test_a_commit_is_one_object_and_one_request(calm):
