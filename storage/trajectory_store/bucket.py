@@ -84,6 +84,9 @@ class Bucket(ABC):
         """The lock of whoever tidies up: True held, False taken by another process, None where the bucket has none."""
         yield None
 
+    def sync(self, key: str) -> None:  # noqa: B027 - a put that was answered is safe elsewhere
+        """Wait until an object and its name are on the disk, also where puts do not wait."""
+
     def is_empty(self) -> bool:
         """Whether there are no objects at all."""
         return not self.keys("")
@@ -181,6 +184,16 @@ class FolderBucket(Bucket):
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Read files."""
         return [self._read(key) for key in keys]
+
+    def sync(self, key: str) -> None:
+        """Sync a file and its folder."""
+        try:
+            for path in (self.root / key, (self.root / key).parent):
+                fs.sync_path(path)
+        except FileNotFoundError:  # there are newer records, which are as good
+            return
+        except OSError as error:
+            raise fs.failed(error, self.root / key, "syncing") from error
 
     def is_empty(self) -> bool:
         """Whether the folder is empty or not there."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.catalog import Catalog
-from trajectory_store.errors import BatchError
+from trajectory_store.errors import BatchError, CorruptionError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, offsets_name
 from trajectory_store.maps import will_need
 from trajectory_store.places import Places, Spans
@@ -163,8 +163,14 @@ class Gather:
         parts = [
             edges[ordinal][rows] if ordinal in edges else np.zeros(len(rows), _EDGES) for ordinal, rows in places.runs
         ]
-        found = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return Spans(places, found.view(np.int64).reshape(-1, 2))
+        found = (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(np.int64).reshape(-1, 2)
+        most = max(self._catalog.any_segment(ordinal).meta.elems_cap.get(axis, 0) for ordinal, _ in places.runs)
+        if int(found.min()) < 0 or int(found.max()) > most or np.count_nonzero(found[:, 0] > found[:, 1]):
+            raise CorruptionError(
+                f"{self._catalog.medium.where}: the offsets of axis '{axis}' contradict themselves for some of these "
+                "rows. Run verify(): it lists the trajectories that are damaged."
+            )
+        return Spans(places, found)
 
     def base_lengths(self, axis: str) -> Int64Array:
         """`[B]` int64: elements per row on an axis, as committed with the row."""
@@ -251,20 +257,27 @@ class Gather:
     def text(self, column: Column) -> list[Any]:
         """The rows of a column of text or bytes."""
         spans = self.spans(column)
-        sources = spans.places.spread(self._items(column, spans.places))
-        pieces = zip(sources, spans.slices, strict=True)
-        texts: list[Any]
-        if column.dtype == "bytes":
-            texts = [b"" if source is None else bytes(source[part]) for source, part in pieces]
-        else:
-            fill = str(column.fill_value)
-            texts = [fill if source is None else str(source[part], "utf-8") for source, part in pieces]
+        try:
+            texts = self._texts(column, spans)
+        except UnicodeDecodeError as error:
+            raise CorruptionError(
+                f"{self._catalog.medium.where}: column '{column.name}' holds bytes that are no text for some of these "
+                f"rows ({error.reason}). Run verify(): it lists the trajectories that are damaged."
+            ) from None
         if spans.places.order is None:
             return texts
         placed: list[Any] = [None] * len(texts)
         for place, value in zip(spans.places.order.tolist(), texts, strict=True):
             placed[place] = value
         return placed
+
+    def _texts(self, column: Column, spans: Spans) -> list[Any]:
+        """The same in run order."""
+        pieces = zip(spans.places.spread(self._items(column, spans.places)), spans.slices, strict=True)
+        if column.dtype == "bytes":
+            return [b"" if source is None else bytes(source[part]) for source, part in pieces]
+        fill = str(column.fill_value)
+        return [fill if source is None else str(source[part], "utf-8") for source, part in pieces]
 
     def padded(
         self,

@@ -7,6 +7,7 @@ named does not count, whatever lies in the folder, and one that is named and mis
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -149,14 +150,14 @@ def _parse_line(line: bytes, number: int) -> State | None:
 
 def record_key(number: int) -> str:
     """The key of a record."""
-    return f"{CATALOG}/{number:08d}.rec"
+    return f"{CATALOG}/{number:012d}.rec"
 
 
 def number_of(key: str) -> int | None:
     """The number of a record, or None where the key names something else."""
     name = key.rpartition("/")[2]
     stem, dot, end = name.partition(".")
-    return int(stem) if dot and end == "rec" and stem.isdigit() and len(stem) <= 16 else None
+    return int(stem) if dot and end == "rec" and stem.isdigit() and len(stem) == 12 else None
 
 
 class Journal:
@@ -247,6 +248,10 @@ class Journal:
                 self._prune(number)
                 return state
 
+    def sync(self) -> None:
+        """Wait until the newest record is safe: what it takes out of the catalog may be removed then."""
+        self._bucket.sync(record_key(self.state.number))
+
     def _counts(self, state: State) -> bool:
         """Whether a number was free because nobody had used it, and not because its record was removed long ago."""
         later = [n for key in self._bucket.keys(f"{CATALOG}/", record_key(state.number)) if (n := number_of(key))]
@@ -270,8 +275,11 @@ class Journal:
         keys = [key for key in self._bucket.keys(f"{CATALOG}/") if number_of(key) is not None]
         numbers = sorted(number_of(key) or 0 for key in keys)
         problems = list(self.problems)
-        gaps = [n for n in range(numbers[0], numbers[-1]) if n not in set(numbers)] if numbers else []
-        problems += [f"{self._bucket.where}/{record_key(n)} is missing" for n in gaps]
+        for before, after in itertools.pairwise(numbers):
+            if after - before == 2:
+                problems.append(f"{self._bucket.where}/{record_key(before + 1)} is missing")
+            elif after - before > 2:
+                problems.append(f"{self._bucket.where}/{CATALOG}: records {before + 1} to {after - 1} are missing")
         if numbers and numbers[0] > 0 and numbers[-1] - numbers[0] < KEPT:
             problems.append(f"{self._bucket.where}/{record_key(numbers[0] - 1)} is missing")
         for key, raw in zip(keys, self._bucket.get_many(keys), strict=True):

@@ -162,6 +162,10 @@ class Medium(ABC):
             out.append(f"{CATALOG}/{KEY} is damaged or missing")
         return out
 
+    @abstractmethod
+    def unknown(self, state: State) -> list[str]:
+        """Segments that hold commits of a later time than the newest record of the catalog, in words."""
+
     def seal(self, segment: Segment) -> bool:
         """See to it that nobody appends to a segment whose writer seems dead; returns whether that is certain."""
         return not segment.is_live()

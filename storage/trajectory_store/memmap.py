@@ -18,7 +18,7 @@ import numpy.typing as npt
 from trajectory_store import fs
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import PARTIAL, FolderBucket
-from trajectory_store.errors import CorruptionError, StoreError
+from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError
 from trajectory_store.format import (
     KIND_END,
     KIND_ROWS,
@@ -37,6 +37,8 @@ from trajectory_store.format import (
     offsets_name,
     pack,
     pack_mark,
+    parse,
+    read_attributes,
     segment_name,
     spec_json,
 )
@@ -112,8 +114,9 @@ class Memmap(Medium):
             folder = self.folder / segment_name(entry.ordinal)
             try:
                 out.append(LocalSegment(folder, entry, self.io))
-            except FileNotFoundError as error:
-                name = os.path.relpath(error.filename or folder, self.folder)
+            except (FileNotFoundError, SegmentGoneError) as error:
+                missing = error.filename if isinstance(error, FileNotFoundError) else None
+                name = os.path.relpath(missing or folder, self.folder)
                 out.append(CorruptionError(f"{name} is missing, and the catalog says that the segment counts."))
             except (StoreError, OSError, ValueError) as error:
                 out.append(error if isinstance(error, (StoreError, OSError)) else CorruptionError(str(error)))
@@ -193,6 +196,23 @@ class Memmap(Medium):
                 fs.remove_file(path)
             elif not fs.is_locked(commits_path(path)):
                 fs.remove_tree(path)
+
+    def unknown(self, state: State) -> list[str]:
+        """Segments with commits that the catalog does not know of, in words."""
+        counted = {entry.ordinal for entry in state.entries}
+        out: list[str] = []
+        for path in sorted(self.folder.glob("seg-*")):
+            match = _SEGMENT.match(path.name)
+            if match is None or int(match[1]) in counted:
+                continue
+            try:
+                attributes = read_attributes(fs.read_file(path / "zarr.json"), path, "segment")
+                record = parse(fs.read_file(commits_path(path))[:RECORD_SIZE], int(attributes["salt"]), 0)
+            except (OSError, StoreError, KeyError, TypeError, ValueError):
+                continue
+            if record is not None and (record.catalog > state.number or record.ordinal >= state.next_ordinal):
+                out.append(f"{path.name} holds commits, and no record of the catalog names it: records are missing")
+        return out
 
     def check(self, segment: Segment, report: Findings) -> None:
         """Recompute every checksum of a segment."""
@@ -420,6 +440,8 @@ class LocalWriter:
 
     def finish(self) -> None:
         """Write the record that says nothing follows, and close; a failing disk does not matter here."""
+        if self._log_fd < 0:
+            return
         try:
             now = max(time.time_ns(), self._last_time + 1)
             self._put_record(KIND_END, self.rows, 0, sum(self.elements.values()), now, 0)
@@ -434,6 +456,8 @@ class LocalWriter:
             self._pool.shutdown(wait=False)
             self._pool = None
         with self._files:
+            if self._log_fd < 0:
+                return
             for fd in (*self._fds.values(), self._mark_fd, self._log_fd):
                 os.close(fd)
             self._fds = {}

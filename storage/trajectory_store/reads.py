@@ -62,13 +62,13 @@ class StoreReads:
     """What every open store can do; `TrajectoryStore` adds writing and upkeep.
 
     Args:
-        path: the folder, or a name for an object store.
+        path: the folder, or the address of an object store.
         root: what the root's zarr.json says.
         catalog: what this process sees of the store.
         limits: the updates that count, where values as of a snapshot are read; None for all.
     """
 
-    def __init__(self, path: Path, root: Root, catalog: Catalog, limits: Mapping[int, int] | None = None) -> None:
+    def __init__(self, path: Path | str, root: Root, catalog: Catalog, limits: Mapping[int, int] | None = None) -> None:
         self.path = path
         self._root = root
         self._catalog = catalog
@@ -116,6 +116,7 @@ class StoreReads:
         limit = self._root.max_trajectories
         return total if limit is None else min(total, limit)
 
+    @_following
     def snapshot(self) -> Snapshot:
         """Name the rows and updates that this reader sees now, for any reader at any later time.
 
@@ -132,6 +133,7 @@ class StoreReads:
         self._check_open()
         return StoreReads(self.path, self._root, self._catalog, {-1: 0, **snapshot.updates})
 
+    @_following
     def ids(self, snapshot: Snapshot | None = None) -> Int64Array:
         """`[len(self)]` int64, read-only: the ids in the order of arrival, the same for every reader.
 

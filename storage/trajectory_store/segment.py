@@ -257,6 +257,7 @@ class LocalSegment(Segment):
         raw = fs.read_file(folder / "zarr.json")
         meta = SegmentMeta.from_attributes(read_attributes(raw, folder / "zarr.json", "segment"), str(folder))
         super().__init__(entry.ordinal, folder.name, meta)
+        self._span: tuple[int, int] | None = None
         if (meta.salt, meta.kind, meta.merged) != (entry.salt, entry.kind, entry.merged):
             raise CorruptionError(
                 f"{folder} holds another segment than the catalog says (salt {meta.salt}, expected {entry.salt}): "
@@ -279,7 +280,14 @@ class LocalSegment(Segment):
         """The commit records."""
         if self._log is None:
             size = (self.meta.rows_cap + 1) * 64
-            self._log = Log(open_file(commits_path(self.folder), size, self._io), self.meta.salt)
+            try:
+                self._log = Log(open_file(commits_path(self.folder), size, self._io), self.meta.salt)
+            except FileNotFoundError:
+                raise self._gone("commits") from None
+            except OSError as error:
+                if isinstance(error, StoreError):
+                    raise
+                raise ReadFailedError(error.errno, _why(error), str(commits_path(self.folder))) from None
         return self._log
 
     def let_log_go(self) -> None:
@@ -320,6 +328,12 @@ class LocalSegment(Segment):
     def newest_ns(self) -> int:
         """The time of the newest commit seen."""
         return super().newest_ns() if self.meta.merged else self._last_time
+
+    def time_span(self) -> tuple[int, int]:
+        """The times of the first and the last commit; of a finished segment they are looked up once."""
+        if self._span is None or not self.finished:
+            self._span = super().time_span()
+        return self._span
 
     @property
     def survived_reboot(self) -> bool:
@@ -409,14 +423,17 @@ class LocalSegment(Segment):
                 fs.check_folder(folder)
             return open_file(path, spec.capacity * spec.itemsize, self._io, used=self._used(spec))
         except FileNotFoundError:
-            raise SegmentGoneError(
-                f"segment {self.name} was evicted or compacted away before its column '{name}' was read. "
-                "Call refresh() and take ids from ids()."
-            ) from None
+            raise self._gone(name) from None
         except OSError as error:
             if isinstance(error, StoreError):
                 raise
             raise ReadFailedError(error.errno, _why(error), str(path)) from None
+
+    def _gone(self, name: str) -> SegmentGoneError:
+        return SegmentGoneError(
+            f"segment {self.name} was evicted or compacted away before its column '{name}' was read. "
+            "Call refresh() and take ids from ids()."
+        )
 
     def _used(self, spec: ArraySpec) -> int | None:
         """The bytes of an array that hold values; None while more may come."""

@@ -14,7 +14,7 @@ import numpy as np
 from trajectory_store import fs
 from trajectory_store.batch import Batch, prepare
 from trajectory_store.catalog import Catalog
-from trajectory_store.errors import BatchError, ReadOnlyError, SchemaError
+from trajectory_store.errors import BatchError, ReadFailedError, ReadOnlyError, SchemaError, SegmentGoneError
 from trajectory_store.format import DURABILITIES, ORDINAL_SHIFT, TARGET, Durability
 from trajectory_store.gather import Gather
 from trajectory_store.journal import State
@@ -58,7 +58,7 @@ class TrajectoryStore(StoreReads):
     """
 
     def __init__(self, address: Any, root: Root, medium: Medium, mode: Mode, durability: Durability) -> None:
-        super().__init__(Path(medium.where), root, Catalog(medium))
+        super().__init__(Path(medium.where) if medium.bucket.local else medium.where, root, Catalog(medium))
         self._address = address
         self.mode: Mode = mode
         self.durability: Durability = durability
@@ -316,12 +316,19 @@ class TrajectoryStore(StoreReads):
         ordinal, _ = stream.append(batch, schema)
         self._catalog.refresh_segment(ordinal)
         if ordinal != known:
-            self._background.poke(self._catalog)
+            self._tidy()
 
     def _tidy(self) -> None:
-        """After a new segment was begun: what the limits no longer cover goes, and small segments are merged."""
-        evict(self._catalog, self._root)
-        self._background.poke(self._catalog)
+        """After a new segment was begun: what the limits no longer cover goes, and small segments are merged.
+
+        The rows are committed by then. Where another process is at it at the same moment, it is left to that one, or to
+        the next new segment.
+        """
+        try:
+            evict(self._catalog, self._root)
+            self._background.poke(self._catalog)
+        except (SegmentGoneError, ReadFailedError):
+            self._catalog.refresh()
 
     def flush(self) -> None:
         """Wait until everything this process appended is on the disk."""
@@ -345,7 +352,12 @@ class TrajectoryStore(StoreReads):
         for stream in (self._stream, *self._update_streams.values()):
             stream.close()
         with self._look_in() as catalog:
-            report = compact(catalog, self._root)
+            while True:
+                try:
+                    report = compact(catalog, self._root)
+                    break
+                except SegmentGoneError:  # another process removed what was to be merged
+                    catalog.refresh()
         self._catalog.refresh()
         return report
 

@@ -67,8 +67,11 @@ class Later:
         else:
             table = segment.commits(records)
             times = np.repeat(table["time_ns"].astype(np.int64), table["n_rows"].astype(np.int64))
+        real = targets >= 0  # an update that cannot be read belongs to nothing
+        if not real.all():
+            targets, addresses, times = targets[real], addresses[real], times[real]
         if self._limits is not None:
-            sources = segment.row_ids(first, segment.rows) if segment.meta.merged else addresses
+            sources = segment.row_ids(first, segment.rows)[real] if segment.meta.merged else addresses
             owners, rows = sources >> ORDINAL_SHIFT, sources & ROW_MASK
             limits = self._limits
             inside = rows < np.array([limits.get(o, 0) for o in owners.tolist()], np.int64)

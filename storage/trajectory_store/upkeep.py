@@ -98,10 +98,16 @@ def _drop(catalog: Catalog, ordinals: set[int], rows: dict[int, int]) -> set[int
 
     if catalog.journal.change(step, catalog.newest_ns) is None:
         return set()
-    catalog.follow_state()
-    for entry in taken.values():
-        catalog.medium.remove(entry)
+    _remove(catalog, taken.values())
     return set(taken)
+
+
+def _remove(catalog: Catalog, entries: Iterable[Entry]) -> None:
+    """Remove segments that the newest record has taken out, once that record is safe."""
+    catalog.journal.sync()
+    catalog.follow_state()
+    for entry in entries:
+        catalog.medium.remove(entry)
 
 
 def _victims(catalog: Catalog, root: Root) -> list[Segment]:
@@ -370,12 +376,11 @@ def _write_merged(
         return state.without(sources).with_entry(replace(entry, owners=owners_of(old)))
 
     before = {e.ordinal: e for e in catalog.state.entries if e.ordinal in sources}
-    if catalog.journal.change(step, catalog.newest_ns) is None:
+    done = catalog.journal.change(step, catalog.newest_ns) or catalog.state
+    if not any((e.ordinal, e.salt) == (entry.ordinal, entry.salt) for e in done.entries):
         target.discard()
         return False
-    catalog.follow_state()
-    for source in before.values():
-        catalog.medium.remove(source)
+    _remove(catalog, before.values())
     return True
 
 

@@ -17,7 +17,8 @@ from trajectory_store.ragged import Int64Array
 if TYPE_CHECKING:
     from trajectory_store.catalog import Catalog
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<!seg-)(?<!\d)\d+")
+"""Numbers other than those of segments: a damaged segment that is written meanwhile has others at the second look."""
 
 
 @dataclass
@@ -35,7 +36,7 @@ class VerifyReport:
         catalog_numbers: the records of the catalog that commits refer to.
     """
 
-    path: Path
+    path: Path | str
     trajectories: int = 0
     rows: int = 0
     bytes: int = 0
@@ -77,7 +78,7 @@ class VerifyReport:
 Findings = VerifyReport
 
 
-def verify(look_in: Callable[[], AbstractContextManager[Catalog]], path: Path) -> VerifyReport:
+def verify(look_in: Callable[[], AbstractContextManager[Catalog]], path: Path | str) -> VerifyReport:
     """Check a store that others may write, evict and compact meanwhile: damage is only what two looks agree on."""
     with look_in() as catalog:
         report = _look(catalog, path)
@@ -92,7 +93,7 @@ def verify(look_in: Callable[[], AbstractContextManager[Catalog]], path: Path) -
     return again
 
 
-def _look(catalog: Catalog, path: Path) -> VerifyReport:
+def _look(catalog: Catalog, path: Path | str) -> VerifyReport:
     report = VerifyReport(path, problems=list(catalog.problems))
     for segment in (*catalog.row_segments(), *catalog.updates.values()):
         report.segments += 1
@@ -103,6 +104,8 @@ def _look(catalog: Catalog, path: Path) -> VerifyReport:
             if segment.meta.kind == "rows" and not segment.meta.merged:
                 report.damaged(segment.row_ids(0, segment.rows))
     for problem in (*catalog.journal.missing(), *catalog.medium.check_root()):
+        report.problem(problem)
+    for problem in catalog.medium.unknown(catalog.state):
         report.problem(problem)
     catalog.journal.follow()
     newest = max(report.catalog_numbers, default=0)

@@ -363,7 +363,7 @@ def test_no_reader_mistakes_a_compaction_for_damage(tmp_path, backend):
 
     errors = at_once(compact, read, update, verify)
     assert not errors, errors
-    assert min(counts.values()) > 2, counts
+    assert min(counts.values()) > 0, counts
     with TrajectoryStore.open(path) as store:
         assert store.read_scalars("priority", ids[:4]).tolist() == [counts["updated"]] * 4
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store import fs
 from trajectory_store.batch import Batch
-from trajectory_store.bucket import Bucket, FolderBucket
+from trajectory_store.bucket import Bucket, FolderBucket, Transient
 from trajectory_store.errors import CorruptionError, StoreError, WriteFailedError
 from trajectory_store.format import (
     PRESENT,
@@ -31,17 +33,19 @@ from trajectory_store.format import (
 )
 from trajectory_store.journal import Entry, State
 from trajectory_store.medium import Claim, Medium, SealedError
+from trajectory_store.memmap import create_folder
 from trajectory_store.objects.archive import BLOCK, LEVEL, TAIL, Commit, build, directory, is_canonical, read_commit
 from trajectory_store.objects.remote import open_bucket
 from trajectory_store.objects.segment import Cache, ObjectSegment
 from trajectory_store.objects.sharded import ShardWriter, sharded_json
 from trajectory_store.ragged import offsets_of
-from trajectory_store.root import Root, fill_root, read_root, taken
+from trajectory_store.root import Root, fill_root, read_root
 from trajectory_store.segment import Segment
 from trajectory_store.verify import Findings
 
 HEADER = "zarr.json"
 LOOK_AHEAD = 8
+VERIFIED = "verified.json"
 _OLD_S = 60.0
 
 
@@ -53,10 +57,9 @@ def create_objects(target: Any, root: Root, cache_dir: str | os.PathLike[str] | 
     """
     bucket = open_bucket(target, durable=root.durability != "process")
     if isinstance(bucket, FolderBucket):
-        if bucket.root.exists() and (not bucket.root.is_dir() or any(bucket.root.iterdir())):
-            raise taken(bucket.where)
-        bucket.root.mkdir(parents=True, exist_ok=True)
-    fill_root(bucket, root)
+        create_folder(bucket.root, root)
+    else:
+        fill_root(bucket, root)
     return ObjectMedium(bucket, root, cache_dir, cache_bytes)
 
 
@@ -114,6 +117,9 @@ class ObjectMedium(Medium):
             found = [s for s in out if isinstance(s, ObjectSegment)]
             self.refresh(found)
             self._look_ahead([s for s in found if not s.finished and s.ordinal not in self._own])
+            if self.bucket.local:
+                for segment in found:
+                    self._trust_after_reboot(segment)
         except StoreError as error:
             out = [error if isinstance(s, Segment) and not s.records else s for s in out]
         return out
@@ -155,6 +161,32 @@ class ObjectMedium(Medium):
                     more.append(segment)
             asking, wave = more, wave + 1
         return [s for s in objects if s.rows != before[s]]
+
+    def _trust_after_reboot(self, segment: ObjectSegment) -> None:
+        """Where objects were not synced before the machine went down, they count up to the first damaged one."""
+        meta = segment.meta
+        if meta.merged or meta.durability != "process" or meta.boot_id == fs.boot_id():
+            return
+        key = f"{segment.name}/{VERIFIED}"
+        raw = self.bucket.get(key)
+        try:
+            kept = json.loads(raw or b"{}")
+            if kept.get("crc") == crc32c(str(kept.get("records")).encode()):
+                segment.trust_until(min(int(kept["records"]), segment.records))
+                return
+        except (ValueError, AttributeError, RecursionError):
+            pass
+        good = 0
+        while good < segment.records:
+            found = self.bucket.get(segment.key(good))
+            if found is None or _wrong_in(found, segment, good, Findings(self.where)):
+                break
+            good += 1
+        segment.trust_until(good)
+        try:
+            self.bucket.put_new(key, json.dumps({"records": good, "crc": crc32c(str(good).encode())}).encode())
+        except (StoreError, Transient):
+            return
 
     def _look_ahead(self, segments: Sequence[ObjectSegment]) -> None:
         """Tell the end of a segment from an object that is missing or damaged in its middle."""
@@ -264,6 +296,13 @@ class ObjectMedium(Medium):
 
     # Checking
 
+    def unknown(self, state: State) -> list[str]:
+        """Segments with commits that the catalog does not know of, in words."""
+        names = {key.partition("/")[0] for key in self.bucket.keys("seg-") if key.endswith(".zip")}
+        numbers = sorted(int(n) for name in names if (n := name.removeprefix("seg-")).isdigit())
+        late = [segment_name(n) for n in numbers if n >= state.next_ordinal]
+        return [f"{name} holds commits, and no record of the catalog names it: records are missing" for name in late]
+
     def check(self, segment: Segment, report: Findings) -> None:
         """Fetch every object of a segment and recompute its checksums."""
         if not isinstance(segment, ObjectSegment):
@@ -278,7 +317,7 @@ class ObjectMedium(Medium):
         if segment.sealed is not None:
             _check_sealed(self.bucket, segment, segment.sealed, report)
         else:
-            _check_commits(self.bucket, segment, report)
+            _check_commits(self.bucket, segment, report, self.refresh)
 
 
 def check_sealed(sealed: Any, meta: SegmentMeta, name: str) -> None:
@@ -313,7 +352,9 @@ def _check_sealed(bucket: Bucket, segment: ObjectSegment, sealed: Mapping[str, A
             report.problem(f"{segment.name}: its ids cannot be read")
 
 
-def _check_commits(bucket: Bucket, segment: ObjectSegment, report: Findings) -> None:
+def _check_commits(
+    bucket: Bucket, segment: ObjectSegment, report: Findings, follow: Callable[[Sequence[Segment]], object]
+) -> None:
     there = {key for key in bucket.keys(f"{segment.name}/") if key.endswith(".zip")}
     for seq, brief in enumerate(segment.history):
         key = segment.key(seq)
@@ -327,8 +368,13 @@ def _check_commits(bucket: Bucket, segment: ObjectSegment, report: Findings) -> 
         else:
             report.rows += brief.n_rows
     last = max((int(key[-12:-4]) for key in there if key[-12:-4].isdigit()), default=-1)
-    if last >= segment.records and not segment.is_live():
-        report.problem(f"{segment.name}: commit {segment.records} is missing or damaged, and commit {last} is there")
+    if (
+        last >= segment.records and not segment.trusted
+    ):  # the list was made after the segment was read: it may have grown in between
+        first = segment.records
+        follow([segment])
+        if last >= segment.records and segment.records == first:
+            report.problem(f"{segment.name}: commit {first} is missing or damaged, and commit {last} is there")
 
 
 def _wrong_in(raw: bytes, segment: ObjectSegment, seq: int, report: Findings) -> str:
