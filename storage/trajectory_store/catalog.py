@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.errors import MissingRowError, SegmentGoneError
-from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, segment_name
+from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK
 from trajectory_store.journal import Entry, Journal, State
 from trajectory_store.medium import Medium
 from trajectory_store.order import ArrivalOrder
@@ -124,7 +124,7 @@ class Catalog:
                 self._add(entry, found)
             else:
                 self._failed[entry.ordinal] = entry
-                self._note(f"{segment_name(entry.ordinal)}: cannot be opened: {found}")
+                self._note(f"{entry.name}: cannot be opened: {found}")
         for ordinal in gone:
             self._forget(ordinal)
         for problem in self.journal.problems:

@@ -94,9 +94,19 @@ def offsets_name(axis: str) -> str:
     return f"{axis}.offsets"
 
 
-def segment_name(ordinal: int) -> str:
-    """The folder of a segment."""
-    return f"seg-{ordinal:08d}"
+def segment_name(ordinal: int, *, merged: bool = False) -> str:
+    """The folder of a segment; a number that was reserved for a merge is never that of a writer's folder.
+
+    >>> segment_name(7), segment_name(8, merged=True)
+    ('seg-00000007', 'seg-00000008-merged')
+    """
+    return f"seg-{ordinal:08d}-merged" if merged else f"seg-{ordinal:08d}"
+
+
+def ordinal_of(name: str) -> int | None:
+    """The ordinal in the name of a segment's folder, or None where it is none."""
+    digits = name.removeprefix("seg-").removesuffix("-merged")
+    return int(digits) if name.startswith("seg-") and digits.isdigit() and len(digits) == 8 else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any
 from trajectory_store import fs
 from trajectory_store.bucket import Bucket
 from trajectory_store.errors import CorruptionError
-from trajectory_store.format import FORMAT_NAME, FORMAT_VERSION, MAX_ORDINAL, Kind, crc32c
+from trajectory_store.format import FORMAT_NAME, FORMAT_VERSION, MAX_ORDINAL, Kind, crc32c, segment_name
 from trajectory_store.schema import Schema
 
 CATALOG = "catalog"
@@ -44,6 +44,11 @@ class Entry:
     merged: bool = False
     rows: int | None = None
     owners: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The folder of the segment."""
+        return segment_name(self.ordinal, merged=self.merged)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import threading
 import time
 from collections.abc import Sequence
@@ -35,6 +34,7 @@ from trajectory_store.format import (
     group_json,
     mark_path,
     offsets_name,
+    ordinal_of,
     pack,
     pack_mark,
     parse,
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 SYNC_THREADS = 6
 OLD_S = 60.0
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
-_SEGMENT = re.compile(r"seg-([0-9]{8})\Z")
 
 
 def create_folder(path: Path, root: Root) -> None:
@@ -111,7 +110,7 @@ class Memmap(Medium):
         """Open segments for reading; a StoreError or OSError for those that cannot be."""
         out: list[Segment | Exception] = []
         for entry in entries:
-            folder = self.folder / segment_name(entry.ordinal)
+            folder = self.folder / entry.name
             try:
                 out.append(LocalSegment(folder, entry, self.io))
             except (FileNotFoundError, SegmentGoneError) as error:
@@ -166,7 +165,7 @@ class Memmap(Medium):
         """Make a segment for rows that come from other segments."""
         temporary = self.folder / f"{TEMPORARY}{os.getpid()}-{fs.token(6)}"
         log_fd, meta_crc = write_segment(temporary, meta)
-        folder = self.folder / segment_name(ordinal)
+        folder = self.folder / segment_name(ordinal, merged=True)
         try:
             fs.rename(temporary, folder)
             return LocalMerge(LocalWriter(folder, ordinal, meta, log_fd, meta_crc), self.folder)
@@ -177,17 +176,17 @@ class Memmap(Medium):
 
     def remove(self, entry: Entry) -> None:
         """Remove the folder of a segment that no longer counts: whole files, so maps of readers stay valid."""
-        fs.remove_tree(self.folder / segment_name(entry.ordinal))
+        fs.remove_tree(self.folder / entry.name)
 
     def sweep(self, state: State) -> None:
         """Remove half-made segments, and those that no longer count and that nobody holds."""
-        counted = {entry.ordinal for entry in state.entries}
+        counted = {entry.name for entry in state.entries}
         now = time.time()
         for path in [*self.folder.iterdir(), *(self.folder / CATALOG).glob(f"{PARTIAL}*")]:
-            match = _SEGMENT.match(path.name)
-            useless = int(match[1]) not in counted if match else path.name.startswith((TEMPORARY, PARTIAL))
+            ordinal = ordinal_of(path.name)
+            useless = path.name.startswith((TEMPORARY, PARTIAL)) if ordinal is None else path.name not in counted
             try:
-                old = now - path.lstat().st_mtime > OLD_S or (match is not None and int(match[1]) < state.next_ordinal)
+                old = now - path.lstat().st_mtime > OLD_S or (ordinal is not None and ordinal < state.next_ordinal)
             except FileNotFoundError:
                 continue
             if not useless or not old:
@@ -199,11 +198,10 @@ class Memmap(Medium):
 
     def unknown(self, state: State) -> list[str]:
         """Segments with commits that the catalog does not know of, in words."""
-        counted = {entry.ordinal for entry in state.entries}
+        counted = {entry.name for entry in state.entries}
         out: list[str] = []
         for path in sorted(self.folder.glob("seg-*")):
-            match = _SEGMENT.match(path.name)
-            if match is None or int(match[1]) in counted:
+            if ordinal_of(path.name) is None or path.name in counted:
                 continue
             try:
                 attributes = read_attributes(fs.read_file(path / "zarr.json"), path, "segment")

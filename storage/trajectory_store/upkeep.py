@@ -284,7 +284,7 @@ def _sound(catalog: Catalog, group: list[Segment]) -> bool:
             catalog.medium.check(segment, report)
         except (StoreError, OSError, ValueError, IndexError) as error:
             report.problem(str(error))
-    if report.problems:
+    if report.problems and not catalog.refresh():  # else another process removed some of them
         log.warning("segments are not merged, because one is damaged: %s. Run verify().", report.problems[0])
     return report.ok
 

@@ -165,7 +165,7 @@ def read_state(path: Path, catalog: dict[str, Any]) -> dict[str, Any]:
     need(google_crc32c.value(rest.encode()) == root["crc"], path / "zarr.json")
     every: dict[str, list[tuple]] = {"rows": [], "update": []}
     for ordinal, kind, salt, merged, count, _ in catalog["segments"]:
-        folder = path / f"seg-{ordinal:08d}"
+        folder = path / f"seg-{ordinal:08d}{'-merged' * merged}"
         meta = attributes(folder / "zarr.json", "segment")
         need({"kind": kind, "salt": salt, "merged": merged}.items() <= meta.items(), folder)
         read = read_files if root["backend"] == "memmap" else read_objects

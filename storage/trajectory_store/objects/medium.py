@@ -27,6 +27,7 @@ from trajectory_store.format import (
     crc32c,
     group_json,
     offsets_name,
+    ordinal_of,
     read_attributes,
     segment_name,
     spec_json,
@@ -105,7 +106,7 @@ class ObjectMedium(Medium):
 
     def open_segments(self, entries: Sequence[Entry]) -> list[Segment | Exception]:
         """Open segments for reading."""
-        names = [segment_name(entry.ordinal) for entry in entries]
+        names = [entry.name for entry in entries]
         headers = self.bucket.get_many([f"{name}/{HEADER}" for name in names])
         out: list[Segment | Exception] = []
         for entry, name, raw in zip(entries, names, headers, strict=True):
@@ -264,7 +265,7 @@ class ObjectMedium(Medium):
         An end that somebody else than the writer put stays for ever: without it a writer that was stopped for long
         could still commit at that number, and nobody would see it.
         """
-        name = segment_name(entry.ordinal)
+        name = entry.name
         self._delete(name, self.bucket.keys(f"{name}/"))
 
     def _delete(self, name: str, keys: Sequence[str]) -> None:
@@ -283,13 +284,13 @@ class ObjectMedium(Medium):
 
     def sweep(self, state: State) -> None:
         """Delete objects of segments that no longer count."""
-        counted = {segment_name(entry.ordinal) for entry in state.entries}
+        counted = {entry.name for entry in state.entries}
         folders: dict[str, list[str]] = {}
         for key in self.bucket.keys("seg-"):
             folders.setdefault(key.partition("/")[0], []).append(key)
         for name, keys in folders.items():
-            number = name.removeprefix("seg-")
-            if name not in counted and number.isdigit() and int(number) < state.next_ordinal:
+            ordinal = ordinal_of(name)
+            if name not in counted and ordinal is not None and ordinal < state.next_ordinal:
                 self._delete(name, keys)
         if isinstance(self.bucket, FolderBucket):
             self.bucket.sweep(_OLD_S)
@@ -299,8 +300,7 @@ class ObjectMedium(Medium):
     def unknown(self, state: State) -> list[str]:
         """Segments with commits that the catalog does not know of, in words."""
         names = {key.partition("/")[0] for key in self.bucket.keys("seg-") if key.endswith(".zip")}
-        numbers = sorted(int(n) for name in names if (n := name.removeprefix("seg-")).isdigit())
-        late = [segment_name(n) for n in numbers if n >= state.next_ordinal]
+        late = sorted(name for name in names if (n := ordinal_of(name)) is not None and n >= state.next_ordinal)
         return [f"{name} holds commits, and no record of the catalog names it: records are missing" for name in late]
 
     def check(self, segment: Segment, report: Findings) -> None:
@@ -557,7 +557,7 @@ class ObjectMerge:
     def __init__(self, bucket: Bucket, ordinal: int, meta: SegmentMeta) -> None:
         self._bucket = bucket
         self._meta = meta
-        self._name = segment_name(ordinal)
+        self._name = segment_name(ordinal, merged=True)
         self.entry = Entry(ordinal, meta.kind, meta.salt, merged=True)
         self._writers: dict[str, ShardWriter] = {}
         self._specs = {spec.name: spec for spec in meta.arrays()}
