@@ -53,7 +53,7 @@ def names(value):
 @pytest.mark.parametrize("backend", ["memmap", "zarr"])
 def test_every_name_on_the_disk_is_on_the_page(tmp_path, backend):
     """Each key of each JSON document is Zarr's own, a name of this store, or explained; so is each kind of file."""
-    path = make(tmp_path / "s", backend, sessions=6, compact_after=4, max_trajectories=24, segment_rows=6)
+    path = make(tmp_path / "s", backend, sessions=6, compact_after=4, max_trajectories=100, segment_rows=6)
     with TrajectoryStore.open(path, "a") as store:
         store.append(rows([90, 91]))
         own = {name for column in SCHEMA for name in (column.name, column.axis)} | {f"{a}.offsets" for a in SCHEMA.axes}
