@@ -85,7 +85,7 @@ class Bucket(ABC):
         yield None
 
     def sync(self, key: str) -> None:  # noqa: B027 - a put that was answered is safe elsewhere
-        """Wait until an object and its name are on the disk, also where puts do not wait."""
+        """Wait until an object, or all below a prefix, is on the disk, also where puts do not wait."""
 
     def is_empty(self) -> bool:
         """Whether there are no objects at all."""
@@ -186,10 +186,14 @@ class FolderBucket(Bucket):
         return [self._read(key) for key in keys]
 
     def sync(self, key: str) -> None:
-        """Sync a file and its folder."""
+        """Sync a file, or a folder with all that is in it, and its name."""
+        path = self.root / key
         try:
-            for path in (self.root / key, (self.root / key).parent):
+            if path.is_dir():
+                fs.sync_tree(path)
+            else:
                 fs.sync_path(path)
+            fs.sync_path(path.parent)
         except FileNotFoundError:  # there are newer records, which are as good
             return
         except OSError as error:

@@ -595,6 +595,7 @@ class ObjectMerge:
         raw = group_json({**exact.to_attributes(), "sealed": sealed})
         if not self._bucket.settle(f"{self._name}/{HEADER}", raw):
             raise WriteFailedError(None, f"{self._name} was made by another process", self._bucket.where)
+        self._bucket.sync(self._name)
         return replace(self.entry, rows=self._rows)
 
     def discard(self) -> None:
