@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import select as system
 import sys
 import time
@@ -34,7 +33,7 @@ class Follower:
     ) -> None:
         self._say = say
         self._path = stored.path
-        self._identity = _identity(stored.path)
+        self._root = _root(stored.path)
         self._table = Table(columns)
         self._steps = NewRows(run.metrics_file) if run is not None else None
         choose = None
@@ -59,7 +58,7 @@ class Follower:
             # Steps first: the trajectories that they know of are then there, too.
             steps = self._steps.read() if self._steps is not None else []
             self._print(self._tail.fresh(), steps)
-            if _identity(self._path) != self._identity:
+            if _root(self._path) != self._root:
                 raise MissingPathError(f"the store {self._path} was removed, or replaced by another one.")
 
     def _print(self, batches: Iterable[list[Arrival]], steps: list[Row], *, heading: bool = False) -> None:
@@ -81,11 +80,11 @@ class Follower:
             self._say("\n".join(lines))
 
 
-def _identity(store: Path) -> object:
-    """Return the identity of the store at a path; None if there is none."""
+def _root(store: Path) -> bytes | None:
+    """Return the root file of a store, which never changes and names the store; None if there is none."""
     try:
-        return json.loads((store / "zarr.json").read_bytes())["attributes"]["salt"]
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return (store / "zarr.json").read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 

@@ -187,7 +187,7 @@ class StepRows(Sequence[Row]):
         """
         if self.num_passed_over and self._later:
             raise DataError(f"{self.path}: line {self._num_indexed + 1} is not as it was written. {_RESTORE}")
-        if self._torn or self.num_passed_over:
+        if (self._torn or self.num_passed_over) and self.path.exists():  # a power loss may take the whole file
             os.truncate(self.path, self.entry(len(self) - 1).end if len(self) else 0)
         if _size(self.index_path) != self._num_indexed * _ENTRY.size:
             os.truncate(self.index_path, self._num_indexed * _ENTRY.size)

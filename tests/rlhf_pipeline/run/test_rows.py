@@ -77,6 +77,15 @@ def test_a_power_loss_that_takes_lines_and_leaves_their_index(written):
     assert steps(StepRows(written.path)) == [1, 2, 3, 4]
 
 
+def test_a_power_loss_that_takes_the_file_and_leaves_the_index(written):
+    """Entries of a file that is gone do not count; the next row is the first."""
+    written.path.unlink()
+    again = StepRows(written.path)
+    assert (len(again), again.last_step, again.num_passed_over) == (0, 0, 5)
+    again.append({"step": 1})
+    assert steps(StepRows(written.path)) == [1]
+
+
 def test_rows_are_taken_off_from_a_step_on(written):
     """Later rows go with it, in the file and in the index; a step beyond the end changes nothing."""
     written.drop_from(6)

@@ -523,6 +523,7 @@ def test_state_dict_of_the_same_store_is_older_than_its_rows(open_buffer, make_r
     assert len(again) == 2
 
 
+@pytest.mark.crash
 def test_a_process_that_is_killed(tmp_path):
     """The real thing, once: SIGKILL while a trajectory waits."""
     script = """
