@@ -27,7 +27,7 @@ def test_nothing_acknowledged_is_lost_doubled_stale_or_torn(medium):
     """1 to 4 processes that do anything at any moment, killed and stopped, with clocks hours apart."""
     if medium == "s3" and (why := missing()):
         pytest.skip(why)
-    share = 1 if medium != "s3" else 2  # each request takes 20 ms and more
+    share = 1 if medium != "s3" else 4  # each request takes 20 ms and more
     played = subprocess.run(
         [
             *(sys.executable, str(ROOT / "tests" / "crash" / "histories.py"), "--medium", medium),

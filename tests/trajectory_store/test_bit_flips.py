@@ -1,6 +1,6 @@
 """A flipped bit in any file is reported, or no reader can tell the difference.
 
-The default run flips 400 bits per medium; `STORE_FLIPS` says how many.
+The default run flips 150 bits per medium; `STORE_FLIPS` says how many.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trajectory_store import TrajectoryStore
 
 from ._folders import everything, files, in_memory, make, outcome
 
-FLIPS = int(os.environ.get("STORE_FLIPS", "400"))
+FLIPS = int(os.environ.get("STORE_FLIPS", "150"))
 
 
 def plain_values(path):
