@@ -20,7 +20,7 @@ import pytest
 from rlhf_pipeline.policies.new_model import new_model
 from trajectory_store import TrajectoryStore
 
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS, MEMBERS, BATCH, KILLS = 1319, 4, 16, 3
@@ -92,7 +92,7 @@ def start(store, model, data, progress):
 
 def kill_at(process, progress, count):
     """Kill a process a moment after it has reported so many batches."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not progress.exists() or progress.stat().st_size < count:
         assert process.poll() is None, process.communicate()[1].decode()
         assert time.monotonic() < deadline
@@ -105,7 +105,7 @@ def kill_at(process, progress, count):
 
 def finish(process):
     """Wait for the end of an import that was left alone."""
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors.decode()
 
 
