@@ -208,7 +208,7 @@ def test_two_processes_consume_one_store(tmp_path, make_rows, backend):
     workers = [context.Process(target=consume, args=(tmp_path / "store", seed, start, answers)) for seed in range(2)]
     for worker in workers:
         worker.start()
-    found = [answers.get(timeout=120) for _ in workers]
+    found = [answers.get(timeout=250) for _ in workers]
     for worker in workers:
         worker.join()
         assert worker.exitcode == 0
@@ -299,7 +299,7 @@ def test_sharing(make, make_rows, method, what):
     answers = context.Queue()
     process = context.Process(target=look, args=(shared, answers))
     process.start()
-    rows, found, sums = answers.get(timeout=120)
+    rows, found, sums = answers.get(timeout=250)
     process.join()
     assert process.exitcode == 0
     assert rows == 8
