@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shlex
 import shutil
 import signal
@@ -129,12 +130,20 @@ def interrupt(process: subprocess.Popen[str], until: Callable[[], bool], line: s
         while not until() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=300)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130, f"{line}\n{out}"
     return out
+
+
+def has_printed(process: subprocess.Popen[str]) -> bool:
+    """Return whether a process has written, and then wait a little for the rest of what it writes at once."""
+    if not select.select([process.stdout], [], [], 0)[0]:
+        return False
+    time.sleep(5)
+    return True
 
 
 def rewards(run_dir: Path) -> list[float]:
@@ -177,8 +186,7 @@ def test_the_readme(folder: Path):
             if "run long_running" in line:
                 interrupt(start(line, folder), lambda: max(rewards(watched), default=0) > 0.8, line)
             elif " -f" in line:
-                began = time.monotonic()
-                out = interrupt(start(line, folder), lambda: time.monotonic() - began > 8, line)  # noqa: B023
+                out = interrupt(watching := start(line, folder), lambda: has_printed(watching), line)
                 assert "completion" in out, out
             else:
                 out = run(line, folder)

@@ -35,7 +35,7 @@ def kill_and_go_on(file: Path, store: Path, rng: random.Random) -> int:
     killed = 0
     while killed < KILLS:
         running = start(file, store)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not store.exists() and running.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(rng.uniform(0, 0.15))
@@ -44,7 +44,7 @@ def kill_and_go_on(file: Path, store: Path, rng: random.Random) -> int:
         running.send_signal(signal.SIGKILL)
         killed += 1
         running.wait()
-    assert start(file, store).wait(120) == 0
+    assert start(file, store).wait(300) == 0
     return killed
 
 

@@ -28,7 +28,7 @@ def start(folder: Path, *args: str) -> subprocess.Popen[str]:
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Wait for a process; return its exit code and what it wrote."""
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=280)
     return process.returncode, out, err
 
 
@@ -64,7 +64,7 @@ def test_a_signal_stops_all_of_them_and_saves(tmp_path: Path):
     """SIGTERM: exit code 143, every process has left, and the metrics reach the checkpoint."""
     supervisor = start(tmp_path, "run", "long_running", "--collectors", "1", "--steps", "100000", *SMALL)
     run_dir = tmp_path / "runs" / "long_running"
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 250
     while len(read_rows(run_dir / "metrics.jsonl")) < 3 and time.monotonic() < deadline:
         time.sleep(0.1)
     supervisor.send_signal(signal.SIGTERM)
@@ -80,7 +80,7 @@ def test_a_signal_stops_all_of_them_and_saves(tmp_path: Path):
 def test_collect_and_learn_by_hand(tmp_path: Path):
     """A collector makes the run, a learner joins it by its folder; both leave when it has ended."""
     collector = start(tmp_path, "collect", "long_running", "--run", "mine", "--set", "learn.steps=3", *SMALL)
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 250
     while not (tmp_path / "mine" / "config.json").is_file() and time.monotonic() < deadline:
         time.sleep(0.05)
     code, out, err = end(start(tmp_path, "learn", "--run", "mine"))

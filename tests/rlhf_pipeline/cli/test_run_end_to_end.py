@@ -27,7 +27,7 @@ def command(*args: str) -> list[str]:
 def typed(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a folder."""
     line = command(*args)
-    return subprocess.run(line, cwd=folder, env=ENV, capture_output=True, text=True, check=False, timeout=200)
+    return subprocess.run(line, cwd=folder, env=ENV, capture_output=True, text=True, check=False, timeout=280)
 
 
 def test_run_look_resume(tmp_path: Path):
@@ -60,11 +60,11 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path: Path, number: int, code:
         line, cwd=tmp_path, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as run:
         metrics = tmp_path / "runs" / "copy_digits" / "metrics.jsonl"
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 250
         while not metrics.is_file() and run.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         run.send_signal(number)
-        out, err = run.communicate(timeout=60)
+        out, err = run.communicate(timeout=200)
     assert run.returncode == code, err
     assert "stopped and saved: " in out
     assert "rlhf-pipeline run copy_digits --resume" in out

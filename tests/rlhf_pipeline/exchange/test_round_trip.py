@@ -85,7 +85,7 @@ def bits(store: TrajectoryStore, column: Column) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "hf"])
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(drawn=st.lists(batches(), min_size=1, max_size=3))
 def test_any_store_comes_back_equal(kind: str, drawn: list[dict[str, Any]]):
     """Ragged columns of several axes, NaN, infinities, -0.0, text and left-out columns survive, bit for bit."""

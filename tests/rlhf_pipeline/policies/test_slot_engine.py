@@ -16,7 +16,7 @@ from rlhf_pipeline.policies.causal_lm import CausalLMPolicy, Completion
 from rlhf_pipeline.policies.slot_engine import WeightRefresh
 
 PROMPTS = [[2 + i] + [3 + (7 * i + j) % 90 for j in range(5 * i)] for i in range(6)]
-RAGGED = [2 + 4 * i for i in range(18)]
+RAGGED = [2 + 2 * i for i in range(18)]
 
 Make = Callable[..., PreTrainedModel]
 Oracle = Callable[..., torch.Tensor]

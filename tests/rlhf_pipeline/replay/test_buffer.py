@@ -176,7 +176,7 @@ def test_failed_reward_in_a_group(make_buffer, make_rows):
     assert bool(batch[keys.REWARD].isfinite().all())
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(3, 12), min_size=1, max_size=10),
     chunks=st.lists(st.integers(1, 4), min_size=1, max_size=6),

@@ -117,9 +117,9 @@ def test_priority_frequencies(storage):
     storage.update(storage.row_ids(), priority=priority)
     sampler = PrioritySampler(alpha=0.5, tau=2.0)
     rows = view(storage, version=5)
-    draws = np.bincount([sampler.select(rows, 1, seed=0, step=t)[0] for t in range(6000)], minlength=12)
+    draws = np.bincount([sampler.select(rows, 1, seed=0, step=t)[0] for t in range(3000)], minlength=12)
     p = np.sqrt(priority + 1e-6) * np.exp(-(5 - np.arange(12) // 2) / 2.0)
-    expected = 6000 * p / p.sum()
+    expected = 3000 * p / p.sum()
     assert (np.abs(draws - expected) < 5 * np.sqrt(expected) + 1).all()
 
 
@@ -163,7 +163,7 @@ def graded(tmp_path, make_rows):
     made.close()
 
 
-def first_groups(sampler, storage, draws=4000, **kwargs):
+def first_groups(sampler, storage, draws=2000, **kwargs):
     """How often each of the six groups comes first; every draw is one whole group."""
     rows = view(storage, **kwargs)
     counts = np.zeros(6)
