@@ -22,6 +22,7 @@ from trajectory_store.updates import Later
 
 _SHIFT = np.uint64(ORDINAL_SHIFT)
 _NOWHERE = -1
+NOT_SEEN_YET = 1 << 20
 _MERGED = -1
 
 
@@ -333,17 +334,23 @@ class Catalog:
 
     def _follow_later(self, column: Column, found: Later | None) -> Later:
         generation = self.generation
+        if found is not None:
+            found.bounds = self._bounds()
         if found is None or not found.follow(self.updates):
-            found = Later(column)
+            found = Later(column, self._bounds())
             found.follow(self.updates)
         found.fold_news(self.find, self.segments, lambda at: self.values_at(column, at))
         self._later[column.name] = found
         self._later_generation[column.name] = generation
         return found
 
+    def _bounds(self) -> tuple[int, int]:
+        """Ordinals and rows that an update can name: no more than were ever written, and some not seen yet."""
+        return self.state.next_ordinal, self.watermark() + NOT_SEEN_YET
+
     def later_as_of(self, column: Column, limits: Mapping[int, int]) -> Later:
         """The later values of a column as of a snapshot."""
-        found = Later(column, limits)
+        found = Later(column, self._bounds(), limits)
         found.follow(self.updates)
         return found
 

@@ -64,7 +64,7 @@ class Snapshot:
         if not self.rows or not len(ids):
             return np.zeros(len(ids), bool)
         owners, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
-        limits = np.zeros(max(int(owners.max()), *self.rows) + 1, np.int64)
-        for ordinal, count in self.rows.items():
-            limits[ordinal] = count
-        return rows < limits[owners]
+        ordinals = np.array(sorted(self.rows), np.int64)
+        limits = np.array([self.rows[ordinal] for ordinal in ordinals.tolist()], np.int64)
+        at = np.minimum(np.searchsorted(ordinals, owners), len(ordinals) - 1)
+        return (ordinals[at] == owners) & (rows < limits[at])

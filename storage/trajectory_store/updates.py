@@ -25,11 +25,14 @@ class Later:
 
     Args:
         column: the column.
+        bounds: ordinals, and rows of a segment, that there can be: an update beyond belongs to nothing, and is damage
+            that `verify` reports.
         limits: per original update segment the rows that count; None for all.
     """
 
-    def __init__(self, column: Column, limits: Mapping[int, int] | None = None) -> None:
+    def __init__(self, column: Column, bounds: tuple[int, int], limits: Mapping[int, int] | None = None) -> None:
         self.column = column
+        self.bounds = bounds
         self._limits = limits
         self._seen: dict[int, tuple[int, int]] = {}
         self._address: dict[int, Int64Array] = {}
@@ -67,7 +70,7 @@ class Later:
         else:
             table = segment.commits(records)
             times = np.repeat(table["time_ns"].astype(np.int64), table["n_rows"].astype(np.int64))
-        real = targets >= 0  # an update that cannot be read belongs to nothing
+        real = (targets >= 0) & (targets >> ORDINAL_SHIFT < self.bounds[0]) & (targets & ROW_MASK < self.bounds[1])
         if not real.all():
             targets, addresses, times = targets[real], addresses[real], times[real]
         if self._limits is not None:
