@@ -250,6 +250,8 @@ class FolderBucket(Bucket):
             if not name.startswith(start) or PARTIAL in name:
                 continue
             if os.path.isdir(self.root / key):
+                if os.path.islink(self.root / key):  # what is below belongs to somebody else
+                    continue
                 found += self.keys(f"{key}/", after)
             elif key > after:
                 found.append(key)
