@@ -241,6 +241,8 @@ class FolderBucket(Bucket):
         """List files, those in the making left out."""
         folder, _, start = prefix.rpartition("/")
         found: list[str] = []
+        if folder and os.path.islink(self.root / folder):  # what is below belongs to somebody else
+            return found
         try:
             names = sorted(os.listdir(self.root / folder))
         except _ABSENT:
@@ -250,8 +252,6 @@ class FolderBucket(Bucket):
             if not name.startswith(start) or PARTIAL in name:
                 continue
             if os.path.isdir(self.root / key):
-                if os.path.islink(self.root / key):  # what is below belongs to somebody else
-                    continue
                 found += self.keys(f"{key}/", after)
             elif key > after:
                 found.append(key)
