@@ -181,7 +181,8 @@ def compact(catalog: Catalog, root: Root) -> CompactReport:
 def fold(catalog: Catalog, root: Root, stop: Callable[[], bool] = lambda: False) -> int:
     """Merge small finished segments of about one size, as long as there are enough of them; returns how many merges.
 
-    So a store that was opened for appending n times has about `8 * log8(n)` segments, and each row was moved `log8(n)`
+    It makes one merge at least where one is due, also if it is asked to stop: a process that only appends once does its
+    share. So a store that was opened for appending n times has about `8 * log8(n)` segments, and each row was moved `log8(n)`
     times.
     """
     merges = 0
@@ -189,7 +190,7 @@ def fold(catalog: Catalog, root: Root, stop: Callable[[], bool] = lambda: False)
         if not mine:
             return 0
         catalog.refresh()
-        while not stop() and (group := _due(catalog, root, sealing=True)):
+        while not (merges and stop()) and (group := _due(catalog, root, sealing=True)):
             empty = {s.ordinal for s in group if not s.rows}
             _drop(catalog, empty, {})
             group = [s for s in group if s.rows]

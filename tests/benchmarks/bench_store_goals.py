@@ -33,6 +33,7 @@ BENCHMARKS = (
     ("bench_store_open.py", (), ("--quick",)),
     ("bench_store_disk.py", (), ("--quick",)),
     ("bench_store_zarr.py", (), ("--quick",)),
+    ("bench_store_updates.py", (), ("--quick",)),
 )
 # What, tests, and the environment that makes them as long as the goal says.
 SUITES = (
