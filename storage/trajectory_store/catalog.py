@@ -105,6 +105,14 @@ class Catalog:
                 for grown in self.medium.refresh([segment]):
                     self._grew(grown)
 
+    def settled(self, segment: Segment) -> bool:
+        """Whether nobody can append to a segment any more; all its rows are known then."""
+        if not segment.finished:
+            if segment.is_live() or not self.medium.seal(segment):
+                return False
+            self.refresh_segment(segment.ordinal)  # its writer may have committed until just before it ended
+        return True
+
     def _take_state(self) -> None:
         """Follow the newest record: open segments that are new in it, forget those that left."""
         opened: dict[int, Segment | Exception] = {}

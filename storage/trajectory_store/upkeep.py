@@ -78,7 +78,10 @@ def evict(catalog: Catalog, root: Root) -> int:
     if root.max_trajectories is None and root.max_bytes is None:
         return 0
     catalog.refresh()
-    victims = [s for s in _victims(catalog, root) if catalog.medium.seal(s)]
+    victims = _victims(catalog, root)
+    rows = sum(s.rows for s in victims)
+    if not all(catalog.settled(s) for s in victims) or sum(s.rows for s in victims) != rows:
+        return 0  # it is tried again with the next new segment
     if not victims:
         return 0
     gone = {s.ordinal for s in victims}
@@ -140,7 +143,7 @@ def _useless_updates(catalog: Catalog, gone: set[int]) -> set[int]:
     left = _owners([s for s in catalog.row_segments() if s.ordinal not in gone], catalog.state)
     out: set[int] = set()
     for update in catalog.updates.values():
-        if not update.is_live() and catalog.medium.seal(update):
+        if catalog.settled(update):
             update.want(np.arange(update.rows))
             targets = np.unique(update.array(TARGET)[: update.rows] >> ORDINAL_SHIFT)
             if not left.intersection(targets.tolist()):
@@ -163,8 +166,8 @@ def compact(catalog: Catalog, root: Root) -> CompactReport:
             return CompactReport(before, before, 0, bytes_before, bytes_before, reason)
         catalog.refresh()
         moved = 0
-        still = [s for s in catalog.row_segments() if not s.is_live() and catalog.medium.seal(s)]
-        updates = [s for s in catalog.updates.values() if not s.is_live() and catalog.medium.seal(s)]
+        still = [s for s in catalog.row_segments() if catalog.settled(s)]
+        updates = [s for s in catalog.updates.values() if catalog.settled(s)]
         _drop(catalog, {s.ordinal for s in (*still, *updates) if not s.rows}, {})
         for group in _packed([s for s in still if s.rows], *_most(catalog, root)):
             if len(group) > 1 or not (catalog.medium.complete or group[0].meta.merged):
@@ -230,7 +233,7 @@ def _due(catalog: Catalog, root: Root, *, sealing: bool) -> list[Segment]:
         for _, members in sorted(tiers.items()):
             if len(members) < FANOUT:
                 continue
-            still = [s for s in members if not s.is_live() and (not sealing or catalog.medium.seal(s))]
+            still = [s for s in members if (catalog.settled(s) if sealing else not s.is_live())]
             group = max([[], *_packed(still, *most)], key=len)
             if len(group) >= FANOUT:
                 return group
