@@ -185,8 +185,8 @@ def fold(catalog: Catalog, root: Root, stop: Callable[[], bool] = lambda: False)
     """Merge small finished segments of about one size, as long as there are enough of them; returns how many merges.
 
     It makes one merge at least where one is due, also if it is asked to stop: a process that only appends once does its
-    share. So a store that was opened for appending n times has about `8 * log8(n)` segments, and each row was moved `log8(n)`
-    times.
+    share. So a store that was opened for appending n times has about `8 * log8(n)` segments, and each row was moved
+    `log8(n)` times.
     """
     merges = 0
     with _claim(catalog) as mine:
