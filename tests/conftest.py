@@ -10,10 +10,11 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command does: no spinning threads beside other tests
 
-# A shell that starts pytest in the background, as .ci/run does, has it ignore Ctrl-C, and commands under test inherit
-# that: those that a test interrupts would never end.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell that starts pytest in the background, as .ci/run does, has it ignore Ctrl-C, and nohup a hang-up; commands under
+# test inherit that: those that a test interrupts would never end.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 
