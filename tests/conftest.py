@@ -10,8 +10,8 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command does: no spinning threads beside other tests
 
-# A shell that starts pytest in the background, as .ci/run does, has it ignore Ctrl-C, and nohup a hang-up; commands under
-# test inherit that: those that a test interrupts would never end.
+# A shell that starts pytest in the background, as .ci/run does, has it ignore Ctrl-C, and nohup a hang-up. Commands
+# under test inherit that: those that a test interrupts would never end.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
