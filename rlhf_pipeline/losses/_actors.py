@@ -218,7 +218,7 @@ def adapt_actor(actor: Any, *, temperature: float | None, strategy: MaskingStrat
     """Choose how to score with an actor. What it defines itself wins; a faster way is taken only where it is the same.
 
     1. `hidden_states` and `head_weight` (`CausalLMPolicy`): the head is applied in chunks.
-    2. A transformers model, or TorchRL's wrapper around one, whose forward pass nobody has written anew: as 1, on the
+    2. A transformers model, or TorchRL's wrapper around one, whose forward pass nobody has overridden: as 1, on the
        model, at the wrapper's temperature.
     3. `log_probs(input_ids, attention_mask, score_mask)`.
     4. TorchRL's `get_dist(tensordict)`: full logits.

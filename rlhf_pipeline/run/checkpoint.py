@@ -138,7 +138,7 @@ def newest_checkpoint(folder: Path, *, skip: Callable[[str], None] = lambda mess
 
     Args:
         folder: the run's `checkpoints` folder.
-        skip: is told of each checkpoint that is passed over, and why.
+        skip: called with each checkpoint that is passed over, and why.
 
     Raises:
         DataError: there are checkpoints, and none is whole.

@@ -55,7 +55,7 @@ def replay_stores(
             grown.
         definition: where the definition came from, for `config.json`.
         overrides: the `--set` pairs already applied, for `config.json`.
-        on_event: is told of the start, every step, notices and the end.
+        on_event: called at the start, at every step, for notices and at the end.
 
     Returns:
         The last event: why the run stopped and what it learned from.

@@ -40,7 +40,7 @@ def run(
         seed: seeds the model made from scratch, the order of the prompts and every completion.
         device: where models live, for example `cpu` or `cuda`.
         resume: go on from the newest checkpoint in `run_dir`. On a CPU the weights come out as in a straight run,
-            bit for bit: what was stored since the checkpoint is used again and not sampled anew.
+            bit for bit: what was stored since the checkpoint is used again and not sampled a second time.
         parent: also stop when this process, the one that started us, is gone.
         definition: where the definition came from, for `config.json`.
         overrides: the `--set` pairs already applied, for `config.json`.

@@ -92,7 +92,7 @@ class WrapperAdapter:
         return as_policy(model, owner)
 
     def actor(self, model: Any) -> CausalLMPolicy | None:
-        """A policy over the wrapper's weights, where nobody has written the wrapper's or the model's methods anew.
+        """A policy over the wrapper's weights, where neither the wrapper's nor the model's methods are overridden.
 
         Raises:
             DefinitionError: the wrapper is around an engine, which gives no gradients.
