@@ -58,6 +58,7 @@ class Catalog:
         self.newest_ns = 0
         self._watermark = 0
         self._taken = -1
+        self._state = self.journal.state
         self.claim: str | None = None
         self.order = ArrivalOrder()
         self._order_generation = -1
@@ -73,8 +74,8 @@ class Catalog:
 
     @property
     def state(self) -> State:
-        """The newest record of the catalog that was read."""
-        return self.journal.state
+        """The record of the catalog whose segments are the ones here; the journal may have read a newer one."""
+        return self._state
 
     # Following
 
@@ -83,7 +84,7 @@ class Catalog:
         with self._lock:
             before = self.generation
             self.journal.follow()
-            if self.state.number != self._taken:
+            if self.journal.state.number != self._taken:
                 self._take_state()
             live = [s for s in (*self.segments.values(), *self.updates.values()) if not s.finished]
             for segment in self.medium.refresh(live):
@@ -117,14 +118,14 @@ class Catalog:
         """Follow the newest record: open segments that are new in it, forget those that left."""
         opened: dict[int, Segment | Exception] = {}
         while True:  # what is there when the catalog stands still, was not removed while it was opened
-            state = self.state
+            state = self.journal.state
             wanted = {entry.ordinal: entry for entry in state.entries}
             new = [e for e in state.entries if self._known.get(e.ordinal) is None and e != self._failed.get(e.ordinal)]
             looked = [e for e in new if not isinstance(opened.get(e.ordinal), Segment)]
             opened.update(zip([e.ordinal for e in looked], self.medium.open_segments(looked), strict=True))
             if not new or not self.journal.follow():
                 break
-        self._taken = state.number
+        self._taken, self._state = state.number, state
         self._make_room(state.next_ordinal)
         gone = [ordinal for ordinal in self._known if ordinal not in wanted]
         for entry in new:

@@ -191,6 +191,7 @@ class TrajectoryStore(StoreReads):
             return _with_columns(state, columns)
 
         self._catalog.journal.change(step, self._catalog.newest_ns)
+        self._catalog.follow_state()
 
     @contextmanager
     def _look_in(self) -> Generator[Catalog]:

@@ -380,7 +380,7 @@ def _write_merged(
         return state.without(sources).with_entry(replace(entry, owners=owners_of(old)))
 
     before = {e.ordinal: e for e in catalog.state.entries if e.ordinal in sources}
-    done = catalog.journal.change(step, catalog.newest_ns) or catalog.state
+    done = catalog.journal.change(step, catalog.newest_ns) or catalog.journal.state
     if not any((e.ordinal, e.salt) == (entry.ordinal, entry.salt) for e in done.entries):
         target.discard()
         return False

@@ -109,9 +109,9 @@ def _look(catalog: Catalog, path: Path | str) -> VerifyReport:
         report.problem(problem)
     catalog.journal.follow()
     newest = max(report.catalog_numbers, default=0)
-    if newest > catalog.state.number:
+    last = catalog.journal.state.number
+    if newest > last:
         report.problem(
-            f"the catalog ends with record {catalog.state.number}, but commits refer to record {newest}: newer records "
-            "are missing"
+            f"the catalog ends with record {last}, but commits refer to record {newest}: newer records are missing"
         )
     return report

@@ -15,8 +15,8 @@ import pytest
 from ._s3 import missing
 
 ROOT = Path(__file__).resolve().parents[2]
-HISTORIES = int(os.environ.get("STORE_HISTORIES", "4"))
-KILLS = int(os.environ.get("STORE_KILLS", "32"))
+HISTORIES = int(os.environ.get("STORE_HISTORIES", "2"))
+KILLS = int(os.environ.get("STORE_KILLS", "12"))
 SEED = int(os.environ.get("STORE_SEED", "0"))
 
 
@@ -31,7 +31,7 @@ def test_nothing_acknowledged_is_lost_doubled_stale_or_torn(medium):
     played = subprocess.run(
         [
             *(sys.executable, str(ROOT / "tests" / "crash" / "histories.py"), "--medium", medium),
-            *("--histories", str(HISTORIES // share), "--kills", str(KILLS // share), "--seed", str(SEED)),
+            *("--histories", str(max(1, HISTORIES // share)), "--kills", str(KILLS // share), "--seed", str(SEED)),
         ],
         env=os.environ | {"PYTHONPATH": str(ROOT / "storage"), "OPENBLAS_NUM_THREADS": "1"},
         capture_output=True,
