@@ -18,7 +18,7 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
-from rlhf_pipeline.policies.slot_engine import WeightRefresh
+from rlhf_pipeline.policies.engines.slots import WeightRefresh
 from rlhf_pipeline.prompts import PromptSource
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.stored_groups import StoredGroups

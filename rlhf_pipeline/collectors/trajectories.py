@@ -12,7 +12,7 @@ import torch
 from rlhf_pipeline import keys
 from rlhf_pipeline.collectors.grading import Grade
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
-from rlhf_pipeline.policies.slot_engine import RaggedCompletions
+from rlhf_pipeline.policies.engines.slots import RaggedCompletions
 from rlhf_pipeline.prompts import Prompt
 
 

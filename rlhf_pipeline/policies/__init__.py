@@ -1,7 +1,7 @@
 """Policies: a causal language model that generates, scores and is trained.
 
 - `causal_lm`: `CausalLMPolicy`, around any causal language model of `transformers`.
-- `slot_engine`: generation with a KV cache of slots that are refilled as completions finish.
+- `engines`: what turns prompts into completions: slots of a KV cache in process, or vLLM.
 - `chat`: prompts to token ids and completions to text.
 - `new_model`: a tiny checkpoint, or a tiny policy in memory, made from scratch.
 - `containers`, `distribution`: TorchRL's containers and wrapper base with public distribution methods.

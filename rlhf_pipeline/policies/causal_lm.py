@@ -29,8 +29,8 @@ from rlhf_pipeline.policies._scoring import ScoringRows, token_states
 from rlhf_pipeline.policies._td_policy import TensorDictPolicy
 from rlhf_pipeline.policies.distribution import TokenDistribution
 from rlhf_pipeline.policies.encoding import tokenizer_with_template
+from rlhf_pipeline.policies.engines.slots import Completion, RaggedCompletions, SlotEngine, WeightRefresh
 from rlhf_pipeline.policies.packed import LayoutScorer
-from rlhf_pipeline.policies.slot_engine import Completion, RaggedCompletions, SlotEngine, WeightRefresh
 
 __all__ = ["CausalLMPolicy", "Completion", "RaggedCompletions", "ScoringRows"]
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_pipeline.policies._sampling import sample_rows
+from rlhf_pipeline.policies.engines.sampling import sample_rows
 
 
 def test_hand_made_row() -> None:

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.policies._cache_check import WITHOUT_SLOTS, verified_parts
-from rlhf_pipeline.policies._completions import Completion, Int64Array, RaggedCompletions, collect
 from rlhf_pipeline.policies._model_parts import ModelParts
-from rlhf_pipeline.policies._sampling import sample_rows
-from rlhf_pipeline.policies._slot_cache import PrefillCache, SlotCache
-from rlhf_pipeline.policies._uniforms import stream_keys, uniforms
+from rlhf_pipeline.policies.engines.cache_check import WITHOUT_SLOTS, verified_parts
+from rlhf_pipeline.policies.engines.completions import Completion, Int64Array, RaggedCompletions, collect
+from rlhf_pipeline.policies.engines.sampling import sample_rows
+from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, SlotCache
+from rlhf_pipeline.policies.engines.uniforms import stream_keys, uniforms
 
 __all__ = ["Completion", "RaggedCompletions", "SlotEngine", "WeightRefresh"]
 
