@@ -24,6 +24,9 @@ if TYPE_CHECKING:
         WritePath,
     )
     from rlhf_pipeline.config_text import override
+    from rlhf_pipeline.data import keys
+    from rlhf_pipeline.data.prompts import CopyDigits, JsonlPrompts, Prompt
+    from rlhf_pipeline.data.rewards import final_number, final_number_match, token_match
     from rlhf_pipeline.errors import PipelineError
     from rlhf_pipeline.functional.advantage import group_advantage
     from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
@@ -34,10 +37,8 @@ if TYPE_CHECKING:
     from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
     from rlhf_pipeline.policies.containers import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
     from rlhf_pipeline.policies.distribution import LogProbDistribution
-    from rlhf_pipeline.prompts import CopyDigits, JsonlPrompts, Prompt
     from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
     from rlhf_pipeline.replay.storage import TrajectoryStorage
-    from rlhf_pipeline.rewards import final_number, final_number_match, token_match
     from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController, ConstantKLController
     from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
     from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
@@ -58,12 +59,13 @@ _LIGHT = {
     "WritePath": "rlhf_pipeline.config",
     "override": "rlhf_pipeline.config_text",
     "PipelineError": "rlhf_pipeline.errors",
-    "CopyDigits": "rlhf_pipeline.prompts",
-    "JsonlPrompts": "rlhf_pipeline.prompts",
-    "Prompt": "rlhf_pipeline.prompts",
-    "final_number": "rlhf_pipeline.rewards",
-    "final_number_match": "rlhf_pipeline.rewards",
-    "token_match": "rlhf_pipeline.rewards",
+    "CopyDigits": "rlhf_pipeline.data.prompts",
+    "JsonlPrompts": "rlhf_pipeline.data.prompts",
+    "Prompt": "rlhf_pipeline.data.prompts",
+    "final_number": "rlhf_pipeline.data.rewards",
+    "final_number_match": "rlhf_pipeline.data.rewards",
+    "keys": "rlhf_pipeline.data",
+    "token_match": "rlhf_pipeline.data.rewards",
 }
 """What definitions are made of, and the modules that define it."""
 

@@ -4,8 +4,8 @@ A definition is a function that returns a `Pipeline`. It is plain data, so it ca
 resume, written to the run folder and rebuilt in another process, all without importing torch.
 
 >>> from rlhf_pipeline import Pipeline, override
->>> from rlhf_pipeline.prompts import CopyDigits
->>> from rlhf_pipeline.rewards import token_match
+>>> from rlhf_pipeline.data.prompts import CopyDigits
+>>> from rlhf_pipeline.data.rewards import token_match
 >>> pipeline = Pipeline(name="demo", policy=TinyPolicy(), prompts=CopyDigits(), reward=token_match)
 >>> override(pipeline, "learn.lr", "3e-4").learn.lr
 0.0003
@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_pipeline.prompts import NoPrompts, PromptSource
-from rlhf_pipeline.rewards import RewardFunction, no_reward
+from rlhf_pipeline.data.prompts import NoPrompts, PromptSource
+from rlhf_pipeline.data.rewards import RewardFunction, no_reward
 from rlhf_pipeline.settings import Settings, setting
 
 Estimator = Literal["grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo"]

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from rlhf_pipeline import CausalLMPolicy, JsonlPrompts
-from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.policies.chat import encode_prompt
 from rlhf_pipeline.policies.new_model import new_model
+from rlhf_pipeline.run.jsonl import read_rows
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -82,7 +82,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _all_paths() -> Iterator[tuple[str, Any]]:
     from rlhf_pipeline.config import Pipeline
-    from rlhf_pipeline.prompts import CopyDigits, JsonlPrompts
+    from rlhf_pipeline.data.prompts import CopyDigits, JsonlPrompts
     from rlhf_pipeline.settings import paths_of
 
     seen: set[str] = set()
@@ -162,7 +162,7 @@ def _shown(value: Any) -> str:
 def page() -> Iterator[str]:
     """Yield docs/settings.md."""
     from rlhf_pipeline.config import Pipeline, PretrainedPolicy, TinyPolicy
-    from rlhf_pipeline.prompts import CopyDigits, JsonlPrompts
+    from rlhf_pipeline.data.prompts import CopyDigits, JsonlPrompts
     from rlhf_pipeline.settings import settings_of
 
     yield "# Settings"

@@ -13,8 +13,8 @@ from rlhf_pipeline.errors import PipelineError, plain
 from rlhf_pipeline.report.words import count, number
 
 if TYPE_CHECKING:
+    from rlhf_pipeline.data.rewards import RewardFunction
     from rlhf_pipeline.report.inspect import Inspection, RewardCheck
-    from rlhf_pipeline.rewards import RewardFunction
     from rlhf_pipeline.run.folder import RunFolder
 
 _BAR = 30
@@ -57,7 +57,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _reward(run: RunFolder | None, typed: str | None) -> tuple[RewardFunction | None, str | None]:
     """Return the reward function, or why there is none. A definition that was asked for must load."""
-    from rlhf_pipeline.rewards import no_reward
+    from rlhf_pipeline.data.rewards import no_reward
 
     reward, why_not = _found(run, typed)
     if reward is no_reward:

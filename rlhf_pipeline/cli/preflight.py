@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from rlhf_pipeline.config import Pipeline, PretrainedPolicy, Replay, TinyPolicy
+from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.errors import (
     DataError,
     DefinitionError,
@@ -23,7 +24,6 @@ from rlhf_pipeline.errors import (
     did_you_mean,
 )
 from rlhf_pipeline.exchange.filters import select
-from rlhf_pipeline.prompts import Prompt
 from rlhf_pipeline.report.stored import Stored, open_run_or_store
 from rlhf_pipeline.run.folder import RunFolder, is_run, not_found
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from rlhf_pipeline.data.prompts import Prompt
+from rlhf_pipeline.data.rewards import RewardFunction
 from rlhf_pipeline.errors import RewardError, plain
-from rlhf_pipeline.prompts import Prompt
-from rlhf_pipeline.rewards import RewardFunction
 
 LARGEST: Final = 3.4028234663852886e38
 """The largest float32, the type that rewards are stored in."""

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rlhf_pipeline import keys
 from rlhf_pipeline.collectors.grading import Grade
+from rlhf_pipeline.data import keys
+from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
 from rlhf_pipeline.policies.engines.slots import RaggedCompletions
-from rlhf_pipeline.prompts import Prompt
 
 
 def trajectories(

@@ -17,8 +17,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_ten
 from tensordict.tensorclass import NonTensorData, NonTensorStack
 from torch import Tensor
 
-from rlhf_pipeline.errors import DataError, IncompleteError, MissingKeyError
-from rlhf_pipeline.keys import (
+from rlhf_pipeline.data.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
     ATTENTION_MASK,
@@ -31,6 +30,7 @@ from rlhf_pipeline.keys import (
     TOKENS,
     Key,
 )
+from rlhf_pipeline.errors import DataError, IncompleteError, MissingKeyError
 
 TOKEN_KEYS: tuple[Key, ...] = (TOKENS, ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS)
 """Keys that always hold one value per token."""

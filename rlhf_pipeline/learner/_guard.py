@@ -11,8 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlhf_pipeline import keys
 from rlhf_pipeline.config import Sample
+from rlhf_pipeline.data import keys
 from rlhf_pipeline.learner._plan import StepPlan
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.ess_guard import ess_guard

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlhf_pipeline import keys
 from rlhf_pipeline.config import Learn, Sample
+from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.functional.aggregation import spread_token_weights
 from rlhf_pipeline.learner._guard import guard

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rlhf_pipeline import keys
+from rlhf_pipeline.data import keys
+from rlhf_pipeline.data.padding import Side
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
-from rlhf_pipeline.padding import Side
 from rlhf_pipeline.policies._batches import TokenBatch, prompt_lengths
 
 __all__ = ["LossBatch", "MaskingStrategy", "read_batch"]

@@ -11,8 +11,9 @@ from tensordict import NestedKey, TensorDictBase
 from torch import nn
 from torchrl.objectives.common import LossModule
 
-from rlhf_pipeline import keys
 from rlhf_pipeline.config import KLEstimator, Level, Objective
+from rlhf_pipeline.data import keys
+from rlhf_pipeline.data.padding import Side
 from rlhf_pipeline.errors import MissingKeyError, refuse_unknown
 from rlhf_pipeline.functional.fused_head import fused_token_loss
 from rlhf_pipeline.functional.logprob import token_log_probs
@@ -31,7 +32,6 @@ from rlhf_pipeline.losses._terms import (
     trust_region,
     weighted_terms,
 )
-from rlhf_pipeline.padding import Side
 
 __all__ = ["GRPOLoss", "GRPOLossOutput"]
 

@@ -10,9 +10,9 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
-from rlhf_pipeline import keys
+from rlhf_pipeline.data import keys
+from rlhf_pipeline.data.padding import Side, length_mask, pad_rows
 from rlhf_pipeline.errors import DataError, MissingKeyError
-from rlhf_pipeline.padding import Side, length_mask, pad_rows
 
 Key = Any
 Leaf = Tensor | list[Tensor] | None

@@ -8,7 +8,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from torchrl.data.llm import History
 
-from rlhf_pipeline.padding import length_mask, pad_rows
+from rlhf_pipeline.data.padding import length_mask, pad_rows
 from rlhf_pipeline.policies._batches import Key
 from rlhf_pipeline.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 

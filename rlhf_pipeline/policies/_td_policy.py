@@ -11,8 +11,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_s
 from torch import Tensor
 from torch import distributions as D
 
+from rlhf_pipeline.data.padding import Side, pad_rows
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError, did_you_mean
-from rlhf_pipeline.padding import Side, pad_rows
 from rlhf_pipeline.policies._batches import Key, TokenBatch, leaf, pad_ids, pad_like, prompt_lengths, read_ids
 from rlhf_pipeline.policies._td_output import (
     completion_row,

@@ -22,8 +22,8 @@ from torchrl.modules.llm.policies.common import (
 )
 from torchrl.modules.llm.policies.common import LLMWrapperBase as _TorchRLWrapperBase
 
+from rlhf_pipeline.data.padding import Side
 from rlhf_pipeline.errors import DataError, MissingKeyError, UnsupportedError
-from rlhf_pipeline.padding import Side
 from rlhf_pipeline.policies._batches import Key, TokenBatch, leaf, pad_like, prompt_lengths, read_ids
 from rlhf_pipeline.policies.distribution import LogProbDistribution
 

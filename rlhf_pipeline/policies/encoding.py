@@ -11,8 +11,8 @@ from tensordict import TensorDictBase, lazy_stack
 from torchrl.data.llm import History
 from torchrl.data.llm.history import _CHAT_TEMPLATES
 
+from rlhf_pipeline.data.padding import Side, pad_rows
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError
-from rlhf_pipeline.padding import Side, pad_rows
 from rlhf_pipeline.policies._batches import Key, pad_ids
 from rlhf_pipeline.policies._td_output import history_messages, text_list
 from rlhf_pipeline.policies.chat import encode_chat, encode_prompt, has_generation_markers

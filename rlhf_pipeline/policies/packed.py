@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.data.padding import plan_batches
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.functional.logprob import token_log_probs
-from rlhf_pipeline.padding import plan_batches
 from rlhf_pipeline.policies._model_parts import ModelParts, rounding
 from rlhf_pipeline.policies._packed_attention import ARGUMENT, PackedUnsupported, packed_rows_running
 from rlhf_pipeline.policies._packing import pack

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rlhf_pipeline.data.keys import LEFT_OUT
 from rlhf_pipeline.errors import MissingPathError
-from rlhf_pipeline.keys import LEFT_OUT
 from rlhf_pipeline.replay.schema import SLOT, WAITING
 from trajectory_store import RaggedArray, TrajectoryStore
 

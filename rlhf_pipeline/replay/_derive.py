@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.keys import (
+from rlhf_pipeline.data.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
     KL_COEF,

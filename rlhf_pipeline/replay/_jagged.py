@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlhf_pipeline.data.trajectories import Flat, jagged, last_position, text_stack
-from rlhf_pipeline.keys import (
+from rlhf_pipeline.data.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
     KL_COEF,
@@ -24,6 +23,7 @@ from rlhf_pipeline.keys import (
     TOKENS,
     Key,
 )
+from rlhf_pipeline.data.trajectories import Flat, jagged, last_position, text_stack
 from rlhf_pipeline.replay._read import columns_for, nest
 from rlhf_pipeline.replay.schema import key_of
 from trajectory_store import TrajectoryStore

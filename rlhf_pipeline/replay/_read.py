@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlhf_pipeline.data.trajectories import text_stack
-from rlhf_pipeline.keys import (
+from rlhf_pipeline.data.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
     ATTENTION_MASK,
@@ -26,6 +25,7 @@ from rlhf_pipeline.keys import (
     TOKENS,
     Key,
 )
+from rlhf_pipeline.data.trajectories import text_stack
 from rlhf_pipeline.replay._derive import attention_mask, derive
 from rlhf_pipeline.replay.schema import INTERNAL, REWARD_COLUMN, column_name, key_of
 from trajectory_store import BufferPool, TrajectoryStore

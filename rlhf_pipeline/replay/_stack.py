@@ -19,8 +19,8 @@ from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
 from torch import Tensor
 
+from rlhf_pipeline.data.keys import ASSISTANT_MASK, CREATED_AT, DONE, NUM_PROMPT_TOKENS, REWARD, TOKENS, Key
 from rlhf_pipeline.data.trajectories import Text
-from rlhf_pipeline.keys import ASSISTANT_MASK, CREATED_AT, DONE, NUM_PROMPT_TOKENS, REWARD, TOKENS, Key
 from rlhf_pipeline.replay._write import column_of_key
 from trajectory_store import Column, RaggedArray, Schema
 

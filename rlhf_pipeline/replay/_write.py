@@ -10,16 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_pipeline.data.trajectories import (
-    Flat,
-    Text,
-    Trajectories,
-    as_ragged,
-    last_position,
-    segment_sum,
-)
-from rlhf_pipeline.errors import DataError, MissingKeyError, did_you_mean
-from rlhf_pipeline.keys import (
+from rlhf_pipeline.data.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
     ATTENTION_MASK,
@@ -35,6 +26,15 @@ from rlhf_pipeline.keys import (
     TOKENS,
     Key,
 )
+from rlhf_pipeline.data.trajectories import (
+    Flat,
+    Text,
+    Trajectories,
+    as_ragged,
+    last_position,
+    segment_sum,
+)
+from rlhf_pipeline.errors import DataError, MissingKeyError, did_you_mean
 from rlhf_pipeline.replay.schema import REWARD_COLUMN, SLOT, column_name, key_of
 from trajectory_store import Column, RaggedArray, Schema
 

@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter, Writer
 from torchrl.envs.transforms import Compose, Transform
 
+from rlhf_pipeline.data.keys import TRAJECTORY_ID, WAITING, Key
 from rlhf_pipeline.data.trajectories import (
     Flat,
     Trajectories,
@@ -25,7 +26,6 @@ from rlhf_pipeline.data.trajectories import (
     trajectories_of,
 )
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
-from rlhf_pipeline.keys import TRAJECTORY_ID, WAITING, Key
 from rlhf_pipeline.replay._torchrl_samplers import check_consuming
 from rlhf_pipeline.replay._transfer import DeviceRing
 from rlhf_pipeline.replay.samplers import Ints, StoreView, TrajectorySampler, as_sampler

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rlhf_pipeline.keys import COLUMN_OF_KEY, KEY_OF_COLUMN, REWARD, Key
+from rlhf_pipeline.data.keys import COLUMN_OF_KEY, KEY_OF_COLUMN, REWARD, Key
 from trajectory_store import Column, Schema
 
 SLOT = "slot"
@@ -16,7 +16,7 @@ NEWEST_VERSION = Column("newest_policy_version", "int64", fill=-1)
 """Column of the newest version that sampled a token, where weights were replaced in the middle; else -1."""
 
 WAITING = Column("waiting", "int64", fill=-1)
-"""Column that says whether a row waits for the rest of its group; see `rlhf_pipeline.keys.WAITING`."""
+"""Column that says whether a row waits for the rest of its group; see `rlhf_pipeline.data.keys.WAITING`."""
 
 FAILED_MEMBERS = Column("failed_members", "int32", fill=0)
 """Column of the members reported failed, on one row of each group that waits."""

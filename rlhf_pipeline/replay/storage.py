@@ -12,9 +12,9 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 from torchrl.data.replay_buffers.storages import Storage
 
+from rlhf_pipeline.data.keys import Key
 from rlhf_pipeline.data.trajectories import Trajectories, is_stack, rows_of, trajectories_of
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
-from rlhf_pipeline.keys import Key
 from rlhf_pipeline.replay._copy import copy_rows, dump_store, find_dump
 from rlhf_pipeline.replay._jagged import jagged_batch
 from rlhf_pipeline.replay._read import padded_batch, single

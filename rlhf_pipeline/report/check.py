@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.files import folder_problem
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.words import count
 from rlhf_pipeline.run.checkpoint import list_checkpoints
+from rlhf_pipeline.run.files import folder_problem
 from rlhf_pipeline.run.folder import RunFolder, is_store
 from rlhf_pipeline.run.processes.weights import read_published, weights_problem
 from rlhf_pipeline.run.rows import StepRows

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from rlhf_pipeline.errors import RunStorageError
-from rlhf_pipeline.files import write_atomically
 from rlhf_pipeline.report.page import SCRIPT, STYLE
 from rlhf_pipeline.report.samples import Trajectory, read_trajectories, typical_of_first_and_last
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.svg import line_chart
 from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.report.words import count, number
+from rlhf_pipeline.run.files import write_atomically
 from rlhf_pipeline.run.folder import RunFolder
 
 _VERSIONS = 8

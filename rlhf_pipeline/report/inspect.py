@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.report.stored import Context, Stored
-from rlhf_pipeline.rewards import RewardFunction
+from rlhf_pipeline.data.rewards import RewardFunction
 from rlhf_pipeline.run.folder import RunFolder
 
 TOLERANCE = 1e-5

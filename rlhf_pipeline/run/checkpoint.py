@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_pipeline.errors import DataError, MissingPathError
-from rlhf_pipeline.files import folder_problem, new_folder, remove_folder, tidy
+from rlhf_pipeline.run.files import folder_problem, new_folder, remove_folder, tidy
 
 _NAME = re.compile(r"step-(\d{8})")
 _STATE = "state.json"

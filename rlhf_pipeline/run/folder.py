@@ -44,8 +44,8 @@ from rlhf_pipeline.errors import (
     did_you_mean,
     plain,
 )
-from rlhf_pipeline.files import remove_folder, tidy, write_atomically
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
+from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs
 from rlhf_pipeline.run.rows import Row, StepRows
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from rlhf_pipeline.config import Learn
-from rlhf_pipeline.files import sync_folder
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.run.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone
+from rlhf_pipeline.run.files import sync_folder
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loggers import with_logger
 from rlhf_pipeline.run.rows import StepRows

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.chat import encode_prompt
-from rlhf_pipeline.prompts import Prompt
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loggers import check_logger
 

@@ -11,13 +11,13 @@ import torch
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.files import write_atomically
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.build import build_learner, build_policy
 from rlhf_pipeline.run.choice import Choice, Limits, choose, gathered, mark_gathered
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
+from rlhf_pipeline.run.files import write_atomically
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.gather import GatherCounts, Gatherer, gather_schema
 from rlhf_pipeline.run.ledger import Ledger

@@ -19,8 +19,8 @@ from typing import Any, Final, overload
 import google_crc32c
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.files import sync_file
-from rlhf_pipeline.jsonl import append_line, line_of
+from rlhf_pipeline.run.files import sync_file
+from rlhf_pipeline.run.jsonl import append_line, line_of
 
 Row = dict[str, Any]
 

@@ -7,9 +7,9 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.data.keys import KL_COEF, LOG_PROBS, TASK_REWARD
 from rlhf_pipeline.data.trajectories import Flat, Trajectories, segment_sum, step_sum
 from rlhf_pipeline.functional.advantage import group_advantage, penalty_rounding, whitened_step_rewards
-from rlhf_pipeline.keys import KL_COEF, LOG_PROBS, TASK_REWARD
 from rlhf_pipeline.transforms.groups import Scores
 
 

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from rlhf_pipeline.data.keys import ASSISTANT_MASK, LOG_PROBS, NUM_PROMPT_TOKENS, TOKENS
+from rlhf_pipeline.data.padding import pad_flat, plan_batches
 from rlhf_pipeline.data.trajectories import Flat, Trajectories, per_token
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
-from rlhf_pipeline.keys import ASSISTANT_MASK, LOG_PROBS, NUM_PROMPT_TOKENS, TOKENS
-from rlhf_pipeline.padding import pad_flat, plan_batches
 from rlhf_pipeline.policies.adapters import policy_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 

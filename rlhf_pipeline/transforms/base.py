@@ -11,8 +11,8 @@ from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Transform
 
+from rlhf_pipeline.data.keys import Key
 from rlhf_pipeline.data.trajectories import Flat, Trajectories, attach, columns_of, put, ragged_tokens, token_level
-from rlhf_pipeline.keys import Key
 
 
 class ColumnTransform(Transform):

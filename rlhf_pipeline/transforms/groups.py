@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.data.keys import Key
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, concat, concat_flat
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.keys import Key
 
 Ints = npt.NDArray[np.int64]
 

@@ -17,6 +17,27 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.objectives.llm import MCAdvantageSelector
 
+from rlhf_pipeline.data.keys import (
+    ADVANTAGE,
+    ASSISTANT_MASK,
+    CREATED_AT,
+    DEGENERATE,
+    DONE,
+    FAILED_MEMBERS,
+    GROUP_ID,
+    KL_COEF,
+    LEFT_OUT,
+    LOG_PROBS,
+    PRIORITY,
+    PROMPT,
+    RETURN,
+    REWARD,
+    ROW_ID,
+    TASK_REWARD,
+    TRAJECTORY_ID,
+    WAITING,
+    Key,
+)
 from rlhf_pipeline.data.trajectories import (
     ROWS,
     Flat,
@@ -38,27 +59,6 @@ from rlhf_pipeline.data.trajectories import (
     whole,
 )
 from rlhf_pipeline.errors import DataError, DefinitionError, IncompleteError, MissingKeyError
-from rlhf_pipeline.keys import (
-    ADVANTAGE,
-    ASSISTANT_MASK,
-    CREATED_AT,
-    DEGENERATE,
-    DONE,
-    FAILED_MEMBERS,
-    GROUP_ID,
-    KL_COEF,
-    LEFT_OUT,
-    LOG_PROBS,
-    PRIORITY,
-    PROMPT,
-    RETURN,
-    REWARD,
-    ROW_ID,
-    TASK_REWARD,
-    TRAJECTORY_ID,
-    WAITING,
-    Key,
-)
 from rlhf_pipeline.transforms._advantages import (
     advantage_values,
     group_advantages,

@@ -9,10 +9,10 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import Composite
 
+from rlhf_pipeline.data.keys import LOG_PROBS, REF_LOG_PROBS, TOKENS, Key
+from rlhf_pipeline.data.padding import Side
 from rlhf_pipeline.data.trajectories import Flat, Trajectories, holds, per_token
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError
-from rlhf_pipeline.keys import LOG_PROBS, REF_LOG_PROBS, TOKENS, Key
-from rlhf_pipeline.padding import Side
 from rlhf_pipeline.policies.encoding import tokenizer_with_template, with_tokens
 from rlhf_pipeline.transforms._scoring import as_scorer, score, scored_positions
 from rlhf_pipeline.transforms.base import ColumnTransform, declare_per_token, in_next

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, segment_sum
-from rlhf_pipeline.functional.advantage import penalty_rounding
-from rlhf_pipeline.keys import (
+from rlhf_pipeline.data.keys import (
     COLUMN_OF_KEY,
     FAILED_MEMBERS,
     KEY_OF_COLUMN,
@@ -25,6 +23,8 @@ from rlhf_pipeline.keys import (
     WAITING,
     Key,
 )
+from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, segment_sum
+from rlhf_pipeline.functional.advantage import penalty_rounding
 from rlhf_pipeline.transforms.groups import Arrived, Ints, Scores
 from trajectory_store import TrajectoryStore
 

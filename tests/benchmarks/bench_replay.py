@@ -37,13 +37,13 @@ from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack  # noqa: E4
 from torchrl.data import LazyStackStorage, TensorDictReplayBuffer  # noqa: E402
 from torchrl.objectives.llm import MCAdvantage as TorchRLAdvantage  # noqa: E402
 
+from rlhf_pipeline.data.keys import COLUMN_OF_KEY  # noqa: E402
 from rlhf_pipeline.data.trajectories import (  # noqa: E402
     Text,
     Trajectories,
     columns_of,
     td_of,
 )
-from rlhf_pipeline.keys import COLUMN_OF_KEY  # noqa: E402
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer  # noqa: E402
 from rlhf_pipeline.replay.schema import trajectory_schema  # noqa: E402
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage  # noqa: E402

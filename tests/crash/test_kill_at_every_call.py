@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from rlhf_pipeline import Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, token_match
-from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.events import Event, RolloutDone, RunFinished
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.jsonl import read_rows
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(7200)]

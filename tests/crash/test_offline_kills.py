@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from rlhf_pipeline import GRPO, Collect, Learn, Pipeline, Replay, Sample, TinyPolicy, WritePath
-from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.replay.schema import trajectory_schema
 from rlhf_pipeline.run.events import Event, StepDone
+from rlhf_pipeline.run.jsonl import read_rows
 from trajectory_store import RaggedArray, TrajectoryStore, diff
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -30,8 +30,8 @@ from rlhf_pipeline import (
     override,
     token_match,
 )
-from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.run.events import Event, RunStarted, StepDone
+from rlhf_pipeline.run.jsonl import read_rows
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(1800)]

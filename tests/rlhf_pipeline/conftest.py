@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 
-from rlhf_pipeline import keys
+from rlhf_pipeline.data import keys
 
 
 def build_rows(

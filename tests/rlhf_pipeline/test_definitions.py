@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,10 +55,7 @@ def test_every_builtin_file_loads():
 def test_builtin_folder_of_a_wheel(tmp_path: Path):
     """An installed wheel has the definitions in a data folder inside the package."""
     package = tmp_path / "rlhf_pipeline"
-    root = Path(definitions.__file__).parent
-    package.mkdir()
-    for file in root.glob("*.py"):
-        (package / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(Path(definitions.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     (package / "_pipelines").mkdir()
     write(package / "_pipelines", one(name="wheel_task"), "wheel_task.py")
     code = "from rlhf_pipeline import definitions as d; print(d.find('wheel_task').name, d.builtin_folder().name)"

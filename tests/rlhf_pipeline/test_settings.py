@@ -12,8 +12,8 @@ import pytest
 
 from rlhf_pipeline import GRPO, Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, token_match
 from rlhf_pipeline.config import PretrainedPolicy, Replay, Sample
+from rlhf_pipeline.data.prompts import JsonlPrompts
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.prompts import JsonlPrompts
 from rlhf_pipeline.settings import paths_of
 
 from .cli.conftest import Cli, cli  # noqa: F401 - a fixture

@@ -15,9 +15,9 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Transform
 from torchrl.modules.llm.policies.common import LLMWrapperBase
 
+from rlhf_pipeline.data.keys import Key
 from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError
-from rlhf_pipeline.keys import Key
 from rlhf_pipeline.transforms.kl_controllers import KLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform, constant_controller, refuse_arguments
 

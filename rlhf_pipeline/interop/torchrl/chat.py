@@ -11,7 +11,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
-from rlhf_pipeline import keys
+from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, IncompleteError, MissingKeyError
 from rlhf_pipeline.policies._td_output import history_messages
 
@@ -35,8 +35,8 @@ class ChatTrajectories(Transform):
 
     Reads: `tokens` (prompt, response, full), `("log_probs", "response")`, `("next", "reward")`, `("next", "done")`,
     and where present `group_id`, `query`, `policy_version`, `("next", "terminated")`, `history`. Writes the keys of
-    `rlhf_pipeline.keys`: the rewards of the turns are added up to `task_reward`. Other numbers and strings of the last
-    turn go along, for `TrajectoryStorage(extra=...)`.
+    `rlhf_pipeline.data.keys`: the rewards of the turns are added up to `task_reward`. Other numbers and strings of the
+    last turn go along, for `TrajectoryStorage(extra=...)`.
 
     Args:
         group_key: identity of the group, a number or a string. None takes `group_id` where present, else `query`,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.files import folder_problem, new_folder, remove_folder, write_atomically
+from rlhf_pipeline.run.files import folder_problem, new_folder, remove_folder, write_atomically
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.heartbeat import is_alive
 

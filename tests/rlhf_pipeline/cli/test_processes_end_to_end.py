@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.jsonl import read_rows
+from rlhf_pipeline.run.jsonl import read_rows
 
 pytestmark = pytest.mark.slow
 

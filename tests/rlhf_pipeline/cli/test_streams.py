@@ -14,8 +14,8 @@ import pytest
 
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.collectors.grading import grade
+from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.errors import DataError, MissingPathError, RewardError
-from rlhf_pipeline.prompts import Prompt
 from rlhf_pipeline.run.folder import RunFolder
 
 from .conftest import Cli

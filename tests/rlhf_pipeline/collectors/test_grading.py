@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from rlhf_pipeline.collectors.grading import grade
+from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.errors import RewardError
-from rlhf_pipeline.prompts import Prompt
 
 PROMPTS = [Prompt(text="a", answer="1"), Prompt(text="b", meta={"weight": 2})]
 

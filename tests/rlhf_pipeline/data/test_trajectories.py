@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
-from rlhf_pipeline import keys
+from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.trajectories import (
     ROWS,
     Flat,

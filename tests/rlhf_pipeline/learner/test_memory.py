@@ -21,9 +21,9 @@ from rlhf_pipeline import (
     token_match,
 )
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.run.events import Event, Notice
+from rlhf_pipeline.run.jsonl import read_rows
 from rlhf_pipeline.run.start import run
 
 

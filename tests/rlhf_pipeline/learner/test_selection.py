@@ -23,11 +23,11 @@ from rlhf_pipeline import (
     token_match,
 )
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.selection import UseCounts, sampler_of
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.replay.samplers import as_sampler
+from rlhf_pipeline.run.jsonl import read_rows
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.retake import plan_rerun, retake
 from rlhf_pipeline.run.start import run

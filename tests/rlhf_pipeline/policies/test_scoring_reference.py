@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from rlhf_pipeline import CausalLMPolicy, GRPOLoss, Masks, RetrieveLogProb, Tokens
-from rlhf_pipeline.padding import pad_rows
+from rlhf_pipeline.data.padding import pad_rows
 
 REF = ("next", "ref_log_probs", "full")
 END = 1

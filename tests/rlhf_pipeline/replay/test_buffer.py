@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers import LazyStackStorage
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.envs.transforms import Compose, Transform
 
-from rlhf_pipeline import keys
+from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.samplers import FreshSampler, UniformSampler

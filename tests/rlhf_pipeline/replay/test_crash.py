@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from rlhf_pipeline import keys
+from rlhf_pipeline.data import keys
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 

@@ -5,7 +5,7 @@ import torch
 from tensordict import lazy_stack
 from torchrl.envs.transforms import Compose
 
-from rlhf_pipeline import keys
+from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.trajectories import unjagged
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.replay._transfer import DeviceRing, pack, plan, unpack

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rlhf_pipeline.keys import COLUMN_OF_KEY
+from rlhf_pipeline.data.keys import COLUMN_OF_KEY
 from rlhf_pipeline.replay.schema import PROVENANCE, trajectory_schema
 from trajectory_store import Column, TrajectoryStore
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from rlhf_pipeline import keys
+from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.trajectories import trajectories_of
 from rlhf_pipeline.replay._stack import stack_data
 from rlhf_pipeline.replay._write import append_data

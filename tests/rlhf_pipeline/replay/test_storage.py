@@ -10,7 +10,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
-from rlhf_pipeline import keys
+from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
 from rlhf_pipeline.replay.schema import trajectory_schema
 from rlhf_pipeline.replay.storage import TrajectoryStorage

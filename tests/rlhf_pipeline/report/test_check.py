@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from rlhf_pipeline.files import new_folder
 from rlhf_pipeline.report.check import Finding, check_run, check_store
+from rlhf_pipeline.run.files import new_folder
 from rlhf_pipeline.run.folder import RunFolder
 
 

@@ -13,7 +13,7 @@ import pytest
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.inspect import Inspection, histogram, inspect_store
 from rlhf_pipeline.report.stored import Stored
-from rlhf_pipeline.rewards import token_match
+from rlhf_pipeline.data.rewards import token_match
 from rlhf_pipeline.run.folder import RunFolder
 from trajectory_store import TrajectoryStore
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from rlhf_pipeline.cli import main
-from rlhf_pipeline.files import new_folder
-from rlhf_pipeline.jsonl import line_of
 from rlhf_pipeline.run.checkpoint import checkpoint_path, list_checkpoints
+from rlhf_pipeline.run.files import new_folder
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.jsonl import line_of
 from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import TrajectoryStore
 

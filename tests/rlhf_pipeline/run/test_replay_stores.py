@@ -15,10 +15,10 @@ import pytest
 from rlhf_pipeline import Replay
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, DefinitionError, RunMismatchError
-from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.report.replayed import compare
 from rlhf_pipeline.run.events import Event, Notice, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.jsonl import read_rows
 from rlhf_pipeline.run.replay_stores import replay_stores
 from rlhf_pipeline.run.start import run
 from trajectory_store import TrajectoryStore, copy_rows

@@ -9,8 +9,8 @@ import pytest
 from rlhf_pipeline import Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, override, token_match
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, MissingPathError
-from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.run.checkpoint import list_checkpoints
+from rlhf_pipeline.run.jsonl import read_rows
 from rlhf_pipeline.run.retake import RerunPlan, Retaken, plan_rerun, retake
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.jsonl import append_row
+from rlhf_pipeline.run.jsonl import append_row
 from rlhf_pipeline.run.rows import NewRows, StepRows
 
 

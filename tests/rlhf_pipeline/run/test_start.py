@@ -25,9 +25,9 @@ from rlhf_pipeline import (
     token_match,
 )
 from rlhf_pipeline.errors import MissingPathError, RewardError, RunExistsError, RunMismatchError
-from rlhf_pipeline.jsonl import read_rows
 from rlhf_pipeline.run.events import Event, Notice, RunFinished, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.jsonl import read_rows
 from rlhf_pipeline.run.start import run
 from trajectory_store import TrajectoryStore
 

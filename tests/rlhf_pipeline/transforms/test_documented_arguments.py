@@ -14,7 +14,7 @@ from torchrl.data.llm import History
 from torchrl.envs import PendulumEnv, TransformedEnv
 from torchrl.modules import ProbabilisticActor, TanhNormal
 
-from rlhf_pipeline import keys
+from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.trajectories import columns_of
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.interop.torchrl.actor_kl_reward import ActorKLRewardTransform

@@ -8,7 +8,7 @@ import torch
 from tensordict import lazy_stack
 from torchrl.envs.transforms import Compose
 
-from rlhf_pipeline import keys
+from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.trajectories import columns_of
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController

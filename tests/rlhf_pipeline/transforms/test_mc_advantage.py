@@ -10,7 +10,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
-from rlhf_pipeline import keys
+from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.trajectories import Flat, Text, columns_of
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform

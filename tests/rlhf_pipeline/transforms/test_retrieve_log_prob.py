@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from rlhf_pipeline import keys
+from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.trajectories import columns_of
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy

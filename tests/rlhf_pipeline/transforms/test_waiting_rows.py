@@ -14,9 +14,9 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.envs.transforms import Compose, Transform
 
-from rlhf_pipeline import keys
+from rlhf_pipeline.data import keys
+from rlhf_pipeline.data.keys import LEFT_OUT
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.keys import LEFT_OUT
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.schema import trajectory_schema
 from rlhf_pipeline.replay.storage import TrajectoryStorage

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf_pipeline import GRPO, Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, token_match
-from rlhf_pipeline.jsonl import read_rows
+from rlhf_pipeline.run.jsonl import read_rows
 from trajectory_store import TrajectoryStore
 
 STEPS, UPDATES, PROMPTS, GROUP = 40, 2, 3, 4

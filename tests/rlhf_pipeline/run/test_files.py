@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlhf_pipeline.files import folder_problem, new_folder, remove_folder, tidy, write_atomically
+from rlhf_pipeline.run.files import folder_problem, new_folder, remove_folder, tidy, write_atomically
 
 
 def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path):

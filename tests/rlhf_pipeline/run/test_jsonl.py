@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.jsonl import append_row, read_rows
+from rlhf_pipeline.run.jsonl import append_row, read_rows
 
 
 def test_rows_come_back_in_order_and_nan_becomes_null(tmp_path):

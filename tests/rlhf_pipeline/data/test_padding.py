@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.padding import (
+from rlhf_pipeline.data.padding import (
     length_mask,
     pad_flat,
     pad_rows,
     plan_batches,
 )
+from rlhf_pipeline.errors import DataError, DefinitionError
 
 VALUES = torch.arange(1, 7)
 LENGTHS = torch.tensor([2, 0, 3, 1])
