@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+import rlhf_pipeline
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.settings import paths_of
 
@@ -28,9 +29,7 @@ def to_json(config: object) -> Any:
             "keywords": to_json(given.keywords)
         }
     if callable(config):
-        # An object with `__call__` has no name of its own, and its repr holds an address that changes by process.
-        named = config if hasattr(config, "__qualname__") else type(config)
-        return f"{named.__module__}:{named.__qualname__}"
+        return name_of(config)
     if isinstance(config, Path):
         return str(config)
     if isinstance(config, dict):
@@ -38,6 +37,19 @@ def to_json(config: object) -> Any:
     if isinstance(config, (list, tuple)):
         return [to_json(value) for value in cast("list[object]", config)]
     return config
+
+
+def name_of(function: object) -> str:
+    """Return `module:name` of a function; one of ours that is public by its public name, wherever its file lies.
+
+    >>> from rlhf_pipeline import token_match
+    >>> name_of(token_match)
+    'rlhf_pipeline:token_match'
+    """
+    # An object with `__call__` has no name of its own, and its repr holds an address that changes by process.
+    named: Any = function if hasattr(function, "__qualname__") else type(function)
+    public = named.__module__.startswith("rlhf_pipeline.") and named.__qualname__ in rlhf_pipeline.__all__
+    return f"{'rlhf_pipeline' if public else named.__module__}:{named.__qualname__}"
 
 
 def override(config: T, path: str, text: str) -> T:

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.report.stored import Context, Stored
+from rlhf_pipeline.config_text import name_of
 from rlhf_pipeline.data.rewards import RewardFunction
+from rlhf_pipeline.report.stored import Context, Stored
 from rlhf_pipeline.run.folder import RunFolder
 
 TOLERANCE = 1e-5
@@ -195,7 +196,7 @@ def check_rewards(
     if run is not None and groups is not None:
         whole, partial, wrong = _check_curve(run, groups, again)
     return RewardCheck(
-        function=f"{getattr(reward, '__module__', '?')}.{getattr(reward, '__qualname__', repr(reward))}",
+        function=name_of(reward),
         num_trajectories=len(ids),
         num_different=len(different),
         num_failed_before=failed_before,

@@ -139,7 +139,7 @@ def test_functions_are_recorded_by_name_whatever_they_are(pipeline):
 
     partial = to_json(functools.partial(token_match, answer="1"))
     assert partial == {
-        "type": "partial", "function": "rlhf_pipeline.rewards:token_match", "args": [], "keywords": {"answer": "1"}
+        "type": "partial", "function": "rlhf_pipeline:token_match", "args": [], "keywords": {"answer": "1"}
     }  # fmt: skip
     assert to_json(Grader()) == to_json(Grader())
     assert "0x" not in to_json(Grader())
@@ -148,7 +148,7 @@ def test_functions_are_recorded_by_name_whatever_they_are(pipeline):
 def test_a_definition_is_json_ready_and_frozen(pipeline):
     """It can be written to the run folder, and nobody can change it behind a run's back."""
     text = json.dumps(to_json(pipeline))
-    assert json.loads(text)["reward"] == "rlhf_pipeline.rewards:token_match"
+    assert json.loads(text)["reward"] == "rlhf_pipeline:token_match"
     with pytest.raises(dataclasses.FrozenInstanceError):
         pipeline.name = "other"
 

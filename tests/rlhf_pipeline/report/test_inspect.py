@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_pipeline.data.rewards import token_match
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.inspect import Inspection, histogram, inspect_store
 from rlhf_pipeline.report.stored import Stored
-from rlhf_pipeline.data.rewards import token_match
 from rlhf_pipeline.run.folder import RunFolder
 from trajectory_store import TrajectoryStore
 
@@ -45,7 +45,7 @@ def test_rewards_agree(run_dir: Path):
     assert check is not None
     assert check.agrees
     assert (check.num_trajectories, check.num_rollouts, check.num_rollouts_partial) == (48, 6, 0)
-    assert check.function == "rlhf_pipeline.rewards.token_match"
+    assert check.function == "rlhf_pipeline:token_match"
 
 
 def test_other_reward_function_is_noticed(run_dir: Path):
