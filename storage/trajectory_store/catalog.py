@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store.errors import MissingRowError, SegmentGoneError
+from trajectory_store.errors import CorruptionError, MissingRowError, SegmentGoneError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK
 from trajectory_store.journal import Entry, Journal, State
 from trajectory_store.medium import Medium
@@ -130,6 +130,8 @@ class Catalog:
         gone = [ordinal for ordinal in self._known if ordinal not in wanted]
         for entry in new:
             found = opened[entry.ordinal]
+            if isinstance(found, Segment) and found.schema != state.schema.only(found.schema.names):
+                found = CorruptionError(f"its columns are not those of the store: {found.schema.names}.")
             if isinstance(found, Segment):
                 self._add(entry, found)
             else:

@@ -23,6 +23,7 @@ offset  type   field
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import struct
@@ -53,9 +54,12 @@ TEMPORARY = ".new-"
 ORDINAL_SHIFT = 32
 ROW_MASK = (1 << ORDINAL_SHIFT) - 1
 MAX_ORDINAL = (1 << 24) - 1
+MAX_TIME_NS = 1 << 62
+MAX_SALT = MAX_CRC = (1 << 32) - 1
 _MOST_ELEMENTS = 1 << 48
 
 Kind = Literal["rows", "update"]
+KINDS: tuple[Kind, ...] = ("rows", "update")
 Durability = Literal["process", "power", "group"]
 DURABILITIES: tuple[Durability, ...] = ("process", "power", "group")
 
@@ -68,6 +72,24 @@ def crc32c(data: bytes | npt.NDArray[Any], start: int = 0) -> int:
         data = data.view()
         data.flags.writeable = False
     return _extend(start, data)
+
+
+def whole(value: Any, most: int = MAX_TIME_NS, least: int = 0) -> int:
+    """An integer of a JSON document that was read.
+
+    Raises:
+        ValueError: it is something else, or out of bounds.
+    """
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{str(value)[:40]!r} is no integer of {least} to {most}")
+    return value
+
+
+def per_name(found: Any, most: Mapping[str, int]) -> dict[str, int]:
+    """Integers by name: of just these names, each of 0 to so much; raises as `whole` does."""
+    if set(found) != set(most):
+        raise ValueError(f"{list(found)} are not {list(most)}")
+    return {name: whole(found[name], limit) for name, limit in most.items()}
 
 
 # Metadata
@@ -155,6 +177,11 @@ class SegmentMeta:
         out.extend(ArraySpec(n, int64, self.rows_cap, "rows", 0) for n in self.internal_rows())
         return out
 
+    @functools.cached_property
+    def array_names(self) -> tuple[str, ...]:
+        """The names of all arrays but the commits."""
+        return tuple(spec.name for spec in self.arrays())
+
     @property
     def has_present(self) -> bool:
         """Whether rows say which optional columns they were given; an update gives all of its columns."""
@@ -185,22 +212,21 @@ class SegmentMeta:
         try:
             meta = cls(
                 schema=Schema.from_json(attributes["schema"]),
-                rows_cap=int(attributes["rows_cap"]),
-                elems_cap={str(k): int(v) for k, v in attributes["elems_cap"].items()},
+                rows_cap=whole(attributes["rows_cap"], ROW_MASK),
+                elems_cap={k: whole(v, _MOST_ELEMENTS) for k, v in attributes["elems_cap"].items()},
                 kind=attributes["kind"],
                 merged=bool(attributes["merged"]),
                 durability=str(attributes["durability"]),
                 preallocated=bool(attributes["preallocated"]),
-                salt=int(attributes["salt"]),
+                salt=whole(attributes["salt"], MAX_SALT),
                 writer=str(attributes["writer"]),
                 boot_id=str(attributes["boot_id"]),
-                created_ns=int(attributes["created_ns"]),
+                created_ns=whole(attributes["created_ns"]),
             )
-            sizes = [meta.rows_cap, *(meta.elems_cap[axis] for axis in meta.schema.axes)]
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise CorruptionError(f"{where}: the attribute {error} is missing or damaged.") from None
-        if meta.kind not in ("rows", "update") or min(sizes) < 0 or max(sizes) > _MOST_ELEMENTS:
-            raise CorruptionError(f"{where}: kind {meta.kind!r} or a capacity among {sizes} cannot be right.")
+            raise CorruptionError(f"{where} is damaged: an attribute is missing or wrong ({error}).") from None
+        if meta.kind not in KINDS or set(meta.elems_cap) != set(meta.schema.axes):
+            raise CorruptionError(f"{where} is damaged: kind {meta.kind!r} or elems_cap {meta.elems_cap} is wrong.")
         return meta
 
 
@@ -447,6 +473,24 @@ class Log:
         if seq >= self.capacity:
             return True
         return self.raw(seq) == _BLANK
+
+
+# How many records of a segment can be trusted that was not synced before the machine went down: found out once.
+
+
+def pack_verified(records: int) -> bytes:
+    """The content of the file that says so."""
+    return json.dumps({"records": records, "crc": crc32c(str(records).encode())}).encode()
+
+
+def parse_verified(raw: bytes | None) -> int | None:
+    """How many records it says; None where it is missing or damaged."""
+    try:
+        kept = json.loads(raw or b"{}")
+        records = whole(kept["records"])
+        return records if kept["crc"] == crc32c(str(records).encode()) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 # The mark of what was acknowledged: two u64, a number of records and its complement.

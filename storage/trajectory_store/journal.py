@@ -17,7 +17,17 @@ from typing import Any
 from trajectory_store import fs
 from trajectory_store.bucket import Bucket
 from trajectory_store.errors import CorruptionError
-from trajectory_store.format import FORMAT_NAME, FORMAT_VERSION, MAX_ORDINAL, Kind, crc32c, segment_name
+from trajectory_store.format import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    KINDS,
+    MAX_ORDINAL,
+    MAX_SALT,
+    Kind,
+    crc32c,
+    segment_name,
+    whole,
+)
 from trajectory_store.schema import Schema
 
 CATALOG = "catalog"
@@ -131,26 +141,31 @@ def _parse_line(line: bytes, number: int) -> State | None:
         if int(line[:8], 16) != crc32c(line[9:]) or line[8:9] != b" ":
             return None
         body: Any = json.loads(line[9:])
-        entries = tuple(
-            Entry(int(o), kind, int(salt), bool(merged), rows, tuple((int(a), int(b)) for a, b in owners))
-            for o, kind, salt, merged, rows, owners in body["segments"]
-        )
+        following = whole(body["next_ordinal"], MAX_ORDINAL + 1)
         claim = body["claim"]
         state = State(
-            number=int(body["number"]),
+            number=whole(body["number"], number, number),
             nonce=str(body["nonce"]),
             previous=str(body["previous"]),
-            time_ns=int(body["time_ns"]),
-            next_ordinal=int(body["next_ordinal"]),
-            rows_gone=int(body["rows_gone"]),
-            entries=entries,
-            claim=None if claim is None else (str(claim[0]), int(claim[1])),
+            time_ns=whole(body["time_ns"]),
+            next_ordinal=following,
+            rows_gone=whole(body["rows_gone"]),
+            entries=tuple(_parse_entry(fields, following) for fields in body["segments"]),
+            claim=None if claim is None else (str(claim[0]), whole(claim[1])),
             schema=Schema.from_json(body["schema"]),
         )
     except (ValueError, KeyError, TypeError, IndexError, RecursionError):
         return None
-    inside = all(0 <= e.ordinal < state.next_ordinal for e in entries) and state.next_ordinal <= MAX_ORDINAL + 1
-    return state if inside and state.number == number else None
+    return state
+
+
+def _parse_entry(fields: Any, following: int) -> Entry:
+    ordinal, kind, salt, merged, rows, owners = fields
+    if kind not in KINDS or type(merged) is not bool:
+        raise ValueError(kind, merged)
+    runs = tuple((whole(first, last), whole(last, following - 1)) for first, last in owners)
+    rows = None if rows is None else whole(rows)
+    return Entry(whole(ordinal, following - 1), kind, whole(salt, MAX_SALT), merged, rows, runs)
 
 
 def record_key(number: int) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import functools
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,9 @@ from trajectory_store.format import (
     crc32c,
     mark_path,
     offsets_name,
+    pack_verified,
     parse_mark,
+    parse_verified,
     read_attributes,
 )
 from trajectory_store.journal import Entry
@@ -345,19 +347,15 @@ class LocalSegment(Segment):
         if self.meta.durability == "power" or self.meta.boot_id == fs.boot_id():
             return None
         mark = self.folder / COMMITS / VERIFIED
-        try:
-            kept = json.loads(fs.read_file(mark))
-            if kept["crc"] == crc32c(str(kept["records"]).encode()):
-                return int(kept["records"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            pass
+        with suppress(OSError):
+            known = parse_verified(fs.read_file(mark))
+            if known is not None:
+                return known
         good = self.check_prefix()
         temporary = mark.with_name(f"{VERIFIED}.{os.getpid()}-{fs.token(4)}")
-        try:
-            fs.write_file(temporary, json.dumps({"records": good, "crc": crc32c(str(good).encode())}).encode())
+        with suppress(OSError):
+            fs.write_file(temporary, pack_verified(good))
             fs.rename(temporary, mark)
-        except OSError:
-            pass
         return good
 
     def check_prefix(self) -> int:

@@ -20,7 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.errors import CorruptionError
-from trajectory_store.format import FORMAT_NAME, FORMAT_VERSION, ArraySpec, crc32c, read_attributes, spec_json
+from trajectory_store.format import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    MAX_CRC,
+    ArraySpec,
+    SegmentMeta,
+    crc32c,
+    per_name,
+    read_attributes,
+    spec_json,
+    whole,
+)
 
 TAIL = 1 << 15
 """Bytes from the end that hold the record and the directory of a usual commit."""
@@ -160,26 +171,49 @@ class Commit:
         return json.dumps(doc, separators=(",", ":")).encode()
 
     @classmethod
-    def from_json(cls, raw: bytes, key: str) -> Commit:
-        """Parse the group's zarr.json."""
+    def from_json(cls, raw: bytes, key: str, meta: SegmentMeta) -> Commit:
+        """Parse the group's zarr.json: whatever this segment cannot have a commit of is damage.
+
+        How it follows the commits before it is for the reader to see, who knows them.
+
+        Raises:
+            CorruptionError: a field is missing, or is not what it can be.
+        """
         attributes = read_attributes(raw, key, "commit")
+        caps = {axis: meta.elems_cap[axis] for axis in meta.schema.axes}
         try:
-            return cls(
-                ordinal=int(attributes["ordinal"]),
-                seq=int(attributes["seq"]),
-                salt=int(attributes["salt"]),
-                time_ns=int(attributes["time_ns"]),
-                n_rows=int(attributes["n_rows"]),
-                rows_end=int(attributes["rows_end"]),
-                starts={str(k): int(v) for k, v in attributes["starts"].items()},
-                ends={str(k): int(v) for k, v in attributes["ends"].items()},
-                catalog=int(attributes["catalog"]),
+            names = meta.array_names if attributes["n_rows"] else ()
+            rows_end = whole(attributes["rows_end"], meta.rows_cap)
+            ends = per_name(attributes["ends"], caps)
+            commit = cls(
+                ordinal=whole(attributes["ordinal"]),
+                seq=whole(attributes["seq"]),
+                salt=whole(attributes["salt"]),
+                time_ns=whole(attributes["time_ns"]),
+                n_rows=whole(attributes["n_rows"], rows_end),
+                rows_end=rows_end,
+                starts=per_name(attributes["starts"], ends),
+                ends=ends,
+                catalog=whole(attributes["catalog"]),
                 sealed=bool(attributes["sealed"]),
-                crc={str(k): int(v) for k, v in attributes["crc"].items()},
-                before=tuple(tuple(int(v) for v in row) for row in attributes["before"]),
+                crc=per_name(attributes["crc"], dict.fromkeys(names, MAX_CRC)),
+                before=tuple(_row_before(row, rows_end, ends) for row in attributes["before"]),
             )
+            if not commit.n_rows and commit.starts != ends:
+                raise ValueError("an end has elements")
+            if commit.before and (len(commit.before) != BLOCK - 1 or commit.seq % BLOCK != BLOCK - 1):
+                raise ValueError("'before' is not of this block")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CorruptionError(f"object {key}: the attribute {error} is missing or damaged.") from None
+            raise CorruptionError(
+                f"object {key} is damaged: in its record a field is missing or wrong ({error})."
+            ) from None
+        return commit
+
+
+def _row_before(row: Any, most_rows: int, ends: Mapping[str, int]) -> tuple[int, ...]:
+    n_rows, time_ns, *edges = row
+    inside = (whole(edge, end) for edge, end in zip(edges, ends.values(), strict=True))
+    return whole(n_rows, most_rows, 1), whole(time_ns), *inside
 
 
 def commit_key(name: str, seq: int) -> str:
@@ -215,13 +249,18 @@ def build(commit: Commit, arrays: Mapping[str, tuple[ArraySpec, npt.NDArray[Any]
     return pack([*data, *docs, ("zarr.json", commit.to_json())])
 
 
-def read_commit(tail: bytes, size: int, key: str) -> Commit:
-    """The record of a commit from the end of its object.
+def read_commit(tail: bytes, size: int, key: str, meta: SegmentMeta) -> Commit:
+    """The record of a commit of a segment from the end of its object.
 
     Raises:
         CorruptionError: it is damaged.
         NeedMore: the tail is too short.
     """
+    return Commit.from_json(read_record(tail, size, key), key, meta)
+
+
+def read_record(tail: bytes, size: int, key: str) -> bytes:
+    """The group's zarr.json from the end of the object of a commit, raising the same."""
     start, end = directory(tail, size, key).get("zarr.json", (-1, -1))
     first = size - len(tail)
     if 0 <= start < first:
@@ -230,7 +269,7 @@ def read_commit(tail: bytes, size: int, key: str) -> Commit:
     found = _entry_crc(tail, b"zarr.json")
     if start < 0 or zlib.crc32(raw) != found:
         raise CorruptionError(f"object {key} is damaged: its record does not have its checksum.")
-    return Commit.from_json(raw, key)
+    return raw
 
 
 def _entry_crc(tail: bytes, name: bytes) -> int:

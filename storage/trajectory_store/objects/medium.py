@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from trajectory_store.batch import Batch
 from trajectory_store.bucket import Bucket, FolderBucket, Transient
 from trajectory_store.errors import CorruptionError, StoreError, WriteFailedError
 from trajectory_store.format import (
+    MAX_CRC,
     PRESENT,
     ArraySpec,
     Durability,
@@ -28,14 +29,29 @@ from trajectory_store.format import (
     group_json,
     offsets_name,
     ordinal_of,
+    pack_verified,
+    parse_verified,
+    per_name,
     read_attributes,
     segment_name,
     spec_json,
+    whole,
 )
 from trajectory_store.journal import Entry, State
 from trajectory_store.medium import Claim, Medium, SealedError
 from trajectory_store.memmap import create_folder
-from trajectory_store.objects.archive import BLOCK, LEVEL, TAIL, Commit, build, directory, is_canonical, read_commit
+from trajectory_store.objects.archive import (
+    BLOCK,
+    LEVEL,
+    TAIL,
+    Commit,
+    NeedMore,
+    build,
+    directory,
+    is_canonical,
+    read_commit,
+    read_record,
+)
 from trajectory_store.objects.remote import open_bucket
 from trajectory_store.objects.segment import Cache, ObjectSegment
 from trajectory_store.objects.sharded import ShardWriter, sharded_json
@@ -169,14 +185,10 @@ class ObjectMedium(Medium):
         if meta.merged or meta.durability != "process" or meta.boot_id == fs.boot_id():
             return
         key = f"{segment.name}/{VERIFIED}"
-        raw = self.bucket.get(key)
-        try:
-            kept = json.loads(raw or b"{}")
-            if kept.get("crc") == crc32c(str(kept.get("records")).encode()):
-                segment.trust_until(min(int(kept["records"]), segment.records))
-                return
-        except (ValueError, AttributeError, RecursionError):
-            pass
+        known = parse_verified(self.bucket.get(key))
+        if known is not None:
+            segment.trust_until(min(known, segment.records))
+            return
         good = 0
         while good < segment.records:
             found = self.bucket.get(segment.key(good))
@@ -184,10 +196,8 @@ class ObjectMedium(Medium):
                 break
             good += 1
         segment.trust_until(good)
-        try:
-            self.bucket.put_new(key, json.dumps({"records": good, "crc": crc32c(str(good).encode())}).encode())
-        except (StoreError, Transient):
-            return
+        with suppress(StoreError, Transient):
+            self.bucket.put_new(key, pack_verified(good))
 
     def _look_ahead(self, segments: Sequence[ObjectSegment]) -> None:
         """Tell the end of a segment from an object that is missing or damaged in its middle."""
@@ -198,12 +208,11 @@ class ObjectMedium(Medium):
             for s in segments:
                 first = s.records
                 ahead = [s.parse(first + i, next(tails)) for i in range(1, LOOK_AHEAD + 1)]
-                following = next((c for c in ahead if c is not None), None)
-                if following is None:
+                if not any(ahead):
                     continue
                 now = s.parse(first, self.bucket.tails([s.key(first)], TAIL)[0])  # it may have been put meanwhile
-                s.skip_to(following) if now is None else s.add(now)
-                more.append(s)
+                if (now is not None and s.add(now)) or any(c is not None and s.skip_to(c) for c in ahead):
+                    more.append(s)
             self.refresh(more)
             segments = [s for s in more if not s.finished]
 
@@ -278,8 +287,8 @@ class ObjectMedium(Medium):
         if found is None:
             return False
         try:
-            return read_commit(*found, key).sealed
-        except (StoreError, ValueError):
+            return read_attributes(read_record(*found, key), key, "commit").get("sealed") is True
+        except (StoreError, NeedMore):
             return False
 
     def sweep(self, state: State) -> None:
@@ -307,7 +316,7 @@ class ObjectMedium(Medium):
         """Fetch every object of a segment and recompute its checksums."""
         if not isinstance(segment, ObjectSegment):
             raise TypeError(f"{segment.name} is not a segment of a bucket")
-        for problem in segment.damaged:
+        for problem in segment.damaged.values():
             report.problem(f"{segment.name}: {problem}")
         expected = segment.meta.to_attributes()
         if segment.sealed is not None:
@@ -323,13 +332,11 @@ class ObjectMedium(Medium):
 def check_sealed(sealed: Any, meta: SegmentMeta, name: str) -> None:
     """Refuse a merged segment whose metadata cannot be right."""
     try:
-        rows, ends, crc = int(sealed["rows"]), dict(sealed["ends"]), dict(sealed["crc"])
-        good = 0 <= rows <= meta.rows_cap and all(0 <= int(ends[a]) <= meta.elems_cap[a] for a in meta.schema.axes)
-        good = good and all(isinstance(crc[spec.name], int) for spec in meta.arrays())
-    except (KeyError, TypeError, ValueError):
-        good = False
-    if not good:
-        raise CorruptionError(f"{name}/{HEADER}: the attribute 'sealed' is missing or damaged.")
+        whole(sealed["rows"], meta.rows_cap)
+        per_name(sealed["ends"], meta.elems_cap)
+        per_name(sealed["crc"], dict.fromkeys(meta.array_names, MAX_CRC))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptionError(f"{name}/{HEADER}: the attribute 'sealed' is missing or damaged ({error}).") from None
 
 
 def _check_sealed(bucket: Bucket, segment: ObjectSegment, sealed: Mapping[str, Any], report: Findings) -> None:
@@ -381,13 +388,13 @@ def _wrong_in(raw: bytes, segment: ObjectSegment, seq: int, report: Findings) ->
     """What is wrong with the object of a commit, in words; empty where nothing is."""
     key, brief = segment.key(seq), segment.history[seq]
     try:
-        commit = read_commit(raw, len(raw), key)
+        commit = read_commit(raw, len(raw), key, segment.meta)
         places = directory(raw, len(raw), key)
         if not is_canonical(raw, key) or commit.to_json() != raw[slice(*places["zarr.json"])]:
             return f"object {key} is damaged: it is not what its writer put"
         report.catalog_numbers.add(commit.catalog)
-        stated = (commit.ordinal, commit.seq, commit.salt, commit.n_rows, commit.rows_end)
-        if stated != (segment.ordinal, seq, segment.meta.salt, brief.n_rows, brief.rows_end):
+        stated = (commit.ordinal, commit.seq, commit.salt)
+        if stated != (segment.ordinal, seq, segment.meta.salt) or segment.brief(commit) != brief:
             return f"object {key} is another commit than its place says"
         for name, spec in segment.specs.items():
             if not brief.n_rows:

@@ -6,6 +6,7 @@ fetched what it reads.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from trajectory_store import fs
 from trajectory_store.bucket import Bucket
-from trajectory_store.errors import CorruptionError, SegmentGoneError
+from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError
 from trajectory_store.format import KIND_ROWS, RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta, chunk_path, crc32c
 from trajectory_store.journal import Entry
 from trajectory_store.maps import PreadBytes, open_file
@@ -52,6 +53,16 @@ class Brief(NamedTuple):
     time_ns: int
     starts: tuple[int, ...]
     ends: tuple[int, ...]
+
+
+def _grows(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    return all(a <= b for a, b in zip(before, after, strict=True))
+
+
+def _follows(brief: Brief, last: Brief) -> bool:
+    """Whether a commit can be the next one after another."""
+    begins = brief.rows_end - brief.n_rows == last.rows_end and brief.starts == last.ends
+    return begins and brief.time_ns > last.time_ns and _grows(brief.starts, brief.ends)
 
 
 class Cache:
@@ -107,7 +118,7 @@ class ObjectSegment(Segment):
         self._folder = cache.folder / f"{name}-{entry.salt:08x}"
         self._axes = tuple(meta.schema.axes)
         self.history: list[Brief] = []
-        self.damaged: list[str] = []
+        self.damaged: dict[int, str] = {}
         self.sealed = sealed
         self.trusted = False
         self._lock = threading.RLock()
@@ -126,39 +137,52 @@ class ObjectSegment(Segment):
 
     # Commits
 
-    def add(self, commit: Commit) -> None:
-        """Take in the next commit, and those of its block that it tells of."""
-        first = commit.seq - len(commit.before)
-        for i, row in enumerate(commit.before):
-            if first + i == self.records:
-                n_rows, time_ns, *ends = (int(v) for v in row)
-                last = self.history[-1] if self.history else None
-                starts = last.ends if last else (0,) * len(self._axes)
-                self._add(Brief(n_rows, (last.rows_end if last else 0) + n_rows, time_ns, starts, tuple(ends)))
-        if commit.seq != self.records:
-            return
-        starts = tuple(commit.starts[axis] for axis in self._axes)
-        ends = tuple(commit.ends[axis] for axis in self._axes)
-        self._add(Brief(commit.n_rows, commit.rows_end, commit.time_ns, starts, ends))
-        self.finished |= commit.n_rows == 0
+    @property
+    def _last(self) -> Brief:
+        nothing = (0,) * len(self._axes)
+        return self.history[-1] if self.history else Brief(0, 0, 0, nothing, nothing)
 
-    def skip_to(self, following: Commit) -> None:
-        """Commits are missing or cannot be read: the one behind them says what they must have held."""
-        last = self.history[-1] if self.history else Brief(0, 0, 0, (0,) * len(self._axes), (0,) * len(self._axes))
-        rows_end = following.rows_end - following.n_rows
-        ends = tuple(following.starts[axis] for axis in self._axes)
-        for seq in range(self.records, following.seq):
-            key = self.key(seq)
-            if key not in self._unreadable:
-                self.damaged.append(f"object {key} is missing.")
-            n_rows = rows_end - last.rows_end
-            self._add(Brief(n_rows, rows_end, last.time_ns, last.ends, ends))
-            last = self.history[-1]
-        self.add(following)
+    def add(self, commit: Commit) -> bool:
+        """Take in the next commit, and those of its block that it tells of; returns False where it contradicts them."""
+        briefs: list[Brief] = []
+        last, known = self._last, self.records - commit.seq + len(commit.before)
+        for n_rows, time_ns, *ends in commit.before[known:]:
+            last = Brief(n_rows, last.rows_end + n_rows, time_ns, last.ends, tuple(ends))
+            briefs.append(last)
+        briefs.append(self.brief(commit))
+        for last, following in itertools.pairwise([self._last, *briefs]):
+            if not _follows(following, last):
+                self._damage(commit.seq, f"object {self.key(commit.seq)} is damaged: it contradicts those before it.")
+                return False
+        for brief in briefs:
+            self._add(brief)
+        self.finished |= commit.n_rows == 0
+        return True
+
+    def skip_to(self, following: Commit) -> bool:
+        """Commits are missing or cannot be read: the one behind them says what they must have held.
+
+        Returns:
+            Whether it can be true what it says.
+        """
+        last, after = self._last, self.brief(following)
+        rows_end = after.rows_end - after.n_rows
+        if rows_end < last.rows_end or not _grows(last.ends, after.starts):
+            return False
+        while self.records < following.seq:
+            self._damage(self.records, f"object {self.key(self.records)} is missing.")
+            self._add(Brief(rows_end - self._last.rows_end, rows_end, last.time_ns, self._last.ends, after.starts))
+        return self.add(following)
+
+    def brief(self, commit: Commit) -> Brief:
+        """What is kept of a commit."""
+        starts, ends = (tuple(at[axis] for axis in self._axes) for at in (commit.starts, commit.ends))
+        return Brief(commit.n_rows, commit.rows_end, commit.time_ns, starts, ends)
+
+    def _damage(self, seq: int, words: str) -> None:
+        self.damaged.setdefault(seq, words)
 
     def _add(self, brief: Brief) -> None:
-        if brief.n_rows < 0 or brief.rows_end > self.meta.rows_cap:
-            raise CorruptionError(f"{self.name}: a commit covers {brief.rows_end} rows of {self.meta.rows_cap}.")
         self.history.append(brief)
         self.records += 1
         if self.records > len(self._wanted):
@@ -183,10 +207,13 @@ class ObjectSegment(Segment):
         while not self.finished:
             n = self.records
             block = n - n % BLOCK + BLOCK - 1
-            commit = commits.get(block) or commits.get(n)
+            commit = commits.get(block)
+            if commit is None or commit.seq - len(commit.before) > n:
+                commit = commits.get(n)
             if commit is None:
                 break
-            self.add(commit)
+            if not self.add(commit):
+                del commits[commit.seq]
         return not self.finished and bool(commits) and max(commits) == max(seqs)
 
     def key(self, seq: int) -> str:
@@ -196,27 +223,19 @@ class ObjectSegment(Segment):
     def parse(self, seq: int, found: tuple[bytes, int] | None) -> Commit | None:
         """The record in the end of an object; None where there is no such object, or it is damaged."""
         key = self.key(seq)
-        if found is None:
-            return None
         try:
-            try:
-                commit = read_commit(*found, key)
-            except NeedMore as more:
-                again = self.bucket.tails([key], more.size)[0]
-                if again is None:
-                    return None
-                commit = read_commit(*again, key)
-            if (commit.ordinal, commit.seq, commit.salt) != (self.ordinal, seq, self.meta.salt):
-                raise CorruptionError(f"object {key} is another commit than its name says.")
-            return commit
-        except (CorruptionError, NeedMore, ValueError) as error:
-            if key not in self._unreadable:
-                self.damaged.append(f"{error}")
-            return None
-
-    @property
-    def _unreadable(self) -> set[str]:
-        return {message.split(" ")[1] for message in self.damaged if message.startswith("object ")}
+            while found is not None:
+                try:
+                    commit = read_commit(*found, key, self.meta)
+                except NeedMore as more:
+                    found = self.bucket.tails([key], more.size)[0]
+                    continue
+                if (commit.ordinal, commit.seq, commit.salt) != (self.ordinal, seq, self.meta.salt):
+                    raise CorruptionError(f"object {key} is another commit than its name says.")
+                return commit
+        except StoreError as error:
+            self._damage(seq, str(error))
+        return None
 
     def refresh(self) -> bool:
         """The medium follows all segments at once."""
@@ -419,7 +438,7 @@ class ObjectSegment(Segment):
         """Where the arrays are in the object of a commit, and their checksums."""
         key = self.key(seq)
         if raw is not None:
-            return directory(raw, len(raw), key), read_commit(raw, len(raw), key).crc
+            return directory(raw, len(raw), key), read_commit(raw, len(raw), key, self.meta).crc
         known = self._known.get(seq)
         if known is None:
             size = TAIL
@@ -428,7 +447,7 @@ class ObjectSegment(Segment):
                 if found is None:
                     raise FileNotFoundError(key)
                 try:
-                    known = directory(*found, key), read_commit(*found, key).crc
+                    known = directory(*found, key), read_commit(*found, key, self.meta).crc
                 except NeedMore as more:
                     size = more.size
             self._known[seq] = known
