@@ -141,29 +141,32 @@ class FolderBucket(Bucket):
     def put_new(self, key: str, data: bytes) -> bool:
         """Put a file in one step: a reader sees all of it or nothing."""
         path = self.root / key
-        temporary = path.with_name(f"{PARTIAL}{os.getpid()}-{fs.token(8)}")
+        for attempt in range(TRIES):
+            temporary = path.with_name(f"{PARTIAL}{os.getpid()}-{fs.token(8)}")
+            try:
+                return self._link(path, temporary, data)
+            except OSError as error:
+                with suppress(OSError):
+                    fs.remove_file(temporary)
+                if isinstance(error, StoreError):
+                    raise
+                if not isinstance(error, FileNotFoundError) or attempt == TRIES - 1:
+                    raise fs.failed(error, path, "writing") from error
+            self._make_folder(path.parent)  # it is not there yet, or whoever tidies up removed it while it was empty
+        raise AssertionError(TRIES)
+
+    def _link(self, path: Path, temporary: Path, data: bytes) -> bool:
+        fs.write_file(temporary, data)
+        if self.durable:
+            fs.sync_path(temporary)
         try:
-            try:
-                fs.write_file(temporary, data)
-            except FileNotFoundError:
-                self._make_folder(path.parent)
-                fs.write_file(temporary, data)
-            if self.durable:
-                fs.sync_path(temporary)
-            try:
-                fs.link(temporary, path)
-            except FileExistsError:
-                return False
-            finally:
-                fs.remove_file(temporary)
-            if self.durable:
-                fs.sync_path(path.parent)
-        except OSError as error:
-            with suppress(OSError):
-                fs.remove_file(temporary)
-            if isinstance(error, StoreError):
-                raise
-            raise fs.failed(error, path, "writing") from error
+            fs.link(temporary, path)
+        except FileExistsError:
+            return False
+        finally:
+            fs.remove_file(temporary)
+        if self.durable:
+            fs.sync_path(path.parent)
         return True
 
     def put(self, key: str, data: bytes) -> None:

@@ -57,6 +57,7 @@ class Segment(ABC):
 
     Attributes:
         ordinal: its number.
+        owners: of a merged segment, runs `(first, last)` of the ordinals whose rows or updates it holds.
         name: of its folder, for messages.
         meta: what its metadata says.
         rows: rows that its commits cover.
@@ -64,8 +65,9 @@ class Segment(ABC):
         finished: nothing more will come.
     """
 
-    def __init__(self, ordinal: int, name: str, meta: SegmentMeta) -> None:
-        self.ordinal = ordinal
+    def __init__(self, entry: Entry, name: str, meta: SegmentMeta) -> None:
+        self.ordinal = entry.ordinal
+        self.owners = entry.owners
         self.name = name
         self.meta = meta
         self.rows: int = 0
@@ -258,7 +260,7 @@ class LocalSegment(Segment):
         fs.check_folder(folder)
         raw = fs.read_file(folder / "zarr.json")
         meta = SegmentMeta.from_attributes(read_attributes(raw, folder / "zarr.json", "segment"), str(folder))
-        super().__init__(entry.ordinal, folder.name, meta)
+        super().__init__(entry, folder.name, meta)
         self._span: tuple[int, int] | None = None
         if (meta.salt, meta.kind, meta.merged) != (entry.salt, entry.kind, entry.merged):
             raise CorruptionError(

@@ -274,6 +274,15 @@ class StoreContract:
             store.compact()
             with raises(SnapshotGoneError, "priority", "snapshot"):
                 store.as_of(then).read_scalars("priority", ids)
+            store.update(ids[3:4], use_count=[4])
+            then = store.snapshot()
+        with self.open(tmp_path / "s", "a") as store:  # all that the session before it updated is covered by this one
+            store.update(ids[3:4], use_count=[5])
+            check(store.as_of(then).read_scalars("use_count", ids[3:4]).tolist() == [4])
+        with self.open(tmp_path / "s", "a") as store:
+            store.compact()
+            with raises(SnapshotGoneError, "use_count", "snapshot"):
+                store.as_of(then).read_scalars("use_count", ids)
 
     def test_elements_with_a_shape_and_bytes(self, tmp_path: Path) -> None:
         """`[T, k]` columns share the axis of the tokens and are checked against it; bytes come back as they are."""

@@ -9,12 +9,24 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.errors import SnapshotGoneError
-from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK, TARGET
+from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, TARGET
 from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.schema import Column
 from trajectory_store.segment import Segment
 
 _NONE: Int64Array = np.empty(0, np.int64)
+
+
+def _keeps_all(segment: Segment, owners: Int64Array, limits: Mapping[int, int]) -> bool:
+    """Whether a merged segment still has every update of a snapshot that its sources had.
+
+    Args:
+        segment: the merged segment.
+        owners: of each of its updates that are of the snapshot, the segment that it was written to.
+        limits: updates of the snapshot per segment.
+    """
+    left = dict(zip(*(n.tolist() for n in np.unique(owners, return_counts=True)), strict=True))
+    return all(left.get(o, 0) == limits.get(o, 0) for a, b in segment.owners for o in range(a, b + 1))
 
 
 class Later:
@@ -78,21 +90,13 @@ class Later:
             owners, rows = sources >> ORDINAL_SHIFT, sources & ROW_MASK
             limits = self._limits
             inside = rows < np.array([limits.get(o, 0) for o in owners.tolist()], np.int64)
-            if segment.meta.merged and not inside.all() and not self._keeps_all(segment):
+            if segment.meta.merged and not inside.all() and not _keeps_all(segment, owners[inside], limits):
                 raise SnapshotGoneError(
                     f"values of column '{self.column.name}' as of this snapshot were folded into later ones. "
                     "Read without the snapshot, or take snapshots that are younger than the last compact()."
                 )
             targets, addresses, times = targets[inside], addresses[inside], times[inside]
         return targets, addresses, times
-
-    @staticmethod
-    def _keeps_all(segment: Segment) -> bool:
-        """Whether a merged segment still has every update that its sources had: their rows are contiguous then."""
-        sources = np.sort(np.array(segment.array(ROW_ID)[: segment.rows]))
-        owners, rows = sources >> ORDINAL_SHIFT, sources & ROW_MASK
-        starts = np.append(True, owners[1:] != owners[:-1])
-        return bool((rows[starts] == 0).all() and (np.diff(sources)[~starts[1:]] == 1).all())
 
     def _apply(self, targets: Int64Array, addresses: Int64Array, times: Int64Array, *, ordered: bool) -> None:
         if not ordered:

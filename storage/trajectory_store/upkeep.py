@@ -288,8 +288,10 @@ def _sound(catalog: Catalog, group: list[Segment]) -> bool:
             catalog.medium.check(segment, report)
         except (StoreError, OSError, ValueError, IndexError) as error:
             report.problem(str(error))
-    if report.problems and not catalog.refresh():  # else another process removed some of them
-        log.warning("segments are not merged, because one is damaged: %s. Run verify().", report.problems[0])
+    if report.problems:
+        catalog.refresh()
+        if all(s in (catalog.segments.get(s.ordinal), catalog.updates.get(s.ordinal)) for s in group):
+            log.warning("segments are not merged, because one is damaged: %s. Run verify().", report.problems[0])
     return report.ok
 
 

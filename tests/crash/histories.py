@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import faulthandler
 import json
+import logging
 import os
 import random
 import shutil
@@ -115,6 +116,18 @@ class Log:
         end, wanted = time.monotonic() + seconds, self.events() + more
         while self.events() < wanted and time.monotonic() < end:
             time.sleep(0.003)
+
+
+class FalseAlarm(logging.Handler):
+    """Nothing is damaged in a history, so nobody may say so, not even in a log."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "damaged" in record.getMessage():
+            self._log("", "bad", "alarm", record.getMessage())
 
 
 class Actor:
@@ -332,6 +345,7 @@ def fork(history: History, number: int, log: Log, *, last: bool = False) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         faulthandler.register(signal.SIGUSR1, file=sys.stderr)
         warnings.simplefilter("error", RuntimeWarning)
+        logging.getLogger("trajectory_store").addHandler(FalseAlarm(log))
         if last:
             history.before_the_end()
             at_the_end(history, log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 
@@ -18,7 +19,9 @@ from trajectory_store import (
     WriteFailedError,
     bucket,
 )
+from trajectory_store.catalog import Catalog
 from trajectory_store.objects import segment
+from trajectory_store.objects.medium import open_objects
 from trajectory_store.testing import example_rows, example_schema, same_rows
 
 zarr = pytest.importorskip("zarr")
@@ -211,6 +214,38 @@ def test_a_writer_that_was_taken_for_dead_goes_on_elsewhere(monkeypatch):
         assert sorted(view.read_scalars("n").tolist()) == [0, 1, 2, 5]
         assert view.read(ids)["n"].tolist() == [2]
         assert view.verify().ok, str(view.verify())
+
+
+def test_a_segment_ended_by_another_process_where_a_block_ends(monkeypatch):
+    """The commit that would say the records of its block says none there; a reader takes each from its own."""
+    memory = MemoryStore()
+    with TrajectoryStore.create(memory, Schema([Column("n", "int64")]), backend="zarr", segment_rows=500) as store:
+        for n in range(127):
+            store.append({"n": [n]})
+        with monkeypatch.context() as patches:
+            patches.setattr(segment, "ABANDONED_AFTER_S", -1.0)
+            medium = open_objects(memory, None, None, 1 << 20)[1]
+            assert medium.seal(Catalog(medium).segments[0])
+        with TrajectoryStore.open(memory) as reader:
+            assert reader.read_scalars("n").tolist() == list(range(127))
+            assert reader.verify().ok, str(reader.verify())
+
+
+def test_a_put_makes_its_folder_again_while_another_process_tidies_up(tmp_path, monkeypatch):
+    """Whoever sweeps removes empty folders at any moment, also the one that was made just now."""
+    puts, make = bucket.FolderBucket(tmp_path, durable=False), bucket.fs.mkdir
+    made = []
+
+    def make_and_lose(path):
+        make(path)
+        made.append(path)
+        if len(made) < 4:
+            os.rmdir(path)
+
+    monkeypatch.setattr(bucket.fs, "mkdir", make_and_lose)
+    assert puts.put_new("seg/a", b"x")
+    assert len(made) == 4
+    assert puts.get("seg/a") == b"x"
 
 
 def test_two_writers_never_share_a_segment():

@@ -112,7 +112,7 @@ class ObjectSegment(Segment):
     def __init__(
         self, bucket: Bucket, cache: Cache, entry: Entry, name: str, meta: SegmentMeta, sealed: Mapping[str, Any] | None
     ) -> None:
-        super().__init__(entry.ordinal, name, meta)
+        super().__init__(entry, name, meta)
         self.bucket = bucket
         self._cache = cache
         self._folder = cache.folder / f"{name}-{entry.salt:08x}"
