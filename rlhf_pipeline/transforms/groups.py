@@ -1,12 +1,13 @@
-"""Groups of trajectories that are not complete yet: who arrived, who failed, since when they wait."""
+"""Groups of trajectories: who arrived, who failed, since when the others wait, and when a group closes."""
 
 from __future__ import annotations
 
 import hashlib
 import heapq
 import json
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.data.keys import Key
-from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, concat, concat_flat
+from rlhf_pipeline.data.keys import ASSISTANT_MASK, KL_COEF, LOG_PROBS, TASK_REWARD, Key
+from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, concat, concat_flat, segment_sum, spread, step_sum
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.functional.advantage import penalty_rounding
 
 Ints = npt.NDArray[np.int64]
 
@@ -51,6 +53,53 @@ class Scores(NamedTuple):
         return cls(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
+def scores_of(batch: Trajectories, reward: Flat, bounds: Sequence[int], how: str | None, eps: float) -> Scores:
+    """The scores of trajectories; without any reward the return is 0.
+
+    Args:
+        batch: their steps.
+        reward: per token or per step, one row per step.
+        bounds: the first step of each trajectory, and one past the last of all.
+        how: `sum`, `mean` or `max` of a trajectory's rewards; None is `sum`.
+        eps: of the dtype that log-probs were computed in.
+    """
+    n, k = bounds[-1], len(bounds) - 1
+    values = reward.values.detach().double()
+    counts = reward.lengths if reward.lengths is not None else torch.ones(n, dtype=torch.int64)
+    counts = counts * (values[0].numel() if values.shape[0] else 1)
+    counts = counts if k == n else step_sum(counts, bounds)
+    if k == values.numel() and reward.lengths is None:
+        returns = values.reshape(-1)
+    elif how == "max":
+        returns = torch.segment_reduce(values.reshape(-1), "max", lengths=counts)
+    else:
+        returns = segment_sum(values, counts)
+        returns = returns / counts if how == "mean" else returns
+    returns = torch.where(counts == 0, 0.0, returns)
+    mask, lengths = batch.get(ASSISTANT_MASK), counts
+    if isinstance(mask, Flat) and mask.lengths is not None:
+        tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
+        lengths = tokens if k == n else step_sum(tokens, bounds)
+    return with_penalty(batch, returns, lengths, eps)
+
+
+def with_penalty(batch: Trajectories, returns: Tensor, lengths: Tensor, eps: float) -> Scores:
+    """Scores; with a KL penalty in the returns, what they were before it, and how it was rounded."""
+    coef, task, log_probs = batch.get(KL_COEF), batch.get(TASK_REWARD), batch.get(LOG_PROBS)
+    if (
+        isinstance(coef, Flat)
+        and bool((coef.values > 0).any())
+        and isinstance(task, Flat)
+        and isinstance(log_probs, Flat)
+        and log_probs.lengths is not None
+        and coef.values.numel() == task.values.numel() == log_probs.lengths.numel() == returns.numel()
+    ):
+        before, weights = task.values.reshape(-1).double(), coef.values.reshape(-1)
+        rounding = penalty_rounding(weights, before, log_probs.values, log_probs.lengths, lengths=lengths, eps=eps)
+        return Scores(returns, lengths, before, rounding)
+    return Scores(returns, lengths, returns, torch.zeros_like(returns))
+
+
 @dataclass(slots=True, eq=False)
 class Arrived:
     """Whole trajectories that came together.
@@ -72,11 +121,6 @@ class Arrived:
     rows: Ints | None = None
 
     @property
-    def returns(self) -> Tensor:
-        """The return of each trajectory, float64 `[k]`."""
-        return self.scores.returns
-
-    @property
     def steps(self) -> Trajectories:
         """The steps, which are in memory."""
         assert self.batch is not None
@@ -88,6 +132,10 @@ class Arrived:
         assert self.reward is not None
         return self.reward
 
+    def owners(self) -> Tensor:
+        """The trajectory of each step, int64."""
+        return spread(torch.arange(len(self.groups)), torch.tensor(self.bounds).diff())
+
     def steps_of(self, trajectories: Sequence[int]) -> Tensor:
         """Step indices of some trajectories, int64."""
         b = self.bounds
@@ -97,7 +145,7 @@ class Arrived:
 
     def take(self, trajectories: Sequence[int]) -> Arrived:
         """Only some trajectories; keeps none of the others alive."""
-        if self.is_whole(trajectories):
+        if list(trajectories) == list(range(len(self.groups))):
             return self
         steps = self.steps_of(trajectories)
         bounds = [0]
@@ -112,10 +160,6 @@ class Arrived:
             self.scores.take(index),
             None if self.rows is None else self.rows[index.numpy()],
         )
-
-    def is_whole(self, trajectories: Sequence[int]) -> bool:
-        """Whether these are all trajectories, in their order."""
-        return len(trajectories) == len(self.groups) and list(trajectories) == list(range(len(trajectories)))
 
     def stored(self, rows: Ints, *, keep_rewards: bool) -> None:
         """Note that a store holds the trajectories, under these ids; one row each."""
@@ -133,7 +177,7 @@ class Member:
     @property
     def value(self) -> float:
         """Its return."""
-        return float(self.arrived.returns[self.index])
+        return float(self.arrived.scores.returns[self.index])
 
     @property
     def group(self) -> Hashable:
@@ -178,31 +222,194 @@ class Closed(NamedTuple):
     early: bool
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CloseRules:
+    """When a group closes.
+
+    Attributes:
+        size: trajectories of a complete group.
+        most: wait for up to so many, to choose from.
+        enough: close with so many, arrived or failed.
+        least: close with so many once the time is up.
+        timeout_s: after how many seconds it is up; None never.
+        batch_groups: groups that close together; None where each closes alone.
+        choose: which of the members to learn from, or None where the group is left out; None takes the first `size`.
+    """
+
+    size: int
+    most: int
+    enough: int
+    least: int
+    timeout_s: float | None = None
+    batch_groups: int | None = None
+    choose: Callable[[Sequence[Member], int], list[int] | None] | None = None
+
+
 class GroupQueue:
     """Incomplete groups by identity, in the order in which their first member came.
 
     Args:
-        timeout_s: after how many seconds a group is overdue; None never.
+        rules: when they close.
+        stats: counters, which go on.
 
     Attributes:
         waiting: the groups.
         late: of groups that closed early: how many members may still come.
+        unique: whether no two groups have one identity, so that a straggler is known from a new group.
+        recovered: whether groups may be complete already: the process died before it wrote them, or wants fewer now.
     """
 
-    timeout_s: float | None = None
-    waiting: dict[Hashable, Waiting] = field(default_factory=dict)
-    late: dict[Hashable, int] = field(default_factory=dict)
-    _deadlines: list[tuple[float, int, Hashable, Waiting]] = field(default_factory=list)
-    _count: int = 0
+    def __init__(self, rules: CloseRules, stats: dict[str, float]) -> None:
+        self.rules = rules
+        self.stats = stats
+        self.waiting: dict[Hashable, Waiting] = {}
+        self.late: dict[Hashable, int] = {}
+        self.unique = self.recovered = False
+        self._deadlines: list[tuple[float, int, Hashable, Waiting]] = []
+        self._count = 0
 
     def open(self, group: Hashable, since: float) -> Waiting:
         """Begin to wait for a group."""
         waiting = self.waiting[group] = Waiting(since=since)
-        self._watch(group, waiting)
+        if self.rules.timeout_s is not None:
+            self._count += 1
+            heapq.heappush(self._deadlines, (since + self.rules.timeout_s, self._count, group, waiting))
         return waiting
 
-    def expect_late(self, group: Hashable, missing: int) -> None:
+    def whole(self, groups: Sequence[Hashable], now: float) -> list[list[int]] | None:
+        """The members of each group of a call, in the order in which the groups became complete.
+
+        Args:
+            groups: the group of each trajectory.
+            now: seconds.
+
+        Returns:
+            None if a group did not come whole in this call, or another one may close at it.
+        """
+        rules = self.rules
+        overdue = bool(self._deadlines) and self._deadlines[0][0] <= now
+        if self.recovered or overdue or rules.most != rules.size or rules.choose is not None:
+            return None
+        members: dict[Hashable, list[int]] = {}
+        for i, group in enumerate(groups):
+            members.setdefault(group, []).append(i)
+        for group, found in members.items():
+            if len(found) != rules.size or group in self.waiting or group in self.late:
+                return None
+        if rules.batch_groups is None:
+            return sorted(members.values(), key=itemgetter(-1))
+        batches: dict[int, list[Any]] = {}
+        for group in members:
+            batches.setdefault(self.batch_of(group), []).append(group)
+        if any(len(found) != rules.batch_groups for found in batches.values()):
+            return None
+        together = sorted(batches.values(), key=lambda batch: max(members[group][-1] for group in batch))
+        return [members[group] for batch in together for group in sorted(batch)]
+
+    def arrive(self, arrived: Arrived, now: float) -> list[Closed]:
+        """Take in trajectories; returns the groups that close, the overdue ones last."""
+        closed: list[Closed] = []
+        for i, group in enumerate(arrived.groups):
+            waiting = self.waiting.get(group)
+            if waiting is None:
+                if self.late and self.is_late(group):
+                    self.stats["late_trajectories"] += 1
+                    continue
+                waiting = self.open(group, now)
+            waiting.members.append(Member(arrived, i))
+            closed += self._close_due(group, waiting)
+        return closed + self.close_overdue(now)
+
+    def _close_due(self, group: Hashable, waiting: Waiting) -> list[Closed]:
+        """Close a group if it is due, and with it the groups that have to come together."""
+        if not self._is_due(waiting):
+            return []
+        if self.rules.batch_groups is None:
+            return self.complete(group)
+        first = self.batch_of(group) * self.rules.batch_groups
+        names = range(first, first + self.rules.batch_groups)
+        if not all(name in self.waiting and self._is_due(self.waiting[name]) for name in names):
+            return []
+        return [closed for name in names for closed in self.complete(name)]
+
+    def _is_due(self, waiting: Waiting) -> bool:
+        rules, arrived = self.rules, len(waiting.members)
+        if rules.batch_groups is not None and waiting.failed >= rules.most:
+            return True  # nothing of it will come, and the rest of its batch need not wait for it
+        enough = rules.least if waiting.overdue else rules.enough
+        return arrived > 0 and (arrived >= enough or arrived + waiting.failed >= rules.enough)
+
+    def batch_of(self, group: Hashable) -> int:
+        """The batch of a group.
+
+        Raises:
+            DataError: the group has no number.
+        """
+        assert self.rules.batch_groups is not None
+        if not isinstance(group, int):
+            raise DataError(
+                f"batch_groups={self.rules.batch_groups} counts groups by an integer group_id, and a trajectory's "
+                f"group is {group!r}. Number the groups, or use an estimator that needs no batch."
+            )
+        return group // self.rules.batch_groups
+
+    def close_overdue(self, now: float) -> list[Closed]:
+        """Close the groups whose time is up and that have enough members; the others close when they have."""
+        found: list[Hashable] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, group, waiting = heapq.heappop(self._deadlines)
+            if self.waiting.get(group) is waiting:
+                waiting.overdue = True
+                found.append(group)
+        if self.recovered:
+            self.recovered, found = False, list(self.waiting)
+        closed: list[Closed] = []
+        for group in found:
+            if group in self.waiting:  # else it has left with its batch
+                closed += self._close_due(group, self.waiting[group])
+        return closed
+
+    def complete(self, group: Hashable, *, close: bool = False) -> list[Closed]:
+        """Take a group that may be complete out of the queue; empty where it goes on waiting."""
+        rules, waiting = self.rules, self.waiting[group]
+        members, failed = waiting.members, waiting.failed
+        early = len(members) + failed < rules.enough
+        chosen: list[int] | None = list(range(len(members)))
+        if rules.choose is not None:
+            chosen = rules.choose(members, min(rules.size, len(members)))
+        if chosen is None and len(members) < rules.most - failed and not (close or waiting.overdue):
+            return []
+        del self.waiting[group]
+        self.stats["completed_groups"] += 1
+        if early:
+            self.stats["early_closed_groups"] += 1
+            if self.unique and rules.timeout_s is not None:
+                self._expect_late(group, rules.most - len(members) - failed)
+        if chosen is None:
+            self.stats["dropped_groups"] += 1
+            return [Closed([], members, early)]
+        self.stats["selected_trajectories"] += len(chosen)
+        self.stats["unselected_trajectories"] += len(members) - len(chosen)
+        left = [member for i, member in enumerate(members) if i not in chosen] if len(chosen) < len(members) else []
+        return [Closed([members[i] for i in chosen], left, early)]
+
+    def fail(self, group: Hashable, count: int, now: float) -> tuple[Waiting | None, list[Closed]]:
+        """Take in that `count` members of a group will never come.
+
+        Returns:
+            The group, None if it was closed without them before; and what closes.
+        """
+        waiting = self.waiting.get(group)
+        if waiting is None and self.late:
+            while count and self.is_late(group):
+                count -= 1
+            if not count:
+                return None, []
+        waiting = waiting or self.open(group, now)
+        waiting.failed += count
+        return waiting, self._close_due(group, waiting)
+
+    def _expect_late(self, group: Hashable, missing: int) -> None:
         """Remember that members of a closed group may still come; only the newest groups are remembered."""
         self.late[group] = missing
         if len(self.late) > MOST_LATE:
@@ -218,26 +425,6 @@ class GroupQueue:
         else:
             del self.late[group]
         return True
-
-    def _watch(self, group: Hashable, waiting: Waiting) -> None:
-        """See to it that a group becomes overdue."""
-        if self.timeout_s is not None:
-            self._count += 1
-            heapq.heappush(self._deadlines, (waiting.since + self.timeout_s, self._count, group, waiting))
-
-    def is_overdue(self, now: float) -> bool:
-        """Whether the time of a group may have come."""
-        return bool(self._deadlines) and self._deadlines[0][0] <= now
-
-    def take_overdue(self, now: float) -> list[tuple[Hashable, Waiting]]:
-        """The groups whose time has just come; each comes once."""
-        found = []
-        while self.is_overdue(now):
-            _, _, group, waiting = heapq.heappop(self._deadlines)
-            if self.waiting.get(group) is waiting:
-                waiting.overdue = True
-                found.append((group, waiting))
-        return found
 
     def members(self) -> Iterator[Member]:
         """All waiting trajectories, group by group."""
@@ -261,7 +448,8 @@ class GroupQueue:
 
     def copy(self) -> GroupQueue:
         """The same groups, which change on their own."""
-        out = GroupQueue(self.timeout_s, late=dict(self.late))
+        out = GroupQueue(self.rules, self.stats)
+        out.late, out.unique = dict(self.late), self.unique
         for group, waiting in self.waiting.items():
             twin = out.open(group, waiting.since)
             twin.members, twin.failed, twin.overdue = waiting.members[:], waiting.failed, waiting.overdue
@@ -274,61 +462,84 @@ def repoint(members: Sequence[Member], arrived: Arrived) -> None:
         member.arrived, member.index = arrived, i
 
 
-def gather(members: Iterable[Member]) -> Arrived:
-    """The members together, in the given order; they are in memory."""
-    parts: dict[int, tuple[int, Arrived, list[int]]] = {}
+def _parts(members: Iterable[Member]) -> tuple[list[tuple[Arrived, list[int]]], list[int]]:
+    """What members came with, each with those trajectories, and the place of each member among all of these."""
+    parts: dict[int, tuple[Arrived, list[int]]] = {}
     places: list[tuple[int, int]] = []
     for member in members:
-        part, _, taken = parts.setdefault(id(member.arrived), (len(parts), member.arrived, []))
-        places.append((part, len(taken)))
+        _, taken = parts.setdefault(id(member.arrived), (member.arrived, []))
+        places.append((id(member.arrived), len(taken)))
         taken.append(member.index)
-    chosen = [(arrived, taken) for _, arrived, taken in parts.values()]
-    if len(chosen) == 1:
-        return chosen[0][0].take(chosen[0][1])
-    first = torch.tensor([0, *(len(taken) for _, taken in chosen)]).cumsum(0).tolist()
-    return _joined([arrived.take(taken) for arrived, taken in chosen]).take([first[p] + place for p, place in places])
+    first, num = dict[int, int](), 0
+    for part, (_, taken) in parts.items():
+        first[part], num = num, num + len(taken)
+    return list(parts.values()), [first[part] + place for part, place in places]
 
 
-def _joined(parts: Sequence[Arrived]) -> Arrived:
+def scores_together(members: Iterable[Member]) -> Scores:
+    """The scores of members, in the given order."""
+    parts, order = _parts(members)
+    return Scores.join([arrived.scores.take(torch.tensor(taken)) for arrived, taken in parts]).take(torch.tensor(order))
+
+
+def gather(members: Iterable[Member]) -> Arrived:
+    """The members together, in the given order; they are in memory."""
+    parts, order = _parts(members)
+    if len(parts) == 1:
+        return parts[0][0].take(parts[0][1])
+    found = [arrived.take(taken) for arrived, taken in parts]
     bounds = [0]
-    for part in parts:
+    for part in found:
         bounds += [bounds[-1] + end for end in part.bounds[1:]]
-    return Arrived(
-        concat([part.steps for part in parts]),
+    joined = Arrived(
+        concat([part.steps for part in found]),
         bounds,
-        [group for part in parts for group in part.groups],
-        concat_flat([part.rewards for part in parts], [part.bounds[-1] for part in parts]),
-        Scores.join([part.scores for part in parts]),
+        [group for part in found for group in part.groups],
+        concat_flat([part.rewards for part in found], [part.bounds[-1] for part in found]),
+        Scores.join([part.scores for part in found]),
     )
+    return joined.take(order)
 
 
-def group_ids(column: Flat | Text, first: Sequence[int], key: Key) -> list[Hashable]:
+def group_ids(column: Flat | Text, first: Sequence[int], key: Key, *, numbers: bool) -> list[Hashable]:
     """Hashable identities of the groups of the trajectories whose first steps are `first`.
+
+    Args:
+        column: the identity of each step's group.
+        first: steps.
+        key: the column's, for messages.
+        numbers: give the numbers under which a store knows the groups.
 
     Raises:
         DataError: if an identity is neither a string, nor a number, nor a tensor.
     """
+    out: list[Hashable] = []
     if isinstance(column, Text):
         items: list[Any] = column.plain()
-        out: list[Hashable] = []
         for i in first:
-            item = items[i]
-            if isinstance(item, (list, tuple)):
-                item = tuple(item)
-            elif not isinstance(item, (str, int)):
+            item = tuple(items[i]) if isinstance(items[i], (list, tuple)) else items[i]
+            if not isinstance(item, (str, int, tuple)):
                 raise DataError(
                     f"the group identity under {key!r} is a {type(item).__name__}; it must be a string, a number "
                     "or a tensor"
                 )
             out.append(item)
-        return out
-    if column.lengths is None:
+    elif column.lengths is None:
         values = column.values[torch.tensor(first)] if len(first) != column.values.shape[0] else column.values
         if values.numel() == values.shape[0]:
-            return values.reshape(-1).tolist()
-        return [tuple(row) for row in values.reshape(values.shape[0], -1).tolist()]
-    rows = column.values.split(column.lengths.tolist())
-    return [tuple(rows[i].reshape(-1).tolist()) if rows[i].numel() != 1 else rows[i].item() for i in first]
+            out = values.reshape(-1).tolist()
+            if (
+                values.dtype == torch.int64
+                and values.numel()
+                and 0 <= int(values.min()) <= int(values.max()) < _NUMBERS
+            ):
+                return out
+        else:
+            out = [tuple(row) for row in values.reshape(values.shape[0], -1).tolist()]
+    else:
+        rows = column.values.split(column.lengths.tolist())
+        out = [tuple(rows[i].reshape(-1).tolist()) if rows[i].numel() != 1 else rows[i].item() for i in first]
+    return [number_of_group(group) for group in out] if numbers else out
 
 
 def hashable(group: Any) -> Hashable:

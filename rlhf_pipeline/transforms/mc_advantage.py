@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
+from torchrl.envs.transforms import Transform
 from torchrl.objectives.llm import MCAdvantageSelector
 
 from rlhf_pipeline.data.keys import (
@@ -26,7 +27,6 @@ from rlhf_pipeline.data.keys import (
     FAILED_MEMBERS,
     GROUP_ID,
     KL_COEF,
-    LEFT_OUT,
     LOG_PROBS,
     PRIORITY,
     PROMPT,
@@ -51,27 +51,18 @@ from rlhf_pipeline.data.trajectories import (
     in_form_of,
     is_stack,
     last_position,
-    segment_sum,
     some_steps_of,
+    spread,
     stack_of,
-    step_sum,
     td_of,
     whole,
 )
 from rlhf_pipeline.errors import DataError, DefinitionError, IncompleteError, MissingKeyError
-from rlhf_pipeline.transforms._advantages import (
-    advantage_values,
-    group_advantages,
-    group_codes,
-    scores_of,
-    step_owners,
-    trajectory_returns,
-)
-from rlhf_pipeline.transforms._arguments import check_arguments
-from rlhf_pipeline.transforms._figures import GroupFigures
+from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, group_advantage, whitened_step_rewards
 from rlhf_pipeline.transforms.groups import (
     Arrived,
     Closed,
+    CloseRules,
     GroupQueue,
     Member,
     Scores,
@@ -81,16 +72,41 @@ from rlhf_pipeline.transforms.groups import (
     hashable,
     number_of_group,
     repoint,
+    scores_of,
+    scores_together,
 )
 from rlhf_pipeline.transforms.waiting_rows import Later, WaitingRows
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
 
 
+_STATS = (
+    "completed_trajectories",
+    "completed_decisions",
+    "trajectory_return_sum",
+    "trajectory_return_max",
+    "successful_trajectories",
+    "failed_trajectories",
+    "completed_groups",
+    "written_groups",
+    "dropped_groups",
+    "rescued_groups",
+    "degenerate_groups",
+    "selected_trajectories",
+    "unselected_trajectories",
+    "full_trajectories",
+    "full_tokens",
+    "early_closed_groups",
+    "early_closed_trajectories",
+    "early_closed_tokens",
+    "late_trajectories",
+)
+"""The counters, under TorchRL's names where it has them."""
+
 _log = logging.getLogger("rlhf_pipeline")
 
 
-class MCAdvantage(GroupFigures):
+class MCAdvantage(Transform):
     """Computes the advantage of complete groups of trajectories; incomplete groups wait.
 
     An inverse transform: `ReplayBuffer.extend` runs it before anything is written. A group passes as soon as its
@@ -208,15 +224,82 @@ class MCAdvantage(GroupFigures):
         self.scored_in = scored_in
         self.in_keys = [key for key in (group_key, prompt_key, rewards_key, done_key) if key is not None]
         self.out_keys = [advantage_key]
-        self._unique = False
-        check_arguments(self, both=(min_group_size is None) == (group_timeout_s is None))
-        self._queue = GroupQueue(self.group_timeout_s)
+        self._check_arguments(both=(min_group_size is None) == (group_timeout_s is None))
+        self._rules = CloseRules(
+            size=self.grpo_size,
+            most=self.candidate_group_size,
+            enough=self.candidate_selection_min_size,
+            least=self.min_group_size,
+            timeout_s=self.group_timeout_s,
+            batch_groups=batch_groups,
+            choose=self._choose
+            if self.candidate_group_size > self.grpo_size or keep_return_bounds is not None
+            else None,
+        )
+        self._stats: dict[str, float] = {}
+        self.reset_stats()
+        self._queue = self._new_queue()
         self._lock = threading.RLock()
         self._rows: WaitingRows | None = None
         self._held: set[int] = set()
-        self._known, self._recovered = True, False
+        self._known = True
         self._settling: _Settling | None = None
-        self.reset_stats()
+
+    def _check_arguments(self, *, both: bool) -> None:
+        """Refuse what is out of range or contradicts itself; `both` or neither of the close policy's were given."""
+        size, most, least = self.grpo_size, self.candidate_group_size, self.candidate_selection_min_size
+        bounds = self.keep_return_bounds
+        rules = [
+            (size >= 1, f"grpo_size is {size}; it must be at least 1."),
+            (
+                self.trajectory_return in (None, "sum", "mean", "max"),
+                f"trajectory_return is {self.trajectory_return!r}; it must be 'sum', 'mean', 'max' or None.",
+            ),
+            (
+                self.zero_variance in ("keep", "drop", "mark"),
+                f"zero_variance is {self.zero_variance!r}; it must be 'keep', 'drop' or 'mark'.",
+            ),
+            (most >= size, f"candidate_group_size is {most}; it must be at least grpo_size ({size})."),
+            (
+                size <= least <= most,
+                f"candidate_selection_min_size is {least}; it must lie between {size} and {most}.",
+            ),
+            (
+                self.trajectory_return is not None or (bounds is None and most == size),
+                "keep_return_bounds and candidate_group_size choose by return: set trajectory_return.",
+            ),
+            (
+                bounds is None or (len(bounds) == 2 and bounds[0] < bounds[1]),
+                f"keep_return_bounds is {bounds}; it must be an increasing pair.",
+            ),
+            (
+                (self.batch_groups is not None) == (self.estimator in BATCH_ESTIMATORS),
+                f"estimator is {self.estimator!r} and batch_groups {self.batch_groups}: "
+                f"{' and '.join(BATCH_ESTIMATORS)} divide by the spread of a batch, so they need batch_groups, how "
+                "many groups a batch has, for example those of a rollout; the others take none.",
+            ),
+            (
+                self.batch_groups is None or most == size,
+                "candidate_group_size lets a group go on waiting when it could be written, and the groups of a batch "
+                "are written together. Leave it out with batch_groups.",
+            ),
+            (
+                self.batch_groups is None or self.batch_groups >= 1,
+                f"batch_groups is {self.batch_groups}; it must be at least 1.",
+            ),
+            (both, "min_group_size and group_timeout_s go together: how many are enough, and after how long."),
+            (
+                1 <= self.min_group_size <= size,
+                f"min_group_size is {self.min_group_size}; it must lie between 1 and grpo_size ({size}).",
+            ),
+            (
+                self.group_timeout_s is None or self.group_timeout_s >= 0,
+                f"group_timeout_s is {self.group_timeout_s}; it must not be negative.",
+            ),
+        ]
+        for holds, message in rules:
+            if not holds:
+                raise DefinitionError(message)
 
     # -- the write path ----------------------------------------------------------------------------------------
 
@@ -231,12 +314,10 @@ class MCAdvantage(GroupFigures):
         """
         with self._lock:
             self._current()
-            now = self._now()
-            arrived = self._arrived(batch)
+            arrived, now = self._arrived(batch), self._now()
             if self._rows is not None:
                 return self._write_rows(arrived, now)
-            done = self._finish([*self._arrive(arrived, now), *self._overdue(now)])
-            self._queue.shrink(arrived)
+            done = self._in_memory(arrived, now)
         return None if done is None else done.batch
 
     def inv(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -249,22 +330,31 @@ class MCAdvantage(GroupFigures):
         with self._lock:
             self._current()
             self._refuse_rows("inv", "extend")
-            now, ready, batch, arrived = self._now(), [], None, None
-            if tensordict.numel():
-                batch = some_steps_of(tensordict, self._needed())
-                arrived = self._arrived(batch)
-                if ROWS in batch:  # the rest is in the rows
-                    for key in [key for key in batch if key not in (ROWS, ASSISTANT_MASK, PRIORITY)]:
-                        del batch[key]
-                ready = self._arrive(arrived, now)
-            done = self._finish([*ready, *self._overdue(now)])
-            if arrived is not None:
-                self._queue.shrink(arrived)
+            if not tensordict.numel():
+                done = self._finish(self._queue.close_overdue(self._now()))
+                return None if done is None else done.in_form_of(tensordict)
+            batch = some_steps_of(tensordict, self._needed())
+            arrived = self._arrived(batch)
+            if ROWS in batch:  # the rest is in the rows
+                for key in [key for key in batch if key not in (ROWS, ASSISTANT_MASK, PRIORITY)]:
+                    del batch[key]
+            done = self._in_memory(arrived, self._now())
         if done is None:
             return None
         if done.source is batch and tensordict.batch_dims == 1:
             return attach(tensordict, done.columns)  # all rows, in their order: nothing else changes
         return done.in_form_of(tensordict)
+
+    def _in_memory(self, arrived: Arrived, now: float) -> _Finished | None:
+        """The groups that are complete with what arrived; the others wait in memory."""
+        self._count_arrivals(arrived)
+        queue = self._queue
+        whole = queue.whole(arrived.groups, now)
+        if whole is not None:
+            return self._finish_whole(arrived, whole)
+        done = self._finish(queue.arrive(arrived, now))
+        queue.shrink(arrived)
+        return done
 
     def _needed(self) -> list[Key]:
         """The keys that are read of a batch."""
@@ -293,40 +383,30 @@ class MCAdvantage(GroupFigures):
         if not tensordict.numel():
             return tensordict
         arrived = self._arrived(some_steps_of(tensordict, self._needed()))
-        codes = group_codes(arrived.groups)
-        advantage, degenerate = group_advantages(arrived.scores, codes, self.estimator, None)
-        return attach(along_one_dimension(tensordict), self._columns(arrived, advantage, degenerate, codes))
+        seen: dict[Hashable, int] = {}
+        codes = torch.tensor([seen.setdefault(group, len(seen)) for group in arrived.groups])
+        graded = graded_groups(arrived.scores, codes, self.estimator, None)
+        return attach(along_one_dimension(tensordict), self._columns(arrived, graded))
 
     def _arrived(self, batch: Trajectories) -> Arrived:
-        bounds = self._bounds(batch)
+        n, ended = batch.n, ends(batch, self.done_key)
+        bounds = list(range(n + 1))
+        if ended is not None and not bool(ended.all()):
+            bounds = [0, *(torch.nonzero(ended).reshape(-1) + 1).tolist()]
+            if bounds[-1] != n:
+                raise IncompleteError(
+                    f"the last trajectory of the batch is not complete: steps {bounds[-1]} to {n - 1} of {n} have no "
+                    f"{self.done_key!r}. Pass whole trajectories, so that nothing is lost."
+                )
         key, identity = self._identity(batch)
-        groups = group_ids(identity, bounds[:-1], key)
-        if self._rows is not None:
-            groups: list[Hashable] = [number_of_group(group) for group in groups]
-        self._unique = key == GROUP_ID  # only then is a straggler known from a new instance of a prompt
+        groups = group_ids(identity, bounds[:-1], key, numbers=self._rows is not None)
+        self._queue.unique = key == GROUP_ID
         found = batch.get(self.rewards_key)
         reward = found if isinstance(found, Flat) else batch.get(TASK_REWARD)
         if not isinstance(reward, Flat):
             raise MissingKeyError(f"the batch has neither {self.rewards_key!r} nor {TASK_REWARD!r}, to rank by")
-        returns, lengths = trajectory_returns(reward, bounds, self.trajectory_return)
-        mask = batch.get(ASSISTANT_MASK)
-        if isinstance(mask, Flat) and mask.lengths is not None:
-            tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
-            lengths = tokens if len(groups) == batch.n else step_sum(tokens, bounds)
-        scores = scores_of(batch, returns, lengths, torch.finfo(self.scored_in).eps)
+        scores = scores_of(batch, reward, bounds, self.trajectory_return, torch.finfo(self.scored_in).eps)
         return Arrived(batch, bounds, groups, reward, scores)
-
-    def _bounds(self, batch: Trajectories) -> list[int]:
-        n, ended = batch.n, ends(batch, self.done_key)
-        if ended is None or bool(ended.all()):
-            return list(range(n + 1))
-        bounds = [0, *(torch.nonzero(ended).reshape(-1) + 1).tolist()]
-        if bounds[-1] != n:
-            raise IncompleteError(
-                f"the last trajectory of the batch is not complete: steps {bounds[-1]} to {n - 1} of {n} have no "
-                f"{self.done_key!r}. Pass whole trajectories, so that nothing is lost."
-            )
-        return bounds
 
     def _identity(self, batch: Trajectories) -> tuple[Key, Any]:
         keys = (self.group_key,) if self.group_key is not None else (GROUP_ID, self.prompt_key)
@@ -343,90 +423,10 @@ class MCAdvantage(GroupFigures):
 
     # -- groups ------------------------------------------------------------------------------------------------
 
-    def _arrive(self, arrived: Arrived, now: float) -> list[Closed]:
-        self._count_arrivals(arrived)
-        queue, ready = self._queue, []
-        for i, group in enumerate(arrived.groups):
-            waiting = queue.waiting.get(group)
-            if waiting is None:
-                if queue.late and queue.is_late(group):
-                    self._stats["late_trajectories"] += 1
-                    continue
-                waiting = queue.open(group, now)
-            waiting.members.append(Member(arrived, i))
-            ready += self._complete_due(group)
-        return ready
-
-    def _complete_due(self, group: Hashable) -> list[Closed]:
-        """Close a group if it is due, and with it the groups that have to come together."""
-        together, waiting = self._together(group), self._queue.waiting
-        if not all(name in waiting and self._is_due(waiting[name]) for name in together):
-            return []
-        return [closed for name in together for closed in self._complete(name)]
-
-    def _together(self, group: Hashable) -> Sequence[Hashable]:
-        """The groups of a group's batch; the group alone where the estimator needs no batch."""
-        if self.batch_groups is None:
-            return [group]
-        first = self._batch_of(group) * self.batch_groups
-        return range(first, first + self.batch_groups)
-
-    def _batch_of(self, group: Hashable) -> int:
-        assert self.batch_groups is not None
-        if not isinstance(group, int):
-            raise DataError(
-                f"batch_groups={self.batch_groups} counts groups by an integer group_id, and a trajectory's group is "
-                f"{group!r}. Number the groups, or use an estimator that needs no batch."
-            )
-        return group // self.batch_groups
-
-    def _is_due(self, waiting: Waiting) -> bool:
-        arrived = len(waiting.members)
-        if self.batch_groups is not None and waiting.failed >= self.candidate_group_size:
-            return True  # nothing of it will come, and the rest of its batch need not wait for it
-        enough = self.min_group_size if waiting.overdue else self.candidate_selection_min_size
-        return arrived > 0 and (arrived >= enough or arrived + waiting.failed >= self.candidate_selection_min_size)
-
-    def _overdue(self, now: float) -> list[Closed]:
-        """Close the groups whose time is up and that have enough members; the others close when they have."""
-        recovered, self._recovered = self._recovered, False
-        found = self._queue.take_overdue(now)
-        if recovered:  # a group may be complete already: the process died before it wrote it, or wants fewer now
-            found = list(self._queue.waiting.items())
-        # One that is gone by its turn has left with its batch.
-        return [closed for group, _ in found if group in self._queue.waiting for closed in self._complete_due(group)]
-
-    def _complete(self, group: Hashable, close: bool = False) -> list[Closed]:
-        """Take a group that may be complete out of the queue; empty where it goes on waiting."""
-        waiting = self._queue.waiting[group]
-        members, failed = waiting.members, waiting.failed
-        close = close or waiting.overdue
-        early = len(members) + failed < self.candidate_selection_min_size
-        size = min(self.grpo_size, len(members))
-        chosen: list[int] | None = list(range(len(members)))
-        if self.candidate_group_size > self.grpo_size or self.keep_return_bounds is not None:
-            chosen = self._choose(members, size)
-        if chosen is None and len(members) < self.candidate_group_size - failed and not close:
-            return []
-        del self._queue.waiting[group]
-        self._stats["completed_groups"] += 1
-        if early:
-            self._stats["early_closed_groups"] += 1
-            if self._unique and self.group_timeout_s is not None:
-                self._queue.expect_late(group, self.candidate_group_size - len(members) - failed)
-        if chosen is None:
-            self._stats["dropped_groups"] += 1
-            return [Closed([], members, early)]
-        self._stats["selected_trajectories"] += len(chosen)
-        self._stats["unselected_trajectories"] += len(members) - len(chosen)
-        left = (
-            [member for i, member in enumerate(members) if i not in set(chosen)] if len(chosen) < len(members) else []
-        )
-        return [Closed([members[i] for i in chosen], left, early)]
-
     def _choose(self, members: Sequence[Member], size: int) -> list[int] | None:
         # A failed trajectory ranks as one that earned nothing.
         values = torch.tensor([member.value for member in members]).nan_to_num(0.0, 0.0, 0.0)
+        chosen: list[int] | None = list(range(len(members)))
         candidates = TensorDict({"return": values}, batch_size=[len(members)])
         names = [key if isinstance(key, str) else key[0] for key in self.candidate_selector.in_keys]
         if "trajectories" in names:
@@ -450,7 +450,7 @@ class MCAdvantage(GroupFigures):
         if arrived.batch is not None:
             return stack_of(whole(arrived.batch.select(arrived.steps_of([member.index]))))
         assert self._rows is not None
-        return stack_of(self._rows.trajectory(member.row))
+        return stack_of(self._rows.columns(self._rows.store.schema.names, np.array([member.row])))
 
     def report_failed(self, group: Hashable, count: int = 1) -> TensorDictBase | None:
         """Say that `count` trajectories of a group will never arrive.
@@ -463,18 +463,9 @@ class MCAdvantage(GroupFigures):
             The group, if that completes it (write it with `TrajectoryReplayBuffer.extend_raw`), else None.
         """
         with self._lock:
-            self._begin("report_failed")
-            queue, group = self._queue, self._name(group)
-            waiting = queue.waiting.get(group)
-            if waiting is None and queue.late:
-                while count and queue.is_late(group):  # of a group that closed without it
-                    count -= 1
-                if not count:
-                    return None
-            waiting = waiting or queue.open(group, self._now())
-            waiting.failed += int(count)
-            closed = self._complete_due(group)
-            if closed:
+            queue, group = self._begin("report_failed"), self._name(group)
+            waiting, closed = queue.fail(group, int(count), self._now())
+            if waiting is None or closed:
                 return self._out(closed)
             if self._settling is not None:
                 self._settling.failed.append(waiting)
@@ -494,11 +485,11 @@ class MCAdvantage(GroupFigures):
             The trajectories of the closed groups, or None.
         """
         with self._lock:
-            self._begin("close_groups")
-            waiting = self._queue.waiting
+            queue = self._begin("close_groups")
+            waiting = queue.waiting
             names = list(waiting) if group is None else [name] if (name := self._name(group)) in waiting else []
             due = [name for name in names if len(waiting[name].members) >= max(min_size, 1)]
-            return self._out([closed for name in due for closed in self._complete(name, close=True)])
+            return self._out([closed for name in due for closed in queue.complete(name, close=True)])
 
     def close_overdue(self) -> TensorDictBase | None:
         """Close the groups whose time is up, as every call of the write path does.
@@ -507,18 +498,18 @@ class MCAdvantage(GroupFigures):
             The trajectories of the closed groups, or None.
         """
         with self._lock:
-            self._begin("close_overdue")
-            return self._out(self._overdue(self._now()))
+            return self._out(self._begin("close_overdue").close_overdue(self._now()))
 
     def _name(self, group: Hashable) -> Hashable:
         return group if self._rows is None else number_of_group(group)
 
-    def _begin(self, method: str) -> None:
+    def _begin(self, method: str) -> GroupQueue:
         """Get ready to close groups."""
-        self._current()
+        queue = self._current()
         if self._rows is not None:
             self._refuse_rows(method, method)
-            self._meet()
+            queue = self._meet()
+        return queue
 
     def _refuse_rows(self, called: str, instead: str) -> None:
         if self._rows is not None and self._settling is None:
@@ -537,57 +528,91 @@ class MCAdvantage(GroupFigures):
 
     # -- advantages --------------------------------------------------------------------------------------------
 
-    def _grade(self, closed: Sequence[Closed], scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
-        """Advantages of whole groups, one after the other, whether they have no spread, and the group of each."""
-        sizes, early = [len(group.members) for group in closed], [group.early for group in closed]
-        returns, batches = scores.returns, None
-        codes = torch.repeat_interleave(torch.tensor(sizes))
-        self._count_lengths(scores.lengths, torch.tensor(early)[codes] if any(early) else None)
+    def _grade(self, scores: Scores, sizes: list[int], groups: list[Any], early: list[bool] | None) -> Graded:
+        """Advantages of whole groups, one after the other.
+
+        Args:
+            scores: of their members.
+            sizes: of the groups.
+            groups: their identities.
+            early: whether members were missing; None where all came.
+        """
+        stats, codes, batches = self._stats, torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)), None
+        self._count_lengths(scores.lengths, None if early is None else torch.tensor(early)[codes])
         if self.batch_groups is not None:
-            batches = torch.tensor([self._batch_of(group.members[0].group) for group in closed])[codes]
-        advantage, degenerate = group_advantages(scores, codes, self.estimator, batches)
-        flat = int(codes[degenerate].unique().numel())
+            batches = torch.tensor([self._queue.batch_of(group) for group in groups])[codes]
+        graded = graded_groups(scores, codes, self.estimator, batches)
+        flat = int(codes[graded.degenerate].unique().numel()) if bool(graded.degenerate.any()) else 0
         drop = self.zero_variance == "drop"
         if self.verbose:
             message = "%d groups of %d to %d trajectories: mean return %.4g, %d of them without spread; %d groups wait"
-            waiting = len(self._queue.waiting)
-            _log.info(message, len(sizes), min(sizes), max(sizes), returns.nanmean().item(), flat, waiting)
-        self._stats["degenerate_groups"] += flat
-        self._stats["written_groups"] += len(sizes) - (flat if drop else 0)
-        self._stats["dropped_groups"] += flat if drop else 0
-        return advantage, degenerate, codes
+            mean, waiting = scores.returns.nanmean().item(), len(self._queue.waiting)
+            _log.info(message, len(sizes), min(sizes), max(sizes), mean, flat, waiting)
+        stats["degenerate_groups"] += flat
+        stats["written_groups"] += len(sizes) - (flat if drop else 0)
+        stats["dropped_groups"] += flat if drop else 0
+        return graded
 
     def _finish(self, closed: Sequence[Closed]) -> _Finished | None:
         """The trajectories of closed groups that are in memory, with their advantages; None where there are none."""
         groups = [group for group in closed if group.members]
         if not groups:
             return None
-        arrived = gather([member for group in groups for member in group.members])
-        advantage, degenerate, codes = self._grade(groups, arrived.scores)
-        if self.zero_variance == "drop" and bool(degenerate.any()):
-            keep = torch.nonzero(~degenerate).reshape(-1)
+        early = [group.early for group in groups] if any(group.early for group in groups) else None
+        return self._finished(
+            gather([member for group in groups for member in group.members]),
+            [len(group.members) for group in groups],
+            [group.members[0].group for group in groups],
+            early,
+        )
+
+    def _finish_whole(self, arrived: Arrived, groups: list[list[int]]) -> _Finished | None:
+        """The same for groups that came whole in one call, each given by its members."""
+        if not groups:
+            return None
+        self._stats["completed_groups"] += len(groups)
+        self._stats["selected_trajectories"] += len(arrived.groups)
+        order = [i for members in groups for i in members]
+        identities = [arrived.groups[members[0]] for members in groups]
+        return self._finished(arrived.take(order), [len(members) for members in groups], identities, None)
+
+    def _finished(
+        self, arrived: Arrived, sizes: list[int], groups: list[Any], early: list[bool] | None
+    ) -> _Finished | None:
+        graded = self._grade(arrived.scores, sizes, groups, early)
+        if self.zero_variance == "drop" and bool(graded.degenerate.any()):
+            keep = torch.nonzero(~graded.degenerate).reshape(-1)
             if not keep.numel():
                 return None
-            arrived = arrived.take(keep.tolist())
-            advantage, degenerate, codes = advantage[keep], degenerate[keep], codes[keep]
-        columns = self._columns(arrived, advantage, degenerate, codes)
-        return _Finished(arrived.steps, columns)
+            arrived, graded = arrived.take(keep.tolist()), graded.take(keep)
+        return _Finished(arrived.steps, self._columns(arrived, graded), len(arrived.groups))
 
-    def _columns(self, arrived: Arrived, advantage: Tensor, degenerate: Tensor, codes: Tensor) -> dict[Key, Flat]:
+    def _columns(self, arrived: Arrived, graded: Graded) -> dict[Key, Flat]:
         """The columns that trajectories get, by step."""
-        batch, reward, owner = arrived.steps, arrived.rewards, step_owners(arrived.bounds)
-        mask = batch.get(ASSISTANT_MASK)
-        per_step = codes if self.trajectory_return is None else None
-        values = advantage_values(reward, mask if isinstance(mask, Flat) else None, owner, advantage, per_step)
+        batch, reward, bounds = arrived.steps, arrived.rewards, arrived.bounds
+        mask, returns, degenerate = batch.get(ASSISTANT_MASK), arrived.scores.returns, graded.degenerate
+        owner = (
+            None
+            if len(bounds) == bounds[-1] + 1
+            else spread(torch.arange(len(bounds) - 1), torch.tensor(bounds).diff())
+        )
+        values = advantage_values(
+            reward,
+            mask if isinstance(mask, Flat) else None,
+            graded.advantages if owner is None else graded.advantages[owner],
+            None if self.trajectory_return is not None else graded.codes if owner is None else graded.codes[owner],
+        )
+        if owner is not None:
+            returns, degenerate = returns[owner], degenerate[owner]
         columns: dict[Key, Flat] = {
             self.advantage_key: Flat(values, reward.lengths, reward.shapes),
-            RETURN: Flat(arrived.returns[owner].to(torch.float32)),
-            DEGENERATE: Flat(degenerate[owner]),
+            RETURN: Flat(returns.to(torch.float32)),
+            DEGENERATE: Flat(degenerate),
         }
         if self.zero_variance == "mark" and bool(degenerate.any()):
             old = batch.get(PRIORITY)
             base = old.values.to(torch.float32) if isinstance(old, Flat) else torch.ones(batch.n)
-            columns[PRIORITY] = Flat(torch.where(degenerate[owner], 0.0, base))
+            columns[PRIORITY] = Flat(torch.where(degenerate, 0.0, base))
         return columns
 
     # -- groups that wait in a store ---------------------------------------------------------------------------
@@ -612,7 +637,7 @@ class MCAdvantage(GroupFigures):
             self._rows, self._known = rows, rows is None
             if rows is not None:
                 rows.eps = torch.finfo(self.scored_in).eps
-            self._queue = GroupQueue(self.group_timeout_s)
+            self._queue = self._new_queue()
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -627,9 +652,9 @@ class MCAdvantage(GroupFigures):
             try:
                 yield
             except BaseException:
-                self._stats = stats
+                self._stats.update(stats)
                 if self._rows is None:
-                    self._queue = before or GroupQueue(self.group_timeout_s)
+                    self._queue = before or self._new_queue()
                 else:
                     self._known = False
                 self._queue.late = late
@@ -637,17 +662,21 @@ class MCAdvantage(GroupFigures):
             finally:
                 self._settling = None
 
+    def _new_queue(self) -> GroupQueue:
+        return GroupQueue(self._rules, self._stats)
+
     def _current(self) -> GroupQueue:
         """The queue; the first time, of what waits in the store."""
         if not self._known and self._rows is not None:
             self._recover(self._rows.look())
         return self._queue
 
-    def _waiting(self) -> GroupQueue:
+    def _waiting(self) -> dict[Hashable, Waiting]:
+        """The groups that wait."""
         with self._lock:
-            return self._current()
+            return self._current().waiting
 
-    def _meet(self) -> None:
+    def _meet(self) -> GroupQueue:
         """Take in what other processes did to the groups, and keep them from doing more until the call ends."""
         rows, call = self._rows, self._settling
         assert rows is not None
@@ -658,65 +687,65 @@ class MCAdvantage(GroupFigures):
             found = rows.look()
             if not self._known or len(found) != len(self._held) or not self._held.issuperset(found.tolist()):
                 self._recover(found)
+        return self._queue
 
     def _recover(self, found: np.ndarray) -> None:
         """Let the rows of the store that wait be the groups; failures of groups without a row are kept."""
         assert self._rows is not None
-        failures = {g: w.failed for g, w in self._queue.waiting.items() if w.failed and not w.members}
-        self._queue = queue = GroupQueue(self.group_timeout_s, late=self._queue.late)
+        before, queue = self._queue, self._new_queue()
+        queue.late, queue.unique = before.late, self.group_key in (None, GROUP_ID)
         arrived, since, failed = self._rows.find(found)
         for i, group in enumerate(arrived.groups):
             waiting = queue.waiting.get(group) or queue.open(group, since[i])
             waiting.members.append(Member(arrived, i))
             waiting.failed += failed[i]
-        for group, count in failures.items():
-            waiting = queue.waiting.get(group) or queue.open(group, self._now())
-            waiting.failed += count
-        self._unique = self.group_key in (None, GROUP_ID)
-        self._held = set(found.tolist())
-        self._known, self._recovered = True, len(found) > 0
+        for group, lost in before.waiting.items():
+            if lost.failed and not lost.members:
+                (queue.waiting.get(group) or queue.open(group, self._now())).failed += lost.failed
+        self._queue, self._held = queue, set(found.tolist())
+        self._known, queue.recovered = True, len(found) > 0
 
     def _write_rows(self, arrived: Arrived, now: float) -> Trajectories | None:
         """The rows to append: groups that came whole with their advantages, then the trajectories that wait."""
         self._refuse_rows("write", "extend")
         call = self._settling
         assert call is not None
-        if not self._came_whole(arrived, now):
-            self._meet()
-        ready = [*self._arrive(arrived, now), *self._overdue(now)]
+        whole = self._queue.whole(arrived.groups, now)
+        if whole is None:
+            return self._write_some(call, arrived, now)
+        self._count_arrivals(arrived)
+        done = self._finish_whole(arrived, whole)
+        call.num_whole = call.num_rows = 0 if done is None else done.num
+        return None if done is None else done.batch
+
+    def _write_some(self, call: _Settling, arrived: Arrived, now: float) -> Trajectories | None:
+        """The rows of a call of which some trajectories wait, or complete groups that waited."""
+        queue = self._meet()
+        self._count_arrivals(arrived)
+        ready = queue.arrive(arrived, now)
         inside = [g for g in ready if g.members and all(m.arrived is arrived for m in (*g.members, *g.left))]
         outside = [g for g in ready if any(m.arrived is not arrived for m in (*g.members, *g.left))]
         if self.batch_groups is not None and outside:
             inside, outside = [], ready  # a batch is graded as one, so all of it waits for the update
         call.closed += outside
-        whole = [m.index for g in inside for m in g.members]
-        advantage, codes = torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
-        degenerate = torch.zeros(0, dtype=torch.bool)
+        chosen, graded = [m.index for g in inside for m in g.members], Graded.nothing()
         if inside:
-            index = torch.tensor(whole)
-            advantage, degenerate, codes = self._grade(inside, arrived.scores.take(index))
+            early = [group.early for group in inside] if any(group.early for group in inside) else None
+            sizes, groups = [len(g.members) for g in inside], [g.members[0].group for g in inside]
+            graded = self._grade(arrived.scores.take(torch.tensor(chosen)), sizes, groups, early)
             if self.zero_variance == "drop":
-                keep = torch.nonzero(~degenerate).reshape(-1)
-                whole = index[keep].tolist()
-                advantage, degenerate, codes = advantage[keep], degenerate[keep], codes[keep]
+                keep = torch.nonzero(~graded.degenerate).reshape(-1)
+                chosen, graded = [chosen[i] for i in keep.tolist()], graded.take(keep)
         call.waiting = self._waiting_members(arrived, call.closed)
-        call.num_whole = len(whole)
-        call.part = part = arrived.take([*whole, *(m.index for m in call.waiting)])
+        call.num_whole = len(chosen)
+        part = arrived.take([*chosen, *(m.index for m in call.waiting)])
+        call.num_rows = len(part.groups)
         if not part.groups:
             return None
-        if not call.waiting:
-            return Trajectories(part.steps.n, part.steps | self._columns(part, advantage, degenerate, codes))
-        return self._with_waiting(part, advantage, degenerate, codes, call.waiting, now)
-
-    def _came_whole(self, arrived: Arrived, now: float) -> bool:
-        """Whether every trajectory of a call belongs to a group that came whole, and no group's time is up."""
-        queue, size = self._queue, self.grpo_size
-        if self._recovered or queue.is_overdue(now) or self.candidate_group_size != size:
-            return False
-        counts = Counter(arrived.groups)
-        if any(name not in counts for group in counts for name in self._together(group)):
-            return False
-        return all(n == size and g not in queue.waiting and g not in queue.late for g, n in counts.items())
+        if call.waiting:
+            call.part = part
+            return self._with_waiting(part, graded, call.waiting, now)
+        return Trajectories(part.steps.n, part.steps | self._columns(part, graded))
 
     def _waiting_members(self, arrived: Arrived, closed: Sequence[Closed]) -> list[Member]:
         """Those that came with this call and wait, be it for the update that completes them."""
@@ -725,32 +754,19 @@ class MCAdvantage(GroupFigures):
         found += [m for group in closed for m in group.members if m.arrived is arrived]
         return sorted(found, key=lambda member: member.index)
 
-    def _with_waiting(
-        self,
-        part: Arrived,
-        advantage: Tensor,
-        degenerate: Tensor,
-        codes: Tensor,
-        waiting: Sequence[Member],
-        now: float,
-    ) -> Trajectories:
+    def _with_waiting(self, part: Arrived, graded: Graded, waiting: Sequence[Member], now: float) -> Trajectories:
         """Rows of which the last ones wait, with no advantage, the exact return and the number of their group."""
         k, more = len(part.groups) - len(waiting), len(waiting)
-        advantage = torch.cat([advantage, torch.full((more,), torch.nan, dtype=torch.float64)])
-        degenerate = torch.cat([degenerate, torch.zeros(more, dtype=torch.bool)])
-        codes = torch.cat([codes, torch.full((more,), int(codes.max()) + 1 if codes.numel() else 0)])
-        columns = self._columns(part, advantage, degenerate, codes)
-        owner = step_owners(part.bounds)
+        columns = self._columns(part, graded.followed_by(more))
+        owner = part.owners()
         late = owner >= k
         value = columns[self.advantage_key]
-        element = late if value.lengths is None else torch.repeat_interleave(late, value.lengths)
-        value.values[element] = torch.nan
-        returns = part.returns.clone()
+        value.values[late if value.lengths is None else spread(late, value.lengths)] = torch.nan
+        returns = part.scores.returns.clone()
         returns[:k] = returns[:k].to(torch.float32).double()
         columns[RETURN] = Flat(returns[owner])
-        numbers: Any = part.groups[k:]
-        numbers = torch.tensor([-1] * k + numbers, dtype=torch.int64)
-        columns[WAITING] = Flat(numbers[owner])
+        groups: Any = part.groups[k:]
+        columns[WAITING] = Flat(torch.tensor([-1] * k + groups, dtype=torch.int64)[owner])
         failed = torch.zeros(k + more, dtype=torch.int32)
         for i, member in enumerate(waiting, start=k):
             group = self._queue.waiting.get(part.groups[i])
@@ -773,83 +789,149 @@ class MCAdvantage(GroupFigures):
         """
         call = self._settling
         assert call is not None
-        out: list[Later] = []
+        if call.num_rows not in (None, len(rows)):
+            raise DataError(
+                f"{len(rows)} rows were stored of {call.num_rows} trajectories that left MCAdvantage. Put transforms "
+                "that change the number of trajectories behind it in the list, so that they run before."
+            )
         if call.part is not None:
-            if len(rows) != len(call.part.groups):
-                raise DataError(
-                    f"{len(rows)} rows were stored of {len(call.part.groups)} trajectories that left MCAdvantage. Put "
-                    "transforms that change the number of trajectories behind it in the list, so that they run before."
-                )
-            if call.waiting:
-                kept = call.part.take(list(range(call.num_whole, len(rows))))
-                kept = replace(kept, bounds=list(range(len(call.waiting) + 1)))
-                kept.stored(rows[call.num_whole :], keep_rewards=self.trajectory_return is None)
-                repoint(call.waiting, kept)
-                self._held.update(rows[call.num_whole :].tolist())
-        stored = [m.row for group in call.closed for m in (*group.members, *group.left) if m.arrived.rows is not None]
-        self._held.difference_update(stored)
-        out += self._left_out([m for group in call.closed for m in group.left])
-        out += self._completed([group for group in call.closed if group.members])
+            late = rows[call.num_whole :]
+            kept = replace(call.part.take(range(call.num_whole, len(rows))), bounds=list(range(len(late) + 1)))
+            kept.stored(late, keep_rewards=self.trajectory_return is None)
+            repoint(call.waiting, kept)
+            self._held.update(late.tolist())
+        if not call.closed and not call.failed:
+            return []
+        store_rows = self._rows
+        assert store_rows is not None
+        self._held.difference_update(
+            m.row for group in call.closed for m in (*group.members, *group.left) if m.arrived.rows is not None
+        )
+        out: list[Later] = []
+        left = [m.row for group in call.closed for m in group.left if m.arrived.rows is not None]
+        if left:
+            out.append(Later.left_out(np.array(left)))
+        out += self._completed([group for group in call.closed if group.members], store_rows)
         for waiting in call.failed:
-            if waiting.members and self._rows is not None and self._rows.column_of(FAILED_MEMBERS):
+            if waiting.members and store_rows.column_of(FAILED_MEMBERS):
                 row = np.array([waiting.members[0].row])
                 out.append(Later(row, {"failed_members": np.array([waiting.failed], np.int32)}, complete=False))
         return out
 
-    @staticmethod
-    def _left_out(members: Sequence[Member]) -> list[Later]:
-        rows = np.array([m.row for m in members if m.arrived.rows is not None], np.int64)
-        return [Later(rows, {"waiting": np.full(len(rows), LEFT_OUT)}, complete=False)] if len(rows) else []
-
-    def _completed(self, groups: Sequence[Closed]) -> list[Later]:
+    def _completed(self, groups: Sequence[Closed], store_rows: WaitingRows) -> list[Later]:
         """The one update that completes groups whose members the store holds."""
         if not groups:
             return []
-        store_rows = self._rows
-        assert store_rows is not None
         members = [member for group in groups for member in group.members]
-        scores = Scores.join([member.arrived.scores.take(torch.tensor([member.index])) for member in members])
-        returns = scores.returns
-        advantage, degenerate, codes = self._grade(groups, scores)
+        scores = scores_together(members)
+        rows, returns = np.array([member.row for member in members], np.int64), scores.returns
+        early = [group.early for group in groups] if any(group.early for group in groups) else None
+        sizes, identities = [len(group.members) for group in groups], [group.members[0].group for group in groups]
+        graded = self._grade(scores, sizes, identities, early)
         out: list[Later] = []
-        rows = np.array([member.row for member in members], np.int64)
-        if self.zero_variance == "drop" and bool(degenerate.any()):
-            gone = degenerate.numpy()
-            out += [Later(rows[gone], {"waiting": np.full(int(gone.sum()), LEFT_OUT)}, complete=False)]
-            keep = ~degenerate
-            rows, returns, codes = rows[keep.numpy()], returns[keep], codes[keep]
-            advantage, degenerate = advantage[keep], degenerate[keep]
+        if self.zero_variance == "drop" and bool(graded.degenerate.any()):
+            keep = ~graded.degenerate
+            out.append(Later.left_out(rows[~keep.numpy()]))
+            rows, returns, graded = rows[keep.numpy()], returns[keep], graded.take(keep)
         if not len(rows):
             return out
-        columns: dict[str, Any] = {}
+        degenerate = graded.degenerate.numpy()
+        columns: dict[str, Any] = {"return": returns.to(torch.float32).double().numpy(), "degenerate": degenerate}
         name = store_rows.column_of(self.advantage_key)
         if name is not None:
-            columns[name] = self._stored_advantage(name, rows, advantage, codes)
-        columns |= {"return": returns.to(torch.float32).double().numpy(), "degenerate": degenerate.numpy()}
+            columns[name] = self._stored_advantage(name, store_rows, rows, graded)
         if self.zero_variance == "mark" and bool(degenerate.any()):
-            old = store_rows.store.read_scalars("priority", rows)
-            columns["priority"] = np.where(degenerate.numpy(), np.float32(0.0), old)
+            columns["priority"] = np.where(degenerate, np.float32(0.0), store_rows.store.read_scalars("priority", rows))
         columns = {column: values for column, values in columns.items() if column in store_rows.store.schema}
         return [*out, Later(rows, columns, complete=True)]
 
-    def _stored_advantage(self, name: str, rows: np.ndarray, advantage: Tensor, codes: Tensor) -> Any:
+    def _stored_advantage(self, name: str, store_rows: WaitingRows, rows: np.ndarray, graded: Graded) -> Any:
         """Advantages in the form of their column."""
-        store_rows = self._rows
-        assert store_rows is not None
-        ragged = store_rows.store.schema[name].ragged
+        store = store_rows.store
+        ragged, per_step = store.schema[name].ragged, None
         if self.trajectory_return is not None and not ragged:
-            return advantage.to(torch.float32).numpy()
-        mask, owner = store_rows.mask(rows), torch.arange(len(rows))
-        reward, per_step = Flat(mask.values, mask.lengths), None
+            return graded.advantages.to(torch.float32).numpy()
+        read: Any = store_rows.columns(["assistant_mask", "task_reward"], rows)
+        mask = reward = read[ASSISTANT_MASK]
         if self.trajectory_return is None:
-            reward, per_step = store_rows.rewards(rows), codes
-        values = advantage_values(reward, mask, owner, advantage, per_step)
-        assert mask.lengths is not None
+            per_step, reward = graded.codes, read[TASK_REWARD]
+            if "reward" in store.schema:
+                reward: Any = store_rows.columns(["reward"], rows)[REWARD]
+        values = advantage_values(reward, mask, graded.advantages, per_step)
         if not ragged:
             return (values if reward.lengths is None else values[last_position(mask.values, mask.lengths)]).numpy()
         if reward.lengths is None:
-            values = torch.where(mask.values, torch.repeat_interleave(values, mask.lengths), 0.0)
+            values = torch.where(mask.values, spread(values, mask.lengths), 0.0)
         return [row.numpy() for row in values.split(mask.lengths.tolist())]
+
+    # -- figures -----------------------------------------------------------------------------------------------
+
+    def _count_arrivals(self, arrived: Arrived) -> None:
+        stats = self._stats
+        stats["completed_trajectories"] += len(arrived.groups)
+        stats["completed_decisions"] += arrived.bounds[-1]
+        returns = arrived.scores.returns[arrived.scores.returns.isfinite()]
+        stats["failed_trajectories"] += arrived.scores.returns.numel() - returns.numel()
+        if returns.numel():
+            stats["trajectory_return_sum"] += float(returns.sum())
+            stats["trajectory_return_max"] = max(stats["trajectory_return_max"], float(returns.max()))
+        stats["successful_trajectories"] += int((arrived.scores.returns > 0).sum())
+
+    def reset_stats(self) -> None:
+        """Set the counters to zero."""
+        self._stats.update(dict.fromkeys(_STATS, 0), trajectory_return_max=float("-inf"))
+
+    def get_stats(self) -> dict[str, float]:
+        """The counters, the size of the queue, and how much closing groups early favours short trajectories.
+
+        `mean_length_full` and `mean_length_early_closed` are completion tokens per written trajectory of complete
+        groups and of groups that closed early; `early_closed_length_bias` is the second over the first. Short
+        trajectories arrive first, so a figure well below 1 says that the timeout teaches the policy to be brief. The
+        three are NaN where there is nothing to divide.
+        """
+        stats = self._stats
+        full = _ratio(stats["full_tokens"], stats["full_trajectories"])
+        early = _ratio(stats["early_closed_tokens"], stats["early_closed_trajectories"])
+        return {
+            **stats,
+            "mean_length_full": full,
+            "mean_length_early_closed": early,
+            "early_closed_length_bias": _ratio(early, full),
+            "queued_groups": self.queued_groups,
+            "queued_trajectories": self.queued_trajectories,
+            "max_queued_trajectories_per_group": self.max_queued_trajectories_per_group,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _STATS:
+            return self.__dict__["_stats"][name]
+        return super().__getattr__(name)
+
+    def _count_lengths(self, lengths: Tensor, early: Tensor | None) -> None:
+        """Take in the completion lengths of what is written, and which of it belongs to groups that closed early."""
+        stats, total, count = self._stats, float(lengths.sum()), lengths.numel()
+        if early is not None:
+            found = lengths[early]
+            stats["early_closed_tokens"] += float(found.sum())
+            stats["early_closed_trajectories"] += found.numel()
+            total, count = total - float(found.sum()), count - found.numel()
+        stats["full_tokens"] += total
+        stats["full_trajectories"] += count
+
+    @property
+    def queued_groups(self) -> int:
+        """Number of incomplete groups."""
+        return sum(1 for waiting in self._waiting().values() if waiting.members)
+
+    @property
+    def queued_trajectories(self) -> int:
+        """Number of waiting trajectories."""
+        return sum(len(waiting.members) for waiting in self._waiting().values())
+
+    @property
+    def max_queued_trajectories_per_group(self) -> int:
+        """Size of the largest incomplete group."""
+        return max((len(waiting.members) for waiting in self._waiting().values()), default=0)
 
     # -- state -------------------------------------------------------------------------------------------------
 
@@ -884,7 +966,7 @@ class MCAdvantage(GroupFigures):
                         "write what comes out."
                     )
                 self._known = False
-                self._queue = GroupQueue(self.group_timeout_s)
+                self._queue = self._new_queue()
             else:
                 self.clear_queues()
             queue, now = self._queue, self._now()
@@ -903,7 +985,7 @@ class MCAdvantage(GroupFigures):
         state = super().__getstate__()
         state.pop("_lock", None)
         if self._rows is not None:  # a process that gets a copy finds what waits in the store
-            state |= {"_rows": None, "_known": True, "_queue": GroupQueue(self.group_timeout_s)}
+            state |= {"_rows": None, "_known": True, "_queue": self._new_queue()}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -913,8 +995,7 @@ class MCAdvantage(GroupFigures):
     @property
     def queues(self) -> dict[Hashable, list[TensorDictBase]]:
         """The waiting trajectories of each incomplete group, for inspection; in a store, by the group's number."""
-        waiting = self._waiting().waiting
-        return {g: [self._trajectory(m) for m in found.members] for g, found in waiting.items() if found.members}
+        return {g: [self._trajectory(m) for m in w.members] for g, w in self._waiting().items() if w.members}
 
     def waiting_values(self, key: Key = TRAJECTORY_ID) -> list[Any]:
         """One value of each waiting trajectory, that of its last step; trajectories without it are left out."""
@@ -927,7 +1008,9 @@ class MCAdvantage(GroupFigures):
                 else:
                     assert self._rows is not None
                     index = torch.arange(len(members))
-                    batch = self._rows.values([key], np.array([member.row for member in members]))
+                    name = self._rows.column_of(key)
+                    rows = np.array([member.row for member in members])
+                    batch = self._rows.columns([] if name is None else [name], rows)
                 column = batch.get(key)
                 if column is not None:
                     found = column.select(index)
@@ -962,15 +1045,98 @@ class MCAdvantage(GroupFigures):
                     f"the groups wait in {self._rows.store.path}, and a store forgets nothing. Close them: "
                     "TrajectoryReplayBuffer.close_groups()."
                 )
-            self._queue = GroupQueue(self.group_timeout_s)
+            self._queue = self._new_queue()
+
+
+class Graded(NamedTuple):
+    """Trajectories of whole groups.
+
+    Attributes:
+        advantages: float64 `[k]`.
+        degenerate: bool `[k]`, whether the group has no spread, or the return is not finite.
+        codes: int64 `[k]`, the group.
+    """
+
+    advantages: Tensor
+    degenerate: Tensor
+    codes: Tensor
+
+    @classmethod
+    def nothing(cls) -> Graded:
+        """No trajectories."""
+        return cls(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.bool), torch.zeros(0).long())
+
+    def take(self, index: Tensor) -> Graded:
+        """Some of them."""
+        return Graded(*(values[index] for values in self))
+
+    def followed_by(self, more: int) -> Graded:
+        """With trajectories behind them that have no advantage yet."""
+        code = int(self.codes.max()) + 1 if self.codes.numel() else 0
+        return Graded(
+            torch.cat([self.advantages, torch.full((more,), torch.nan, dtype=torch.float64)]),
+            torch.cat([self.degenerate, torch.zeros(more, dtype=torch.bool)]),
+            torch.cat([self.codes, torch.full((more,), code)]),
+        )
+
+
+def graded_groups(scores: Scores, codes: Tensor, estimator: str, batches: Tensor | None) -> Graded:
+    """The advantages of groups; a return that is not finite counts for nobody.
+
+    Args:
+        scores: of each trajectory.
+        codes: int64 `[n]`, its group.
+        estimator: one of `functional.advantage.ESTIMATORS`.
+        batches: int64 `[n]`, the batch of each, where the estimator looks at batches; None for one of all.
+    """
+    finite = scores.returns.isfinite()
+    if batches is None and bool(finite.all()):
+        parts: list[Any] = [slice(None)]
+    else:
+        parts = [finite] if batches is None else [finite & (batches == batch) for batch in batches.unique().tolist()]
+    advantages, degenerate = torch.zeros_like(scores.returns), torch.ones_like(finite)
+    for part in parts:
+        returns, lengths, task, rounding = scores.take(part)
+        advantages[part], degenerate[part] = group_advantage(
+            returns, codes[part], estimator, lengths=lengths, task_rewards=task, rounding=rounding
+        )
+    return Graded(advantages, degenerate, codes)
+
+
+def advantage_values(reward: Flat, mask: Flat | None, advantages: Tensor, groups: Tensor | None) -> Tensor:
+    """The advantage in the shape of the rewards, float32, 0 outside the assistant's tokens.
+
+    Args:
+        reward: of `n` steps.
+        mask: the assistant's tokens; used where it has the rewards' lengths.
+        advantages: `[n]`, of each step's trajectory.
+        groups: int64 `[n]`, where rewards are whitened step by step within their group instead; else None.
+    """
+    shape, lengths = reward.values.shape, reward.lengths
+    if groups is not None:
+        flat = reward.values.detach().double().nan_to_num(0.0, 0.0, 0.0).reshape(-1)
+        each = torch.ones(len(groups), dtype=torch.int64) if lengths is None else lengths
+        each = each * (flat.numel() // max(shape[0], 1))
+        values = whitened_step_rewards(flat, groups, each).advantages.to(torch.float32).reshape(shape)
+    else:
+        values = advantages.to(torch.float32)
+        values = values if lengths is None else spread(values, lengths)
+        if len(shape) > 1:
+            values = values.reshape(-1, *(1 for _ in shape[1:])).expand(shape).contiguous()
+    if mask is None or mask.lengths is None or lengths is None:
+        return values
+    if mask.lengths is not lengths and not torch.equal(mask.lengths, lengths):
+        return values
+    return values * mask.values.to(torch.bool).reshape(-1, *(1 for _ in shape[1:]))
 
 
 @dataclass(slots=True)
 class _Finished:
-    """Complete groups: their steps as they were, and the columns that they get."""
+    """Complete groups: their steps as they were, the columns that they get, and how many trajectories they are."""
 
     source: Trajectories
     columns: dict[Key, Flat]
+    num: int
 
     @property
     def batch(self) -> Trajectories:
@@ -995,4 +1161,9 @@ class _Settling:
     failed: list[Waiting] = field(default_factory=list)
     waiting: list[Member] = field(default_factory=list)
     num_whole: int = 0
+    num_rows: int | None = None
     part: Arrived | None = None
+
+
+def _ratio(over: float, under: float) -> float:
+    return over / under if under else math.nan

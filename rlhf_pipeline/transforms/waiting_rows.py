@@ -14,19 +14,22 @@ import numpy as np
 import torch
 
 from rlhf_pipeline.data.keys import (
+    ASSISTANT_MASK,
     COLUMN_OF_KEY,
-    FAILED_MEMBERS,
+    CREATED_AT,
     KEY_OF_COLUMN,
-    KL_COEF,
-    LOG_PROBS,
-    TASK_REWARD,
+    LEFT_OUT,
+    RETURN,
+    REWARD,
     WAITING,
     Key,
 )
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, segment_sum
-from rlhf_pipeline.functional.advantage import penalty_rounding
-from rlhf_pipeline.transforms.groups import Arrived, Ints, Scores
+from rlhf_pipeline.transforms.groups import Arrived, Ints, with_penalty
 from trajectory_store import TrajectoryStore
+
+_SCORED = ("task_reward", "kl_coef", "log_probs")
+"""Columns that tell how far a return may be from its exact value."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -43,6 +46,11 @@ class Later(NamedTuple):
     rows: Ints
     columns: dict[str, Any]
     complete: bool
+
+    @classmethod
+    def left_out(cls, rows: Ints) -> Later:
+        """Rows that waited and are not learned from."""
+        return cls(rows, {"waiting": np.full(len(rows), LEFT_OUT)}, complete=False)
 
 
 class Found(NamedTuple):
@@ -95,79 +103,38 @@ class WaitingRows:
 
     def find(self, rows: Ints) -> Found:
         """What is known of some rows that wait."""
-        store, names = self.store, COLUMN_OF_KEY
-        mask = store.read_ragged("assistant_mask", rows)
-        lengths = torch.from_numpy(np.asarray(mask.lengths, np.int64))
+        read: Any = self.columns(["assistant_mask", *_SCORED, "return", "waiting", "created_at"], rows)
+        mask, returns = read[ASSISTANT_MASK], read[RETURN].values.double()
+        tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
         arrived = Arrived(
             batch=None,
             bounds=list(range(len(rows) + 1)),
-            groups=store.read_scalars(names[WAITING], rows).tolist(),
+            groups=read[WAITING].values.tolist(),
             reward=None,
-            scores=self._scores(rows, segment_sum(torch.from_numpy(np.asarray(mask.values, bool)), lengths)),
+            scores=with_penalty(read, returns, tokens, self.eps),
             rows=rows,
         )
-        failed = (
-            store.read_scalars(names[FAILED_MEMBERS], rows).tolist() if names[FAILED_MEMBERS] in store.schema else []
-        )
-        return Found(arrived, store.read_scalars("created_at", rows).tolist(), failed or [0] * len(rows))
-
-    def _scores(self, rows: Ints, tokens: torch.Tensor) -> Scores:
-        store, names = self.store, COLUMN_OF_KEY
-        returns, task, coef = (
-            torch.from_numpy(store.read_scalars(name, rows).astype(np.float64))
-            for name in ("return", names[TASK_REWARD], names[KL_COEF])
-        )
-        rounding = torch.zeros_like(returns)
-        if bool((coef > 0).any()):
-            found = store.read_ragged(names[LOG_PROBS], rows)
-            values, sizes = np.asarray(found.values), np.asarray(found.lengths, np.int64)
-            rounding = penalty_rounding(
-                coef, task, torch.from_numpy(values), torch.from_numpy(sizes), lengths=tokens, eps=self.eps
-            )
-        return Scores(returns, tokens.to(torch.int64), task, rounding)
+        failed = [0] * len(rows)
+        if "failed_members" in self.store.schema:
+            failed = self.store.read_scalars("failed_members", rows).tolist()
+        return Found(arrived, read[CREATED_AT].values.tolist(), failed)
 
     def column_of(self, key: Key) -> str | None:
         """The column that holds a key, or None."""
         name = COLUMN_OF_KEY.get(key, key if isinstance(key, str) else "/".join(key))
         return name if name in self.store.schema else None
 
-    def mask(self, rows: Ints) -> Flat:
-        """The assistant's tokens of some rows."""
-        found = self.store.read_ragged("assistant_mask", rows)
-        values, lengths = np.asarray(found.values, bool), np.asarray(found.lengths, np.int64)
-        return Flat(torch.from_numpy(values), torch.from_numpy(lengths))
-
-    def rewards(self, rows: Ints) -> Flat:
-        """The reward of some rows, per token where the store keeps it so."""
-        if "reward" in self.store.schema:
-            found = self.store.read_ragged("reward", rows)
-            lengths = torch.from_numpy(np.asarray(found.lengths, np.int64))
-            return Flat(torch.from_numpy(np.asarray(found.values, np.float32)), lengths)
-        return Flat(torch.from_numpy(self.store.read_scalars(COLUMN_OF_KEY[TASK_REWARD], rows)))
-
-    def trajectory(self, row: int) -> Trajectories:
-        """One row with all its columns."""
-        out, rows = Trajectories(1), np.array([row])
-        for column in self.store.schema:
-            key = KEY_OF_COLUMN.get(column.name, column.name)
-            if column.ragged:
-                found = self.store.read_ragged(column.name, rows)
-                out[key] = Flat(
-                    torch.from_numpy(np.array(found.values)), torch.from_numpy(np.array(found.lengths, np.int64))
-                )
-            elif column.is_text:
-                out[key] = Text(self.store.read(rows, [column.name])[column.name])
-            else:
-                out[key] = Flat(torch.from_numpy(np.array(self.store.read_scalars(column.name, rows))))
-        return out
-
-    def values(self, keys: Sequence[Key], rows: Ints) -> Trajectories:
-        """One value of each row, by key."""
+    def columns(self, names: Sequence[str], rows: Ints) -> Trajectories:
+        """Those of some columns that the store has, of some rows, by key."""
         out = Trajectories(len(rows))
-        for key in keys:
-            name = self.column_of(key)
-            if name is not None and self.store.schema[name].is_text:
+        for name in (name for name in names if name in self.store.schema):
+            key, column = (REWARD if name == "reward" else KEY_OF_COLUMN.get(name, name)), self.store.schema[name]
+            if column.ragged:
+                found = self.store.read_ragged(name, rows)
+                lengths = np.array(found.lengths, np.int64)
+                out[key] = Flat(torch.from_numpy(np.array(found.values)), torch.from_numpy(lengths))
+            elif column.is_text:
                 out[key] = Text(self.store.read(rows, [name])[name])
-            elif name is not None and not self.store.schema[name].ragged:
-                out[key] = Flat(torch.from_numpy(self.store.read_scalars(name, rows)))
+            else:
+                out[key] = Flat(torch.from_numpy(np.array(self.store.read_scalars(name, rows))))
         return out
