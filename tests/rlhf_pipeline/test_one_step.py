@@ -26,6 +26,7 @@ from rlhf_pipeline.run.loop import Loop
 from rlhf_pipeline.run.signals import StopRequest
 from rlhf_pipeline.run.sources import MadeHere
 
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = tuple(str(Path(package.__file__ or "").parent) + "/" for package in (rlhf_pipeline, trajectory_store))
 
 
@@ -85,25 +86,29 @@ def figures(found: Counter[CodeType]) -> tuple[int, int]:
 def test_a_step_stays_within_its_bounds(changes: dict[str, str], files: int, functions: int, tmp_path: Path):
     """One rollout and one optimizer step of copy_digits enter at most so many files and functions of this project."""
     found = figures(one_step(_copy_digits(changes), tmp_path / "run"))
-    assert found[0] <= files, found
-    assert found[1] <= functions, found
+    assert found <= (files, functions)
+    assert found[1] <= functions
 
 
 def _copy_digits(changes: dict[str, str]) -> Pipeline:
     return find("copy_digits").pipeline([("learn.steps", "2"), *changes.items()])
 
 
-def _print(found: Counter[CodeType]) -> None:
+def listed(found: Counter[CodeType]) -> str:
+    """Return the functions by file, each with the number of its calls."""
     by_file: dict[str, list[tuple[int, CodeType]]] = {}
     for code, times in found.items():
         by_file.setdefault(code.co_filename, []).append((times, code))
+    lines: list[str] = []
     for name, functions in sorted(by_file.items()):
-        print(f"{name.split('/rlhf_pipeline/')[-1]}: {len(functions)}")
-        for times, code in sorted(functions, key=lambda each: each[1].co_firstlineno):
-            print(f"    {times:6} {code.co_qualname}:{code.co_firstlineno}")
-    print("%d files, %d functions" % figures(found))
+        lines.append(f"{name.removeprefix(f'{ROOT}/')}: {len(functions)}")
+        in_order = sorted(functions, key=lambda each: each[1].co_firstlineno)
+        lines += [f"    {times:6} {code.co_qualname}:{code.co_firstlineno}" for times, code in in_order]
+    files, functions = figures(found)
+    return "\n".join([*lines, f"{files} files, {functions} functions", ""])
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
-        _print(one_step(_copy_digits(dict(each.split("=", 1) for each in sys.argv[1:])), Path(made) / "run"))
+        changed = dict(each.split("=", 1) for each in sys.argv[1:])
+        sys.stdout.write(listed(one_step(_copy_digits(changed), Path(made) / "run")))
