@@ -29,4 +29,4 @@ def gsm8k_dir() -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full-sweep", action="store_true", help="kill at every file-system call, not at a few of them")
+    parser.addoption("--full-sweep", action="store_true", help="the long form of tests that kill processes")

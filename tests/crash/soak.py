@@ -1,12 +1,14 @@
-"""A supervised run, one random process of it killed with SIGKILL every few seconds, and a count of what is left.
+"""A supervised run that somebody kills, freezes and signals every few seconds, and a count of what is left.
 
-    python tests/crash/soak.py --minutes 10 --seed 0
+    python tests/crash/soak.py --minutes 15              # trouble
+    python tests/crash/soak.py --minutes 10 --undisturbed  # none: memory stays flat
 
-For three quarters of the time the supervisor, a collector or the learner is killed at random; the script plays the
-person who types the command again when the supervisor is gone. Then the run is asked to stop (SIGTERM), is resumed and
-works undisturbed, is stopped once more, and goes on to its last step. What the stores, the ledger and the metrics say
-is then compared with what was acknowledged on the way, and the table says met or missed. Exit code 1 if anything is
-missed.
+For three quarters of the time the supervisor, a collector or the learner is killed, frozen, or asked to stop, alone or
+all at once, some in the first second of their lives; the script plays the person who types the command again when the
+supervisor is gone. Beside it `verify`, `inspect`, `tail`, `show` and a compaction take turns. Then the run is asked to
+stop (SIGTERM), is resumed and works undisturbed, is stopped once more, and goes on to its last step. What the stores,
+the ledger and the metrics say is then compared with what was acknowledged on the way, and the table says met or missed.
+Exit code 1 if anything is missed.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,16 +37,29 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
 
 ROLES = ("supervisor", "learner", "collector-0", "collector-1")
-KILL_EVERY_S = (5.0, 12.0)
+TROUBLE_EVERY_S = (5.0, 12.0)
 """A process needs 5 to 10 s until it has imported torch; killed more often than that, nobody would ever work."""
-SHARE_OF_KILLS = 0.75
+TROUBLE = {"kill": 6, "kill all": 1, "kill a young one": 2, "pause": 2, "freeze": 1, "ask one": 2, "ask all": 1}
+"""What may happen, and how often beside the others."""
+HANG_S = 15
+"""After which the supervisor takes a frozen process for dead."""
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+COMPACTION = """
+import sys
+from trajectory_store import TrajectoryStore
+with TrajectoryStore.open(sys.argv[1], "a") as store:
+    store.compact()
+"""
+LOOK_EVERY_S = 3.0
+"""Between two commands that look at the run while it works."""
+SHARE_OF_TROUBLE = 0.75
 LAST_STEPS = 30
 SAFETY = 0.03
 """How far above the goal the reward should be when the run is stopped for the last time."""
 MORE_S = 240.0
 """How much longer a run may work undisturbed that has not learned the task yet."""
 MOST_GROWTH = 0.10
-"""Of a role's anonymous memory, from the first to the last quarter of its samples."""
+"""Of a process's anonymous memory, from the first to the last quarter of its life."""
 SLACK_MB = 16.0
 WARM = 15
 """Rollouts or steps of a process's life from which on its memory counts: before, it allocates what it will keep."""
@@ -69,25 +85,18 @@ class Memory:
                 self.samples[role].append((pid, now, megabytes))
 
     def lines(self) -> list[Line]:
-        """Return, for each role, how its memory grew over all its lives, and in its longest one."""
+        """Return how the memory of each process grew that lived undisturbed."""
         found = []
         for role, samples in self.samples.items():
-            if not samples:
-                found.append(Line(f"memory of {role}", "no life long enough", None))
+            lives = {pid for pid, _, _ in samples}
+            if len(lives) != 1:
+                found.append(Line(f"memory of {role}", f"{len(lives)} lives", False))
                 continue
-            longest = Counter(pid for pid, _, _ in samples).most_common(1)[0][0]
-            for what, some in (
-                ("all lives", samples),
-                ("longest life", [sample for sample in samples if sample[0] == longest]),
-            ):
-                megabytes = np.array([sample[2] for sample in some])
-                quarter = max(len(megabytes) // 4, 1)
-                first, last = float(np.median(megabytes[:quarter])), float(np.median(megabytes[-quarter:]))
-                flat = last - first <= max(MOST_GROWTH * first, SLACK_MB)
-                seconds = some[-1][1] - some[0][1]
-                found.append(
-                    Line(f"memory of {role}, {what} ({seconds:.0f} s), MB", f"{first:.0f} -> {last:.0f}", flat)
-                )
+            megabytes = np.array([sample[2] for sample in samples])
+            quarter = max(len(megabytes) // 4, 1)
+            first, last = float(np.median(megabytes[:quarter])), float(np.median(megabytes[-quarter:]))
+            what = f"memory of {role} in {samples[-1][1] - samples[0][1]:.0f} s, MB"
+            found.append(Line(what, f"{first:.1f} -> {last:.1f}", last <= (1 + MOST_GROWTH) * first))
         return found
 
 
@@ -129,15 +138,57 @@ def alive(run_dir: Path) -> dict[str, int]:
     return found
 
 
+class Looks:
+    """Commands that look at a run, and a compaction, one after the other while it works; each must succeed."""
+
+    def __init__(self, run_dir: Path) -> None:
+        store = str(run_dir / "store")
+        words = (["verify"], ["inspect"], ["tail", "-n", "3"], ["show"])
+        commands = [[sys.executable, "-m", "rlhf_pipeline", word, str(run_dir), *more] for word, *more in words]
+        self.commands = [*commands, [sys.executable, "-c", COMPACTION, store]]
+        self.run = RunFolder(run_dir)
+        self.done = 0
+        self.problems: list[str] = []
+        self._process: subprocess.Popen[str] | None = None
+        self._next = 0.0
+
+    def look(self) -> None:
+        """Start the next one, once the one before has ended and a run is there that has stored something."""
+        if self._process is not None:
+            if self._process.poll() is None:
+                return
+            out, err = self._process.communicate()
+            if self._process.returncode:
+                words = " ".join(map(str, self._process.args))  # pyright: ignore[reportArgumentType]
+                self.problems.append(f"{words}: exit code {self._process.returncode}\n{out[-1500:]}{err[-1500:]}")
+            self._process, self._next, self.done = None, time.monotonic() + LOOK_EVERY_S, self.done + 1
+        if time.monotonic() >= self._next and self.run.metrics_file.is_file():
+            command = self.commands[self.done % len(self.commands)]
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def end(self) -> None:
+        """Wait for the last one."""
+        if self._process is not None:
+            self._process.wait()
+            self._next = float("inf")
+            self.look()
+
+
 class Soak:
     """One supervised run and the person beside it."""
 
-    def __init__(self, run_dir: Path, settings: list[str], seed: int) -> None:
+    def __init__(self, run_dir: Path, settings: list[str], seed: int, *, undisturbed: bool = False) -> None:
         self.run_dir = run_dir
         self.settings = settings
+        self.undisturbed = undisturbed
         self.rng = random.Random(seed)
-        self.kills: Counter[str] = Counter()
+        self.troubles: Counter[str] = Counter()
         self.memory = Memory()
+        self.looks = Looks(run_dir)
+        self.asked: int | None = None
+        """The signal that the living supervisor was sent last."""
+        self._paused: list[tuple[float, int]] = []
+        """Until when, and who."""
         self.witness: Witness | None = None
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.output = run_dir.with_suffix(".out")
@@ -149,25 +200,84 @@ class Soak:
         command = [sys.executable, "-m", "rlhf_pipeline", "run", *words, "--out", str(self.run_dir)]
         with self.output.open("ab") as out:
             self.supervisor = subprocess.Popen(
-                [*command, "--collectors", "2", "--max-failures", "100", *more], stdout=out, stderr=out
+                [*command, "--collectors", "2", "--max-failures", "100", "--hang-timeout", str(HANG_S), *more],
+                stdout=out,
+                stderr=out,
             )
+        self.asked = None
 
-    def work_and_kill(self, seconds: float) -> None:
-        """Kill somebody every few seconds; if it was the supervisor, start it again."""
+    def work_in_trouble(self, seconds: float) -> None:
+        """Make trouble every few seconds; if the supervisor is gone, start it again."""
         end = time.monotonic() + seconds
-        next_kill = time.monotonic() + self.rng.uniform(10, 15)
+        next_trouble = time.monotonic() + self.rng.uniform(10, 15)
         while time.monotonic() < end:
             self.look()
-            if self.supervisor is None or self.supervisor.poll() is not None:
-                code = None if self.supervisor is None else self.supervisor.returncode
-                if code not in (None, -signal.SIGKILL):
-                    raise SystemExit(f"the supervisor ended with code {code}:\n{self.tail()}")
-                self.start("--steps", "1000000")
-            if time.monotonic() >= next_kill:
-                next_kill = time.monotonic() + self.rng.uniform(*KILL_EVERY_S)
-                self.kill_one()
+            self.restart_if_gone()
+            if time.monotonic() >= next_trouble:
+                next_trouble = time.monotonic() + self.rng.uniform(*TROUBLE_EVERY_S)
+                self.make_trouble(*self.rng.choices(list(TROUBLE), list(TROUBLE.values())))
+        self.wake()
 
-    def work(self, seconds: float, *, at_least: int) -> None:
+    def restart_if_gone(self) -> None:
+        """Type the command again where the supervisor was killed or asked to stop."""
+        if self.supervisor is not None and self.supervisor.poll() is None:
+            return
+        code = None if self.supervisor is None else self.supervisor.returncode
+        # A process that has only just been started has no handlers yet.
+        stopped = (None, -signal.SIGKILL) if self.asked is None else (-signal.SIGKILL, 128 + self.asked, -self.asked)
+        if code not in stopped:
+            raise SystemExit(f"the supervisor ended with code {code}:\n{self.tail()}")
+        self.start("--steps", "1000000")
+
+    def make_trouble(self, what: str) -> None:
+        """Do one of `TROUBLE`; the supervisor half as often as each other one, because it takes all of them with it."""
+        found = alive(self.run_dir)
+        if not found or self.supervisor is None:
+            return
+        weights = [1 if role == "supervisor" else 2 for role in found]
+        ((role, pid),) = self.rng.choices(list(found.items()), weights)
+        if what == "kill":
+            self.send(pid, signal.SIGKILL)
+            what = f"kill {role}"
+        elif what == "kill all":
+            for each in found.values():
+                self.send(each, signal.SIGKILL)
+        elif what == "kill a young one":
+            self.send(self.supervisor.pid, signal.SIGKILL)
+            self.supervisor.wait()
+            self.start("--steps", "1000000")
+            time.sleep(self.rng.uniform(0, 1))
+            self.send(self.supervisor.pid, signal.SIGKILL)
+        elif what in ("pause", "freeze"):
+            if role == "supervisor":
+                what = "pause"  # nobody would wake it
+            self.send(pid, signal.SIGSTOP)
+            if what == "pause":
+                self._paused.append((time.monotonic() + self.rng.uniform(1, 6), pid))
+        else:
+            number = self.rng.choice(ASKING)
+            if what == "ask all":
+                self.asked = number
+                pid = self.supervisor.pid
+            elif role == "supervisor":
+                self.asked = number
+            self.send(pid, number)
+            what = f"{number.name} to {'all' if what == 'ask all' else role}"
+        self.troubles[what] += 1
+
+    def send(self, pid: int, number: int) -> None:
+        """Send a signal to a process that may be gone."""
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    def wake(self, before: float = float("inf")) -> None:
+        """Let those go on whose pause is over."""
+        for until, pid in self._paused:
+            if until <= before:
+                self.send(pid, signal.SIGCONT)
+        self._paused = [(until, pid) for until, pid in self._paused if until > before]
+
+    def work(self, seconds: float, *, at_least: int, goal: bool) -> None:
         """Let the run work undisturbed for so long, and up to a step at least; longer while it learns the task.
 
         How many steps it takes before is up to the machine, and in what order rollouts arrive to chance.
@@ -176,37 +286,26 @@ class Soak:
         while (
             time.monotonic() < end
             or self.steps() < at_least
-            or (self.reward() < GOAL + SAFETY and time.monotonic() < end + MORE_S)
+            or (goal and self.reward() < GOAL + SAFETY and time.monotonic() < end + MORE_S)
         ):
             self.look()
-            if self.supervisor is None or self.supervisor.poll() is not None or time.monotonic() > end + 300:
-                raise SystemExit(f"the run has not reached step {at_least}:\n{self.tail()}")
-
-    def kill_one(self) -> None:
-        """Kill one process; the supervisor half as often as each other one, because it takes all of them with it."""
-        found = sorted(alive(self.run_dir).items())
-        if found:
-            weights = [1 if role == "supervisor" else 2 for role, _ in found]
-            ((role, pid),) = self.rng.choices(found, weights)
-            os.kill(pid, signal.SIGKILL)
-            self.kills[role] += 1
+            if self.supervisor is None or self.supervisor.poll() is not None:
+                raise SystemExit(f"the run ended by itself before step {at_least}:\n{self.tail()}")
 
     def stop(self) -> int:
         """Ask the run to stop, as a service manager does, and return its exit code."""
-        while self.supervisor is None or self.supervisor.poll() is not None:
-            self.start("--steps", "1000000")
+        self.restart_if_gone()
+        assert self.supervisor is not None
         while alive(self.run_dir).get("supervisor") != self.supervisor.pid:
             self.look()  # a process that only just starts has no handlers yet
+            self.restart_if_gone()
         self.supervisor.send_signal(signal.SIGTERM)
-        return self.wait(180)
+        return self.wait()
 
-    def wait(self, seconds: float) -> int:
+    def wait(self) -> int:
         """Wait for the supervisor, looking at it, and return its exit code."""
-        end = time.monotonic() + seconds
         while self.supervisor is not None and self.supervisor.poll() is None:
             self.look()
-            if time.monotonic() > end:
-                raise SystemExit(f"the run did not end within {seconds:.0f} s:\n{self.tail()}")
         return self.supervisor.returncode if self.supervisor is not None else -1
 
     def look(self) -> None:
@@ -217,6 +316,9 @@ class Soak:
         if self.witness is not None:
             self.witness.look()
         self.memory.look(self.run_dir)
+        self.wake(time.monotonic())
+        if not self.undisturbed:
+            self.looks.look()
         time.sleep(0.2)
 
     def reward(self) -> float:
@@ -234,34 +336,54 @@ class Soak:
 
     def kill_all(self) -> None:
         """Leave nothing behind."""
+        self.looks.end()
         for pid in alive(self.run_dir).values():
             os.kill(pid, signal.SIGKILL)
         if self.supervisor is not None:
             self.supervisor.wait()
 
 
-def soak(run_dir: Path, *, seconds: float, seed: int, settings: list[str], quiet_steps: int) -> list[Line]:
-    """Run and kill; stop, resume, work undisturbed; stop, resume, end; count.
+def soak(
+    run_dir: Path,
+    *,
+    seconds: float,
+    seed: int = 0,
+    settings: list[str],
+    quiet_steps: int = 300,
+    goal: bool = True,
+    undisturbed: bool = False,
+) -> list[Line]:
+    """Run and make trouble; stop, resume, work undisturbed; stop, resume, end; count.
 
     Args:
         run_dir: the run folder; must not exist.
         seconds: about how long all of it takes.
-        seed: of the kills.
+        seed: of the trouble.
         settings: `--set` pairs for the definition.
-        quiet_steps: optimizer steps without kills before the run is stopped, at least: enough to learn from nothing.
+        quiet_steps: optimizer steps without trouble before the run is stopped, at least: enough to learn from nothing.
+        goal: whether the run must learn its task.
+        undisturbed: make no trouble, and judge the memory.
     """
-    run = Soak(run_dir, settings, seed)
+    run = Soak(run_dir, settings, seed, undisturbed=undisturbed)
     started = time.monotonic()
     try:
-        run.work_and_kill(SHARE_OF_KILLS * seconds)
-        codes = [run.stop()]
-        steps, killing = run.steps(), time.monotonic() - started
-        run.start("--steps", "1000000")
-        run.work(seconds - killing, at_least=steps + quiet_steps)
-        codes.append(run.stop())
+        if undisturbed:
+            run.start("--steps", "1000000")
+            run.work(seconds, at_least=0, goal=False)
+            steps, troubled, codes = 0, 0.0, [run.stop()]
+        else:
+            run.work_in_trouble(SHARE_OF_TROUBLE * seconds)
+            codes = [run.stop()]
+            steps, troubled = run.steps(), time.monotonic() - started
+            if quiet_steps:
+                run.start("--steps", "1000000")
+                run.work(seconds - troubled, at_least=steps + quiet_steps, goal=goal)
+                codes.append(run.stop())
+        memory = run.memory.lines() if undisturbed else []
         run.start("--steps", str(run.steps() + LAST_STEPS))
-        codes.append(run.wait(300))
+        codes.append(run.wait())
         run.look()
+        run.looks.end()
         if run.witness is None:
             raise SystemExit("the run folder was never made")
         config = json.loads((run_dir / "config.json").read_text())
@@ -269,20 +391,30 @@ def soak(run_dir: Path, *, seconds: float, seed: int, settings: list[str], quiet
         took = time.monotonic() - started
         log = (run_dir / "supervisor.log").read_text()
         supervisors = log.count("supervisor: started")
-        errors = [code for code in re.findall(r"ended with code (\d+)", log) if code not in ("0", "143")]
+        stopped = {"0", *(str(128 + number) for number in ASKING)}
+        errors = [code for code in re.findall(r"ended with code (\d+)", log) if code not in stopped]
+        happened = [Line(f"  {what}", f"{num}", None) for what, num in sorted(run.troubles.items())]
+        for problem in run.looks.problems:
+            print(problem)  # noqa: T201
         return [
-            Line("seconds, of them with kills", f"{took:.0f}, {killing:.0f}", None),
-            Line("kills", ", ".join(f"{role} {num}" for role, num in sorted(run.kills.items())), None),
+            Line("seconds, of them with trouble", f"{took:.0f}, {troubled:.0f}", None),
+            Line("what happened", f"{sum(run.troubles.values())}", None),
+            *happened,
             Line(
                 "starts: supervisor, its processes",
                 f"{supervisors}, {log.count(': started, process') - supervisors}",
                 None,
             ),
-            Line("optimizer steps, with kills and after", f"{steps:,}, {run.steps() - steps:,}", None),
-            Line("exit codes: SIGTERM twice, and the end", f"{codes}", codes == [143, 143, 0]),
+            Line("optimizer steps, with trouble and after", f"{steps:,}, {run.steps() - steps:,}", None),
+            Line("exit codes: of SIGTERM, and of the end", f"{codes}", codes == [143] * (len(codes) - 1) + [0]),
             Line("processes that ended by an error of their own", f"{len(errors)}", not errors),
-            *check_run(run_dir, pipeline, run.witness),
-            *run.memory.lines(),
+            Line(
+                "commands beside it, of them failed",
+                f"{run.looks.done}, {len(run.looks.problems)}",
+                not run.looks.problems,
+            ),
+            *check_run(run_dir, pipeline, run.witness, goal=goal and not undisturbed),
+            *memory,
         ]
     finally:
         run.kill_all()
@@ -292,8 +424,12 @@ def main() -> int:
     """Run the soak and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=0, help="of the kills")
-    parser.add_argument("--quiet-steps", type=int, default=300, help="steps without kills at the end, at least")
+    parser.add_argument("--seed", type=int, default=0, help="of the trouble")
+    parser.add_argument(
+        "--quiet-steps", type=int, default=300, help="steps without trouble at the end, at least; 0: no such phase"
+    )
+    parser.add_argument("--no-goal", dest="goal", action="store_false", help="the run need not learn its task")
+    parser.add_argument("--undisturbed", action="store_true", help="make no trouble, and judge the memory")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     parser.add_argument(
         "--out", type=Path, help="keep the run here (default: a temporary folder, removed if all is met)"
@@ -302,7 +438,13 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="soak-")) if args.out is None else args.out.resolve().parent
     run_dir = folder / "run" if args.out is None else args.out.resolve()
     lines = soak(
-        run_dir, seconds=60 * args.minutes, seed=args.seed, settings=args.settings, quiet_steps=args.quiet_steps
+        run_dir,
+        seconds=60 * args.minutes,
+        seed=args.seed,
+        settings=args.settings,
+        quiet_steps=args.quiet_steps,
+        goal=args.goal,
+        undisturbed=args.undisturbed,
     )
     for line in lines:
         print(line)  # noqa: T201

@@ -1,0 +1,613 @@
+"""Runs that are killed before a file-system call, and again, end like the run that was left alone.
+
+    python -m tests.crash.kills resume --kills 10    # every variant, killed ten times, at calls drawn by chance
+    python -m tests.crash.kills sweep                # each way to run, killed at every call, and again in its resume
+
+Every life of a run is a process forked from this one, which has imported everything; a preloaded library counts the
+calls that change files under the run folder and sends SIGKILL before one of them. What is on the disk changes at these
+calls only, so no moment is left out, and nothing here waits for the clock. `test_kills.py` is the short form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import io
+import math
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torchrl.envs.transforms import Compose
+
+from rlhf_pipeline import (
+    GRPO,
+    Collect,
+    CopyDigits,
+    GRPOLoss,
+    KLRewardTransform,
+    Learn,
+    Learner,
+    MCAdvantage,
+    Pipeline,
+    PretrainedPolicy,
+    Replay,
+    RetrieveLogProb,
+    Sample,
+    TinyPolicy,
+    TrajectoryReplayBuffer,
+    WritePath,
+    token_match,
+)
+from rlhf_pipeline.cli import main as rlhf_pipeline
+from rlhf_pipeline.collectors.multi_turn import conversation_rows, converse
+from rlhf_pipeline.config_text import override_all
+from rlhf_pipeline.policies.new_model import scratch_policy
+from rlhf_pipeline.report.check import check_run
+from rlhf_pipeline.run import choice
+from rlhf_pipeline.run.checkpoint import checkpoint_path, load_checkpoint, newest_checkpoint, save_checkpoint
+from rlhf_pipeline.run.events import Event, RolloutDone, RunStarted
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.ledger import Ledger
+from rlhf_pipeline.run.processes.collect import collect
+from rlhf_pipeline.run.processes.learn import learn
+from rlhf_pipeline.run.retake import plan_rerun, retake
+from rlhf_pipeline.run.rows import StepRows
+from rlhf_pipeline.run.start import run
+from trajectory_store import TrajectoryStore, diff
+
+Act = Callable[[Path], int]
+"""Starts a run in a folder, or goes on with what is there; returns the steps that it has taken."""
+
+LIFE_S = 300.0
+HOOK = Path(__file__).with_name("_kill_at_call.c")
+TIMED = frozenset({"time", "rollout_s", "update_s", "tokens_per_s", "update_tokens_per_s", "peak_memory_mb"})
+"""Of a step's metrics, what the machine decides."""
+BY_PLACE = frozenset({"row_ids", "watermark"})
+"""What tells where trajectories lie, and how many were stored: a writer that starts again begins a segment, and what a
+ring has dropped since the checkpoint is sampled again."""
+
+
+# ---------------------------------------------------------------------------------------------- lives and kills
+
+
+class Children:
+    """Lives of runs, each in a process of its own.
+
+    Args:
+        seed: of what differs from life to life and must not matter.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = random.Random(seed)
+        self.num_kills = 0
+        self._context = multiprocessing.get_context("fork")
+
+    def start(self, act: Act, run_dir: Path, at: int = 0) -> tuple[BaseProcess, Connection]:
+        """Begin a life that is killed before its call number `at`; 0 never."""
+        told, telling = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_live, args=(act, run_dir, at, self.rng.getrandbits(31), telling))
+        process.start()
+        telling.close()
+        return process, told
+
+    def end(self, process: BaseProcess, told: Connection) -> tuple[int, int] | None:
+        """Wait for the end of a life: its calls and the run's steps, or None if it was killed.
+
+        Raises:
+            AssertionError: it failed by itself.
+        """
+        assert told.poll(LIFE_S), "a life has no end"
+        try:
+            said = told.recv()
+        except EOFError:
+            said = None
+        process.join()
+        told.close()
+        assert process.exitcode == (0 if said is not None else -9), f"exit code {process.exitcode}: see above"
+        self.num_kills += said is None
+        return said
+
+    def live(self, act: Act, run_dir: Path, at: int = 0) -> tuple[int, int] | None:
+        """Begin a life and wait for its end."""
+        return self.end(*self.start(act, run_dir, at))
+
+
+def _live(act: Act, run_dir: Path, at: int, chance: int, told: Connection) -> None:
+    torch.set_num_threads(1)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(chance)  # what a process happens to begin with has no part in a run
+    hook: Any = ctypes.CDLL(os.environ["LD_PRELOAD"])
+    hook.kill_at_call(str(run_dir).encode(), at)
+    steps = act(run_dir)
+    told.send((hook.calls_counted(), steps))
+
+
+# ------------------------------------------------------------------------------------------------- what is run
+
+
+def tiny(**changes: str) -> Pipeline:
+    """A pipeline of a fraction of a second; fields by path, with two underscores for the dot."""
+    made = Pipeline(
+        name="killed",
+        policy=TinyPolicy(hidden_size=16, num_layers=1, num_heads=2),
+        prompts=CopyDigits(num_digits=2),
+        reward=token_match,
+        collect=Collect(prompts_per_rollout=2, group_size=4, max_new_tokens=3),
+        write=WritePath(estimator="dr_grpo"),
+        loss=GRPO(entropy_coeff=0.01),
+        learn=Learn(steps=18, lr=1e-2, checkpoint_every=4),
+    )
+    return override_all(made, [(path.replace("__", "."), text) for path, text in changes.items()])
+
+
+def typed(pipeline: Pipeline) -> Act:
+    """Start a run, or resume it, as a person would who types the command again."""
+
+    def act(run_dir: Path) -> int:
+        return run(pipeline, run_dir=run_dir, resume=RunFolder(run_dir).is_recorded).steps
+
+    return act
+
+
+def settings(**changes: str) -> Callable[[Path], Act]:
+    """Return what makes a run with other settings than `tiny`."""
+    return lambda _folder: typed(tiny(**changes))
+
+
+def moving_reference(folder: Path) -> Act:
+    """A model in bfloat16 with float32 masters, and a reference that follows it."""
+    policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0)
+    policy.save_pretrained(folder / "model")
+    pipeline = tiny(write__kl_coef="0.2", learn__lr="1e-3", learn__reference_every="2", learn__reference_rate="0.5")
+    return typed(replace(pipeline, policy=PretrainedPolicy(path=str(folder / "model"), dtype="bfloat16")))
+
+
+def offline(folder: Path) -> Act:
+    """A run over two stores, which gathers in small commits; log-probs and advantages are lacking."""
+    for name, seed in (("a", 0), ("b", 1)):
+        rng, num = np.random.default_rng(seed), 120
+        prompts, completions = np.arange(num) // 3, rng.integers(2, 9, num)
+        with TrajectoryStore.create(folder / name, _graded_schema()) as store:
+            store.append(
+                {
+                    "input_ids": [rng.integers(0, 13, 3 + length) for length in completions],
+                    "assistant_mask": [np.arange(3 + length) >= 3 for length in completions],
+                    "task_reward": rng.integers(0, 2, num).astype(float),
+                    "group_id": prompts,
+                    "trajectory_id": np.arange(num),
+                    "num_prompt_tokens": np.full(num, 3),
+                }
+            )
+    pipeline = replace(
+        tiny(write__kl_coef="0.1", collect__max_new_tokens="8"),
+        replay=Replay(stores=(str(folder / "a"), str(folder / "b")), weights=(2.0, 1.0), filters=("reward>=0",)),
+        sample=Sample(batch_size=12),
+    )
+
+    def act(run_dir: Path) -> int:
+        choice.BATCH_ROWS = 6  # type: ignore[misc]
+        return typed(pipeline)(run_dir)
+
+    return act
+
+
+def _graded_schema() -> Any:
+    from rlhf_pipeline.replay.schema import trajectory_schema
+
+    return trajectory_schema()
+
+
+def multi_turn(folder: Path) -> Act:
+    """A program of public parts: conversations with a tool, the write path, steps, checkpoints."""
+    template = (
+        "{% for m in messages %}{{ {'user': 'U', 'assistant': 'A', 'tool': 'T'}[m.role] + ':' + m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}A:{% endif %}"
+    )
+
+    def talker(seed: int) -> Any:
+        policy = scratch_policy("0123456789+UAT:\n", hidden_size=16, num_layers=1, num_heads=2, seed=seed)
+        policy.tokenizer.chat_template = template
+        return policy
+
+    def calculator(messages: Any) -> Any:
+        digits = [int(letter) for letter in messages[-1]["content"] if letter in "0123456789"]
+        return [{"role": "tool", "content": str(sum(digits))}] if digits else None
+
+    def act(run_dir: Path) -> int:
+        folder, policy = RunFolder(run_dir), talker(0)
+        run_dir.mkdir(exist_ok=True)
+        buffer = TrajectoryReplayBuffer(
+            storage=str(folder.store_path),
+            transform=Compose(MCAdvantage(4), KLRewardTransform(coef=0.1), RetrieveLogProb(talker(1))),
+        )
+        learner = Learner(
+            policy=policy,
+            loss=GRPOLoss(policy),
+            buffer=buffer,
+            config=Learn(lr=1e-2),
+            max_staleness=0,
+            max_completion_tokens=24,
+            ledger=Ledger(folder.ledger_file),
+            seed=0,
+        )
+        metrics, newest = StepRows(folder.metrics_file), newest_checkpoint(folder.checkpoints)
+        if newest is None:
+            torch.manual_seed(0)
+        first = 1 if newest is None else load_checkpoint(newest, learner)["step"] + 1
+        for step in range(first, MULTI_TURN_STEPS + 1):
+            groups = [2 * step, 2 * step + 1]
+            stored = np.isin(buffer.store.read_scalars("group_id"), groups).sum()
+            assert stored in (0, 8), "half of a rollout was stored"
+            if not stored:
+                talks = converse(
+                    policy, ["1+2", "3+1"], calculator, group_size=4, max_turns=3, max_new_tokens=4, seed=3,
+                    stream_ids=groups,
+                )  # fmt: skip
+                rewards = [talk.num_turns - sum(talk.assistant_mask) / 8 for talk in talks]
+                rows = conversation_rows(
+                    talks, rewards, group_ids=groups, policy_version=step - 1, tokenizer=policy.tokenizer
+                )
+                buffer.extend(rows)
+            row = {"step": step, **learner.step(step)}
+            if step > metrics.last_step:
+                metrics.append(row)
+            if step % 3 == 0:
+                save_checkpoint(folder.checkpoints, step, learner, state={}, keep=2)
+        buffer.trajectories.close()
+        return MULTI_TURN_STEPS
+
+    return act
+
+
+MULTI_TURN_STEPS = 9
+
+VARIANTS: dict[str, Callable[[Path], Act]] = {
+    "plain": settings(),
+    "adaptive-kl": settings(write__kl_coef="0.2", write__kl_target="0.02", write__kl_horizon="100"),
+    "lora": settings(policy__lora_rank="4", write__kl_coef="0.1", learn__lr="5e-2"),
+    "several-updates": settings(
+        learn__updates_per_rollout="3", buffer__max_staleness="2", loss__tis_cap="2.0", write__kl_coef="0.1"
+    ),
+    "priority": settings(
+        sample__strategy="priority", sample__batch_size="6", sample__tau="4", sample__max_uses="3",
+        sample__min_ess="0.5", buffer__max_staleness="8", learn__updates_per_rollout="2",
+    ),
+    "ring": settings(
+        buffer__max_trajectories="16"
+    ),
+    "zarr": settings(buffer__backend="zarr", buffer__max_staleness="2", sample__strategy="recency", sample__tau="2"),
+    "multi-turn": multi_turn,
+    "moving-reference": moving_reference,
+    "offline": offline,
+}  # fmt: skip
+"""What makes each way to run, given a folder for what it reads."""
+
+
+# ---------------------------------------------------------------------------------------------------- the judge
+
+
+def differences(killed: Path, straight: Path) -> Iterator[str]:
+    """Say what a run that was killed has that the straight one has not, and the other way round."""
+    found, expected = RunFolder(killed), RunFolder(straight)
+    steps = expected.metrics.last_step
+    mine, theirs = (_saved(checkpoint_path(one.checkpoints, steps)) for one in (found, expected))
+    for name in sorted({*mine, *theirs}):
+        if mine.get(name) != theirs.get(name):
+            yield f"{name} of the last checkpoint differs"
+    for what, ours, others, aside in (
+        ("metrics", found.metrics, expected.metrics, TIMED | BY_PLACE),
+        ("ledger", found.ledger, expected.ledger, BY_PLACE),
+    ):
+        if len(ours) != len(others):
+            yield f"{what}: {len(ours)} rows, expected {len(others)}"
+        for one, other in zip(ours, others, strict=False):
+            names = [name for name in {**one, **other} if name not in aside and one.get(name) != other.get(name)]
+            if names:
+                words = [f"{name} {one.get(name)} for {other.get(name)}" for name in names]
+                yield f"{what}: step {other['step']}: {'; '.join(words)}"[:400]
+                break
+    with TrajectoryStore.open(found.store_path) as ours, TrajectoryStore.open(expected.store_path) as others:
+        rows = diff(others, ours, key="trajectory_id")
+        rows.changed.pop("created_at", None)
+        if str(rows) != "The stores hold the same rows.":
+            yield f"store: {rows}"
+        ids, numbers = set(ours.ids().tolist()), ours.read_scalars("trajectory_id").tolist()
+        if len(set(numbers)) < len(numbers):
+            yield "a trajectory was stored twice"
+        if found.config_file.exists() and found.config.pipeline["buffer"]["max_trajectories"] is None:
+            lost = {row for line in found.ledger for row in line["row_ids"]} - ids
+            if lost:
+                yield f"the ledger names rows that the store has not: {sorted(lost)[:4]}"
+    if found.is_recorded:
+        yield from (finding.text for finding in check_run(RunFolder.open(killed)) if not finding.ok)
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            code = rlhf_pipeline(["diff", str(straight), str(killed)])
+        if code != 0:
+            yield f"`rlhf-pipeline diff` ends with {code}: {said.getvalue()}"
+
+
+def _saved(checkpoint: Path) -> dict[str, bytes]:
+    """What a checkpoint holds, by file and tensor: weights, moments, generators, counters."""
+    found: dict[str, bytes] = {}
+    for path in sorted(checkpoint.rglob("*")):
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                for key in file.keys():  # noqa: SIM118 - it is no dictionary
+                    found[f"{path.name}: {key}"] = file.get_tensor(key).flatten().view(torch.uint8).numpy().tobytes()
+        elif path.is_file() and path.name != "files.json":  # the checksums of the others
+            found[path.name] = path.read_bytes()
+    return {name: content for name, content in found.items() if name.split(": ")[-1] not in BY_PLACE}
+
+
+def judged(children: Children, killed: Path, judge: Callable[[Path], Iterator[str]]) -> None:
+    """Judge a run in a process of its own, as this one must not begin threads: it forks.
+
+    Raises:
+        AssertionError: says what is wrong with the run.
+    """
+
+    def act(run_dir: Path) -> int:
+        problems = list(judge(run_dir))
+        sys.stderr.write("".join(f"{line}\n" for line in problems))
+        return len(problems)
+
+    said = children.live(act, killed)
+    assert said is not None
+    assert said[1] == 0, f"{said[1]} differences: see above"
+
+
+# ----------------------------------------------------------------------------------------------- exact resumes
+
+
+def resume(children: Children, name: str, folder: Path, kills: int) -> str:
+    """Kill a run `kills` times at calls drawn by chance, let it end, and compare it with the straight one."""
+    act = VARIANTS[name](folder)
+    straight, killed = folder / "straight", folder / "killed"
+    whole = children.live(act, straight)
+    assert whole is not None
+    total, before = whole[0], children.num_kills
+    while children.num_kills - before < kills:
+        # So that as many kills come before the end of the run, some of them while it starts.
+        said = children.live(act, killed, children.rng.randint(1, math.ceil(1.5 * total / kills)))
+        if said is not None:
+            break
+    done = children.num_kills - before
+    assert done > kills // 2, f"killed only {done} times"
+    assert children.live(act, killed) is not None
+    judged(children, killed, lambda run_dir: differences(run_dir, straight))
+    return f"{done} kills over {total} calls"
+
+
+# --------------------------------------------------------------------------------------------------- the sweep
+
+SWEPT = tiny(
+    write__kl_coef="0.2", write__kl_target="0.02", write__kl_horizon="100", buffer__max_staleness="5",
+    learn__steps="5", learn__checkpoint_every="2", learn__keep_checkpoints="2",
+)  # fmt: skip
+
+
+def points(total: int, few: int | None) -> list[int]:
+    """The calls to kill at: every one, or a few that are spread over all of them."""
+    if few is None or few >= total:
+        return list(range(1, total + 1))
+    return sorted({1 + round(i * (total - 1) / (few - 1)) for i in range(few)})
+
+
+def sweep_one(children: Children, folder: Path, few: int | None) -> str:
+    """A run in one process: a start, rollouts, steps, checkpoints, and the resume of each."""
+    return _sweep(children, typed(SWEPT), folder, few, make=lambda run_dir: None)
+
+
+def sweep_learner(children: Children, folder: Path, few: int | None) -> str:
+    """A learner beside rollouts that wait: steps, publications, checkpoints, and the resume of each."""
+    waiting = folder / "waiting"
+    collector = children.start(collect_all, waiting)
+    assert children.live(publish_first, waiting) is not None
+    assert children.end(*collector) is not None
+    return _sweep(children, learning, folder, few, make=lambda run_dir: shutil.copytree(waiting, run_dir))
+
+
+def _sweep(children: Children, act: Act, folder: Path, few: int | None, *, make: Callable[[Path], object]) -> str:
+    straight, before = folder / "straight", children.num_kills
+    make(straight)
+    whole = children.live(act, straight)
+    assert whole is not None
+    total, steps = whole
+    for place, at in enumerate(points(total, few)):
+        run_dir = folder / f"killed-{at}"
+        make(run_dir)
+        assert children.live(act, run_dir, at) is None, at
+        again = children.rng.randint(1, total) if few is None or place % 2 else 0
+        said = children.live(act, run_dir, again) or children.live(act, run_dir)
+        assert said is not None, (at, again)
+        assert said[1] == steps, (at, again)
+        _judge_at(children, run_dir, lambda run_dir: differences(run_dir, straight), (at, again))
+    return f"{total} calls, {children.num_kills - before} kills"
+
+
+def _judge_at(children: Children, run_dir: Path, judge: Callable[[Path], Iterator[str]], at: object) -> None:
+    try:
+        judged(children, run_dir, judge)
+    except AssertionError as error:
+        raise AssertionError(f"killed at {at}: {error}") from error
+    shutil.rmtree(run_dir)
+
+
+def learning(run_dir: Path) -> int:
+    """The learner of a run of several processes."""
+    return learn(SWEPT, run_dir=run_dir).steps
+
+
+def collecting(run_dir: Path) -> int:
+    """A collector of it."""
+    return collect(SWEPT, run_dir=run_dir).num_rollouts
+
+
+def publish_first(run_dir: Path) -> int:
+    """Publish the first weights, and stop before the first step."""
+    return learn(SWEPT, run_dir=run_dir, on_event=_stop_at(RunStarted, 1)).steps
+
+
+def collect_all(run_dir: Path) -> int:
+    """Collect as many rollouts as the run has steps, all with the first weights."""
+    return collect(SWEPT, run_dir=run_dir, on_event=_stop_at(RolloutDone, SWEPT.learn.steps)).num_rollouts
+
+
+def _stop_at(kind: type, number: int) -> Callable[[Event], None]:
+    seen: list[Event] = []
+
+    def look(event: Event) -> None:
+        if isinstance(event, kind):
+            seen.append(event)
+            if len(seen) == number:
+                os.kill(os.getpid(), 15)
+
+    return look
+
+
+def sweep_several(children: Children, folder: Path, few: int | None) -> str:
+    """A learner and two collectors side by side: each killed at its calls, and again when it is started again.
+
+    In what order rollouts arrive is up to the machine, so the run is judged by itself: see `one_of_several`.
+    """
+    acts: dict[str, Act] = {"learner": learning, "collector": collecting, "other collector": collecting}
+    before = children.num_kills
+
+    def together(run_dir: Path, role: str = "", at: int = 0) -> dict[str, int]:
+        alive = {name: children.start(act, run_dir, at if name == role else 0) for name, act in acts.items()}
+        calls: dict[str, int] = {}
+        while alive:
+            for name, (process, told) in list(alive.items()):
+                if not told.poll(0.02):
+                    continue
+                said = children.end(process, told)
+                if said is None:
+                    again = children.rng.randint(1, 2 * at) if at % 2 or few is None else 0
+                    at = 0  # the third life is left alone
+                    alive[name] = children.start(acts[name], run_dir, again if name == role else 0)
+                else:
+                    calls[name] = said[0]
+                    del alive[name]
+        return calls
+
+    totals = together(folder / "straight")
+    judged(children, folder / "straight", one_of_several)
+    done = []
+    for role in ("learner", "collector"):
+        for at in points(totals[role], few):
+            run_dir = folder / f"{role}-{at}"
+            together(run_dir, role, at)
+            _judge_at(children, run_dir, one_of_several, (role, at))
+        done.append(f"{totals[role]} of a {role}")
+    return f"calls: {', '.join(done)}; {children.num_kills - before} kills"
+
+
+def one_of_several(run_dir: Path) -> Iterator[str]:
+    """Say what is wrong with a run of collectors and a learner.
+
+    Prompts, rollouts and steps must be there once each, and
+    the steps, taken again as the ledger says, give the same bits.
+    """
+    folder = RunFolder.open(run_dir)
+    yield from (finding.text for finding in check_run(folder) if not finding.ok)
+    steps, size = SWEPT.learn.steps, SWEPT.collect.prompts_per_rollout
+    for rows in (folder.ledger, folder.metrics):
+        if [row["step"] for row in rows] != list(range(1, steps + 1)):
+            yield f"{rows.path.name} has the steps {[row['step'] for row in rows]}"
+    begun = [row["rollout"] for row in folder.ledger]
+    if len(set(begun)) != steps:
+        yield f"rollouts were learned from twice: {begun}"
+    with TrajectoryStore.open(folder.store_path) as store, TrajectoryStore.open(folder.rollouts) as rollouts:
+        ids, numbers = store.ids(), store.read_scalars("trajectory_id")
+        groups, members = np.unique(store.read_scalars("group_id"), return_counts=True)
+        arrived = sorted(rollouts.read_scalars("rollout").tolist())
+    if len(np.unique(numbers)) < len(numbers):
+        yield "a trajectory was stored twice"
+    if groups.tolist() != list(range(len(groups))) or set(members.tolist()) != {SWEPT.collect.group_size}:
+        yield f"prompts were lost or repeated: {groups.tolist()}, {members.tolist()}"
+    if arrived != list(range(len(groups) // size)):
+        yield f"rollouts arrived {arrived}"
+    for row in folder.ledger:
+        if len(row["row_ids"]) != SWEPT.collect.rollout_size or not np.isin(row["row_ids"], ids).all():
+            yield f"step {row['step']} learned from {row['row_ids']}"
+    first = min(int(path.name[5:]) for path in folder.checkpoints.iterdir() if path.name.startswith("step-"))
+    if first < steps:
+        for one in retake(SWEPT, plan_rerun(run_dir, from_step=first + 1), run_dir=run_dir, seed=0, device="cpu"):
+            if not (one.ok and one.same_bits):
+                yield f"step {one.step}, taken again: {one}"
+
+
+SWEEPS: dict[str, Callable[[Children, Path, int | None], str]] = {
+    "one": sweep_one,
+    "learner": sweep_learner,
+    "several": sweep_several,
+}
+
+
+# -------------------------------------------------------------------------------------------------- the command
+
+
+def with_hook(arguments: Sequence[str]) -> int:
+    """Build the library that counts calls, and run this module again with it."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise SystemExit("there is no C compiler to build the library with that counts file-system calls")
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "kill_at_call.so"
+        subprocess.run([compiler, "-O1", "-w", "-shared", "-fPIC", "-o", library, HOOK, "-ldl"], check=True)
+        environment = os.environ | {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.crash.kills", *arguments]
+        return subprocess.run(command, env=environment, cwd=HOOK.parents[2], check=False).returncode
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what was asked for and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    resumes = commands.add_parser("resume", help="killed at calls drawn by chance")
+    resumes.add_argument("--kills", type=int, default=10)
+    sweeps = commands.add_parser("sweep", help="killed at every call")
+    sweeps.add_argument("--points", type=int, help="only so many calls, spread over all of them")
+    for command, names in ((resumes, VARIANTS), (sweeps, SWEEPS)):
+        command.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; all by default")
+        command.add_argument("--seed", type=int, default=0, help="of the kills")
+    args = parser.parse_args(arguments)
+    if "LD_PRELOAD" not in os.environ:
+        return with_hook(arguments)
+    failed = 0
+    for name in args.names or (VARIANTS if args.command == "resume" else SWEEPS):
+        started = time.monotonic()
+        folder = Path(tempfile.mkdtemp(prefix=f"kills-{name}-"))
+        children = Children(args.seed)
+        try:
+            if args.command == "resume":
+                line = resume(children, name, folder, args.kills)
+            else:
+                line = SWEEPS[name](children, folder, args.points)
+            shutil.rmtree(folder)
+        except AssertionError as error:
+            line, failed = f"FAILED: {error}. The runs are in {folder}", failed + 1
+        print(f"{args.command} {name}: {line} ({time.monotonic() - started:.0f} s)", flush=True)  # noqa: T201
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
