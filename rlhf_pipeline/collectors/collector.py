@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rlhf_pipeline.collectors.grading import grade
-from rlhf_pipeline.collectors.trajectories import select, trajectories
+from rlhf_pipeline.collectors.trajectories import trajectories
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data.prompts import PromptSource
 from rlhf_pipeline.data.rewards import RewardFunction
@@ -20,7 +20,7 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
-from rlhf_pipeline.policies.engines.slots import WeightRefresh
+from rlhf_pipeline.policies.engines.protocol import WeightRefresh
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.stored_groups import StoredGroups
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
@@ -155,7 +155,7 @@ class Collector:
             trajectories(
                 prompts,
                 prompt_ids,
-                select(completions, rows),
+                completions.select(rows),
                 list(compress(texts, rows)),
                 list(compress(grades, rows)),
                 cursors=cursors,

@@ -13,7 +13,7 @@ from rlhf_pipeline.collectors.grading import Grade
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
-from rlhf_pipeline.policies.engines.slots import RaggedCompletions
+from rlhf_pipeline.policies.engines.completions import RaggedCompletions
 
 
 def trajectories(
@@ -138,20 +138,6 @@ def trajectory_rows(
         (keys.META, metas),
     )
     return Trajectories(num, data | {key: Text(items) for key, items in texts})
-
-
-def select(completions: RaggedCompletions, rows: np.ndarray) -> RaggedCompletions:
-    """Return the completions whose flag in `rows` (bool [n]) is set."""
-    tokens = np.repeat(rows, completions.lengths)
-    return RaggedCompletions(
-        token_ids=completions.token_ids[tokens],
-        log_probs=completions.log_probs[tokens],
-        lengths=completions.lengths[rows],
-        prompt_index=completions.prompt_index[rows],
-        member=completions.member[rows],
-        stopped=completions.stopped[rows],
-        versions=None if completions.versions is None else completions.versions[rows],
-    )
 
 
 def _meta(prompt: Prompt, item: Grade) -> str:

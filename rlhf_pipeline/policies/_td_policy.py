@@ -25,7 +25,7 @@ from rlhf_pipeline.policies._td_output import (
 from rlhf_pipeline.policies.chat import continued_prompt, decode_completion, encode_chat, encode_prompt
 from rlhf_pipeline.policies.containers import LLMWrapperBase, LogProbs, Masks, Tokens, _sub
 from rlhf_pipeline.policies.distribution import TokenDistribution
-from rlhf_pipeline.policies.engines.slots import RaggedCompletions
+from rlhf_pipeline.policies.engines.completions import RaggedCompletions
 
 _GENERATE_KWARGS = ("max_new_tokens", "temperature", "num_return_sequences", "do_sample", "seed")
 _ALIASES = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}

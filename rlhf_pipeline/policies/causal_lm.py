@@ -29,7 +29,9 @@ from rlhf_pipeline.policies._scoring import ScoringRows, token_states
 from rlhf_pipeline.policies._td_policy import TensorDictPolicy
 from rlhf_pipeline.policies.distribution import TokenDistribution
 from rlhf_pipeline.policies.encoding import tokenizer_with_template
-from rlhf_pipeline.policies.engines.slots import Completion, RaggedCompletions, SlotEngine, WeightRefresh
+from rlhf_pipeline.policies.engines.completions import Completion, RaggedCompletions
+from rlhf_pipeline.policies.engines.protocol import Engine, Request, WeightRefresh
+from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.packed import LayoutScorer
 
 __all__ = ["CausalLMPolicy", "Completion", "RaggedCompletions", "ScoringRows"]
@@ -164,6 +166,8 @@ class CausalLMPolicy(TensorDictPolicy):
         self._checkpointing = False
         self._scorer = LayoutScorer(scoring_layout)
         self._found: list[Any] = []
+        self._slots: SlotEngine | None = None
+        self._engine: Engine | None = None
         _ = self._parts
 
     @property
@@ -480,29 +484,30 @@ class CausalLMPolicy(TensorDictPolicy):
             # A layer that recomputes drops the cache.
             self._recompute(False)
         try:
-            engine = SlotEngine(self._parts, num_slots=self.num_slots, eos_token_ids=self.eos_token_ids)
-            return self._generate(engine, prompts, group_size, max_new_tokens, temperature, seed, stream_ids, refresh)
+            request = Request(
+                prompts=[p.tolist() if isinstance(p, Tensor) else p for p in prompts],
+                group_size=group_size,
+                max_new_tokens=self.max_new_tokens if max_new_tokens is None else max_new_tokens,
+                temperature=self.temperature if temperature is None else temperature,
+                end_token_ids=self.eos_token_ids,
+                seed=seed,
+                stream_ids=stream_ids,
+            )
+            return self.engine.generate(request, refresh)
         finally:
             if self._checkpointing:
                 self._recompute(True)
 
-    def _generate(
-        self,
-        engine: SlotEngine,
-        prompts: Sequence[Sequence[int]],
-        group_size: int,
-        max_new_tokens: int | Sequence[int] | None,
-        temperature: float | None,
-        seed: int,
-        stream_ids: Sequence[int] | None,
-        refresh: WeightRefresh | None,
-    ) -> RaggedCompletions:
-        return engine.generate(
-            [p.tolist() if isinstance(p, Tensor) else p for p in prompts],
-            group_size=group_size,
-            max_new_tokens=self.max_new_tokens if max_new_tokens is None else max_new_tokens,
-            temperature=self.temperature if temperature is None else temperature,
-            seed=seed,
-            stream_ids=stream_ids,
-            refresh=refresh,
-        )
+    @property
+    def engine(self) -> Engine:
+        """What samples: slots in this process with the policy's own weights, or the engine that was set here."""
+        if self._engine is not None:
+            return self._engine
+        slots = self._slots
+        if slots is None or slots.model is not self.model or slots.num_slots != self.num_slots:
+            slots = self._slots = SlotEngine(self._parts, num_slots=self.num_slots, model=self.model)
+        return slots
+
+    @engine.setter
+    def engine(self, engine: Engine | None) -> None:
+        self._engine = engine

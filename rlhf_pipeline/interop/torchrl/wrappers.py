@@ -35,7 +35,7 @@ from rlhf_pipeline.policies.adapters import methods_are_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.containers import LLMWrapperBase, Masks, Tokens
 from rlhf_pipeline.policies.encoding import tokenizer_with_template
-from rlhf_pipeline.policies.engines.slots import RaggedCompletions
+from rlhf_pipeline.policies.engines.completions import RaggedCompletions
 
 __all__ = ["EnginePolicy", "WrapperAdapter", "as_policy", "is_torchrl_wrapper"]
 

@@ -18,52 +18,31 @@ and a window of columns no wider than the longest live row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies._model_parts import ModelParts
 from rlhf_pipeline.policies.engines.cache_check import WITHOUT_SLOTS, verified_parts
-from rlhf_pipeline.policies.engines.completions import Completion, Int64Array, RaggedCompletions, collect
+from rlhf_pipeline.policies.engines.completions import Int64Array, RaggedCompletions, collect
+from rlhf_pipeline.policies.engines.gate import Gate
+from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh, Weights
 from rlhf_pipeline.policies.engines.sampling import sample_rows
 from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, SlotCache
 from rlhf_pipeline.policies.engines.uniforms import stream_keys, uniforms
+from rlhf_pipeline.policies.weights import load_weights
 
-__all__ = ["Completion", "RaggedCompletions", "SlotEngine", "WeightRefresh"]
+__all__ = ["SlotEngine"]
 
 _PREFILL_TOKENS = 4096
 """Padded tokens of one prefill pass. Prompts are prefilled that far ahead of their turn, so that slots which free up
 one by one do not cost one small forward pass each."""
-
-
-@dataclass(slots=True)
-class WeightRefresh:
-    """Newer weights in the middle of a rollout, as PipelineRL has it (https://arxiv.org/abs/2509.19128).
-
-    What is in the caches was computed by earlier weights and is not computed again. Each token keeps the log-prob that
-    it was sampled with, so importance weights stay right.
-
-    Attributes:
-        load: loads the newest weights in place and returns their version.
-        every: sampled tokens of each slot between two calls.
-        version: of the weights in use.
-    """
-
-    load: Callable[[], int]
-    every: int
-    version: int
-
-    def due(self, step: int) -> bool:
-        """Load newer weights if it is time; return True if they may have changed."""
-        if step % self.every:
-            return False
-        before, self.version = self.version, self.load()
-        return self.version != before
 
 
 @dataclass(slots=True)
@@ -77,20 +56,26 @@ class _Prefilled:
 
 
 class SlotEngine:
-    """Samples completions of a causal language model on a fixed number of slots.
+    """Samples completions of a causal language model on a fixed number of slots, in this process.
 
-    Use it through `CausalLMPolicy.generate_groups`.
+    It samples with the modules that it is given, which others may train: where their weights are changed in place, set
+    `version` to say so. Several threads may generate at once; each has its own slots.
 
     Args:
         parts: trunk and head of the model.
-        num_slots: the most completions that are live at once.
-        eos_token_ids: tokens that end a completion; may be empty.
+        num_slots: the most completions that are live at once, per call of `generate`.
+        model: what `load_weights` loads into; None where it is never called.
+
+    Attributes:
+        version: of the weights in use; None where nobody has named one.
 
     Raises:
         DefinitionError: the model keeps a kind of cache that slots cannot hold, or computes something else with one.
     """
 
-    def __init__(self, parts: ModelParts, *, num_slots: int, eos_token_ids: Sequence[int] = ()) -> None:
+    name = "slots"
+
+    def __init__(self, parts: ModelParts, *, num_slots: int, model: nn.Module | None = None) -> None:
         if num_slots < 1:
             raise DefinitionError(f"num_slots is {num_slots}; it must be at least 1.")
         if parts.cache_refusal is not None:
@@ -100,125 +85,79 @@ class SlotEngine:
             )
         self.parts = verified_parts(parts)
         self.num_slots = num_slots
-        vocab = int(parts.head.weight.shape[0])
-        self._vocab = vocab
-        self._is_eos = np.zeros(vocab, dtype=np.bool_)
-        for token in eos_token_ids:
-            if 0 <= token < vocab:
-                self._is_eos[token] = True
+        self.version: int | None = None
+        self.model = model
+        self._vocab = int(parts.head.weight.shape[0])
+        self._gate = Gate()
+        self._loads = 0
+        self._aborts = 0
 
     @torch.inference_mode()
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        group_size: int,
-        max_new_tokens: int | Sequence[int],
-        temperature: float,
-        seed: int,
-        stream_ids: Sequence[int] | None = None,
-        refresh: WeightRefresh | None = None,
-    ) -> RaggedCompletions:
-        """Sample `group_size` completions of every prompt.
+    def generate(self, request: Request, refresh: WeightRefresh | None = None) -> RaggedCompletions:
+        """See `Engine.generate`.
 
-        Args:
-            prompts: token ids, one sequence per prompt, no padding.
-            group_size: completions per prompt, at least 1.
-            max_new_tokens: the limit, for all, per prompt, or per completion (prompt-major).
-            temperature: above 0, or 0 for the most probable token with log-probs at temperature 1.
-            seed: with the stream id, the member and the token index it fixes every random number.
-            stream_ids: one id per prompt; the prompt's index when None.
-            refresh: replaces the weights while completions are sampled; None keeps them.
-
-        Returns:
-            The completions, prompt-major and member-minor. A completion also ends, with "length", where prompt and
-            completion together fill the model's positions.
-
-        Raises:
-            DataError: a prompt is empty, has ids outside the vocabulary, or leaves no position for a new token; or the
-                model gave logits that are not finite.
-            DefinitionError: an argument is out of range.
+        The random number behind a token is a pure function of (seed, stream id, member, token index). A completion also
+        ends, with "length", where prompt and completion together fill the model's positions.
         """
-        lengths, limits = self._check(prompts, group_size, max_new_tokens, temperature)
-        if stream_ids is None:
-            stream_ids = range(len(prompts))
-        elif len(stream_ids) != len(prompts):
-            raise DefinitionError(f"{len(stream_ids)} stream_ids were given for {len(prompts)} prompts; give one each.")
-        count = len(prompts) * group_size
-        prompt_of = np.repeat(np.arange(len(prompts), dtype=np.int64), group_size)
-        member_of = np.tile(np.arange(group_size, dtype=np.int64), len(prompts))
-        if count == 0:
-            none = None if refresh is None else []
-            return collect([], [], [], prompt_of, member_of, np.zeros(0, np.bool_), none)
-        streams = np.array([int(s) for s in stream_ids], dtype=object)[prompt_of].tolist()
-        run = _Run(
-            self,
-            prompts=prompts,
-            prompt_lengths=lengths,
-            prompt_of=prompt_of,
-            limits=limits,
-            keys=stream_keys(seed, streams, member_of),
-            temperature=temperature,
+        limits = request.limits(
+            vocab=self._vocab, positions=self.parts.max_positions, positions_by=self.parts.positions_by
         )
-        if refresh is None:
+        streams = request.streams()
+        prompt_of = np.repeat(np.arange(len(request.prompts), dtype=np.int64), request.group_size)
+        member_of = np.tile(np.arange(request.group_size, dtype=np.int64), len(request.prompts))
+        if request.count == 0:
+            none = None if refresh is None and self.version is None else []
+            return collect([], [], [], prompt_of, member_of, np.zeros(0, np.bool_), none)
+        with self._gate.sampling():
+            if refresh is not None:
+                self.version = refresh.version
+            run = _Run(
+                self,
+                request,
+                prompt_of=prompt_of,
+                limits=limits,
+                keys=stream_keys(request.seed, np.array(streams, dtype=object)[prompt_of].tolist(), member_of),
+                refresh=refresh,
+            )
             while run.step():
                 pass
-            return collect(run.out_rows, run.out_tokens, run.out_log_probs, prompt_of, member_of, run.stopped)
-        versions = [refresh.version]
-        while run.step(refresh):
-            versions.append(refresh.version)
-        return collect(run.out_rows, run.out_tokens, run.out_log_probs, prompt_of, member_of, run.stopped, versions)
+        # Where the version was named on the way only, nobody knows that of the tokens before.
+        versions = None if None in run.out_versions else [v for v in run.out_versions if v is not None]
+        return collect(
+            run.out_rows, run.out_tokens, run.out_log_probs, prompt_of, member_of, run.stopped, versions, run.unfinished
+        )
 
-    def _check(
-        self,
-        prompts: Sequence[Sequence[int]],
-        group_size: int,
-        max_new_tokens: int | Sequence[int],
-        temperature: float,
-    ) -> tuple[Int64Array, Int64Array]:
-        """Return (prompt lengths `[P]`, new-token limits `[P * group_size]`) of valid arguments."""
-        if group_size < 1:
-            raise DefinitionError(f"group_size is {group_size}; it must be at least 1.")
-        if not (temperature >= 0 and np.isfinite(temperature)):
-            raise DefinitionError(f"temperature is {temperature}; it must be a finite number >= 0.")
-        lengths = np.array([len(p) for p in prompts], dtype=np.int64)
-        count = len(prompts) * group_size
-        given = np.asarray(max_new_tokens, dtype=np.int64)
-        if given.ndim == 0:
-            limits = np.full(count, int(given), dtype=np.int64)
-        elif given.shape == (len(prompts),):
-            limits = np.repeat(given, group_size)
-        elif given.shape == (count,):
-            limits = given.copy()
-        else:
-            raise DefinitionError(
-                f"max_new_tokens has shape {given.shape}; give one number, one per prompt ({len(prompts)}) "
-                f"or one per completion ({count})."
-            )
-        if count and limits.min() < 1:
-            raise DefinitionError(f"max_new_tokens is {limits.min()}; it must be at least 1.")
-        for i, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise DataError(
-                    f"Prompt {i} has no tokens, and a model needs at least one to start from. "
-                    "Begin it with a BOS token, or drop it."
-                )
-            low, high = min(prompt), max(prompt)
-            if low < 0 or high >= self._vocab:
-                raise DataError(
-                    f"Prompt {i} has the token id {low if low < 0 else high}; the model's vocabulary is "
-                    f"0 .. {self._vocab - 1}. Encode it with this model's own tokenizer."
-                )
-        most = self.parts.max_positions
-        if most is not None and count:
-            longest = int(lengths.argmax())
-            if lengths[longest] >= most:
-                raise DataError(
-                    f"Prompt {longest} has {lengths[longest]} tokens; the model has {most} positions "
-                    f"({self.parts.positions_by}), and a completion needs at least one of them. Shorten or drop it."
-                )
-            limits = np.minimum(limits, most - np.repeat(lengths, group_size))
-        return lengths, limits
+    def pause(self) -> None:
+        """Stop between two tokens; see `Engine.pause`."""
+        self._gate.close()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._gate.open()
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        """Load weights into the model; caches of completions in progress are computed again with them.
+
+        Raises:
+            DefinitionError: the engine was made without a model to load into.
+            RuntimeError: they are those of another model.
+        """
+        if self.model is None:
+            raise DefinitionError("This SlotEngine has no model to load weights into. Make it with model=...")
+        with self._gate.still(), torch.inference_mode(False), torch.no_grad():
+            if isinstance(weights, Path):
+                load_weights(weights, self.model)
+            else:
+                self.model.load_state_dict(dict(weights))
+            self._loads += 1
+            self.version = version
+
+    def abort(self) -> None:
+        """End what is in progress; see `Engine.abort`."""
+        self._aborts += 1
+
+    def close(self) -> None:
+        """Do nothing: the model belongs to others."""
 
 
 class _Run:
@@ -227,30 +166,34 @@ class _Run:
     def __init__(
         self,
         engine: SlotEngine,
+        request: Request,
         *,
-        prompts: Sequence[Sequence[int]],
-        prompt_lengths: Int64Array,
         prompt_of: Int64Array,
         limits: Int64Array,
         keys: npt.NDArray[np.uint64],
-        temperature: float,
+        refresh: WeightRefresh | None,
     ) -> None:
+        self.engine = engine
+        self.refresh = refresh
         self.parts = engine.parts
-        self.is_eos = engine._is_eos
+        self.is_end = np.zeros(engine._vocab, dtype=np.bool_)
+        self.is_end[[token for token in request.end_token_ids if 0 <= token < engine._vocab]] = True
         self.weight = engine.parts.sampling_weight()
         self.device = self.weight.device
-        self.prompts = prompts
-        self.prompt_lengths = prompt_lengths
+        self.prompts = request.prompts
+        self.prompt_lengths = np.array([len(p) for p in request.prompts], dtype=np.int64)
         self.prompt_of = prompt_of
         self.limits = limits
         self.keys = keys
-        self.temperature = temperature
+        self.temperature = request.temperature
+        self.deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
+        self.loads, self.aborts = engine._loads, engine._aborts
         self.count = len(prompt_of)
         self.num_slots = min(engine.num_slots, self.count)
         self.cache = SlotCache(
             self.parts.num_layers,
             num_slots=self.num_slots,
-            longest_prompt=int(prompt_lengths.max()),
+            longest_prompt=int(self.prompt_lengths.max()),
             longest_completion=int(limits.max()),
             device=self.device,
         )
@@ -265,9 +208,12 @@ class _Run:
         self.out_rows: list[Int64Array] = []
         self.out_tokens: list[Int64Array] = []
         self.out_log_probs: list[npt.NDArray[np.float32]] = []
+        self.out_versions: list[int | None] = []
         self.stopped = np.zeros(self.count, dtype=np.bool_)
+        self.unfinished: npt.NDArray[np.bool_] | None = None
+        """Which completions were cut short; None where none was."""
 
-    def step(self, refresh: WeightRefresh | None = None) -> bool:
+    def step(self) -> bool:
         """Sample one token for every live and every new completion; False when none is left."""
         old = len(self.live)
         new = np.arange(self.next, min(self.count, self.next + self.num_slots - old), dtype=np.int64)
@@ -284,11 +230,21 @@ class _Run:
         self.out_rows.append(rows)
         self.out_tokens.append(tokens)
         self.out_log_probs.append(log_probs)
-        ended = self.is_eos[tokens]
+        self.out_versions.append(self.engine.version)
+        ended = self.is_end[tokens]
         done = ended | (sampled >= self.limits[rows])
         if done.any():
             self.stopped[rows[ended]] = True
+        # Between sampling a token and feeding it: head and trunk of the next one are then of the same weights.
+        changed = self._pause()
+        if self._must_end():
+            self.unfinished = np.zeros(self.count, dtype=np.bool_)
+            self.unfinished[rows[~done]] = True
+            self.unfinished[self.next :] = True
+            return False
         if done.all():
+            if changed:
+                self._forget()
             self.live = self.stored = self.sampled = np.zeros(0, dtype=np.int64)
             self.hidden = None
             return self.next < self.count
@@ -296,11 +252,52 @@ class _Run:
             source = self._place(old, new, done)
             rows, sampled, tokens = rows[source], sampled[source], tokens[source]
         self.live, self.sampled = rows, sampled
-        if refresh is not None and refresh.due(len(self.out_rows)):
-            # Between sampling a token and feeding it: head and trunk of the next one are then of the same weights.
-            self.weight = self.parts.sampling_weight()
+        if changed:
+            self._forget()
+            self._fill_again()
         self._forward(tokens)
         return True
+
+    def _pause(self) -> bool:
+        """Let others change the weights, and wait while they want to; return True if they have."""
+        changed = False
+        with self.engine._gate.standing_aside():
+            if self.refresh is not None:
+                changed = self.refresh.due(len(self.out_rows))
+                if changed:
+                    self.engine.version = self.refresh.version
+        changed |= self.loads != self.engine._loads
+        self.loads = self.engine._loads
+        return changed
+
+    def _must_end(self) -> bool:
+        late = self.deadline is not None and time.monotonic() > self.deadline
+        return late or self.aborts != self.engine._aborts
+
+    def _forget(self) -> None:
+        """Drop what was computed with other weights, but for the live rows' caches."""
+        self.weight = self.parts.sampling_weight()
+        self.batches = []
+        self.prefilled_up_to = int(self.prompt_of[self.next]) if self.next < self.count else len(self.prompts)
+
+    def _fill_again(self) -> None:
+        """Compute the caches of the live rows with the weights in use: their next tokens then depend on no others."""
+        longest = int(self.stored.max())
+        self._begin(longest, len(self.live), closing=self.next == self.count)
+        rows, tokens = np.concatenate(self.out_rows), np.concatenate(self.out_tokens)
+        most = max(1, _PREFILL_TOKENS // longest)
+        for first in range(0, len(self.live), most):
+            slots = np.arange(first, min(first + most, len(self.live)), dtype=np.int64)
+            lengths = self.stored[slots]
+            ids = np.zeros((len(slots), int(lengths.max())), dtype=np.int64)
+            for i, slot in enumerate(slots.tolist()):
+                completion = self.live[slot]
+                prompt = self.prompts[self.prompt_of[completion]]
+                ids[i, : len(prompt)] = prompt
+                # The last token was sampled in this step; it is fed next.
+                ids[i, len(prompt) : lengths[i]] = tokens[rows == completion][: lengths[i] - len(prompt)]
+            states, _ = self._prefilled(ids, lengths)
+            self.cache.insert(self._index(slots), states, self._index(slots - first), self._index(lengths))
 
     def _sample(
         self, hidden: Tensor, rows: Int64Array, sampled: Int64Array
@@ -354,18 +351,24 @@ class _Run:
         ids = np.zeros((last + 1 - first, width), dtype=np.int64)
         for i in range(first, last + 1):
             ids[i - first, : self.prompt_lengths[i]] = self.prompts[i]
-        lengths = self._index(self.prompt_lengths[first : last + 1])
+        states, hidden = self._prefilled(ids, self.prompt_lengths[first : last + 1])
+        self.batches.append(_Prefilled(states, hidden, first, last))
+        self.prefilled_up_to = last + 1
+
+    def _prefilled(
+        self, ids: Int64Array, token_counts: Int64Array
+    ) -> tuple[list[tuple[Tensor, Tensor] | None], Tensor]:
+        """Return keys and values of right-padded rows, right-aligned, and their last hidden states `[len(ids), H]`."""
+        lengths = self._index(token_counts)
         cache = PrefillCache(self.parts.num_layers)
         hidden = self.parts.hidden(
             input_ids=self._index(ids),
-            position_ids=torch.arange(width, device=self.device).expand(len(ids), -1),
+            position_ids=torch.arange(ids.shape[1], device=self.device).expand(len(ids), -1),
             past_key_values=cache,
             use_cache=True,
         )
         rows = torch.arange(len(ids), device=self.device)
-        states = cache.right_aligned(lengths)
-        self.batches.append(_Prefilled(states, hidden[rows, lengths - 1], first, last))
-        self.prefilled_up_to = last + 1
+        return cache.right_aligned(lengths), hidden[rows, lengths - 1]
 
     def _place(self, old: int, new: Int64Array, done: npt.NDArray[np.bool_]) -> Int64Array:
         """Give every row that goes on a slot `0 .. k - 1`, move and insert what that takes.

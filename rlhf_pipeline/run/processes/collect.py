@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, RewardError, RunExistsError
-from rlhf_pipeline.learner.state import load_weights
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
-from rlhf_pipeline.policies.engines.slots import WeightRefresh
+from rlhf_pipeline.policies.engines.protocol import WeightRefresh
+from rlhf_pipeline.policies.weights import load_weights
 from rlhf_pipeline.run.build import Parts, build_models, build_parts
 from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
 from rlhf_pipeline.run.folder import RunFolder

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.learner.state import load_weights, read_state, write_state
+from rlhf_pipeline.learner.state import read_state, write_state
+from rlhf_pipeline.policies.weights import load_weights
 
 
 class Holder:

@@ -1,0 +1,216 @@
+"""What an engine is: prompts of token ids in; token ids, log-probs, version spans and finish reasons out.
+
+An engine holds weights and samples with them. What it reports is what the learner trusts: a token's log-prob is that of
+the distribution it was drawn from, at the sampling temperature, under the weights that the token's version names. The
+contract suite of the tests holds every engine to this.
+
+Nothing here knows TensorDict, stores or runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from torch import Tensor
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.policies.engines.completions import Int64Array, RaggedCompletions
+
+__all__ = ["Engine", "Request", "WeightRefresh", "Weights"]
+
+Weights = Path | Mapping[str, Tensor]
+"""Where new weights come from: a checkpoint folder as `save_pretrained` writes it, or the model's state dict."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to sample.
+
+    Attributes:
+        prompts: token ids, one sequence per prompt, no padding.
+        group_size: completions per prompt; the prompt is computed once for all of them.
+        max_new_tokens: the limit, for all, per prompt, or per completion (prompt-major).
+        temperature: above 0, or 0 for the most probable token with log-probs at temperature 1.
+        end_token_ids: tokens that end a completion and belong to it; may be empty.
+        seed: with the stream id and the member it fixes the random numbers of a completion, as far as an engine's own
+            arithmetic repeats.
+        stream_ids: one id per prompt; the prompt's index when None.
+        deadline_s: seconds after which what is not finished is aborted; None waits.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    group_size: int = 1
+    max_new_tokens: int | Sequence[int] = 64
+    temperature: float = 1.0
+    end_token_ids: Sequence[int] = ()
+    seed: int = 0
+    stream_ids: Sequence[int] | None = None
+    deadline_s: float | None = None
+
+    @property
+    def count(self) -> int:
+        """Completions that are asked for."""
+        return len(self.prompts) * self.group_size
+
+    def streams(self) -> list[int]:
+        """Return the stream id of each prompt.
+
+        Raises:
+            DefinitionError: there are more or fewer than prompts.
+        """
+        if self.stream_ids is None:
+            return list(range(len(self.prompts)))
+        if len(self.stream_ids) != len(self.prompts):
+            raise DefinitionError(
+                f"{len(self.stream_ids)} stream_ids were given for {len(self.prompts)} prompts; give one each."
+            )
+        return [int(stream) for stream in self.stream_ids]
+
+    def limits(self, *, vocab: int | None = None, positions: int | None = None, positions_by: str = "") -> Int64Array:
+        """Check the request and return the most new tokens of each completion, int64 `[count]`, prompt-major.
+
+        Args:
+            vocab: the model's tokens; None does not check ids against it.
+            positions: the longest sequence of the model; None knows none.
+            positions_by: what says so, for messages.
+
+        Raises:
+            DataError: a prompt is empty, has ids outside the vocabulary, or leaves no position for a new token.
+            DefinitionError: an argument is out of range.
+        """
+        if self.group_size < 1:
+            raise DefinitionError(f"group_size is {self.group_size}; it must be at least 1.")
+        if not (self.temperature >= 0 and np.isfinite(self.temperature)):
+            raise DefinitionError(f"temperature is {self.temperature}; it must be a finite number >= 0.")
+        lengths = np.array([len(p) for p in self.prompts], dtype=np.int64)
+        given = np.asarray(self.max_new_tokens, dtype=np.int64)
+        if given.ndim == 0:
+            limits = np.full(self.count, int(given), dtype=np.int64)
+        elif given.shape == (len(self.prompts),):
+            limits = np.repeat(given, self.group_size)
+        elif given.shape == (self.count,):
+            limits = given.copy()
+        else:
+            raise DefinitionError(
+                f"max_new_tokens has shape {given.shape}; give one number, one per prompt ({len(self.prompts)}) "
+                f"or one per completion ({self.count})."
+            )
+        if self.count and limits.min() < 1:
+            raise DefinitionError(f"max_new_tokens is {limits.min()}; it must be at least 1.")
+        for i, prompt in enumerate(self.prompts):
+            _check_prompt(i, prompt, vocab)
+        if positions is not None and self.count:
+            longest = int(lengths.argmax())
+            if lengths[longest] >= positions:
+                raise DataError(
+                    f"Prompt {longest} has {lengths[longest]} tokens; the model has {positions} positions "
+                    f"({positions_by}), and a completion needs at least one of them. Shorten or drop it."
+                )
+            limits = np.minimum(limits, positions - np.repeat(lengths, self.group_size))
+        return limits
+
+
+def _check_prompt(index: int, prompt: Sequence[int], vocab: int | None) -> None:
+    if not len(prompt):
+        raise DataError(
+            f"Prompt {index} has no tokens, and a model needs at least one to start from. "
+            "Begin it with a BOS token, or drop it."
+        )
+    low, high = min(prompt), max(prompt)
+    if low < 0 or (vocab is not None and high >= vocab):
+        raise DataError(
+            f"Prompt {index} has the token id {low if low < 0 else high}; the model's vocabulary is "
+            f"0 .. {'' if vocab is None else vocab - 1}. Encode it with this model's own tokenizer."
+        )
+
+
+@dataclass(slots=True)
+class WeightRefresh:
+    """Newer weights in the middle of a rollout, as PipelineRL has it (https://arxiv.org/abs/2509.19128).
+
+    Attributes:
+        load: has the engine take the newest weights, if they are newer than its own, and returns their version.
+        every: sampled tokens of each slot between two calls. An engine that does not see single tokens looks about
+            twice a second.
+        version: of the weights in use.
+    """
+
+    load: Callable[[], int]
+    every: int
+    version: int
+
+    def due(self, step: int) -> bool:
+        """Load newer weights if it is time; return True if they may have changed."""
+        if step % self.every:
+            return False
+        return self.look()
+
+    def look(self) -> bool:
+        """Load newer weights if there are some; return True if they may have changed."""
+        before, self.version = self.version, self.load()
+        return self.version != before
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """What samples completions.
+
+    `generate` blocks; the other methods may be called from other threads while it does, and from
+    `WeightRefresh.load`.
+    """
+
+    @property
+    def name(self) -> str:
+        """What it is called in a definition and in messages: `slots`, `vllm`, or an address."""
+        ...
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights in use; None where nobody has named one."""
+        ...
+
+    def generate(self, request: Request, refresh: WeightRefresh | None = None) -> RaggedCompletions:
+        """Sample `group_size` completions of every prompt, prompt-major and member-minor.
+
+        Args:
+            request: what to sample.
+            refresh: takes up newer weights while completions are sampled; None keeps those of the start, unless
+                `load_weights` is called from another thread.
+
+        Returns:
+            The completions, with the version of the weights that sampled each token. A log-prob that the engine could
+            not give is NaN; the loss leaves such tokens out.
+
+        Raises:
+            DataError: a prompt is empty or too long; or the model gave logits that are not finite.
+            DefinitionError: an argument is out of range.
+            EngineError: the engine cannot be reached or broke down; nothing is returned twice.
+        """
+        ...
+
+    def pause(self) -> None:
+        """Stop between two tokens. What is in progress is kept, and `generate` goes on blocking."""
+        ...
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        ...
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        """Take new weights; completions in progress go on with them, and what was computed with others is dropped.
+
+        So every token's log-prob is that of the weights of its span, given all tokens before it.
+        """
+        ...
+
+    def abort(self) -> None:
+        """End the completions in progress: `generate` returns what was sampled, with the finish reason `abort`."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the engine holds; it cannot be used afterwards."""
+        ...

@@ -1,0 +1,76 @@
+"""Loading the weights of a checkpoint folder into a model that is there already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, load_model
+from torch import Tensor, nn
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Load the weights of a checkpoint folder in place.
+
+    Raises:
+        RuntimeError: they are those of another model.
+    """
+    if hasattr(model, "peft_config"):
+        _load_adapters(path, model)
+        return
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        _load_into_shards(path, model)
+        return
+    try:
+        load_model(model, path / "model.safetensors")
+    except (RuntimeError, FileNotFoundError):
+        # transformers writes some architectures (mixtures of experts) under other names than the module's, and large
+        # models as several files; only its own loader undoes that.
+        load = getattr(type(model), "from_pretrained", None)
+        if load is None:
+            raise
+        loaded, info = load(path, dtype=next(model.parameters()).dtype, output_loading_info=True)
+        wrong = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
+        if wrong:
+            raise RuntimeError(f"{len(wrong)} weights do not fit, {wrong[0]!r} among them") from None
+        model.load_state_dict(loaded.state_dict())
+
+
+@torch.no_grad()
+def _load_into_shards(path: Path, model: nn.Module) -> None:
+    """Load whole weights into a model that several processes hold in shards."""
+    saved = load_file(path / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        if name not in saved or saved[name].shape != parameter.shape:
+            raise RuntimeError(f"{name} of shape {list(parameter.shape)} is not in it")
+        copy_into(parameter, saved[name])
+
+
+def copy_into(target: Tensor, value: Tensor) -> None:
+    """Copy a whole tensor into a tensor, or into this process's shard of one."""
+    placements: Any = getattr(target, "placements", None)
+    if placements is None:
+        target.copy_(value)
+        return
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    sharded: Any = target
+    # Every process has read the whole value, so nothing is sent.
+    whole = value.to(device=sharded.device, dtype=sharded.dtype)
+    own: Any = distribute_tensor(whole, sharded.device_mesh, placements, src_data_rank=None)
+    if isinstance(target, DTensor):
+        target.to_local().copy_(own.to_local())
+
+
+def _load_adapters(path: Path, model: nn.Module) -> None:
+    """Load LoRA adapters in place; the frozen weights are those of the definition."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict  # pyright: ignore[reportMissingImports]
+
+    if not (path / "adapter_model.safetensors").is_file():
+        raise RuntimeError("it has no adapters, and policy.lora_rank is set")
+    saved = load_file(path / "adapter_model.safetensors")
+    wrong = get_peft_model_state_dict(model).keys() ^ saved.keys()
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} adapters do not fit, {sorted(wrong)[0]!r} among them")
+    set_peft_model_state_dict(model, saved)
