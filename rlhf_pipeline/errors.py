@@ -12,6 +12,7 @@
     +-- RunMismatchError (ValueError)     a resumed run or replay does not match what was recorded
     +-- RunStorageError (OSError)         the run folder cannot be written: a full disk, a lost mount
     +-- RewardError (RuntimeError)        every reward call of a step failed
+    +-- EngineError (RuntimeError)        an engine elsewhere cannot be reached, or answers what it must not
     +-- ProcessFailedError (RuntimeError) a process of a run cannot be kept alive
 
 The store has its own tree, `trajectory_store.StoreError`. Every message says what was seen, where, and what to
@@ -90,6 +91,10 @@ class RunStorageError(PipelineError, OSError):
 
 class RewardError(PipelineError, RuntimeError):
     """Every reward call of a step failed, so there is nothing to learn from."""
+
+
+class EngineError(PipelineError, RuntimeError):
+    """An engine outside this process cannot be reached, or answers what it must not."""
 
 
 class ProcessFailedError(PipelineError, RuntimeError):

@@ -291,8 +291,8 @@ class _Run:
             lengths = self.stored[slots]
             ids = np.zeros((len(slots), int(lengths.max())), dtype=np.int64)
             for i, slot in enumerate(slots.tolist()):
-                completion = self.live[slot]
-                prompt = self.prompts[self.prompt_of[completion]]
+                completion = int(self.live[slot])
+                prompt = self.prompts[int(self.prompt_of[completion])]
                 ids[i, : len(prompt)] = prompt
                 # The last token was sampled in this step; it is fed next.
                 ids[i, len(prompt) : lengths[i]] = tokens[rows == completion][: lengths[i] - len(prompt)]

@@ -1,0 +1,500 @@
+"""vLLM behind an address: tokens in and tokens out over HTTP, weights by folder.
+
+The server is somebody else's process, started like this, with the definition's model:
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs
+
+What is used of it (vLLM 0.32): `/inference/v1/generate`, `/abort_requests`, `/pause?mode=keep`, `/resume`,
+`/collective_rpc` with `reload_weights`, `/reset_prefix_cache`, `/update_weight_version`, `/weight_info`, `/server_info`
+and `/health`. Its development mode lets whoever reaches it run methods: keep it on the loopback address or on a network
+of its own.
+
+A request that fails on the way is sent again under another id, after the server was told to drop the first; only the
+reply to the last one is read, so no completion comes twice. Weights carry a label with this run's name, and tokens that
+were sampled with any other label are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import http.client
+import json
+import math
+import re
+import tempfile
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from safetensors.torch import save_file
+
+from rlhf_pipeline.errors import EngineError
+from rlhf_pipeline.policies.engines.completions import RaggedCompletions, VersionSpans
+from rlhf_pipeline.policies.engines.jobs import Job, jobs_of
+from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh, Weights
+
+__all__ = ["HTTPEngine"]
+
+START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs"
+"""The command that starts a server that can be used."""
+
+_CONNECTIONS = 64
+_HEALTH_EVERY_S = 10.0
+_REPLY_S = 600.0
+"""The longest wait for a reply that is not a completion; loading weights takes longest."""
+_ID_PREFIX = "generate-tokens-"
+"""What the server puts before the id of a request, and wants to see when it is aborted."""
+
+
+class _Unreachable(Exception):
+    """No connection, or it broke: worth another try."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """What the server says of itself."""
+
+    max_model_len: int | None
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """One completion of a reply."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    spans: list[tuple[int, int]]
+    finish_reason: str
+
+
+class HTTPEngine:
+    """Samples with a vLLM server.
+
+    Args:
+        address: of the server, `http://HOST:PORT`.
+        owner: a name of this run, the same in all its processes; marks the weights that it gives the server.
+        vocab: the model's tokens: a larger id would end the server. None does not check.
+        max_positions: the longest sequence of the model; None takes the server's.
+        patience_s: how long a server may be out of reach before that is an error.
+        look_s: seconds between two looks for newer weights, a deadline, and an abort.
+
+    Attributes:
+        name: the address.
+        version: of the weights that this engine has given the server; None before the first.
+
+    Raises:
+        DefinitionError: the address is none.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        owner: str,
+        vocab: int | None = None,
+        max_positions: int | None = None,
+        patience_s: float = 300.0,
+        look_s: float = 0.5,
+    ) -> None:
+        self.name = address.rstrip("/")
+        self.version: int | None = None
+        parts = urlsplit(self.name)
+        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname or "", parts.port
+        self._owner = re.sub(r"[^A-Za-z0-9_.-]", "-", owner)
+        self._vocab = vocab
+        self._max_positions = max_positions
+        self._patience_s = patience_s
+        self._look_s = look_s
+        self._known: _Server | None = None
+        self._label: str | None = None
+        self._given: tuple[Path, int] | None = None
+        self._lock = threading.RLock()
+        self._calls: set[_Call] = set()
+
+    def generate(self, request: Request, refresh: WeightRefresh | None = None) -> RaggedCompletions:
+        """See `Engine.generate`.
+
+        The seed of a completion follows from the request's seed, its stream id and its member. What vLLM makes of it
+        depends on what else is in its batch, in the last bits of a log-prob and now and then in a token.
+        """
+        server = self._server()
+        positions = min((n for n in (self._max_positions, server.max_model_len) if n is not None), default=None)
+        limits = request.limits(vocab=self._vocab, positions=positions, positions_by=f"at {self.name}")
+        call = _Call(self, jobs_of(request, limits, most=server.max_num_seqs), request.deadline_s)
+        with self._lock:
+            self._calls.add(call)
+        try:
+            sampled = call.run(refresh)
+        finally:
+            with self._lock:
+                self._calls.discard(call)
+        return _collected(request, sampled, self.version is not None)
+
+    def pause(self) -> None:
+        """Stop the server's sampling, everybody's; see `Engine.pause`."""
+        self._ask("POST", "/pause?mode=keep", {})
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._ask("POST", "/resume", {})
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        """Have the server load weights from a folder, which it must see under the same path.
+
+        See `Engine.load_weights`. Processes that share a run and a server take turns, and what another one has loaded
+        is not loaded again.
+
+        Raises:
+            EngineError: the server cannot load them. It stays paused, as what it holds is not known.
+        """
+        if isinstance(weights, Mapping):
+            with tempfile.TemporaryDirectory(prefix="weights-") as folder:
+                # A copy of each: safetensors writes no two tensors that share memory.
+                save_file({name: t.detach().clone() for name, t in weights.items()}, f"{folder}/model.safetensors")
+                self._give(Path(folder), version, tag=uuid.uuid4().hex[:8])
+            self._given = None
+            return
+        with (weights.parent / ".engine.lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self._give(weights, version, tag=_folder_tag(weights))
+        self._given = (weights, version)
+
+    def abort(self) -> None:
+        """End the completions that this engine waits for; see `Engine.abort`."""
+        with self._lock:
+            calls = list(self._calls)
+        for call in calls:
+            call.abort()
+
+    def close(self) -> None:
+        """Drop what is in progress; the server stays as it is."""
+        self.abort()
+
+    # One request
+
+    def _server(self) -> _Server:
+        """Return what the server says of itself, asked once per connection that holds; check that it can be used."""
+        known = self._known
+        if known is not None:
+            return known
+        status, info = self._ask_status("GET", "/server_info?config_format=json")
+        if status != 200 or not isinstance(info, dict):
+            raise EngineError(
+                f"the server at {self.name} answers /server_info with {status}: it was not started for this. Start it "
+                f"like this: {START}"
+            )
+        config: Any = info.get("vllm_config")
+        model = config.get("model_config", {}) if isinstance(config, dict) else {}
+        mode = model.get("logprobs_mode")
+        if mode != "processed_logprobs":
+            raise EngineError(
+                f"the server at {self.name} reports {mode}, which are not the log-probs of the distribution that it "
+                f"samples from. Start it like this: {START}"
+            )
+        self._known = _Server(
+            max_model_len=model.get("max_model_len"),
+            max_num_seqs=int(config.get("scheduler_config", {}).get("max_num_seqs") or 1),
+        )
+        return self._known
+
+    def _give(self, folder: Path, version: int, *, tag: str) -> None:
+        label = f"{self._owner}:{version}:{tag}"
+        self._server()
+        if self._ask("GET", "/weight_info").get("weight_version") != label:
+            self._ask("POST", "/pause?mode=keep", {})
+            order = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
+            status, reply = self._ask_status("POST", "/collective_rpc", order)
+            if status == 200:
+                # What was computed with other weights is in the caches, of requests in progress as well.
+                status, reply = self._ask_status("POST", "/reset_prefix_cache?reset_running_requests=true", {})
+            if status != 200 or (isinstance(reply, dict) and reply.get("success") is False):
+                self.version = None
+                raise EngineError(
+                    f"the server at {self.name} could not load the weights in {folder} ({status}: {_short(reply)}). It "
+                    "must see that folder under the same path. It is paused now: start it again before the run goes on "
+                    "with --resume."
+                )
+            self._ask("POST", "/update_weight_version", {"new_version": label})
+            self._ask("POST", "/resume", {})
+        self.version, self._label = version, label
+
+    def _restore(self) -> None:
+        """After a connection broke: check the server again, and give a restarted one the weights it had."""
+        self._known = None
+        self._server()
+        if self._label is None or self._ask("GET", "/weight_info").get("weight_version", "").startswith(self._owner):
+            return
+        if self._given is None or not self._given[0].is_dir():
+            raise EngineError(
+                f"the server at {self.name} was started again and has not the weights of version {self.version}. Type "
+                "the same command with --resume, which loads them."
+            )
+        self.load_weights(*self._given)
+
+    def version_of(self, label: str) -> int:
+        """Return the version that a label of this run's weights names.
+
+        Raises:
+            EngineError: it is not a label of this run.
+        """
+        owner, _, rest = label.partition(":")
+        number = rest.partition(":")[0]
+        if owner != self._owner or not number.isdigit():
+            raise EngineError(
+                f"the server at {self.name} sampled with weights labelled {label!r}, which this run did not give it. "
+                "Does another run use it, or was it started again? Give each run a server of its own."
+            )
+        return int(number)
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the reply of a call that must succeed."""
+        status, reply = self._ask_status(method, path, body)
+        if status != 200:
+            raise EngineError(f"the server at {self.name} answers {path} with {status}: {_short(reply)}")
+        return reply if isinstance(reply, dict) else {}
+
+    def _ask_status(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+        """Return status and reply, after as many tries as `patience_s` allows: these calls may be made twice."""
+        until, pause = time.monotonic() + self._patience_s, 0.05
+        while True:
+            try:
+                return self._exchange(method, path, body, timeout=_REPLY_S)
+            except _Unreachable as error:
+                if time.monotonic() + pause > until:
+                    raise self._gone(error) from error
+                time.sleep(pause)
+                pause = min(2 * pause, 5.0)
+
+    def _gone(self, error: Exception) -> EngineError:
+        return EngineError(
+            f"the server at {self.name} has been out of reach for {self._patience_s:g} s ({error}). What was stored is "
+            f"safe. Start the server like this: {START}; then type the same command with --resume."
+        )
+
+    def _exchange(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        *,
+        timeout: float | None,
+        held: list[http.client.HTTPConnection] | None = None,
+    ) -> tuple[int, Any]:
+        """Send one request and return the reply's status and JSON, or text that is none.
+
+        Raises:
+            _Unreachable: there is no connection, or it broke before the reply was whole.
+        """
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=timeout)
+        if held is not None:
+            held.append(connection)
+        try:
+            data = None if body is None else json.dumps(body).encode()
+            connection.request(method, path, data, {"content-type": "application/json"})
+            reply = connection.getresponse()
+            raw = reply.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise _Unreachable(f"{type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+            if held is not None:
+                held.remove(connection)
+        try:
+            return reply.status, json.loads(raw) if raw else None
+        except ValueError:
+            return reply.status, raw.decode(errors="replace")
+
+
+class _Call:
+    """One `generate`: its jobs side by side, each until its reply is whole."""
+
+    def __init__(self, engine: HTTPEngine, jobs: list[Job], deadline_s: float | None) -> None:
+        self._engine = engine
+        self._jobs = jobs
+        self._deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        self._lock = threading.Lock()
+        self._open: set[str] = set()
+        self._held: list[http.client.HTTPConnection] = []
+        self._aborted = False
+        self._over = threading.Event()
+        """Nobody waits for replies any more."""
+
+    def run(self, refresh: WeightRefresh | None) -> list[_Sampled]:
+        """Return the completions, in the order of the request."""
+        if not self._jobs:
+            return []
+        with ThreadPoolExecutor(min(len(self._jobs), _CONNECTIONS), thread_name_prefix="engine") as pool:
+            futures = [pool.submit(self._job, job) for job in self._jobs]
+            try:
+                self._watch(set(futures), refresh)
+                return [sampled for future in futures for sampled in future.result()]
+            finally:
+                self._over.set()
+                self._hang_up()
+
+    def abort(self) -> None:
+        """Have the server cut short what is open; jobs that were not sent yet come back empty."""
+        self._aborted = True
+        with self._lock:
+            names = [_ID_PREFIX + name for name in self._open]
+        if names:
+            self._engine._ask("POST", "/abort_requests", {"request_ids": names})
+
+    def _watch(self, pending: set[Future[list[_Sampled]]], refresh: WeightRefresh | None) -> None:
+        """Wait for the replies; meanwhile take up newer weights, keep the deadline and see that the server lives."""
+        engine = self._engine
+        heard = looked = time.monotonic()
+        while pending:
+            done, pending = wait(pending, timeout=engine._look_s, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            now = time.monotonic()
+            if done:
+                heard = now
+            if refresh is not None and pending:
+                refresh.look()
+            if pending and (now > self._deadline or self._aborted):
+                self.abort()  # and again, for what was sent meanwhile
+            if pending and now - max(heard, looked) > _HEALTH_EVERY_S:
+                looked = now
+                with contextlib.suppress(_Unreachable):
+                    if engine._exchange("GET", "/health", None, timeout=_HEALTH_EVERY_S)[0] == 200:
+                        heard = time.monotonic()
+                if now - heard > engine._patience_s:
+                    raise engine._gone(TimeoutError("it does not answer /health"))
+
+    def _hang_up(self) -> None:
+        """Leave no request behind that nobody reads."""
+        with self._lock:
+            names = [_ID_PREFIX + name for name in self._open]
+        if names:
+            with contextlib.suppress(_Unreachable):
+                self._engine._exchange("POST", "/abort_requests", {"request_ids": names}, timeout=5.0)
+        for connection in list(self._held):
+            if connection.sock is not None:
+                with contextlib.suppress(OSError):
+                    connection.sock.shutdown(2)
+
+    def _job(self, job: Job) -> list[_Sampled]:
+        """Send a job until there is a reply."""
+        engine, since, pause = self._engine, time.monotonic(), 0.05
+        while not self._over.is_set():
+            if self._aborted:
+                return [_Sampled([], [], [], "abort")] * job.members
+            name = f"{engine._owner}-{uuid.uuid4().hex}"
+            try:
+                with self._named(name):
+                    status, reply = engine._exchange(
+                        "POST",
+                        "/inference/v1/generate",
+                        {"request_id": name, "token_ids": job.tokens, "sampling_params": job.sampling},
+                        timeout=None,
+                        held=self._held,
+                    )
+                if status < 500:
+                    return self._read(job, status, reply)
+                error: Exception = _Unreachable(f"{status}: {_short(reply)}")
+            except _Unreachable as broken:
+                error = broken
+            if time.monotonic() + pause - since > engine._patience_s:
+                raise engine._gone(error) from error
+            # The server may be at work on it still, and its reply goes nowhere.
+            with contextlib.suppress(_Unreachable):
+                engine._exchange("POST", "/abort_requests", {"request_ids": [_ID_PREFIX + name]}, timeout=5.0)
+            self._over.wait(pause)
+            pause = min(2 * pause, 5.0)
+            with engine._lock:
+                if not self._over.is_set():
+                    engine._restore()
+        return []
+
+    @contextlib.contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        with self._lock:
+            self._open.add(name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open.discard(name)
+
+    def _read(self, job: Job, status: int, reply: Any) -> list[_Sampled]:
+        """Return the completions of a reply, every part of it checked."""
+        engine = self._engine
+        if status != 200:
+            raise EngineError(
+                f"the server at {engine.name} refuses prompt {job.prompt} ({status}): {_short(reply)}. Was it started "
+                f"like this? {START}"
+            )
+        try:
+            choices = sorted(reply["choices"], key=lambda choice: choice["index"])
+            if [choice["index"] for choice in choices] != list(range(job.members)):
+                raise ValueError(f"{len(choices)} completions in place of {job.members}")
+            return [self._completion(choice, job.sampling["max_tokens"]) for choice in choices]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"the server at {engine.name} answers in a form that is not vLLM's ({type(error).__name__}: {error}): "
+                f"{_short(reply)}"
+            ) from error
+
+    def _completion(self, choice: dict[str, Any], limit: int) -> _Sampled:
+        tokens = [int(token) for token in choice["token_ids"]]
+        content = choice["logprobs"]["content"] or []
+        if [entry["token_id"] for entry in content] != tokens:
+            raise ValueError("the log-probs are not those of the tokens")
+        reason = choice["finish_reason"]
+        if reason not in ("stop", "length", "abort") or len(tokens) > limit or not (tokens or reason == "abort"):
+            raise ValueError(f"{len(tokens)} tokens, at most {limit}, with the finish reason {reason!r}")
+        spans = []
+        if self._engine.version is not None and tokens:
+            said = choice["weight_versions"]
+            starts = [int(span["start"]) for span in said]
+            if not starts or starts[0] != 0 or starts != sorted(set(starts)) or said[-1]["end"] != len(tokens):
+                raise ValueError(f"weight_versions {said} of {len(tokens)} tokens")
+            spans = [
+                (start, self._engine.version_of(span["version"])) for start, span in zip(starts, said, strict=True)
+            ]
+        return _Sampled(tokens, [_log_prob(entry["logprob"]) for entry in content], spans, reason)
+
+
+def _log_prob(value: float | None) -> float:
+    """Return a log-prob; NaN for one that the server could not give."""
+    return math.nan if value is None or not math.isfinite(value) else float(value)
+
+
+def _collected(request: Request, sampled: list[_Sampled], versioned: bool) -> RaggedCompletions:
+    reasons = [item.finish_reason for item in sampled]
+    aborted = np.array([reason == "abort" for reason in reasons], np.bool_)
+    return RaggedCompletions(
+        token_ids=np.array([token for item in sampled for token in item.tokens], np.int64),
+        log_probs=np.array([value for item in sampled for value in item.log_probs], np.float32),
+        lengths=np.array([len(item.tokens) for item in sampled], np.int64),
+        prompt_index=np.repeat(np.arange(len(request.prompts), dtype=np.int64), request.group_size),
+        member=np.tile(np.arange(request.group_size, dtype=np.int64), len(request.prompts)),
+        stopped=np.array([reason == "stop" for reason in reasons], np.bool_),
+        spans=VersionSpans.of_lists([item.spans for item in sampled]) if versioned else None,
+        aborted=aborted if aborted.any() else None,
+    )
+
+
+def _folder_tag(folder: Path) -> str:
+    """Return what changes when the weights in a folder are replaced."""
+    files = sorted(file for file in folder.iterdir() if file.suffix == ".safetensors")
+    facts = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+    return f"{zlib.crc32(repr(facts).encode()):08x}"
+
+
+def _short(reply: Any) -> str:
+    text = reply if isinstance(reply, str) else json.dumps(reply)
+    return text if len(text) <= 300 else f"{text[:297]}..."

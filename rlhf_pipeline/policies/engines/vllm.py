@@ -1,0 +1,222 @@
+"""vLLM in this process: its engine stepped by us, so that weights change between two tokens and never within one.
+
+Needs the extra `vllm`. vLLM keeps a copy of the model of its own, in the layout of its kernels; `load_weights` fills it
+from a folder or from the learner's state dict, without a disk between them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_pipeline.errors import DefinitionError, EngineError
+from rlhf_pipeline.policies.engines.completions import RaggedCompletions, VersionSpans
+from rlhf_pipeline.policies.engines.gate import Gate
+from rlhf_pipeline.policies.engines.jobs import Job, jobs_of
+from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh, Weights
+
+__all__ = ["VLLMEngine"]
+
+
+class VLLMEngine:
+    """Samples with vLLM in this process.
+
+    Args:
+        model: a checkpoint folder; its config is what counts, as `load_weights` brings the weights.
+        num_slots: the most completions that are live at once.
+        vocab: the model's tokens.
+        max_positions: the longest sequence; None takes the config's.
+        dtype: what the model computes in, for example `float32`.
+        memory: share of a GPU's memory for weights and cache. On a CPU vLLM reads `VLLM_CPU_KVCACHE_SPACE`, in GiB.
+        eager: take no time to compile or capture; for a CPU and for tests.
+
+    Attributes:
+        name: `vllm`.
+        version: of the weights in use; None before the first `load_weights`.
+
+    Raises:
+        DefinitionError: vLLM cannot be imported.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        num_slots: int,
+        vocab: int,
+        max_positions: int | None = None,
+        dtype: str = "auto",
+        memory: float = 0.5,
+        eager: bool = False,
+    ) -> None:
+        self.version: int | None = None
+        self._vocab = vocab
+        self._gate = Gate()
+        self._one = threading.Lock()
+        self._aborts = self._requests = 0
+        with _in_this_process():
+            try:
+                from vllm import LLM  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+            except ImportError as error:
+                raise DefinitionError(
+                    f"collect.engine=vllm needs vLLM, which cannot be imported ({error}). Install it: "
+                    "pip install 'rlhf-pipeline[vllm]'; or sample with --set collect.engine=slots."
+                ) from error
+            self._llm: Any = LLM(
+                model=str(model),
+                skip_tokenizer_init=True,
+                dtype=dtype,
+                max_model_len=max_positions,
+                max_num_seqs=num_slots,
+                logprobs_mode="processed_logprobs",
+                gpu_memory_utilization=memory,
+                enforce_eager=eager,
+                # Else a step returns the tokens of the step before, which other weights may have sampled.
+                async_scheduling=False,
+                seed=0,
+            )
+        self._positions = int(self._llm.llm_engine.model_config.max_model_len)
+
+    def generate(self, request: Request, refresh: WeightRefresh | None = None) -> RaggedCompletions:
+        """See `Engine.generate`; seeds as in `HTTPEngine.generate`."""
+        limits = request.limits(vocab=self._vocab, positions=self._positions, positions_by="max_model_len of vLLM")
+        jobs = jobs_of(request, limits, most=None)
+        rows = [_Row() for _ in range(request.count)]
+        with self._one, self._gate.sampling():
+            if rows:
+                self._run(request, jobs, rows, refresh)
+        return _collected(request, rows, versioned=self.version is not None)
+
+    def _run(self, request: Request, jobs: list[Job], rows: list[_Row], refresh: WeightRefresh | None) -> None:
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+        from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+
+        engine, aborts = self._llm.llm_engine, self._aborts
+        end = math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
+        first_of: dict[str, int] = {}
+        for job in jobs:
+            self._requests += 1
+            name = f"request-{self._requests}"
+            first_of[name] = job.first
+            params = SamplingParams(**job.sampling, output_kind=RequestOutputKind.DELTA)
+            engine.add_request(name, {"prompt_token_ids": job.tokens}, params)
+        steps = 0
+        try:
+            while engine.has_unfinished_requests():
+                # One token of each completion that is live; all of them of the weights in use.
+                for output in engine.step():
+                    for part in output.outputs:
+                        rows[first_of[output.request_id] + part.index].add(part, self.version)
+                steps += 1
+                with self._gate.standing_aside():
+                    if refresh is not None:
+                        refresh.due(steps)
+                if time.monotonic() > end or self._aborts != aborts:
+                    break
+        finally:
+            # Also where an error ends the call: nothing of it goes on in the next one.
+            if engine.has_unfinished_requests():
+                engine.abort_request(list(first_of))
+
+    def pause(self) -> None:
+        """Stop between two tokens; see `Engine.pause`."""
+        self._gate.close()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._gate.open()
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        """Load weights; completions in progress are computed again with them, up to the token where they are.
+
+        Raises:
+            EngineError: vLLM cannot load them.
+        """
+        given = {"weights_iterator": iter(weights.items())} if isinstance(weights, Mapping) else None
+        with self._gate.still():
+            try:
+                self._llm.collective_rpc("reload_weights", kwargs=given or {"weights_path": str(weights)})
+                dropped = self._llm.reset_prefix_cache(reset_running_requests=True)
+            except Exception as error:
+                self.version = None
+                raise EngineError(f"vLLM could not load the weights of version {version}: {error}") from error
+            if not dropped:
+                self.version = None
+                raise EngineError("vLLM does not drop what it computed with the weights before.")
+            self.version = version
+
+    def abort(self) -> None:
+        """End what is in progress; see `Engine.abort`."""
+        self._aborts += 1
+
+    def close(self) -> None:
+        """Stop vLLM and give its memory back."""
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
+
+
+class _Row:
+    """One completion as it grows."""
+
+    __slots__ = ("log_probs", "reason", "tokens", "versions")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
+        self.versions: list[int] = []
+        self.reason = "abort"
+
+    def add(self, part: Any, version: int | None) -> None:
+        """Take in what a step gave."""
+        tokens = list(part.token_ids)
+        self.tokens += tokens
+        self.log_probs += [entry[token].logprob for token, entry in zip(tokens, part.logprobs, strict=True)]
+        self.versions += [-1 if version is None else version] * len(tokens)
+        if part.finish_reason is not None:
+            self.reason = part.finish_reason
+
+
+def _collected(request: Request, rows: list[_Row], *, versioned: bool) -> RaggedCompletions:
+    unknown = {row.reason for row in rows} - {"stop", "length", "abort"}
+    if unknown:
+        raise EngineError(f"vLLM ended completions with {sorted(unknown)}; nothing of them is kept.")
+    lengths = np.array([len(row.tokens) for row in rows], np.int64)
+    versions = np.array([version for row in rows for version in row.versions], np.int64)
+    log_probs = np.array([value for row in rows for value in row.log_probs], np.float32)
+    aborted = np.array([row.reason == "abort" for row in rows], np.bool_)
+    return RaggedCompletions(
+        token_ids=np.array([token for row in rows for token in row.tokens], np.int64),
+        log_probs=np.where(np.isfinite(log_probs), log_probs, np.float32(np.nan)),
+        lengths=lengths,
+        prompt_index=np.repeat(np.arange(len(request.prompts), dtype=np.int64), request.group_size),
+        member=np.tile(np.arange(request.group_size, dtype=np.int64), len(request.prompts)),
+        stopped=np.array([row.reason == "stop" for row in rows], np.bool_),
+        spans=VersionSpans.of_tokens(versions, lengths) if versioned and (versions >= 0).all() else None,
+        aborted=aborted if aborted.any() else None,
+    )
+
+
+@contextmanager
+def _in_this_process() -> Iterator[None]:
+    """Have vLLM run its core where it is made, and not in a process that goes on between our steps."""
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

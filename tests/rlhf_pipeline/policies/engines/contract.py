@@ -1,0 +1,255 @@
+"""What every engine must do, whatever it runs on: a class of tests that each engine's own test file inherits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.policies.engines.completions import RaggedCompletions
+from rlhf_pipeline.policies.engines.protocol import Engine, Request, WeightRefresh
+
+VOCAB, POSITIONS = 128, 256
+PROMPTS = [[5, 6, 7, 8, 9], [100], [11] * 20]
+CLOSE = 2e-5
+
+
+def write_model(folder: Path, seed: int) -> None:
+    """A tiny Qwen2 in float32 with steep logits: weights of another seed are nats away."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # vLLM's kernels for the CPU have no heads narrower than 32
+        num_key_value_heads=1,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model = Qwen2ForCausalLM(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(6)
+    model.save_pretrained(folder)
+
+
+@dataclass
+class Bench:
+    """An engine that has taken version 1, and the folders of the versions 1 and 2."""
+
+    engine: Engine
+    folders: dict[int, Path]
+    models: dict[int, Qwen2ForCausalLM] = field(default_factory=dict)
+
+    def exact(self, version: int, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> torch.Tensor:
+        """Log-probs of tokens after a prompt by teacher forcing, in float64 from the logits on."""
+        if version not in self.models:
+            self.models[version] = Qwen2ForCausalLM.from_pretrained(self.folders[version], dtype=torch.float32).eval()
+        with torch.no_grad():
+            logits = self.models[version](torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        scores = torch.log_softmax(logits.double() / temperature, -1)
+        return scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+    def worst(self, found: RaggedCompletions, prompts: Sequence[Sequence[int]], temperature: float) -> float:
+        """The largest distance of any token's log-prob from teacher forcing under the weights of its own span."""
+        assert found.spans is not None
+        gaps = [0.0]
+        for completion, spans in zip(found, found.spans.lists(), strict=True):
+            ends = [start for start, _ in [*spans, (len(completion.token_ids), 0)][1:]]
+            for (start, version), end in zip(spans, ends, strict=True):
+                prompt = prompts[completion.prompt_index]
+                exact = self.exact(version, prompt, completion.token_ids, temperature)
+                gaps.append(float((exact - completion.log_probs.double())[start:end].abs().max()))
+        return max(gaps)
+
+
+def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for something that another thread does."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+class InThread:
+    """A call of `generate` in a thread of its own."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self.found: RaggedCompletions | None = None
+        self.error: BaseException | None = None
+
+        def call() -> None:
+            try:
+                self.found = engine.generate(request)
+            except BaseException as error:  # noqa: BLE001 - handed to the test
+                self.error = error
+
+        self.thread = threading.Thread(target=call, daemon=True)
+        self.thread.start()
+
+    def result(self, seconds: float = 60.0) -> RaggedCompletions:
+        self.thread.join(seconds)
+        assert not self.thread.is_alive(), "generate does not return"
+        if self.error is not None:
+            raise self.error
+        assert self.found is not None
+        return self.found
+
+
+class EngineContract:
+    """Inherit it as `Test...` and give the fixture `bench`, and `start_s`: how long until tokens are being sampled."""
+
+    start_s = 0.05
+
+    @pytest.fixture
+    def bench(self, folders: dict[int, Path]) -> Iterator[Bench]:
+        """The engine under test with the weights of version 1."""
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("temperature", [0.7, 1.3])
+    def test_log_probs_equal_teacher_forcing(self, bench: Bench, temperature: float):
+        """Of every token of each member of each group, at the temperature of sampling, in the order of the request."""
+        request = Request(prompts=PROMPTS, group_size=3, max_new_tokens=12, temperature=temperature, seed=4)
+        found = bench.engine.generate(request)
+        assert found.prompt_index.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert found.member.tolist() == [0, 1, 2] * 3
+        assert found.lengths.tolist() == [12] * 9
+        assert not found.stopped.any()
+        assert found.aborted is None
+        assert found.spans is not None
+        assert found.spans.lists() == [[(0, 1)]] * 9
+        assert bench.worst(found, PROMPTS, temperature) < CLOSE
+        members = {tuple(c.token_ids) for c in found if c.prompt_index == 0}
+        assert len(members) == 3
+
+    def test_greedy_has_log_probs_at_temperature_one(self, bench: Bench):
+        """Temperature 0 takes the most probable token, for all members alike."""
+        found = bench.engine.generate(Request(prompts=PROMPTS, group_size=2, max_new_tokens=5, temperature=0.0))
+        tokens = [c.token_ids for c in found]
+        assert tokens[::2] == tokens[1::2]
+        assert bench.worst(found, PROMPTS, 1.0) < CLOSE
+
+    def test_limits_end_tokens_and_finish_reasons(self, bench: Bench):
+        """Each completion has its own limit; an end token ends it, belongs to it, and is a stop even at the limit."""
+        limits = [1, 2, 2, 7, 1, 3]
+        found = bench.engine.generate(Request(prompts=PROMPTS[:2], group_size=3, max_new_tokens=limits, seed=1))
+        assert found.lengths.tolist() == limits
+        assert {c.finish_reason for c in found} == {"length"}
+        ends = set(range(0, VOCAB, 3))
+        request = Request(prompts=PROMPTS, group_size=8, max_new_tokens=6, end_token_ids=sorted(ends), seed=1)
+        found = bench.engine.generate(request)
+        assert {c.finish_reason for c in found} == {"stop", "length"}
+        for c in found:
+            assert not ends & set(c.token_ids[:-1])
+            assert (c.token_ids[-1] in ends) == (c.finish_reason == "stop")
+        assert bench.worst(found, PROMPTS, 1.0) < CLOSE
+        every = Request(prompts=[[5]], max_new_tokens=1, end_token_ids=range(VOCAB))
+        assert [c.finish_reason for c in bench.engine.generate(every)] == ["stop"]
+
+    def test_the_seed_and_the_stream_decide(self, bench: Bench):
+        """The same request gives the same tokens; another seed or stream gives others, whatever the prompt's place."""
+
+        def tokens(prompts: list[list[int]], **changes: object) -> list[list[int]]:
+            asked = {"group_size": 2, "max_new_tokens": 8, "seed": 3, **changes}
+            return [c.token_ids for c in bench.engine.generate(Request(prompts=prompts, **asked))]  # type: ignore[arg-type]
+
+        straight = tokens(PROMPTS)
+        assert tokens(PROMPTS) == straight
+        assert tokens(PROMPTS[::-1], stream_ids=[2, 1, 0]) == [*straight[4:], *straight[2:4], *straight[:2]]
+        assert tokens(PROMPTS[:1]) == straight[:2]
+        assert tokens(PROMPTS, seed=4) != straight
+        assert tokens(PROMPTS[:1], stream_ids=[9]) != straight[:2]
+
+    @pytest.mark.parametrize("form", ["folder", "state_dict"])
+    def test_new_weights(self, bench: Bench, form: str):
+        """What is sampled after them has their log-probs and their version; nothing of the old ones is left over."""
+        before = bench.engine.generate(Request(prompts=PROMPTS, max_new_tokens=8, seed=2))
+        new = bench.folders[2] if form == "folder" else load_file(bench.folders[2] / "model.safetensors")
+        bench.engine.load_weights(new, 2)
+        assert bench.engine.version == 2
+        after = bench.engine.generate(Request(prompts=PROMPTS, max_new_tokens=8, seed=2))
+        assert after.spans is not None
+        assert after.spans.lists() == [[(0, 2)]] * 3
+        assert bench.worst(after, PROMPTS, 1.0) < CLOSE
+        assert before.token_ids.tolist() != after.token_ids.tolist()
+
+    def test_new_weights_in_flight(self, bench: Bench):
+        """Each span of a completion is scored by its own weights, given all tokens before it."""
+
+        def load() -> int:
+            if bench.engine.version == 1:
+                bench.engine.load_weights(bench.folders[2], 2)
+            return 2
+
+        request = Request(prompts=PROMPTS, group_size=2, max_new_tokens=120, temperature=0.7, seed=5)
+        found = bench.engine.generate(request, WeightRefresh(load, every=9, version=1))
+        assert found.spans is not None
+        spans = found.spans.lists()
+        assert all(len(part) <= 2 and part[-1][1] == 2 for part in spans)
+        assert any(len(part) == 2 for part in spans), spans
+        assert bench.worst(found, request.prompts, 0.7) < CLOSE
+
+    def test_pause_keeps_what_is_in_progress(self, bench: Bench):
+        """Nothing is sampled while it is paused, and then it goes on where it was."""
+        request = Request(prompts=PROMPTS, max_new_tokens=120, seed=6)
+        going = InThread(bench.engine, request)
+        time.sleep(self.start_s)
+        bench.engine.pause()
+        time.sleep(0.2)
+        assert going.thread.is_alive()
+        bench.engine.resume()
+        found = going.result()
+        assert found.lengths.tolist() == [120] * 3
+        assert bench.worst(found, PROMPTS, 1.0) < CLOSE
+
+    def test_abort_returns_what_was_sampled(self, bench: Bench):
+        """The tokens so far with their log-probs and spans, marked as aborted; and the engine goes on sampling."""
+        going = InThread(bench.engine, Request(prompts=PROMPTS, group_size=2, max_new_tokens=200, seed=6))
+        time.sleep(self.start_s)
+        bench.engine.abort()
+        found = going.result()
+        assert found.aborted is not None
+        assert found.aborted.all()
+        assert (found.lengths < 200).all()
+        assert {c.finish_reason for c in found} == {"abort"}
+        assert bench.worst(found, PROMPTS, 1.0) < CLOSE
+        assert bench.engine.generate(Request(prompts=[[5]], max_new_tokens=2)).lengths.tolist() == [2]
+
+    def test_a_deadline_aborts(self, bench: Bench):
+        """What is done by then is whole; the rest is marked as aborted."""
+        limits = [1, 200, 200]
+        found = bench.engine.generate(Request(prompts=PROMPTS, max_new_tokens=limits, deadline_s=self.start_s))
+        assert found.aborted is not None
+        assert found.aborted.tolist() == [False, True, True]
+        assert bench.worst(found, PROMPTS, 1.0) < CLOSE
+
+    def test_bad_requests_are_refused(self, bench: Bench):
+        """With what is wrong; and the engine goes on."""
+        wrong = [
+            ({"prompts": [[5], []]}, DataError, "Prompt 1 has no tokens"),
+            ({"prompts": [[VOCAB]]}, DataError, f"token id {VOCAB}"),
+            ({"prompts": [[5] * POSITIONS]}, DataError, f"has {POSITIONS} tokens"),
+            ({"prompts": [[5]], "max_new_tokens": 0}, DefinitionError, "at least 1"),
+            ({"prompts": [[5]], "temperature": -1.0}, DefinitionError, "temperature is -1"),
+            ({"prompts": [[5]], "stream_ids": [1, 2]}, DefinitionError, "2 stream_ids"),
+        ]
+        for fields, kind, message in wrong:
+            with pytest.raises(kind, match=message):
+                bench.engine.generate(Request(**fields))  # type: ignore[arg-type]
+        assert len(bench.engine.generate(Request(prompts=[]))) == 0
+        found = bench.engine.generate(Request(prompts=[[5] * (POSITIONS - 2)], max_new_tokens=9))
+        assert found.lengths.tolist() == [2]
+        assert np.isfinite(found.log_probs).all()
