@@ -278,7 +278,7 @@ class FolderBucket(Bucket):
 
     def sweep(self, older_than_s: float) -> None:
         """Remove files that killed processes left half written."""
-        now = time.time()
+        now = fs.now(self.root)
         for folder, _, names in os.walk(self.root):
             for name in names:
                 if name.startswith(PARTIAL):

@@ -154,6 +154,8 @@ class Catalog:
 
     def _add(self, entry: Entry, segment: Segment) -> None:
         self._known[entry.ordinal] = entry
+        if entry.rows is not None and segment.rows < entry.rows:
+            self.medium.refresh([segment])  # its writer ended it after it was opened
         self.newest_ns = max(self.newest_ns, segment.newest_ns())
         if entry.rows is not None and segment.rows < entry.rows:
             self._note(f"{segment.name}: has {segment.rows} rows; the catalog says {entry.rows}.")

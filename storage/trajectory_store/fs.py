@@ -206,6 +206,16 @@ def locked(path: Path) -> Generator[bool]:
         os.close(fd)
 
 
+def now(folder: Path) -> float:
+    """What the file system takes for the time, in s: the clocks of processes and machines may differ from it."""
+    path = folder / f".partial-{token(8)}"
+    write_file(path, b"")
+    try:
+        return path.lstat().st_mtime
+    finally:
+        remove_file(path)
+
+
 def token(size: int) -> str:
     """Random hexadecimal digits for a name, two per byte."""
     return os.urandom(size).hex()

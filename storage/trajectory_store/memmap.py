@@ -181,7 +181,7 @@ class Memmap(Medium):
     def sweep(self, state: State) -> None:
         """Remove half-made segments, and those that no longer count and that nobody holds."""
         counted = {entry.name for entry in state.entries}
-        now = time.time()
+        now = fs.now(self.folder)
         for path in [*self.folder.iterdir(), *(self.folder / CATALOG).glob(f"{PARTIAL}*")]:
             ordinal = ordinal_of(path.name)
             useless = path.name.startswith((TEMPORARY, PARTIAL)) if ordinal is None else path.name not in counted

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.errors import SnapshotGoneError
-from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, TARGET
+from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK, TARGET
 from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.schema import Column
 from trajectory_store.segment import Segment
@@ -32,7 +32,7 @@ def _keeps_all(segment: Segment, owners: Int64Array, limits: Mapping[int, int]) 
 class Later:
     """The newest update of one column, per trajectory.
 
-    Updates count in the order of their commit times, then of their addresses, so every reader ends with the same
+    Updates count in the order of their commit times, then of their first addresses, so every reader ends with the same
     values, in whatever order it met the commits.
 
     Args:
@@ -52,6 +52,7 @@ class Later:
         self._folded: dict[int, npt.NDArray[Any]] = {}
         self._rows: dict[int, int] = {}
         self._news: list[tuple[Int64Array, Int64Array]] = []
+        self._segments: Mapping[int, Segment] = {}
 
     def __bool__(self) -> bool:
         return bool(self._address)
@@ -60,6 +61,7 @@ class Later:
         """Take in the updates that are new; returns False where segments are gone and all must be read again."""
         if any(ordinal not in segments for ordinal in self._seen):
             return False
+        self._segments = segments
         found: list[tuple[Int64Array, Int64Array, Int64Array]] = []
         for ordinal in sorted(segments):
             segment = segments[ordinal]
@@ -100,7 +102,7 @@ class Later:
 
     def _apply(self, targets: Int64Array, addresses: Int64Array, times: Int64Array, *, ordered: bool) -> None:
         if not ordered:
-            order = np.lexsort((addresses, times))
+            order = np.lexsort((self._sources(addresses), times))
             targets, addresses, times = targets[order], addresses[order], times[order]
         owners = targets >> ORDINAL_SHIFT
         first = int(owners[0]) if len(owners) else 0
@@ -116,11 +118,24 @@ class Later:
         self._grow(owner, int(where.max()) + 1)
         known, place = self._time[owner], self._address[owner]
         before = known[where]
-        newer = (times > before) | ((times == before) & (addresses > place[where]))
+        newer = times > before
+        tied = np.flatnonzero(times == before)
+        if len(tied):
+            newer[tied] = self._sources(addresses[tied]) > self._sources(place[where[tied]])
         known[where[newer]] = times[newer]
         place[where[newer]] = addresses[newer]
         if self._folded:
             self._news.append((targets[newer], addresses[newer]))
+
+    def _sources(self, addresses: Int64Array) -> Int64Array:
+        """Where updates were first written: merging them does not change which of two with the same time counts."""
+        out, owners = addresses.copy(), addresses >> ORDINAL_SHIFT
+        for owner in distinct(owners):
+            segment = self._segments[owner]
+            if segment.meta.merged:
+                mine = owners == owner
+                out[mine] = segment.array(ROW_ID)[addresses[mine] & ROW_MASK]
+        return out
 
     def _grow(self, owner: int, size: int) -> None:
         for table in (self._address, self._time):

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from trajectory_store import Column, MissingRowError, Schema, StoreError, TrajectoryStore
+from trajectory_store.memmap import LocalWriter, Memmap
+from trajectory_store.objects.medium import ObjectMedium, ObjectWriter
 
 STORAGE = Path(__file__).resolve().parents[2] / "storage"
 SCHEMA = Schema(
@@ -81,6 +83,7 @@ def clock(monkeypatch):
     """Sets how far ahead the clock is, in seconds, of the real one."""
     real, offset = time.time_ns, [0.0]
     monkeypatch.setattr(time, "time_ns", lambda: real() + int(offset[0] * 1e9))
+    monkeypatch.setattr(time, "time", lambda: (real() + int(offset[0] * 1e9)) / 1e9)
 
     def move(seconds):
         offset[0] = seconds
@@ -270,6 +273,75 @@ def test_a_clock_that_is_behind_hides_no_row_and_no_update(tmp_path, backend, cl
     assert tags_of(path) == list(range(2, 12))
     with TrajectoryStore.open(path) as fresh:
         assert fresh.read_scalars("priority", ids[5:]).tolist() == [200.0] * 5
+
+
+def test_of_two_updates_at_one_time_the_same_wins_after_a_merge(tmp_path, backend, monkeypatch):
+    """Two writers that saw nothing of each other, with clocks that stand still."""
+    path = create(tmp_path / "s", backend)
+    ids = append_and_close(path, range(2))
+    stopped = time.time_ns() + 10**12
+    monkeypatch.setattr(time, "time_ns", lambda: stopped)
+    with TrajectoryStore.open(path, "a") as two:
+        one = TrajectoryStore.open(path, "a")
+        for store in (one, two):
+            store.update(ids[:1], priority=1.0)
+        kind = LocalWriter if backend == "memmap" else ObjectWriter
+        commit, waiting = kind.commit, [True]
+
+        def commit_after_the_other(self, batch, time_ns, catalog):
+            if waiting:
+                waiting.clear()
+                two.update(ids[1:], priority=200.0)
+            return commit(self, batch, time_ns, catalog)
+
+        monkeypatch.setattr(kind, "commit", commit_after_the_other)
+        one.update(ids[1:], priority=100.0)
+        found = []
+        for _ in range(2):
+            two.refresh()
+            with TrajectoryStore.open(path, "a") as fresh:
+                found += [store.read_scalars("priority", ids).tolist() for store in (two, fresh)]
+                one.close()
+                fresh.compact()  # one's updates are merged, and the other's not, because it lives
+                found += [fresh.read_scalars("priority", ids).tolist()]
+        assert found == [[1.0, 200.0]] * 6
+        with TrajectoryStore.open(path) as fresh:
+            assert fresh.verify().ok, str(fresh.verify())
+
+
+def test_a_writer_that_ends_while_another_process_opens_is_no_damage(tmp_path, backend, monkeypatch):
+    """The catalog may say how many rows a segment has for good before they were all looked at."""
+    path = create(tmp_path / "s", backend)
+    writer = TrajectoryStore.open(path, "a")
+    writer.append(rows([0]))
+    medium = Memmap if backend == "memmap" else ObjectMedium
+    look, waiting = medium.open_segments, [True]
+
+    def append_after(self, entries):
+        found = look(self, entries)
+        if waiting:
+            waiting.clear()
+            writer.append(rows([1]))
+            writer.close()
+        return found
+
+    monkeypatch.setattr(medium, "open_segments", append_after)
+    with TrajectoryStore.open(path) as store:
+        assert set(store.read_scalars("tag").tolist()) <= {0, 1}
+    assert tags_of(path) == [0, 1]
+
+
+def test_a_clock_that_is_ahead_removes_nothing_that_is_being_made(tmp_path, backend, clock):
+    """How old a half-made file is, the file system says."""
+    path = create(tmp_path / "s", backend)
+    made = [path / ".new-1", path / "catalog" / ".partial-1"]
+    made[0].mkdir()
+    made[1].touch()
+    clock(7200)
+    with TrajectoryStore.open(path, "a") as store:
+        store.append(rows([0]))
+        store.compact()
+    assert all(each.exists() for each in made)
 
 
 def test_updates_take_ids_and_values_of_any_memory_layout(tmp_path, backend):
