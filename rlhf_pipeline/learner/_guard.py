@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import pad
 
 from rlhf_pipeline.config import Sample
-from rlhf_pipeline.data import keys
 from rlhf_pipeline.learner._plan import StepPlan
+from rlhf_pipeline.losses.batch import LossBatch
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.ess_guard import ess_guard
 
@@ -23,7 +22,7 @@ def guard(
     ages: np.ndarray,
     sample: Sample,
     policy: CausalLMPolicy,
-    read: Callable[[StepPlan, Tensor], TensorDict],
+    read: Callable[[StepPlan, Tensor], LossBatch],
 ) -> tuple[StepPlan, float, str]:
     """Weigh the trajectories of each age by their effective sample size at the weights before the step.
 
@@ -55,9 +54,8 @@ def guard(
     return weighed.without_gradient() if verdict.skip else weighed, float(verdict.weights.mean()), verdict.message
 
 
-def _log_ratio(policy: CausalLMPolicy, batch: TensorDict) -> tuple[Tensor, Tensor]:
-    """Return the policy's log-probs minus the behaviour policy's, and the assistant mask, `[B, T]`."""
-    mask = batch[keys.ASSISTANT_MASK]
+def _log_ratio(policy: CausalLMPolicy, batch: LossBatch) -> tuple[Tensor, Tensor]:
+    """Return the policy's log-probs minus the behaviour policy's, and the mask of the loss, `[B, T]`."""
     with torch.no_grad():
-        own = policy.log_probs(batch[keys.TOKENS], batch[keys.ATTENTION_MASK], mask)
-    return own - batch[keys.LOG_PROBS], mask
+        own = policy.log_probs(batch.tokens, batch.attention, batch.mask)
+    return own - batch.behaviour, batch.mask

@@ -27,6 +27,7 @@ class StepPlan:
         produced: int64 [n], tokens of each that the policy produced after a token to predict them from.
         scored: int64 [n], those of them that the loss is about: the log-probs that it reads are finite.
         weights: float32 [n], what each of those tokens counts in the loss.
+        learns: bool [n], which rows have a gradient.
         batches: micro-batches, int64 positions in `row_ids`, of the rows that have a gradient.
         measured: micro-batches of the rows that have none, which run forward only, for the step's figures.
         positions: positions that the model computes for each of `batches`.
@@ -37,24 +38,10 @@ class StepPlan:
     produced: Tensor
     scored: Tensor
     weights: Tensor
+    learns: Tensor
     batches: list[Tensor]
     measured: list[Tensor]
     positions: list[int]
-
-    @property
-    def learned(self) -> Tensor:
-        """int64, the positions in `row_ids` of the rows with a gradient, in order."""
-        return _ordered(self.batches)
-
-    @property
-    def only_measured(self) -> Tensor:
-        """int64, the positions in `row_ids` of the rows without one."""
-        return _ordered(self.measured)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row."""
-        return int(self.lengths.max()) if len(self.lengths) else 0
 
     @property
     def padding_efficiency(self) -> float | None:
@@ -62,7 +49,7 @@ class StepPlan:
 
         None where no row has one.
         """
-        return float(self.lengths[self.learned].sum()) / sum(self.positions) if self.batches else None
+        return float(self.lengths[self.learns].sum()) / sum(self.positions) if self.batches else None
 
     def without(self, lost: Tensor, *, loss: GRPOLoss, max_completion_tokens: int) -> StepPlan:
         """The same step with fewer tokens in the loss.
@@ -77,11 +64,8 @@ class StepPlan:
 
     def without_gradient(self) -> StepPlan:
         """The same step with every row measured and none learned from."""
-        return dataclasses.replace(self, batches=[], measured=[*self.batches, *self.measured])
-
-
-def _ordered(batches: list[Tensor]) -> Tensor:
-    return torch.cat(batches).sort().values if batches else torch.zeros(0, dtype=torch.int64)
+        learns = torch.zeros_like(self.learns)
+        return dataclasses.replace(self, learns=learns, batches=[], measured=[*self.batches, *self.measured])
 
 
 def check_reduction(loss: GRPOLoss) -> None:
@@ -105,10 +89,13 @@ def plan_step(
 
     A row longer than the token budget gets a micro-batch of its own size.
 
-    Raises:
-        DefinitionError: the loss reduces in a way that fixed weights would override.
+    Args:
+        store: where the trajectories are.
+        row_ids: int64 [n], what the step learns from.
+        loss: one that `check_reduction` lets pass.
+        config: token budget and layout.
+        max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
     """
-    check_reduction(loss)
     lengths = torch.from_numpy(np.asarray(store.lengths("input_ids", row_ids), dtype=np.int64))
     produced, scored = token_counts(store, row_ids, reference=bool(loss.kl_to_ref_coeff))
     useful = contributes(
@@ -135,6 +122,7 @@ def plan_step(
         produced=produced,
         scored=scored,
         weights=_weights(scored, loss, max_completion_tokens),
+        learns=useful,
         batches=batches,
         measured=cut(~useful)[0],
         positions=positions,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.functional.aggregation import spread_token_weights
 from rlhf_pipeline.learner._guard import guard
 from rlhf_pipeline.learner._plan import StepPlan, check_reduction, plan_step
@@ -23,11 +23,13 @@ from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.learner.selection import StepLedger, UseCounts, sampler_of
 from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, write_tensors
+from rlhf_pipeline.losses.batch import LossBatch
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
 from rlhf_pipeline.policies._model_parts import rounding
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.samplers import StoreView
+from rlhf_pipeline.replay.schema import column_name
 
 if TYPE_CHECKING:
     from rlhf_pipeline.learner.distributed import Shards
@@ -235,7 +237,7 @@ class Learner:
         meter = StepMeter(self.policy.device)
         store, version = self.buffer.store, step - 1
         aged = ages
-        if ages is None:
+        if ages is None and self.loss.decoupled:
             self._forget_proximal(version)
         if row_ids is None:
             row_ids, ages = self.chosen_rows(step)
@@ -278,7 +280,8 @@ class Learner:
             self.reference.after_step(step)
         if self.shards is not None:
             self.shards.refresh_mirror()
-        self._notices += self.policy.layout_notices()
+        if self.config.layout != "padded":
+            self._notices += self.policy.layout_notices()
         return {
             "policy_version": version,
             "num_trajectories": len(row_ids),
@@ -379,9 +382,10 @@ class Learner:
 
         Rows without a gradient run forward only: the figures are those of all trajectories. None without a row.
         """
-        if plan.longest > self.config.token_budget:
+        longest = int(plan.lengths.max()) if len(plan.lengths) else 0
+        if longest > self.config.token_budget:
             self._notices.append(
-                f"a trajectory of {plan.longest} tokens is above learn.token_budget={self.config.token_budget}; it "
+                f"a trajectory of {longest} tokens is above learn.token_budget={self.config.token_budget}; it "
                 "takes a forward pass of its own."
             )
         outputs: list[GRPOLossOutput] = []
@@ -405,9 +409,9 @@ class Learner:
         for number, counts in shards.share(len(batches)):
             batch = self._micro_batch(plan, batches[number])
             if not counts:
-                batch[keys.LOSS_WEIGHT] = torch.zeros_like(batch[keys.LOSS_WEIGHT])
+                batch = dataclasses.replace(batch, weight=torch.zeros_like(batch.behaviour))
 
-            def forward(batch: TensorDict = batch) -> tuple[torch.Tensor, GRPOLossOutput]:
+            def forward(batch: LossBatch = batch) -> tuple[torch.Tensor, GRPOLossOutput]:
                 output = self.loss(batch)
                 return output.total_loss(), output
 
@@ -443,10 +447,10 @@ class Learner:
 
     def _own_log_probs(self, plan: StepPlan, chosen: torch.Tensor) -> dict[int, torch.Tensor]:
         """The policy's log-probs of the assistant tokens of each row of a micro-batch, by its position in the plan."""
-        batch = self.buffer.read(plan.row_ids[chosen.numpy()]).to(self.policy.device)
-        mask = batch[keys.ASSISTANT_MASK]
-        own = self.policy.log_probs(batch[keys.TOKENS], batch[keys.ATTENTION_MASK], mask)
-        own = own.where(torch.isfinite(batch[keys.LOG_PROBS]), 0.0)  # the loss leaves those out already
+        columns = self._columns(plan, chosen)
+        mask = columns[keys.ASSISTANT_MASK]
+        own = self.policy.log_probs(columns[keys.TOKENS], columns[keys.ATTENTION_MASK], mask)
+        own = own.where(torch.isfinite(columns[keys.LOG_PROBS]), 0.0)  # the loss leaves those out already
         return {at: row[keep] for at, row, keep in zip(chosen.tolist(), own, mask, strict=True)}
 
     def _forget_proximal(self, version: int) -> None:
@@ -458,18 +462,37 @@ class Learner:
         young = version - store.read_scalars("policy_version", held[there]) <= self.max_staleness
         self._proximal.forget(np.concatenate([held[~there], held[there][~young]]))
 
-    def _micro_batch(self, plan: StepPlan, chosen: torch.Tensor) -> TensorDict:
-        """Read a micro-batch, with its loss weights, to where the policy is."""
-        batch: Any = self.buffer.read(plan.row_ids[chosen.numpy()]).to(self.policy.device)
-        weights = plan.weights[chosen].to(self.policy.device)
-        mask = batch[keys.ASSISTANT_MASK]
-        batch[keys.LOSS_WEIGHT] = spread_token_weights(weights, mask)
+    def _columns(self, plan: StepPlan, chosen: torch.Tensor) -> dict[keys.Key, torch.Tensor]:
+        """Read the rows of a micro-batch, as padded tensors by key, to where the policy is."""
+        names, schema = self.loss.tensor_keys, self.buffer.store.schema
+        wanted = [names.action, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, names.sample_log_prob, names.advantage]
+        wanted += [names.ref_log_probs] if column_name(names.ref_log_probs) in schema else []
+        found = self.buffer.trajectories.columns(plan.row_ids[chosen.numpy()], wanted)
+        return {key: values.to(self.policy.device) for key, values in found.items()}
+
+    def _micro_batch(self, plan: StepPlan, chosen: torch.Tensor) -> LossBatch:
+        """Read a micro-batch, with its loss weights."""
+        columns, names = self._columns(plan, chosen), self.loss.tensor_keys
+        tokens, mask, advantage = columns[names.action], columns[keys.ASSISTANT_MASK], columns.get(names.advantage)
+        if advantage is None:
+            raise MissingKeyError(f"the trajectories have no {names.advantage!r}, which MCAdvantage writes.")
+        proximal = None
         if self.loss.decoupled:
             held = torch.cat([self._proximal.row(row) for row in plan.row_ids[chosen.numpy()].tolist()])
             proximal = torch.zeros(mask.shape, device=mask.device)
             proximal[mask] = held.to(mask.device)
-            batch[self.loss.tensor_keys.prox_log_probs] = proximal
-        return batch
+        weights = plan.weights[chosen].to(tokens.device)
+        return LossBatch.of(
+            tokens,
+            columns[keys.ATTENTION_MASK],
+            mask,
+            columns[names.sample_log_prob],
+            advantage if advantage.ndim > 1 else advantage[:, None].expand(mask.shape),
+            ref=columns.get(names.ref_log_probs),
+            reads_ref=bool(self.loss.kl_to_ref_coeff),
+            proximal=proximal,
+            weight=spread_token_weights(weights, mask),
+        )
 
     def _compare_with_the_sampler(self, step: int, losses: Mapping[str, float | int | None]) -> None:
         """Say so, once, where the stored log-probs are not those of the weights that sampled."""

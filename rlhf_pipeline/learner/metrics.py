@@ -241,7 +241,7 @@ class StepMeter:
         tokens = int(plan.lengths.sum())
         rate = None
         if peak_flops and tokens:
-            learned, measured = plan.learned, plan.only_measured
+            learned, measured = plan.learns, ~plan.learns
             flops = cost.flops(plan.lengths[learned], plan.scored[learned])
             flops += cost.flops(plan.lengths[measured], plan.scored[measured], backward=False)
             rate = flops / (seconds * peak_flops * processes)

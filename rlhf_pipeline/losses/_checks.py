@@ -8,8 +8,7 @@ from typing import Any, get_args
 from rlhf_pipeline.config import GRPO, Level
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.functional.aggregation import canonical_aggregation
-from rlhf_pipeline.losses._batch import MaskingStrategy
-from rlhf_pipeline.losses._terms import Head
+from rlhf_pipeline.losses.batch import MaskingStrategy
 
 __all__ = ["REFUSED", "check_arguments"]
 
@@ -40,7 +39,7 @@ def check_arguments(s: Any, *, gamma: float | None, clip_value: bool | float | N
             "Put k1 in the reward (KLRewardTransform), or use 'k3+' or 'k2' here."
         )
     choices: list[tuple[str, str, Sequence[str]]] = [
-        ("head", s.head, get_args(Head)),
+        ("head", s.head, ("auto", "fused", "recompute")),
         ("masking_strategy", s.masking_strategy, get_args(MaskingStrategy)),
         ("reduction", s.reduction, ("mean", "sum", "none")),
         ("icepop_level", s.icepop_level, get_args(Level)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,25 +14,48 @@ from rlhf_pipeline.config import KLEstimator, Level, Objective
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.padding import Side
 from rlhf_pipeline.errors import MissingKeyError, refuse_unknown
+from rlhf_pipeline.functional import policy_loss as pl
+from rlhf_pipeline.functional.aggregation import token_weights
+from rlhf_pipeline.functional.diagnostics import ess_from_sums, row_mean, sequence_weight_sums, weight_sums
 from rlhf_pipeline.functional.fused_head import fused_token_loss
+from rlhf_pipeline.functional.kl import clamped_log_ratio, kl_loss
 from rlhf_pipeline.functional.logprob import token_log_probs
-from rlhf_pipeline.functional.policy_loss import clip_bounds
-from rlhf_pipeline.losses._actors import Actor, HeadRows, Scores, adapt_actor
-from rlhf_pipeline.losses._batch import LossBatch, MaskingStrategy, read_batch
 from rlhf_pipeline.losses._checks import REFUSED, check_arguments
-from rlhf_pipeline.losses._output import GRPOLossOutput
-from rlhf_pipeline.losses._terms import (
-    Head,
-    TokenRows,
-    diagnostics,
-    gather_rows,
-    is_unreduced,
-    term_names,
-    trust_region,
-    weighted_terms,
-)
+from rlhf_pipeline.losses.actors import Actor, HeadRows, Scores, adapt_actor
+from rlhf_pipeline.losses.batch import LossBatch, MaskingStrategy, read_batch
+from rlhf_pipeline.losses.output import GRPOLossOutput
 
 __all__ = ["GRPOLoss", "GRPOLossOutput"]
+
+
+Head = Literal["auto", "fused", "recompute"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """The constants of the loss on the masked tokens, row-major; each [N].
+
+    Attributes:
+        index: the trajectory of each token.
+        column: its position.
+        advantage: its advantage.
+        proximal: the log-prob that the ratio is taken against.
+        behaviour: the sampler's log-prob.
+        ref: the reference log-prob, or None.
+        weight: what the token counts.
+        policy_weight: the same for the policy term, with the corrections for stale samples.
+        sequences: trajectories in the batch.
+    """
+
+    index: torch.Tensor
+    column: torch.Tensor
+    advantage: torch.Tensor
+    proximal: torch.Tensor
+    behaviour: torch.Tensor
+    ref: torch.Tensor | None
+    weight: torch.Tensor
+    policy_weight: torch.Tensor
+    sequences: int
 
 
 class GRPOLoss(LossModule):
@@ -174,7 +196,7 @@ class GRPOLoss(LossModule):
         refuse_unknown("GRPOLoss", unknown, known, REFUSED)
         super().__init__()
         self.actor_network = actor_network
-        self.clip_epsilon_low, self.clip_epsilon_high = clip_bounds(clip_epsilon, objective)
+        self.clip_epsilon_low, self.clip_epsilon_high = pl.clip_bounds(clip_epsilon, objective)
         self.kl_mask_threshold = kl_mask_threshold
         self.aggregation = aggregation or "token_mean"
         self.entropy_bonus = entropy_bonus
@@ -235,10 +257,8 @@ class GRPOLoss(LossModule):
         """The fields of the output that this configuration fills."""
         if getattr(self, "_out_keys", None) is not None:
             return self._out_keys
-        names = ["loss_objective", "clip_fraction", "kl_approx", "ESS", "entropy"]
-        names += ["loss_entropy"] if self.entropy_bonus else []
-        names += ["loss_kl_to_ref"] if self.kl_to_ref_coeff else []
-        names += ["loss_kl_to_inference"] if self.kl_to_inference_coeff else []
+        names = self._term_names()
+        names[1:1] = ["clip_fraction", "kl_approx", "ESS", "entropy"]
         return names + [name for name in self.output_type.diagnostic_names() if name not in names]
 
     @out_keys.setter
@@ -251,7 +271,19 @@ class GRPOLoss(LossModule):
 
     def _is_token_level(self) -> bool:
         """Whether the loss is a sum over tokens of functions of that token alone."""
-        return self.objective != "gspo" and not self.kl_mask_threshold and not is_unreduced(self)
+        return self.objective != "gspo" and not self.kl_mask_threshold and not self._is_unreduced
+
+    @property
+    def _is_unreduced(self) -> bool:
+        """Whether the losses stay [B, T]."""
+        return self.reduction == "none" or self.aggregation == "none"
+
+    def _term_names(self) -> list[str]:
+        """The names of the loss terms that are on, in order."""
+        names = ["loss_objective"]
+        names += ["loss_entropy"] if self.entropy_bonus else []
+        names += ["loss_kl_to_ref"] if self.kl_to_ref_coeff else []
+        return names + (["loss_kl_to_inference"] if self.kl_to_inference_coeff else [])
 
     def _actor(self) -> Actor:
         """How to score with the actor, found out once per actor."""
@@ -265,38 +297,40 @@ class GRPOLoss(LossModule):
             self._adapter = (self.actor_network, found)
         return self._adapter[1]
 
-    def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
+    def forward(self, tensordict: TensorDictBase | LossBatch) -> GRPOLossOutput:
         """Compute the loss and its diagnostics.
 
         Args:
-            tensordict: a batch [B] with the keys of `in_keys`; it is not changed.
+            tensordict: a batch [B] with the keys of `in_keys`, which is not changed; or its tensors.
 
         Raises:
             DataError: a key is missing or a shape does not fit.
         """
-        batch = read_batch(
-            tensordict,
-            self.tensor_keys,
-            masking_strategy=self.masking_strategy,
-            side=self.padding_side,
-            device=self.batch_device,
-            decoupled=self.decoupled,
-            kl_to_ref=bool(self.kl_to_ref_coeff),
-        )
+        batch = tensordict
+        if not isinstance(batch, LossBatch):
+            batch = read_batch(
+                batch,
+                self._tensor_keys,
+                masking_strategy=self.masking_strategy,
+                side=self.padding_side,
+                device=self.batch_device,
+                decoupled=self.decoupled,
+                kl_to_ref=bool(self.kl_to_ref_coeff),
+            )
         if self.kl_to_ref_coeff and batch.ref is None:
             raise MissingKeyError(
                 f"kl_to_ref_coeff is {self.kl_to_ref_coeff} but the batch has no {self.tensor_keys.ref_log_probs!r}. "
                 "Put RetrieveLogProb on the write path, or leave the coefficient out."
             )
-        rows = gather_rows(self, batch)
-        found = self._actor().rows(batch, tensordict, entropy=self.entropy_bonus)
-        names = term_names(self)
+        rows = self._gather(batch)
+        found = self._actor().rows(batch, entropy=self.entropy_bonus)
+        names = self._term_names()
         if isinstance(found, HeadRows) and self._is_token_level() and self.head != "recompute":
             losses, log_probs, entropy = self._fused(found, batch, rows, names)
         else:
             log_probs, entropy = found if isinstance(found, Scores) else self._scores(found, batch, rows)
             losses = self._losses(batch, rows, names, log_probs, entropy)
-        fields: dict[str, Any] = {**losses, **diagnostics(self, rows, log_probs, entropy)}
+        fields: dict[str, Any] = {**losses, **self._diagnostics(rows, log_probs, entropy)}
         return self.output_type(**fields)
 
     def _fused(
@@ -308,7 +342,7 @@ class GRPOLoss(LossModule):
             found.hidden,
             found.weight,
             batch.tokens[rows.index, rows.column],
-            partial(weighted_terms, self),
+            self._weighted_terms,
             constants if rows.ref is None else [*constants, rows.ref],
             terms=len(names),
             entropy_gradient=self.entropy_bonus,
@@ -341,8 +375,7 @@ class GRPOLoss(LossModule):
         entropy: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
         """The terms from log-probs, summed, or put back in [B, T]."""
-        terms = weighted_terms(
-            self,
+        terms = self._weighted_terms(
             log_probs,
             entropy,
             rows.advantage,
@@ -355,10 +388,154 @@ class GRPOLoss(LossModule):
             sequences=rows.sequences,
         )
         if self.kl_mask_threshold:
-            keep = trust_region(self, batch, rows, log_probs.detach())
+            keep = self._trust_region(batch, rows, log_probs.detach())
             terms = [term * keep for term in terms]
-        if not is_unreduced(self):
+        if not self._is_unreduced:
             return {name: term.sum() for name, term in zip(names, terms, strict=True)}
         empty = torch.zeros(batch.mask.shape, device=log_probs.device, dtype=log_probs.dtype)
         at = (rows.index, rows.column)
         return {name: empty.index_put(at, term.to(empty.dtype)) for name, term in zip(names, terms, strict=True)}
+
+    # -- the terms, on the masked tokens ----------------------------------------------------------------------
+
+    def _token_weight(self, batch: LossBatch, dtype: torch.dtype) -> torch.Tensor:
+        """The weight of every token, [B, T]."""
+        if batch.weight is not None:
+            return batch.weight.to(dtype)
+        if self._is_unreduced or self.reduction == "sum":
+            return torch.ones_like(batch.mask, dtype=dtype)
+        weights = token_weights(
+            batch.mask.sum(1), self.aggregation, max_completion_tokens=self.max_completion_tokens, dtype=dtype
+        )
+        return weights[:, None].expand(batch.mask.shape)
+
+    def _gather(self, batch: LossBatch) -> TokenRows:
+        """Gather the masked tokens and fix what each one counts; float32, or float64 for float64 log-probs.
+
+        Counting the masked tokens is the one synchronisation of a step on CUDA.
+        """
+        index, column = batch.mask.nonzero(as_tuple=True)
+        dtype = torch.promote_types(batch.behaviour.dtype, torch.float32)
+        behaviour = batch.behaviour[index, column].to(dtype)
+        proximal = behaviour if batch.proximal is None else batch.proximal[index, column].to(dtype)
+        sequences = batch.tokens.shape[0]
+        weight = self._token_weight(batch, dtype)[index, column]
+        policy_weight = weight
+        if self.tis_cap is not None:
+            if self.tis_level == "token":
+                factor = pl.tis_weight(proximal, behaviour, self.tis_cap)
+            else:
+                factor = pl.sequence_tis_weight(proximal, behaviour, index, sequences, self.tis_cap)
+            policy_weight = policy_weight * factor
+        if self.icepop is not None:
+            if self.icepop_level == "token":
+                keep = pl.icepop_mask(proximal, behaviour, *self.icepop)
+            else:
+                keep = pl.sequence_icepop_mask(proximal, behaviour, index, sequences, *self.icepop)
+            policy_weight = policy_weight * keep
+        return TokenRows(
+            index=index,
+            column=column,
+            advantage=batch.advantage[index, column].to(dtype),
+            proximal=proximal,
+            behaviour=behaviour,
+            ref=None if batch.ref is None else batch.ref[index, column].to(dtype),
+            weight=weight,
+            policy_weight=policy_weight,
+            sequences=sequences,
+        )
+
+    def _kl(self, log_probs: torch.Tensor, other: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
+        bounds = (1 - self.clip_epsilon_low, 1 + self.clip_epsilon_high)
+        sampler = behaviour if self.kl_importance_weight else None
+        return kl_loss(log_probs, other, self.kl_estimator, behaviour=sampler, bounds=bounds)
+
+    def _token_loss(
+        self,
+        log_probs: torch.Tensor,
+        advantage: torch.Tensor,
+        proximal: torch.Tensor,
+        index: torch.Tensor | None,
+        sequences: int,
+    ) -> tuple[pl.TokenLoss, torch.Tensor]:
+        """The unweighted policy loss per token, and the log-ratio it used."""
+        low, high = self.clip_epsilon_low, self.clip_epsilon_high
+        if self.objective == "gspo" and index is not None:
+            log_ratio = pl.gspo_log_ratio(log_probs, proximal, index, sequences)
+        else:
+            log_ratio = clamped_log_ratio(log_probs, proximal)
+        if self.objective == "cispo":
+            return pl.cispo_loss(log_probs, log_ratio, advantage, low, high), log_ratio
+        loss = pl.clipped_loss(log_ratio, advantage, low, high, dual_clip=self.dual_clip, delta=self.delta)
+        return loss, log_ratio
+
+    def _weighted_terms(
+        self,
+        log_probs: torch.Tensor,
+        entropy: torch.Tensor | None,
+        advantage: torch.Tensor,
+        proximal: torch.Tensor,
+        behaviour: torch.Tensor,
+        weight: torch.Tensor,
+        policy_weight: torch.Tensor,
+        ref: torch.Tensor | None = None,
+        *,
+        index: torch.Tensor | None = None,
+        sequences: int = 0,
+    ) -> list[torch.Tensor]:
+        """The loss terms per token, weighted, in the order of `_term_names`; each [n].
+
+        Any part of the tokens may be passed, in chunks, unless the objective is `gspo`.
+        """
+        loss, _ = self._token_loss(log_probs, advantage, proximal, index, sequences)
+        terms = [policy_weight * loss.loss]
+        if self.entropy_bonus and entropy is not None:
+            terms.append(entropy * (weight * -self.entropy_coeff))
+        if self.kl_to_ref_coeff and ref is not None:
+            terms.append(self._kl(log_probs, ref, behaviour) * (weight * self.kl_to_ref_coeff))
+        if self.kl_to_inference_coeff:
+            terms.append(self._kl(log_probs, behaviour, behaviour) * (weight * self.kl_to_inference_coeff))
+        return terms
+
+    def _trust_region(self, batch: LossBatch, rows: TokenRows, log_probs: torch.Tensor) -> torch.Tensor:
+        """The factor of every token under `kl_mask_threshold`: 0 outside the region.
+
+        Where this batch's own counts made the weights, the tokens that are left carry the whole count.
+        """
+        threshold = self.kl_mask_threshold or float("inf")
+        keep = pl.kl_trust_mask(log_probs - rows.behaviour, threshold).to(log_probs.dtype)
+        if batch.weight is not None or self._is_unreduced or self.reduction == "sum":
+            return keep
+        left = pl.segment_sum(keep, rows.index, rows.sequences)
+        weights = token_weights(
+            left, self.aggregation, max_completion_tokens=self.max_completion_tokens, dtype=rows.weight.dtype
+        )
+        return keep * weights[rows.index] / rows.weight
+
+    @torch.no_grad()
+    def _diagnostics(self, rows: TokenRows, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> dict[str, Any]:
+        """The diagnostics of `GRPOLossOutput`, over the masked tokens, with the sums that they merge from."""
+        lp = log_probs.detach()
+        loss, log_ratio = self._token_loss(lp, rows.advantage, rows.proximal, rows.index, rows.sequences)
+        low, high = row_mean(loss.clipped_low), row_mean(loss.clipped_high)
+        tokens = weight_sums(log_ratio)
+        sequences = sequence_weight_sums(lp - rows.proximal, rows.index, rows.sequences)
+        found = {
+            "clip_fraction": low + high,
+            "clip_fraction_low": low,
+            "clip_fraction_high": high,
+            "kl_approx": row_mean(rows.proximal - lp),
+            "ESS": ess_from_sums(*tokens).float(),
+            "ess_sequence": ess_from_sums(*sequences).float(),
+            "entropy": None if entropy is None else row_mean(entropy),
+            "kl_to_ref": None,
+            "kl_to_inference": row_mean(kl_loss(lp, rows.behaviour, self.kl_estimator)),
+            "sampler_gap": row_mean((lp - rows.behaviour).abs()),
+            **dict(zip(("num_tokens", "weight_sum", "weight_square_sum"), tokens, strict=True)),
+            **dict(zip(("num_sequences", "sequence_weight_sum", "sequence_weight_square_sum"), sequences, strict=True)),
+        }
+        if rows.ref is not None:
+            known = torch.isfinite(rows.ref).sum()
+            found["kl_to_ref"] = kl_loss(lp, rows.ref, self.kl_estimator).sum() / known.clamp_min(1)
+            found["num_ref_tokens"] = known.double()
+        return found

@@ -90,9 +90,8 @@ def plan_micro_batches(
     >>> [rows.tolist() for rows in plan.rows], plan.positions
     ([[0, 2], [1]], [11, 8])
     """
-    name = check_layout(layout)
-    sizes = _array(lengths)
-    if name == "padded":
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if layout == "padded":
         rows = plan_batches(torch.from_numpy(sizes), token_budget)
         return MicroBatches(rows, [len(batch) * int(sizes[batch.numpy()].max()) for batch in rows])
     if len(sizes) and int(sizes.max()) > token_budget:
@@ -101,18 +100,14 @@ def plan_micro_batches(
             f"row {row} has {sizes[row]} tokens, above the token budget of {token_budget}. Raise the budget to at "
             f"least {sizes[row]}."
         )
-    if name == "packed":
+    if check_layout(layout) == "packed":
         items = [([row], int(size)) for row, size in enumerate(sizes.tolist())]
     else:
         if prompt_lengths is None or group_ids is None:
             raise DefinitionError("layout 'prefix_shared' needs prompt_lengths and group_ids; or use 'packed'.")
-        items = _group_items(sizes, _array(prompt_lengths), _array(group_ids), token_budget)
+        items = _group_items(sizes, np.asarray(prompt_lengths), np.asarray(group_ids), token_budget)
     bins = _first_fit(items, token_budget)
     return MicroBatches([torch.tensor(rows) for rows, _ in bins], [size for _, size in bins])
-
-
-def _array(values: Tensor | Sequence[int]) -> np.ndarray:
-    return np.asarray(values.tolist() if isinstance(values, Tensor) else values, dtype=np.int64)
 
 
 def _group_items(

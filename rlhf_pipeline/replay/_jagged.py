@@ -24,7 +24,7 @@ from rlhf_pipeline.data.keys import (
     Key,
 )
 from rlhf_pipeline.data.trajectories import Flat, jagged, last_position, text_stack
-from rlhf_pipeline.replay._read import columns_for, nest
+from rlhf_pipeline.replay.batches import columns_for, nest
 from rlhf_pipeline.replay.schema import key_of
 from trajectory_store import TrajectoryStore
 
@@ -41,7 +41,7 @@ def jagged_batch(
         text: read the text columns too.
 
     Returns:
-        The values that `rlhf_pipeline.replay._read.padded_batch` has at the real tokens, and its scalars; there is no
+        The values that `rlhf_pipeline.replay.batches.padded_batch` has at the real tokens, and its scalars; there is no
         attention mask, as there is no padding. Leaves of equal lengths share their offsets.
     """
     names = columns_for(store, keys, text=text)

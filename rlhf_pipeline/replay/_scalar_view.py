@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from rlhf_pipeline.data.keys import KL_PENALTY, LOG_PROBS, REWARD, ROW_ID, TOKENS, Key
 from rlhf_pipeline.data.padding import pad_rows
 from rlhf_pipeline.errors import DataError, MissingKeyError
-from rlhf_pipeline.replay._read import scalar_batch
+from rlhf_pipeline.replay.batches import scalar_batch
 from rlhf_pipeline.replay.schema import column_name
 
 

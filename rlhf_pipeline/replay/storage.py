@@ -17,11 +17,11 @@ from rlhf_pipeline.data.trajectories import Trajectories, is_stack, rows_of, tra
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
 from rlhf_pipeline.replay._copy import copy_rows, dump_store, find_dump
 from rlhf_pipeline.replay._jagged import jagged_batch
-from rlhf_pipeline.replay._read import padded_batch, single
 from rlhf_pipeline.replay._scalar_view import ScalarView
 from rlhf_pipeline.replay._slots import UNBOUNDED, SlotMap
 from rlhf_pipeline.replay._stack import stack_data
 from rlhf_pipeline.replay._write import append_data
+from rlhf_pipeline.replay.batches import padded_batch, padded_columns, single
 from rlhf_pipeline.replay.schema import (
     FAILED_MEMBERS,
     NEWEST_VERSION,
@@ -53,7 +53,7 @@ class TrajectoryStorage(Storage):
     """Trajectories on disk: ragged, durable, append-only, one row each.
 
     `set` appends one atomic commit, durable on return; nothing is overwritten, a slot that is written again means a
-    newer row. `get` of several indices gives a padded TensorDict with masks (`rlhf_pipeline.replay._read`); of one
+    newer row. `get` of several indices gives a padded TensorDict with masks (`rlhf_pipeline.replay.batches`); of one
     index, that trajectory without padding; of a slice, only the values that are one per trajectory, so that
     samplers may scan whole storages. Reopening a path shows all rows again. Several processes may write: each
     opens the path itself, and `refresh()` shows what the others wrote.
@@ -274,7 +274,7 @@ class TrajectoryStorage(Storage):
             layout: `padded` or `jagged`; None as the storage was made.
 
         Returns:
-            A TensorDict `[B]`, see `padded_batch` in `rlhf_pipeline.replay._read` and `jagged_batch` in
+            A TensorDict `[B]`, see `padded_batch` in `rlhf_pipeline.replay.batches` and `jagged_batch` in
             `rlhf_pipeline.replay._jagged`.
 
         Raises:
@@ -290,6 +290,12 @@ class TrajectoryStorage(Storage):
             return jagged_batch(self.store, ids, keys=keys, text=text)
         return padded_batch(
             self.store, ids, keys=keys, text=text, pad_to_multiple_of=self.pad_to_multiple_of, pool=self._pool
+        )
+
+    def columns(self, row_ids: np.ndarray, keys: Sequence[Key]) -> dict[Key, Any]:
+        """The padded tensors of rows by key, as `read` gives them in a TensorDict."""
+        return padded_columns(
+            self.store, row_ids, keys=keys, pad_to_multiple_of=self.pad_to_multiple_of, pool=self._pool
         )
 
     def __getitems__(self, indices: Sequence[int]) -> TensorDict:

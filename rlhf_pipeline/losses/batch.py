@@ -1,4 +1,4 @@
-"""Reading the tensors of a loss out of a TensorDict: padded, ragged, or with trailing dimensions of one."""
+"""The tensors of a loss, and how they are read out of a TensorDict of any form."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class LossBatch:
         ref: [B, T] or None.
         proximal: [B, T] or None.
         weight: [B, T] or None.
+        source: the TensorDict that they were read from, or None.
     """
 
     tokens: torch.Tensor
@@ -44,6 +45,43 @@ class LossBatch:
     ref: torch.Tensor | None
     proximal: torch.Tensor | None
     weight: torch.Tensor | None
+    source: TensorDictBase | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tokens: torch.Tensor,
+        attention: torch.Tensor,
+        chosen: torch.Tensor,
+        behaviour: torch.Tensor,
+        advantage: torch.Tensor,
+        *,
+        ref: torch.Tensor | None = None,
+        reads_ref: bool = False,
+        proximal: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+        source: TensorDictBase | None = None,
+    ) -> LossBatch:
+        """Fix the tokens of the loss: of those chosen, the ones that can be scored and compared.
+
+        Args:
+            tokens: as the attributes, and so are the others.
+            attention: see there.
+            chosen: bool [B, T], by the masking strategy.
+            behaviour: see there.
+            advantage: see there.
+            ref: see there.
+            reads_ref: whether the loss has a term against it.
+            proximal: see there.
+            weight: see there.
+            source: see there.
+        """
+        mask = chosen & attention & (attention.cumsum(1) > 1) & torch.isfinite(behaviour)
+        if proximal is not None:
+            mask = mask & torch.isfinite(proximal)
+        if reads_ref and ref is not None:
+            mask = mask & torch.isfinite(ref)
+        return cls(tokens, attention, mask, behaviour, advantage, ref, proximal, weight, source)
 
 
 class _Reader:
@@ -142,21 +180,17 @@ def read_batch(
             tokens,
         )
     ref = read.per_token(read.get(names.ref_log_probs), names.ref_log_probs, tokens)
-    mask = _token_mask(read, names, tokens, attention, masking_strategy)
-    mask = mask & attention & (attention.cumsum(1) > 1) & torch.isfinite(behaviour)
-    if proximal is not None:
-        mask = mask & torch.isfinite(proximal)
-    if kl_to_ref and ref is not None:
-        mask = mask & torch.isfinite(ref)
-    return LossBatch(
-        tokens=tokens,
-        attention=attention,
-        mask=mask,
-        behaviour=behaviour,
-        advantage=read.per_token(advantage, names.advantage, tokens),
+    return LossBatch.of(
+        tokens,
+        attention,
+        _token_mask(read, names, tokens, attention, masking_strategy),
+        behaviour,
+        read.per_token(advantage, names.advantage, tokens),
         ref=ref,
+        reads_ref=kl_to_ref,
         proximal=proximal,
         weight=read.per_token(read.get(names.loss_weight), names.loss_weight, tokens),
+        source=td,
     )
 
 

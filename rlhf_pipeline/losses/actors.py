@@ -6,12 +6,12 @@ import inspect
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict
 from torch import nn
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.functional.logprob import entropy_of
-from rlhf_pipeline.losses._batch import LossBatch, MaskingStrategy
+from rlhf_pipeline.losses.batch import LossBatch, MaskingStrategy
 from rlhf_pipeline.policies._model_parts import refuse_other_directions, rounding
 from rlhf_pipeline.policies.adapters import actor_of, methods_are_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
@@ -54,7 +54,9 @@ class Scores(NamedTuple):
 class Actor(Protocol):
     """One of the ways below."""
 
-    def rows(self, batch: LossBatch, td: TensorDictBase, *, entropy: bool) -> HeadRows | Scores: ...
+    def rows(self, batch: LossBatch, *, entropy: bool) -> HeadRows | Scores:
+        """What the masked tokens are scored with."""
+        ...
 
 
 def _temperature(actor: Any, given: float | None) -> float:
@@ -69,7 +71,7 @@ class _Policy:
     def __init__(self, actor: Any, temperature: float | None) -> None:
         self.actor, self.temperature = actor, temperature
 
-    def rows(self, batch: LossBatch, td: TensorDictBase, *, entropy: bool) -> HeadRows:
+    def rows(self, batch: LossBatch, *, entropy: bool) -> HeadRows:
         if hasattr(self.actor, "scoring_rows"):
             hidden = self.actor.scoring_rows(batch.tokens, batch.attention, batch.mask).hidden
         else:
@@ -88,7 +90,7 @@ class _Scorer:
     def __init__(self, actor: Any) -> None:
         self.actor = actor
 
-    def rows(self, batch: LossBatch, td: TensorDictBase, *, entropy: bool) -> Scores:
+    def rows(self, batch: LossBatch, *, entropy: bool) -> Scores:
         if entropy:
             raise DefinitionError(
                 f"entropy_bonus=True needs an entropy, and {type(self.actor).__name__} gives log-probs only. Pass "
@@ -109,7 +111,7 @@ class _Logits:
         self.actor, self.temperature = actor, temperature
         self._takes_positions = _takes(actor, "position_ids")
 
-    def rows(self, batch: LossBatch, td: TensorDictBase, *, entropy: bool) -> Scores:
+    def rows(self, batch: LossBatch, *, entropy: bool) -> Scores:
         place = batch.attention.cumsum(1) - 1
         width = max(int(place[:, -1].max()) + 1, 1) if place.numel() else 1
         ids = batch.tokens.new_zeros(len(batch.tokens), width)
@@ -183,7 +185,11 @@ class _Distribution:
         takes = inspect.signature(actor.get_dist).parameters
         self.options = {"logits_key": "logits"} if "logits_key" in takes else {}
 
-    def rows(self, batch: LossBatch, td: TensorDictBase, *, entropy: bool) -> Scores:
+    def rows(self, batch: LossBatch, *, entropy: bool) -> Scores:
+        td = batch.source
+        if td is None:
+            masks = {"all_assistant_mask": batch.mask, "all_attention_mask": batch.attention}
+            td = TensorDict({"tokens": {"full": batch.tokens}, "masks": masks}, [len(batch.tokens)])
         if self.make is not None:
             dist: Any = self.make(td)
         else:

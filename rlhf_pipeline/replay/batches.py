@@ -1,0 +1,293 @@
+"""From rows of the store to one padded batch: what is on disk, and reward, penalty and advantage per token beside it.
+
+Padded arrays are mostly padding, and fresh memory costs more than the arithmetic, so everything works in place or in
+reused buffers, positions outside the response are reached through their indices, and constant runs are repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDict
+
+from rlhf_pipeline.data.keys import (
+    ADVANTAGE,
+    ASSISTANT_MASK,
+    ATTENTION_MASK,
+    KL_COEF,
+    KL_PENALTY,
+    LOG_PROBS,
+    NUM_PROMPT_TOKENS,
+    REF_LOG_PROBS,
+    RETURN,
+    REWARD,
+    ROW_ID,
+    TASK_REWARD,
+    TOKENS,
+    Key,
+)
+from rlhf_pipeline.data.trajectories import text_stack
+from rlhf_pipeline.replay.schema import INTERNAL, REWARD_COLUMN, column_name, key_of
+from trajectory_store import BufferPool, TrajectoryStore
+
+_INT64, _FLOAT = np.dtype(np.int64), np.dtype(np.float32)
+_GAPS: tuple[Key, ...] = (ASSISTANT_MASK, NUM_PROMPT_TOKENS)
+"""What tells where log-probs may be missing; with the prompt's length the mask need not be searched."""
+
+_NEEDS: dict[Key, tuple[Key, ...]] = {
+    REWARD: (LOG_PROBS, REF_LOG_PROBS, KL_COEF, TASK_REWARD, *_GAPS),
+    KL_PENALTY: (LOG_PROBS, REF_LOG_PROBS, *_GAPS),
+    ADVANTAGE: (ADVANTAGE, *_GAPS),
+    ATTENTION_MASK: (TOKENS,),
+    LOG_PROBS: (LOG_PROBS, *_GAPS),
+    REF_LOG_PROBS: (REF_LOG_PROBS, *_GAPS),
+}
+
+
+def columns_for(store: TrajectoryStore, keys: Sequence[Key] | None, *, text: bool) -> list[str]:
+    """The columns to read for some keys (or column names); None means all that are numbers, and text if asked."""
+    schema = store.schema
+    if keys is None:
+        return [c.name for c in schema if c.name not in INTERNAL and (text or not c.is_text)]
+    names: list[str] = []
+    for key in keys:
+        if key == REWARD and REWARD_COLUMN in schema:
+            names.append(REWARD_COLUMN)
+            continue
+        for need in _NEEDS.get(key, (key,)):
+            name = column_name(need)
+            if name in schema or need == key:
+                names.append(schema[name].name)
+    return list(dict.fromkeys(names))
+
+
+def padded_batch(
+    store: TrajectoryStore,
+    ids: np.ndarray,
+    *,
+    keys: Sequence[Key] | None = None,
+    text: bool = False,
+    pad_to_multiple_of: int = 1,
+    pool: BufferPool | None = None,
+) -> TensorDict:
+    """Read rows into one TensorDict `[B]`, right padded; see `padded_columns`, and text comes as stacks."""
+    columns = padded_columns(store, ids, keys=keys, text=text, pad_to_multiple_of=pad_to_multiple_of, pool=pool)
+    return nest(columns, len(ids))
+
+
+def padded_columns(
+    store: TrajectoryStore,
+    ids: np.ndarray,
+    *,
+    keys: Sequence[Key] | None = None,
+    text: bool = False,
+    pad_to_multiple_of: int = 1,
+    pool: BufferPool | None = None,
+) -> dict[Key, Any]:
+    """Read rows, right padded.
+
+    Args:
+        store: where to read.
+        ids: int64 `[B]`, the row ids.
+        keys: TensorDict keys or column names; None reads all numbers and derives reward, penalty and masks.
+        text: read the text columns too.
+        pad_to_multiple_of: round the padded length up.
+        pool: where derived columns get their memory; None takes fresh memory.
+
+    Returns:
+        By key, token columns `[B, T]` and scalars `[B]` as tensors, text as lists, `row_id` int64 `[B]`. Log-probs are
+        0 at padding and where no score exists outside the assistant mask; one that is missing inside it stays NaN.
+    """
+    pool = pool or BufferPool()
+    names = columns_for(store, keys, text=text)
+    raw = store.read_padded(ids, names, pad_to_multiple_of=pad_to_multiple_of)
+    flat: dict[Key, Any] = {key_of(name): raw[name] for name in names}
+    lengths = raw.get("lengths")
+    if lengths is not None and TOKENS in flat:
+        flat[ATTENTION_MASK] = attention_mask(flat[TOKENS].shape, lengths)
+    if lengths is not None and ASSISTANT_MASK in flat and len(ids):
+        penalised = keys is not None and KL_PENALTY in keys
+        derive(flat, lengths, pool, rewarded=keys is None or REWARD in keys, penalised=penalised)
+    if RETURN in flat:  # exact on disk, so that a group that waits can be completed later
+        flat[RETURN] = flat[RETURN].astype(np.float32)
+    flat[ROW_ID] = np.array(ids, dtype=np.int64)
+    wanted = None if keys is None else {*keys, ROW_ID} | {key_of(k) for k in keys if isinstance(k, str)}
+    out: dict[Key, Any] = {}
+    for key, value in flat.items():
+        if wanted is not None and key not in wanted:
+            continue
+        if isinstance(value, np.ndarray) and value.dtype == np.int32:
+            wide = pool.take(value.shape, _INT64) if value.ndim > 1 else np.empty(value.shape, _INT64)
+            np.copyto(wide, value)
+            value = wide
+        out[key] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    return out
+
+
+def scalar_batch(store: TrajectoryStore, ids: np.ndarray, *, text: bool = False) -> TensorDict:
+    """Only what is one value per row, `[B]`: cheap for whole stores."""
+    flat: dict[Key, Any] = {ROW_ID: np.array(ids, dtype=np.int64)}
+    for column in store.schema:
+        if column.ragged or column.name in INTERNAL or (column.is_text and not text):
+            continue
+        value = store.read_scalars(column.name, ids)
+        if column.is_text:
+            value = value.tolist()
+        elif value.dtype == np.int32:
+            value = value.astype(np.int64)
+        flat[key_of(column.name)] = value
+    if RETURN in flat:
+        flat[RETURN] = flat[RETURN].astype(np.float32)
+    return nest(flat, len(ids))
+
+
+def single(store: TrajectoryStore, row_id: int) -> TensorDict:
+    """One trajectory with an empty batch size, not padded, with its text."""
+    out: Any = padded_batch(store, np.array([row_id]))[0]
+    names = [column.name for column in store.schema if column.is_text]
+    for name, value in store.read([row_id], names).items():
+        out.set_non_tensor(key_of(name), value[0])
+    return out
+
+
+def nest(flat: dict[Key, Any], n: int) -> TensorDict:
+    """Nest the keys; the shapes are right by construction, so TensorDict need not check them again."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        leaf = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        leaf = text_stack(leaf) if isinstance(leaf, list) else leaf
+        if isinstance(key, str):
+            tree[key] = leaf
+            continue
+        node = tree
+        for name in key[:-1]:
+            node = node.setdefault(name, {})
+        node[key[-1]] = leaf
+    return _wrap(tree, torch.Size([n]))
+
+
+def _wrap(tree: dict[str, Any], batch_size: torch.Size) -> TensorDict:
+    items = {k: _wrap(v, batch_size) if isinstance(v, dict) else v for k, v in tree.items()}
+    return TensorDict._new_unsafe(items, batch_size=batch_size)
+
+
+def derive(
+    flat: dict[Key, Any], lengths: npt.NDArray[np.int64], pool: BufferPool, *, rewarded: bool, penalised: bool
+) -> None:
+    """Fill the gaps of the log-probs and add what is per token, in place.
+
+    Log-probs that do not exist become 0 outside the assistant mask; inside it they stay NaN, so that whoever divides
+    by a count sees them. The reward is `task_reward` on the last assistant token minus `kl_coef * k1`, the
+    advantage of the trajectory stands on every assistant token.
+
+    Args:
+        flat: padded columns `[B, T]` and scalars `[B]` by key; changed.
+        lengths: tokens of each row.
+        pool: where the memory of the new columns comes from.
+        rewarded: derive the reward, and the penalty if a row's reward has one.
+        penalised: derive the penalty in any case.
+    """
+    mask: npt.NDArray[np.bool_] = flat[ASSISTANT_MASK]
+    starts = np.arange(0, mask.size, mask.shape[1]) if mask.size else np.zeros(len(lengths), np.int64)
+    other, head = _outside(mask, lengths, starts, flat.get(NUM_PROMPT_TOKENS))
+    last = starts + last_assistant(mask, lengths)
+    log_probs, ref = flat.get(LOG_PROBS), flat.get(REF_LOG_PROBS)
+    if ref is not None and bool(np.isnan(ref.reshape(-1)[last]).all()):
+        del flat[REF_LOG_PROBS]  # no row of the batch was ever scored by a reference
+        ref = None
+    for values in (log_probs, ref):
+        if values is not None:
+            line = values.reshape(-1)
+            there = line[other]
+            line[other] = np.where(np.isnan(there), _FLOAT.type(0.0), there)
+    penalty, coef = None, flat.get(KL_COEF)
+    counts = rewarded and (coef is None or coef.any())
+    if log_probs is not None and ref is not None and (penalised or counts):
+        penalty = pool.take(log_probs.shape, _FLOAT)
+        np.subtract(log_probs, ref, out=penalty)
+        line = penalty.reshape(-1)
+        line[other] = 0.0
+        if not np.isfinite(np.dot(line, line)):
+            np.nan_to_num(penalty, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+        flat[KL_PENALTY] = penalty
+    if REWARD in flat:
+        np.nan_to_num(flat[REWARD], copy=False)
+    elif TASK_REWARD in flat and rewarded:
+        reward = pool.take(mask.shape, _FLOAT)
+        if penalty is None or coef is None or not coef.any():
+            reward.fill(0.0)
+        else:
+            np.multiply(penalty, -coef[:, None], out=reward)
+        task: npt.NDArray[np.float32] = flat[TASK_REWARD]
+        reward.reshape(-1)[last] += task if np.isfinite(task).all() else np.nan_to_num(task)
+        flat[REWARD] = reward
+    _spread_advantage(flat, mask, lengths, head)
+
+
+def attention_mask(shape: tuple[int, int], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Bool `[B, T]`: True at the real tokens of a right padded batch.
+
+    >>> attention_mask((2, 3), np.array([1, 3])).tolist()
+    [[True, False, False], [True, True, True]]
+    """
+    runs = np.empty((shape[0], 2), np.int64)
+    runs[:, 0] = lengths
+    np.subtract(shape[1], lengths, out=runs[:, 1])
+    values = np.zeros(2 * shape[0], np.bool_)
+    values[::2] = True
+    return np.repeat(values, runs.reshape(-1)).reshape(shape)  # a third of the time of a comparison
+
+
+def _outside(
+    mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], prompt: Any
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
+    """Flat indices of the real tokens that are not the assistant's, and the prompt lengths if that is all of them."""
+    if prompt is not None:
+        head = np.minimum(prompt, lengths)
+        ends = head.cumsum()
+        total = int(ends[-1])
+        index = np.repeat(starts - ends + head, head)
+        index += np.arange(total)
+        # As many as the responses have, none in a prompt and none in the padding: they are the responses.
+        if np.count_nonzero(mask) == int(lengths.sum()) - total and not mask.reshape(-1)[index].any():
+            return index, head
+    return np.flatnonzero(attention_mask(mask.shape, lengths) & ~mask), None
+
+
+def _spread_advantage(
+    flat: dict[Key, Any], mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], head: Any
+) -> None:
+    advantage = flat.get(ADVANTAGE)
+    if advantage is None or advantage.ndim != 1:
+        return
+    if np.isnan(advantage).all():
+        del flat[ADVANTAGE]  # nothing computed one
+        return
+    if head is None:
+        flat[ADVANTAGE] = np.where(mask, advantage[:, None], _FLOAT.type(0.0))
+        return
+    runs = np.empty((len(lengths), 3), np.int64)  # of each row its prompt, its response, its padding
+    runs[:, 0] = head
+    np.subtract(lengths, head, out=runs[:, 1])
+    np.subtract(mask.shape[1], lengths, out=runs[:, 2])
+    values = np.zeros(3 * len(lengths), np.float32)
+    values[1::3] = advantage
+    flat[ADVANTAGE] = np.repeat(values, runs.reshape(-1)).reshape(mask.shape)
+
+
+def last_assistant(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Column of the last assistant token of each row of `[B, T]`; the last token where there is none.
+
+    >>> mask = np.array([[False, True, False], [False, True, True], [False, False, False]])
+    >>> last_assistant(mask, np.array([3, 3, 2])).tolist()
+    [1, 2, 1]
+    """
+    last = np.maximum(lengths - 1, 0)
+    if mask[np.arange(len(last)), last].all():
+        return last
+    back = mask[:, ::-1].argmax(1)  # the first maximum of the reversed row
+    return np.where(mask.any(1), mask.shape[1] - 1 - back, last)
