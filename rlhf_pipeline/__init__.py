@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
     from rlhf_pipeline.policies.containers import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
     from rlhf_pipeline.policies.distribution import LogProbDistribution
+    from rlhf_pipeline.policies.new_model import scratch_policy
     from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
     from rlhf_pipeline.replay.storage import TrajectoryStorage
     from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController, ConstantKLController
@@ -96,6 +97,7 @@ _HEAVY = {
     "kl_k1": "rlhf_pipeline.functional.kl",
     "kl_k2": "rlhf_pipeline.functional.kl",
     "kl_k3": "rlhf_pipeline.functional.kl",
+    "scratch_policy": "rlhf_pipeline.policies.new_model",
 }
 """Names that need torch, and the modules that define them."""
 

@@ -102,7 +102,21 @@ def builtin_folder() -> Path:
 
 def builtin_files() -> list[Path]:
     """Return the built-in definition files in alphabetical order."""
+    return [file for file in _builtin_folder_files() if _may_define(file)]
+
+
+def builtin_programs() -> list[Path]:
+    """Return the files of the built-in folder that define no pipeline and are run with `python FILE`."""
+    return [file for file in _builtin_folder_files() if not _may_define(file)]
+
+
+def _builtin_folder_files() -> list[Path]:
     return sorted(file for file in builtin_folder().glob("*.py") if not file.name.startswith("_"))
+
+
+def _may_define(file: Path) -> bool:
+    """Whether a built-in file has a definition, told from its text: a program imports torch, which takes seconds."""
+    return re.search(r"->\s*['\"]?[\w.]*Pipeline\b", file.read_text(encoding="utf-8")) is not None
 
 
 def find(spec: str) -> Definition:
@@ -244,7 +258,10 @@ _HOW_TO_DEFINE = " A definition looks like `def my_task() -> Pipeline: return Pi
 
 def _the_only_one(found: list[Definition], file: Path) -> Definition:
     if not found:
-        raise DefinitionError(f"{file} has no function without arguments annotated `-> Pipeline`.{_HOW_TO_DEFINE}")
+        raise DefinitionError(
+            f"{file} has no function without arguments annotated `-> Pipeline`.{_HOW_TO_DEFINE} "
+            f"If it is a program of its own, type python {file}"
+        )
     for definition in found:
         if len(found) == 1 or definition.function == file.stem:
             return definition
@@ -263,6 +280,9 @@ def _builtin(name: str) -> Definition:
             if definition.function == name:
                 return definition
             known.add(definition.function)
+    for file in builtin_programs():
+        if file.stem == name:
+            raise DefinitionError(f"'{name}' is a program, not a definition. Run it with: python {file}")
     beside = Path(f"{name}.py")
     if beside.is_file():
         raise DefinitionError(f"there is no built-in pipeline '{name}'. For the file here, type ./{beside} .")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import shutil
 import textwrap
 from pathlib import Path
@@ -39,6 +40,9 @@ def execute(args: argparse.Namespace) -> int:
             shown = definition.name if not args.files else f"{file}:{definition.function}"
             say(f"{shown}\n{_indented(pipeline.description or '(no description)')}")
             say(_indented(f"needs: {pipeline.needs}"))
+    for program in [] if args.files else definitions.builtin_programs():
+        about = ast.get_docstring(ast.parse(program.read_text(encoding="utf-8"))) or "(no description)"
+        say(f"a program to read: python {program}\n{_indented(about.splitlines()[0])}")
     say("\nRun one: rlhf-pipeline run NAME. Your own: rlhf-pipeline run FILE.py[:function]")
     return 2 if failed else 0
 

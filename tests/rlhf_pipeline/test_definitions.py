@@ -44,6 +44,9 @@ def test_every_builtin_file_loads():
     """Each file of the built-in folder holds at least one definition, and each of them builds."""
     files = definitions.builtin_files()
     assert {"copy_digits", "gsm8k"} <= {file.stem for file in files}
+    assert [file.stem for file in definitions.builtin_programs()] == ["grpo_in_one_page"]
+    with pytest.raises(DefinitionError, match=r"is a program, not a definition. Run it with: python .*one_page\.py"):
+        definitions.find("grpo_in_one_page")
     for file in files:
         found = definitions.definitions_in(file)
         assert found
