@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 from rlhf_pipeline.data.prompts import NoPrompts, PromptSource
 from rlhf_pipeline.data.rewards import RewardFunction, no_reward
@@ -92,6 +93,17 @@ class PretrainedPolicy(Settings):
         return _lora_rules(self.lora_targets)
 
 
+def _is_address(text: str) -> bool:
+    """Return True for `http://HOST:PORT` and nothing behind it: what is contacted is what is stated."""
+    try:
+        url = urlsplit(text)
+        port = url.port
+    except ValueError:
+        return False
+    plain = f"{url.scheme}://{url.netloc}" == text.rstrip("/") and "@" not in url.netloc
+    return plain and url.scheme in ("http", "https") and bool(url.hostname) and port is not None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collect(Settings):
     """How completions are sampled."""
@@ -109,20 +121,36 @@ class Collect(Settings):
         help="Of sampling. The behaviour log-probs are those at this temperature.",
     )
     num_slots: int = setting(64, min=1, help="Completions that are generated side by side.")
-
+    engine: str = setting(
+        "slots",
+        help="What samples: `slots`, this package's own engine, in the process; `vllm`, in the process as well (needs "
+        "the extra `vllm`); or the address of a vLLM server, `http://HOST:PORT`. See docs/engines.md for how each is "
+        "started, and how exact a run is with it.",
+    )
+    engine_memory: float = setting(
+        0.5,
+        above=0,
+        below=1,
+        help="Of `engine=vllm`: the share of a GPU's memory for its weights and cache; the learner has the rest.",
+    )
     refresh_weights_every: int = setting(
         0,
         min=0,
         help="Of a collector beside a learner: sampled tokens of each slot after which it looks for newer weights "
         "and goes on with them, in the middle of completions; 0 takes them up between rollouts only. The "
         "log-probs stay those of the weights that sampled each token; the prompt and what was sampled before "
-        "are not computed again.",
+        "are computed again with the new ones. Another engine than `slots` looks twice a second.",
     )
 
     @property
     def rollout_size(self) -> int:
         """Trajectories in one rollout."""
         return self.prompts_per_rollout * self.group_size
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        known = self.engine in ("slots", "vllm") or _is_address(self.engine)
+        wrong = f"engine is {self.engine!r}; it must be slots, vllm, or an address like http://127.0.0.1:8000."
+        return [(known, wrong)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -526,6 +554,11 @@ class Pipeline(Settings):
                 not (self.learn.reference_every and self.policy.lora_rank),
                 "learn.reference_every moves a reference model, and with policy.lora_rank there is none: the reference "
                 "is the model with its adapters off. Set one of the two to 0.",
+            ),
+            (
+                self.collect.engine == "slots" or not self.policy.lora_rank,
+                f"collect.engine={self.collect.engine} holds whole models and takes no adapters alone. Set "
+                "policy.lora_rank=0, or collect.engine=slots.",
             ),
             (
                 (self.write.min_group_size or 1) <= self.collect.group_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
 
@@ -16,11 +17,11 @@ from rlhf_pipeline.collectors.trajectories import trajectories
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data.prompts import PromptSource
 from rlhf_pipeline.data.rewards import RewardFunction
-from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
-from rlhf_pipeline.policies.engines.protocol import WeightRefresh
+from rlhf_pipeline.policies.engines.protocol import WeightRefresh, Weights
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.stored_groups import StoredGroups
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
@@ -60,6 +61,8 @@ class Collector:
         config: sizes and temperature.
         seed: the run's seed.
         kl_reward: the write path's KL penalty; told of rollouts that were in the store already.
+        hand_over: given a version, returns the policy's weights for the policy's engine, which holds a copy of its own;
+            None where it samples with the policy's modules, or where others give it weights.
 
     Raises:
         DefinitionError: the write path takes batches of another size than a rollout.
@@ -90,6 +93,7 @@ class Collector:
         config: Collect,
         seed: int,
         kl_reward: KLRewardTransform | None = None,
+        hand_over: Callable[[int], Weights] | None = None,
     ) -> None:
         self.policy: CausalLMPolicy = policy_of(policy, "Collector")
         self.prompts = prompts
@@ -98,6 +102,7 @@ class Collector:
         self.config = config
         self.seed = seed
         self.kl_reward = kl_reward
+        self.hand_over = hand_over
         self.stored = StoredGroups(buffer.store)
         """Where the groups are that are in the store already."""
         if buffer.batch_groups not in (None, config.prompts_per_rollout):
@@ -119,6 +124,7 @@ class Collector:
 
         Raises:
             RewardError: every reward call failed. Nothing was stored.
+            EngineError: the engine is out of reach, or gave up a completion. Nothing was stored.
             StoreError: the store could not take the rollout; none of it was acknowledged.
         """
         started = time.perf_counter()
@@ -135,6 +141,8 @@ class Collector:
         prompt_ids = [
             encode_prompt(self.policy.tokenizer, prompt.text, as_chat=self.prompts.as_chat) for prompt in prompts
         ]
+        if self.hand_over is not None and self.policy.engine.version != policy_version:
+            self.policy.engine.load_weights(self.hand_over(policy_version), policy_version)
         completions = self.policy.generate_ragged(
             prompt_ids,
             group_size=self.config.group_size,
@@ -144,6 +152,12 @@ class Collector:
             stream_ids=cursors.tolist(),
             **({} if refresh is None else {"refresh": refresh}),
         )
+        if completions.aborted is not None:
+            raise EngineError(
+                f"the engine {self.policy.engine.name} aborted {int(completions.aborted.sum())} of {len(completions)} "
+                "completions of this rollout; none of it was stored. Did somebody else stop them? Go on with the same "
+                "command and --resume: the rollout is sampled again."
+            )
         texts = [decode_completion(self.policy.tokenizer, completion.token_ids) for completion in completions]
         grades = grade(self.reward, [prompts[index] for index in completions.prompt_index], texts)
         # The whole rollout is sampled even if only some groups are missing: batch composition moves the last

@@ -23,6 +23,7 @@ from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.run.engines import HandOver
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
@@ -229,7 +230,9 @@ def build_learner(
 
 
 @contextmanager
-def build_parts(pipeline: Pipeline, models: Models, *, run: RunFolder, seed: int) -> Iterator[Parts]:
+def build_parts(
+    pipeline: Pipeline, models: Models, *, run: RunFolder, seed: int, hand_over: HandOver | None = None
+) -> Iterator[Parts]:
     """Open or create the store and wire everything to it; close the store at the end.
 
     Args:
@@ -237,6 +240,7 @@ def build_parts(pipeline: Pipeline, models: Models, *, run: RunFolder, seed: int
         models: what `build_models` returned.
         run: the run folder.
         seed: the run's seed.
+        hand_over: gives the policy's engine the policy's weights, from `chosen_engine`.
     """
     advantage = MCAdvantage(
         pipeline.collect.group_size,
@@ -267,6 +271,7 @@ def build_parts(pipeline: Pipeline, models: Models, *, run: RunFolder, seed: int
                 config=pipeline.collect,
                 seed=seed,
                 kl_reward=kl_reward,
+                hand_over=hand_over,
             ),
             learner=build_learner(
                 pipeline,

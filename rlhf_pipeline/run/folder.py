@@ -56,6 +56,8 @@ MAY_CHANGE_ON_RESUME: Final = frozenset(
     {
         "description",
         "needs",
+        "collect.engine",
+        "collect.engine_memory",
         "learn.steps",
         "learn.stop_at_reward",
         "learn.stop_window",
@@ -69,7 +71,8 @@ MAY_CHANGE_ON_RESUME: Final = frozenset(
     }
 )
 """Fields that may differ from the recorded definition: they say when to stop and save, and how much fits in memory,
-not what is learned. (Another token budget or layout moves the last bits of the gradient.)"""
+not what is learned. (Another token budget or layout moves the last bits of the gradient; another engine draws other
+completions of the same weights.)"""
 
 _CONFIG: Final = "config.json"
 _BEFORE_THE_RECORD: Final = frozenset({"lock", "setup.lock", "processes", "log.txt", f".{_CONFIG}.tmp"})

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.build import build_models, build_parts
+from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import Loop, tell
@@ -75,7 +76,8 @@ def run(
     check_prompts(pipeline, models.policy, seed)
     with (
         begun(folder, pipeline, seed=seed, device=device, resume=resume, definition=definition, overrides=overrides),
-        build_parts(pipeline, models, run=folder, seed=seed) as parts,
+        chosen_engine(pipeline, models.policy, run=folder, device=device) as hand_over,
+        build_parts(pipeline, models, run=folder, seed=seed, hand_over=hand_over) as parts,
         stop_on_signals(parent) as stop,
     ):
         for notice in sampling_notices(pipeline, models.policy):

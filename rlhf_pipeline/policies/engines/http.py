@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from safetensors.torch import save_file
 
-from rlhf_pipeline.errors import EngineError
+from rlhf_pipeline.errors import DataError, EngineError
 from rlhf_pipeline.policies.engines.completions import RaggedCompletions, VersionSpans
 from rlhf_pipeline.policies.engines.jobs import Job, jobs_of
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh, Weights
@@ -46,6 +46,9 @@ __all__ = ["HTTPEngine"]
 
 START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs"
 """The command that starts a server that can be used."""
+
+PATIENCE_S = 300.0
+"""Seconds that a server may be out of reach: enough to start it again."""
 
 _CONNECTIONS = 64
 _HEALTH_EVERY_S = 10.0
@@ -85,7 +88,7 @@ class HTTPEngine:
         owner: a name of this run, the same in all its processes; marks the weights that it gives the server.
         vocab: the model's tokens: a larger id would end the server. None does not check.
         max_positions: the longest sequence of the model; None takes the server's.
-        patience_s: how long a server may be out of reach before that is an error.
+        patience_s: how long a server may be out of reach before that is an error; None is `PATIENCE_S`.
         look_s: seconds between two looks for newer weights, a deadline, and an abort.
 
     Attributes:
@@ -103,7 +106,7 @@ class HTTPEngine:
         owner: str,
         vocab: int | None = None,
         max_positions: int | None = None,
-        patience_s: float = 300.0,
+        patience_s: float | None = None,
         look_s: float = 0.5,
     ) -> None:
         self.name = address.rstrip("/")
@@ -113,7 +116,7 @@ class HTTPEngine:
         self._owner = re.sub(r"[^A-Za-z0-9_.-]", "-", owner)
         self._vocab = vocab
         self._max_positions = max_positions
-        self._patience_s = patience_s
+        self._patience_s = PATIENCE_S if patience_s is None else patience_s
         self._look_s = look_s
         self._known: _Server | None = None
         self._label: str | None = None
@@ -156,6 +159,7 @@ class HTTPEngine:
 
         Raises:
             EngineError: the server cannot load them. It stays paused, as what it holds is not known.
+            DataError: the folder is gone. It stays paused, too.
         """
         if isinstance(weights, Mapping):
             with tempfile.TemporaryDirectory(prefix="weights-") as folder:
@@ -219,6 +223,9 @@ class HTTPEngine:
                 status, reply = self._ask_status("POST", "/reset_prefix_cache?reset_running_requests=true", {})
             if status != 200 or (isinstance(reply, dict) and reply.get("success") is False):
                 self.version = None
+                if not folder.is_dir():
+                    # A newer version may have replaced it. The server stays paused until it has whole weights.
+                    raise DataError(f"the weights {folder} are gone.")
                 raise EngineError(
                     f"the server at {self.name} could not load the weights in {folder} ({status}: {_short(reply)}). It "
                     "must see that folder under the same path. It is paused now: start it again before the run goes on "

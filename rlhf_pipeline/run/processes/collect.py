@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 from safetensors import SafetensorError
 
 from rlhf_pipeline.collectors.collector import Rollout
@@ -20,8 +19,8 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, RewardError, RunExistsError
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.engines.protocol import WeightRefresh
-from rlhf_pipeline.policies.weights import load_weights
 from rlhf_pipeline.run.build import Parts, build_models, build_parts
+from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import tell
@@ -84,6 +83,7 @@ def collect(
         heartbeat.beat("starting")
         models = build_models(pipeline, seed=seed, device=device)
         with (
+            chosen_engine(pipeline, models.policy, run=run, device=device),
             build_parts(pipeline, models, run=run, seed=seed) as parts,
             TrajectoryStore.open(run.rollouts, "a") as rollouts,
         ):
@@ -237,10 +237,11 @@ class _Worker:
 
 
 def load_policy(policy: CausalLMPolicy, folder: Path, version: int) -> None:
-    """Load the published weights of a version in place.
+    """Give the policy's engine the published weights of a version; the policy itself where it samples on its own.
 
     Raises:
         DataError: a file is damaged, or the folder is gone: a newer version may have replaced it.
+        EngineError: the engine cannot load them.
     """
     problem = weights_problem(folder, version)
     if problem is not None:
@@ -248,5 +249,4 @@ def load_policy(policy: CausalLMPolicy, folder: Path, version: int) -> None:
             f"the published weights {version_folder(folder, version)} cannot be used: {problem}. Start the learner "
             f"again, which publishes them again: rlhf-pipeline learn --run {shlex.quote(str(folder.parent))}"
         )
-    with torch.no_grad():
-        load_weights(version_folder(folder, version), policy.model)
+    policy.engine.load_weights(version_folder(folder, version), version)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,7 +116,7 @@ class EngineContract:
     start_s = 0.05
 
     @pytest.fixture
-    def bench(self, folders: dict[int, Path]) -> Iterator[Bench]:
+    def bench(self, folders: dict[int, Path]) -> Any:
         """The engine under test with the weights of version 1."""
         raise NotImplementedError
 

@@ -1,0 +1,92 @@
+"""The engine that a definition names, and how it comes by the weights that the learner has changed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlhf_pipeline.config import Pipeline, PretrainedPolicy
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.engines.protocol import Engine, Weights
+from rlhf_pipeline.run.files import new_folder, remove_folder
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.processes.weights import version_folder
+
+HandOver = Callable[[int], Weights]
+"""Gives the policy's weights, which are of a version, in the form that an engine takes."""
+
+_KEEP = 2
+
+
+@contextmanager
+def chosen_engine(
+    pipeline: Pipeline, policy: CausalLMPolicy, *, run: RunFolder, device: str
+) -> Iterator[HandOver | None]:
+    """Have a policy sample with the engine of a definition until the end of the block.
+
+    Args:
+        pipeline: the definition.
+        policy: samples with it from now on.
+        run: the run folder, which exists.
+        device: where the policy is.
+
+    Yields:
+        What gives the engine the policy's own weights; None where it samples with the policy's modules themselves.
+
+    Raises:
+        DefinitionError: vLLM is wanted in this process and is not installed.
+    """
+    name = pipeline.collect.engine
+    if name == "slots":
+        yield None
+        return
+    engine = _vllm(pipeline, policy, run, device) if name == "vllm" else _server(pipeline, policy, run)
+    policy.engine = engine
+    try:
+        if name == "vllm":
+            yield lambda version: policy.model.state_dict()
+        else:
+            yield lambda version: _written(policy, run.weights, version)
+    finally:
+        policy.engine = None
+        engine.close()
+
+
+def _server(pipeline: Pipeline, policy: CausalLMPolicy, run: RunFolder) -> Engine:
+    from rlhf_pipeline.policies.engines.http import HTTPEngine
+
+    path = run.path.resolve()
+    owner = f"{path.name}-{zlib.crc32(str(path).encode()):08x}"
+    return HTTPEngine(pipeline.collect.engine, owner=owner, vocab=policy.vocab_size, max_positions=policy.max_positions)
+
+
+def _vllm(pipeline: Pipeline, policy: CausalLMPolicy, run: RunFolder, device: str) -> Engine:
+    from rlhf_pipeline.policies.engines.vllm import VLLMEngine
+
+    config = pipeline.policy
+    model = Path(config.path) if isinstance(config, PretrainedPolicy) else run.weights / "engine"
+    if not (model / "config.json").is_file():  # made from scratch, or named on the hub
+        model = run.weights / "engine"
+        with new_folder(model, sync=False) as folder:
+            policy.save_pretrained(folder)
+    return VLLMEngine(
+        model,
+        num_slots=pipeline.collect.num_slots,
+        vocab=policy.vocab_size,
+        max_positions=policy.max_positions,
+        dtype=str(policy.head_weight.dtype).removeprefix("torch."),
+        memory=pipeline.collect.engine_memory,
+        eager=device == "cpu",
+    )
+
+
+def _written(policy: CausalLMPolicy, folder: Path, version: int) -> Path:
+    """Write the weights of a version where a server reads them; keep the last two."""
+    target = version_folder(folder, version)
+    with new_folder(target, sync=False) as temporary:
+        policy.save_pretrained(temporary)
+    for old in sorted(path for path in folder.glob("version-*") if path != target)[: 1 - _KEEP]:
+        remove_folder(old)
+    return target

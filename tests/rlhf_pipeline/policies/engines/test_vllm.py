@@ -1,0 +1,47 @@
+"""vLLM in process: the contract. Runs where vLLM can be imported; see docs/engines.md for an environment on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.policies.engines.vllm import VLLMEngine
+from tests.rlhf_pipeline.policies.engines.contract import POSITIONS, VOCAB, Bench, EngineContract
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+
+
+@pytest.fixture(scope="module")
+def vllm(folders: dict[int, Path]) -> Iterator[VLLMEngine]:
+    """One engine for all tests: it takes half a minute to start."""
+    engine = VLLMEngine(
+        folders[2], num_slots=4, vocab=VOCAB, max_positions=POSITIONS, dtype="float32", eager=True, memory=0.1
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.mark.peer
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+class TestVLLM(EngineContract):
+    """Four slots, so that completions wait for a slot while weights are replaced."""
+
+    start_s = 0.3
+
+    @pytest.fixture
+    def bench(self, folders: dict[int, Path], vllm: VLLMEngine) -> Bench:
+        """The engine with the weights of version 1."""
+        vllm.load_weights(folders[1], 1)
+        return Bench(vllm, folders)
+
+
+@pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")
+def test_without_vllm_the_message_says_what_to_install(tmp_path: Path):
+    """And what to sample with instead."""
+    with pytest.raises(DefinitionError, match=r"pip install 'rlhf-pipeline\[vllm\]'.*collect.engine=slots"):
+        VLLMEngine(tmp_path, num_slots=1, vocab=VOCAB)

@@ -1,0 +1,181 @@
+"""Runs whose completions come from an engine elsewhere: here the fake vLLM server, with a real model behind it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf_pipeline import (
+    Collect,
+    CopyDigits,
+    Learn,
+    Pipeline,
+    TinyPolicy,
+    override,
+    token_match,
+)
+from rlhf_pipeline.errors import DefinitionError, EngineError
+from rlhf_pipeline.policies.new_model import scratch_policy
+from rlhf_pipeline.run.events import Event, Notice
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.processes.collect import collect
+from rlhf_pipeline.run.processes.learn import learn
+from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline.policies.engines.fake_vllm import FakeVLLM
+from trajectory_store import TrajectoryStore
+
+PROMPTS, GROUP = 3, 4
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FakeVLLM]:
+    """A server with the right model and other weights: a run gives it its own."""
+    policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=77)
+    policy.save_pretrained(tmp_path / "model")
+    with FakeVLLM(tmp_path / "model").serving() as fake:
+        yield fake
+
+
+def digits(engine: str, steps: int) -> Pipeline:
+    return Pipeline(
+        name="tiny",
+        policy=TinyPolicy(hidden_size=16, num_layers=1, num_heads=2),
+        prompts=CopyDigits(num_digits=2),
+        reward=token_match,
+        collect=Collect(
+            prompts_per_rollout=PROMPTS, group_size=GROUP, max_new_tokens=3, temperature=0.8, engine=engine
+        ),
+        learn=Learn(steps=steps, lr=1e-2, checkpoint_every=2),
+    )
+
+
+def check_store(run_dir: Path, rollouts: int) -> None:
+    """Every member of every group is there once, of the weights of its step, with a log-prob for each of its tokens."""
+    with TrajectoryStore.open(run_dir / "store") as store:
+        ids = store.ids()
+        names = store.read_scalars("trajectory_id", ids)
+        assert sorted(names.tolist()) == list(range(rollouts * PROMPTS * GROUP))
+        assert (store.read_scalars("policy_version", ids) == names // (PROMPTS * GROUP)).all()
+        scored, sampled = store.read_ragged("log_probs", ids), store.read_ragged("assistant_mask", ids)
+        assert (np.isfinite(scored.values) == sampled.values.astype(bool)).all()
+
+
+def test_a_run_samples_with_a_server(server: FakeVLLM, tmp_path: Path):
+    """Each step's weights reach the server first, so what it samples is on-policy and the sampler's check is silent."""
+    events: list[Event] = []
+    finished = run(digits(server.address, 4), run_dir=tmp_path / "run", on_event=events.append)
+    assert finished.steps == 4
+    assert not [event for event in events if isinstance(event, Notice)]
+    check_store(tmp_path / "run", 4)
+    assert len(server.requests) == 4 * PROMPTS
+    assert [label.split(":")[1] for label in server.labels[1:]] == ["0", "1", "2", "3"]
+    metrics = RunFolder(tmp_path / "run").metrics
+    assert all(row["sampler_gap"] < 1e-5 for row in metrics)
+    assert sorted(path.name for path in (tmp_path / "run" / "weights").glob("version-*")) == [
+        "version-00000002",
+        "version-00000003",
+    ]
+
+
+def test_a_server_that_goes_loses_nothing(server: FakeVLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The run ends with what it has stored, and goes on with --resume, at another address too."""
+    monkeypatch.setattr("rlhf_pipeline.policies.engines.http.PATIENCE_S", 0.3)
+    events: list[Event] = []
+
+    def cut(event: Event) -> None:
+        events.append(event)
+        if getattr(event, "step", 0) == 3:
+            server.broken = [503] * 10_000
+
+    with pytest.raises(EngineError, match=rf"{server.address} has been out of reach for 0\.3 s.*--resume"):
+        run(digits(server.address, 6), run_dir=tmp_path / "run", on_event=cut)
+    check_store(tmp_path / "run", 3)
+    with FakeVLLM(tmp_path / "model").serving() as other:
+        run(digits(other.address, 6), run_dir=tmp_path / "run", resume=True, on_event=events.append)
+        assert len(other.requests) == 3 * PROMPTS
+    check_store(tmp_path / "run", 6)
+    assert [row["step"] for row in RunFolder(tmp_path / "run").metrics] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_completion_that_is_aborted_stops_the_rollout(server: FakeVLLM, tmp_path: Path):
+    """Nothing of the rollout is stored: a cut completion has no reward."""
+    sample = server.sample
+
+    def cut(body: dict) -> dict:
+        reply = sample(body)
+        reply["choices"][1]["finish_reason"] = "abort"
+        return reply
+
+    server.sample = cut  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match=rf"{server.address} aborted 3 of 12 completions.*none of it was stored"):
+        run(digits(server.address, 2), run_dir=tmp_path / "run")
+    check_store(tmp_path / "run", 0)
+
+
+def test_collectors_beside_a_learner_give_the_server_what_is_published(server: FakeVLLM, tmp_path: Path):
+    """The versions that it labels its tokens with are the learner's own, and arrive in the store."""
+    pipeline = digits(server.address, 2)
+    learner = threading.Thread(target=lambda: learn(pipeline, run_dir=tmp_path / "run"), daemon=True)
+    learner.start()
+    collect(pipeline, run_dir=tmp_path / "run", name="a")
+    learner.join(60)
+    assert not learner.is_alive()
+    versions = {label.split(":")[1] for label in server.labels[1:]}
+    assert versions <= {"0", "1", "2"}
+    with TrajectoryStore.open(tmp_path / "run" / "store") as store:
+        assert store.watermark >= 2 * PROMPTS * GROUP
+        assert (store.read_scalars("policy_version") <= 2).all()
+
+
+@pytest.mark.crash
+def test_a_killed_run_goes_on_with_its_server(server: FakeVLLM, tmp_path: Path):
+    """`kill -9` in the middle of a rollout: every trajectory is there once, and every step was taken once."""
+    server.delay_s = 0.02
+    program = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from tests.rlhf_pipeline.run.test_engines import digits
+from rlhf_pipeline.run.start import run
+run(digits({server.address!r}, 40), run_dir=Path({str(tmp_path / "run")!r}))
+"""
+    child = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        end = time.monotonic() + 120
+        while len(server.requests) < 4 * PROMPTS + 1:  # in its fifth rollout
+            assert child.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.002)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    server.delay_s = 0.0
+    run(override(digits(server.address, 40), "learn.steps", "7"), run_dir=tmp_path / "run", resume=True)
+    check_store(tmp_path / "run", 7)
+    assert [row["step"] for row in RunFolder(tmp_path / "run").metrics] == list(range(1, 8))
+
+
+@pytest.mark.parametrize(
+    "engine",
+    ["vlm", "http://", "127.0.0.1:8000", "http://host:8000/v1", "http://me@host:80", "http://host:port", "ftp://a:1"],
+)
+def test_what_is_no_engine_is_refused_at_once(engine: str):
+    """By the definition, with what it may be."""
+    with pytest.raises(DefinitionError, match="it must be slots, vllm, or an address like http://127"):
+        Collect(engine=engine)
+
+
+def test_adapters_alone_do_not_reach_an_engine_elsewhere():
+    """LoRA is refused with every engine but the slots."""
+    pipeline = digits("http://127.0.0.1:8000", 1)
+    with pytest.raises(DefinitionError, match="takes no adapters alone"):
+        override(pipeline, "policy.lora_rank", "4")
