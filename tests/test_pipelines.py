@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +9,7 @@ import pytest
 import torch
 
 from rlhf_pipeline import CausalLMPolicy, JsonlPrompts
+from rlhf_pipeline.cli import main
 from rlhf_pipeline.policies.chat import encode_prompt
 from rlhf_pipeline.policies.new_model import new_model
 from rlhf_pipeline.run.jsonl import read_rows
@@ -20,25 +18,26 @@ from trajectory_store import TrajectoryStore
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def command(*words: str | Path, cwd: Path | None = None) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhf_pipeline", *map(str, words)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return a function that types a command, in this process and an empty folder, and returns what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def typed(*words: object) -> str:
+        code = main([str(word) for word in words])
+        shown = capsys.readouterr()
+        assert code == 0, shown
+        return shown.out
+
+    return typed
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_copy_digits_learns(tmp_path, seed):
+def test_copy_digits_learns(command, tmp_path, seed):
     """From at most 0.2 to at least 0.95 for every seed, and the stored trajectories say the same."""
     run_dir = tmp_path / "runs" / "copy_digits"
     # Seed 0 as the README prints it.
-    shown = command("run", "copy_digits", *([] if seed == 0 else ["--seed", str(seed)]), cwd=tmp_path)
+    shown = command("run", "copy_digits", *([] if seed == 0 else ["--seed", str(seed)]))
     assert "target reached" in shown
     assert (run_dir / "reward.svg").is_file()
     assert (run_dir / "report.html").is_file()
@@ -50,7 +49,7 @@ def test_copy_digits_learns(tmp_path, seed):
     command("verify", run_dir)
 
 
-def test_gsm8k_runs_with_real_questions(tmp_path, gsm8k_dir):
+def test_gsm8k_runs_with_real_questions(command, tmp_path, gsm8k_dir):
     """Three steps on real questions with a checkpoint folder: nothing is tokenized twice, every token has its score."""
     questions = gsm8k_dir / "train.jsonl"
     new_model(tmp_path / "model", text_file=questions, vocab_size=1024, hidden_size=32, num_layers=2)

@@ -404,10 +404,10 @@ SWEPT = tiny(
 )  # fmt: skip
 
 
-def points(total: int, few: int | None) -> list[int]:
-    """The calls to kill at: every one, or a few that are spread over all of them."""
+def points(children: Children, total: int, few: int | None) -> list[int]:
+    """The calls to kill at: every one, in an order drawn by chance, or a few that are spread over all of them."""
     if few is None or few >= total:
-        return list(range(1, total + 1))
+        return children.rng.sample(range(1, total + 1), total)
     return sorted({1 + round(i * (total - 1) / (few - 1)) for i in range(few)})
 
 
@@ -431,7 +431,7 @@ def _sweep(children: Children, act: Act, folder: Path, few: int | None, *, make:
     whole = children.live(act, straight)
     assert whole is not None
     total, steps = whole
-    for place, at in enumerate(points(total, few)):
+    for place, at in enumerate(points(children, total, few)):
         run_dir = folder / f"killed-{at}"
         make(run_dir)
         assert children.live(act, run_dir, at) is None, at
@@ -512,7 +512,7 @@ def sweep_several(children: Children, folder: Path, few: int | None) -> str:
     judged(children, folder / "straight", one_of_several)
     done = []
     for role in ("learner", "collector"):
-        for at in points(totals[role], few):
+        for at in points(children, totals[role], few):
             run_dir = folder / f"{role}-{at}"
             together(run_dir, role, at)
             _judge_at(children, run_dir, one_of_several, (role, at))

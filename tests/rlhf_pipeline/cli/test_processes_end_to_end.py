@@ -13,6 +13,8 @@ import pytest
 
 from rlhf_pipeline.run.jsonl import read_rows
 
+from .conftest import Cli
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,56 +34,40 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def test_supervise_look_resume(tmp_path: Path):
-    """A supervised run says what `run` says; a resume needs no number of collectors and no definition."""
-    code, out, err = end(start(tmp_path, "run", "long_running", "--collectors", "1", "--steps", "4", *SMALL))
-    assert code == 0, out + err
-    assert "1 collector and a learner" in out.splitlines()[0]
-    assert "in 4 steps" in out
-    assert "rlhf-pipeline run long_running --collectors 1 --resume --steps 8" in out
-    run_dir = tmp_path / "runs" / "long_running"
-    for name in (
-        "reward.svg",
-        "report.html",
-        "metrics.jsonl",
-        "ledger.jsonl",
-        "supervisor.log",
-        "processes/learner.log",
-    ):
-        assert (run_dir / name).is_file()
-    code, out, err = end(start(tmp_path, "run", "runs/long_running", "--resume", "--steps", "6"))
-    assert code == 0, out + err
-    assert "going on after step 4" in out
-    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == list(range(1, 7))
-    for look in ("verify", "inspect"):
-        code, out, err = end(start(tmp_path, look, "runs/long_running"))
-        assert code == 0, out + err
-    log = (run_dir / "supervisor.log").read_text()
-    assert log.count("supervisor: started") == log.count("supervisor: ended (steps)") == 2
-
-
-def test_a_signal_stops_all_of_them_and_saves(tmp_path: Path):
-    """SIGTERM: exit code 143, every process has left, and the metrics reach the checkpoint."""
+def test_supervise_stop_look_resume(cli: Cli, tmp_path: Path):
+    """A signal stops and saves a supervised run; to go on needs no number of collectors and no definition."""
     supervisor = start(tmp_path, "run", "long_running", "--collectors", "1", "--steps", "100000", *SMALL)
     run_dir = tmp_path / "runs" / "long_running"
-    deadline = time.monotonic() + 250
-    while len(read_rows(run_dir / "metrics.jsonl")) < 3 and time.monotonic() < deadline:
+    while len(read_rows(run_dir / "metrics.jsonl")) < 3 and supervisor.poll() is None:
         time.sleep(0.1)
     supervisor.send_signal(signal.SIGTERM)
     code, out, err = end(supervisor)
     assert code == 143, out + err
+    assert "1 collector and a learner" in out.splitlines()[0]
     assert "stopped and saved" in out
     steps = len(read_rows(run_dir / "metrics.jsonl"))
     assert (run_dir / "checkpoints" / f"step-{steps:08d}").is_dir()
     log = (run_dir / "supervisor.log").read_text()
     assert log.count("ended with code 143") == 2
+    for look in ("verify", "inspect"):
+        shown = cli(look, run_dir)
+        assert shown.code == 0, shown
+    code, out, err = end(start(tmp_path, "run", "runs/long_running", "--resume", "--steps", str(steps + 2)))
+    assert code == 0, out + err
+    assert f"going on after step {steps}" in out
+    assert f"in {steps + 2} steps" in out
+    assert f"rlhf-pipeline run --out runs/long_running --resume --steps {2 * (steps + 2)}" in out
+    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == list(range(1, steps + 3))
+    for name in ("reward.svg", "report.html", "ledger.jsonl", "processes/learner.log"):
+        assert (run_dir / name).is_file()
+    log = (run_dir / "supervisor.log").read_text()
+    assert log.count("supervisor: started") == log.count("supervisor: ended") == 2
 
 
 def test_collect_and_learn_by_hand(tmp_path: Path):
     """A collector makes the run, a learner joins it by its folder; both leave when it has ended."""
     collector = start(tmp_path, "collect", "long_running", "--run", "mine", "--set", "learn.steps=3", *SMALL)
-    deadline = time.monotonic() + 250
-    while not (tmp_path / "mine" / "config.json").is_file() and time.monotonic() < deadline:
+    while not (tmp_path / "mine" / "config.json").is_file() and collector.poll() is None:
         time.sleep(0.05)
     code, out, err = end(start(tmp_path, "learn", "--run", "mine"))
     assert code == 0, out + err
