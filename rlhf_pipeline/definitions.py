@@ -1,4 +1,4 @@
-"""Finding pipeline definitions by name or by file, and loading them with errors a person can act on.
+"""Finding pipeline definitions by name or by file, and loading them, with errors that a person can act on.
 
 A definition is a public function without arguments that is annotated `-> Pipeline`. The built-in ones are files in the
 `pipelines/` folder of a checkout; an installed wheel carries the same files as data. Nobody imports that folder: each
@@ -311,7 +311,7 @@ def _no_such_file(file: Path) -> str:
 
 
 def _explain(error: BaseException, file: Path, what: str) -> DefinitionError:
-    """Return a `DefinitionError` that says where in the user's file `error` comes from, and what to mend."""
+    """Return a `DefinitionError` that says where in the user's file `error` comes from, and what to fix."""
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename) == file.resolve():
         return DefinitionError(f"{file}:{error.lineno}: {error.msg}: {(error.text or '').strip()!r}")
     line = _line_in(error.__traceback__, file.resolve())

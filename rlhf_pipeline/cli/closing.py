@@ -1,4 +1,4 @@
-"""The last lines of a run: what came of it, and what to type next."""
+"""The last lines of a run: the result, and what to type next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_pipeline.run.folder import RunFolder
 
 
 def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
-    """Write the report and say what came of the run and what to type next."""
+    """Write the report and print the result of the run and what to type next."""
     from rlhf_pipeline.report.html import write_report
     from rlhf_pipeline.report.samples import before_and_after
 

@@ -25,12 +25,12 @@ HELP = "collect rollouts into a run, in a process of its own"
 DETAILS = """\
 Claims one rollout after the other, samples it with the newest weights that the learner has published, and
 stores it. Any number of collectors may work for one run on one machine; each may be stopped and killed
-at any time, and no prompt is lost or repeated. A collector waits where a rollout would be too old
+at any time, and no prompt is lost or repeated. A collector waits when a rollout would be too old
 (buffer.max_staleness) by the time it is learned from.
 
 examples:
   rlhf-pipeline collect long_running --run runs/mine     in one terminal,
-  rlhf-pipeline learn --run runs/mine                    in another: the first one has made the run
+  rlhf-pipeline learn --run runs/mine                    in another: whichever starts first creates the run
   rlhf-pipeline collect --run runs/mine                  in a third: one more collector
 
 `rlhf-pipeline run long_running --collectors 2` starts all of them and keeps them alive.

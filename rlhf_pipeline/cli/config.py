@@ -1,4 +1,4 @@
-"""`rlhf-pipeline config`: what can be set, what it means and may be, and what it is in a definition."""
+"""`rlhf-pipeline config`: every setting: its meaning, its bounds, its default, and its value in a definition."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ examples:
   rlhf-pipeline config sample                all settings of a group
   rlhf-pipeline config copy_digits           what a pipeline sets, and what it leaves as it is
   rlhf-pipeline config ./my_task.py learn.lr
-  rlhf-pipeline config metrics               what each figure of metrics.jsonl is, and its unit
+  rlhf-pipeline config metrics               what each figure of metrics.jsonl means, and its unit
 
 `rlhf-pipeline run NAME --set learn.lr=3e-4` changes one."""
 

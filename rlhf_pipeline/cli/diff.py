@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _VALUE_WIDTH = 40
 _FIELDS = 30
 
-HELP = "say how two runs, or two stores, differ"
+HELP = "show how two runs, or two stores, differ"
 DETAILS = """\
 Compares the trajectories, by trajectory_id where each has one, else in the order of arrival. Of two runs
 also config.json, and the first optimizer step at which batch, loss, reward or gradient norm differ.

@@ -23,10 +23,10 @@ _SELF_TEST_SECONDS = 2.0
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse", "lustre", "gpfs", "ceph", "afs", "beegfs")
 _FREE_GB = 2.0
 
-HELP = "say what this machine and this folder can do, and what is missing"
+HELP = "show what this machine and this folder can do, and what is missing"
 DETAILS = """\
 example:
-  rlhf-pipeline doctor          in the folder that runs go to"""
+  rlhf-pipeline doctor          in the folder where your runs go"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -84,7 +84,8 @@ def _disk(folder: Path) -> Iterator[Check]:
     if kind is None:
         return
     if kind.startswith(_NETWORK_FILE_SYSTEMS):
-        yield False, f"file system {kind}: a network file system; maps and locks may lie. Put runs on a local disk."
+        text = "a network file system; memory maps and locks may not work. Put runs on a local disk."
+        yield False, f"file system {kind}: {text}"
     elif kind == "tmpfs":
         yield True, "file system tmpfs: in memory, so nothing here survives a restart of the machine"
     else:
@@ -135,7 +136,7 @@ def _map_sees_writes(path: Path) -> str:
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 8192, access=mmap.ACCESS_READ) as view:
         os.pwrite(file.fileno(), b"seen", 4096)
         if view[4096:4100] != b"seen":
-            raise ValueError("a map does not show what was written to its file")
+            raise ValueError("a memory map does not show what was written to its file")
     return ""
 
 

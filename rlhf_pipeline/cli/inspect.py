@@ -1,4 +1,4 @@
-"""`rlhf-pipeline inspect`: what is stored, and do the rewards come out again."""
+"""`rlhf-pipeline inspect`: what is stored, and whether the rewards can be reproduced."""
 
 from __future__ import annotations
 

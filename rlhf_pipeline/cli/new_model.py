@@ -1,4 +1,4 @@
-"""`rlhf-pipeline new-model`: a small untrained checkpoint, for trying things without a download."""
+"""`rlhf-pipeline new-model`: a small untrained checkpoint, for trying things out without a download."""
 
 from __future__ import annotations
 

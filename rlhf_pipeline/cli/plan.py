@@ -21,7 +21,7 @@ _POLL_S = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What is to be run, all checked."""
+    """What to run; all of it has been checked."""
 
     pipeline: Pipeline
     definition: str
@@ -157,7 +157,7 @@ def _resumed(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -
     elif named is not None:
         out = Path("runs") / definitions.find(named).function
     else:
-        raise DefinitionError("say which run to go on with: rlhf-pipeline run --resume --out runs/NAME")
+        raise DefinitionError("name the run to continue: rlhf-pipeline run --resume --out runs/NAME")
     preflight.check_resumable(out)
     command = _command(named, str(out) if args.out or named is None else None, args.collectors)
     collectors = args.collectors or read_heartbeat(RunFolder.open(out).processes, "supervisor").get("collectors", 0)

@@ -98,10 +98,10 @@ def check_writable(out: Path, option: str) -> None:
 
 
 def check_device(device: str) -> None:
-    """Refuse a device name that cannot be one.
+    """Refuse a string that cannot be the name of a device.
 
     Raises:
-        DefinitionError: the name has not the form `cuda` or `cuda:1`.
+        DefinitionError: the name does not have the form `cuda` or `cuda:1`.
     """
     kind = device.partition(":")[0]
     if not re.fullmatch(r"[a-z]+(:\d+)?", device) or kind not in _DEVICES:
@@ -117,7 +117,7 @@ def check_processes(pipeline: Pipeline) -> None:
     """
     if pipeline.replay is not None:
         raise DefinitionError(
-            "this definition learns from stores that are there (replay), so there is nothing to collect. "
+            "this definition learns from existing stores (replay), so there is nothing to collect. "
             "Run it in one process: `rlhf-pipeline run`, without --collectors."
         )
     if pipeline.learn.reference_every:
@@ -133,7 +133,7 @@ def check_pipeline(pipeline: Pipeline, seed: int) -> None:
     Raises:
         MissingPathError: the model folder or the prompt file is not there.
         DataError: a prompt file is broken, or holds what the model cannot read.
-        DefinitionError: the prompt source or the reward function is not one.
+        DefinitionError: the prompt source or the reward function does not have the required form.
     """
     if isinstance(pipeline.policy, PretrainedPolicy):
         check_model_folder(pipeline.policy.path)
@@ -154,7 +154,7 @@ def check_stores(replay: Replay) -> None:
     """Check that the stores which a definition learns from are there, and that its filters can be read.
 
     Raises:
-        DefinitionError: no store is named, or a filter is none.
+        DefinitionError: no store is named, or a filter cannot be read.
         MissingPathError: a store is not there; names the runs that are.
     """
     if not replay.stores:

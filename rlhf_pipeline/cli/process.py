@@ -53,7 +53,7 @@ def import_torch(device: str) -> None:
 
 @contextmanager
 def signals_seen(seen: list[int]) -> Iterator[None]:
-    """Record which signals arrive, whoever handles them; the exit code depends on it."""
+    """Record which signals arrive, whoever handles them: the exit code depends on them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -23,7 +23,7 @@ _FRAMES_PER_SECOND = 12
 class RunView:
     """Writes a run's events to a text stream; pass it as `on_event`.
 
-    In a terminal one line is drawn again and again. Elsewhere a line is printed for the first step, then every second
+    In a terminal one line is redrawn in place. Elsewhere a line is printed for the first step, then every second
     or every ten steps. A stream that breaks (a closed pipe, a lost terminal) never stops the run.
 
     Args:

@@ -39,7 +39,7 @@ def _resumed(args: argparse.Namespace) -> Plan:
 
 def _new(args: argparse.Namespace) -> Plan:
     if not args.paths:
-        raise DefinitionError("say what to learn from, for example: rlhf-pipeline replay runs/copy_digits")
+        raise DefinitionError("name what to learn from, for example: rlhf-pipeline replay runs/copy_digits")
     for path in args.paths:
         open_run_or_store(path)  # or an error that names what is there
     out, first = _out(args), Path(args.paths[0]).expanduser()
@@ -109,7 +109,7 @@ def _out(args: argparse.Namespace) -> Path:
     if args.out:
         return Path(args.out).expanduser()
     if not args.paths:
-        raise DefinitionError("say which run to go on with: rlhf-pipeline replay --resume --out runs/NAME-replay")
+        raise DefinitionError("name the run to continue: rlhf-pipeline replay --resume --out runs/NAME-replay")
     first = Path(args.paths[0]).expanduser().absolute()
     inner = first.name == "store" and is_run(first.parent)
     return Path("runs") / f"{(first.parent if inner else first).name}-replay"

@@ -1,4 +1,4 @@
-"""`rlhf-pipeline run`: check, run, and say what came of it and what to type next."""
+"""`rlhf-pipeline run`: check, run, and print the result and what to type next."""
 
 from __future__ import annotations
 

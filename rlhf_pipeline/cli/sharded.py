@@ -50,7 +50,7 @@ def joined(plan: Plan) -> Plan:
 
 
 def follow(args: argparse.Namespace) -> int:
-    """Do what the first process says, until it stops."""
+    """Follow the first process until it stops."""
     from rlhf_pipeline import definitions
     from rlhf_pipeline.run.folder import RunFolder, is_run
 

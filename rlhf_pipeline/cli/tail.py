@@ -1,4 +1,4 @@
-"""`rlhf-pipeline tail`: the newest trajectories, and those that come."""
+"""`rlhf-pipeline tail`: the newest trajectories, and new ones as they arrive."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rlhf_pipeline.cli.parser import add_filter, natural
 
 _POLL_S = 0.25
 
-HELP = "show the newest trajectories, and those that come"
+HELP = "show the newest trajectories, and new ones as they arrive"
 DETAILS = """\
 One line per trajectory: id, policy version, group, reward, completion tokens, how it finished, and the
-start of the completion. Of a run also the newest optimizer step, and with --follow each one that comes.
+start of the completion. Of a run also the newest optimizer step, and with --follow each new one.
 
 examples:
   rlhf-pipeline tail runs/copy_digits
-  rlhf-pipeline tail runs/copy_digits -f           watch a run that another process goes on with
+  rlhf-pipeline tail runs/copy_digits -f           watch a run that is under way
   rlhf-pipeline tail runs/copy_digits -f -n 0 --filter 'reward>=1'
   rlhf-pipeline tail runs/mine/store -n 50 --filter 'finish_reason==failed'
 
-A filter is written as for `export`. Following only reads: it holds nobody up, and the store may be
+A filter is written as for `export`. Following only reads and blocks nobody; the store may be
 appended to, evicted from and compacted meanwhile."""
 
 

@@ -1,4 +1,4 @@
-"""`rlhf-pipeline verify`: is a run, or a store, whole."""
+"""`rlhf-pipeline verify`: whether a run, or a store, is intact."""
 
 from __future__ import annotations
 

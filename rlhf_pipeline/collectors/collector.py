@@ -48,7 +48,7 @@ class Rollout:
 class Collector:
     """Turns prompts into completed trajectories and writes them through the buffer's write path.
 
-    Rollout `r` takes the prompts at cursor `r * prompts_per_rollout` and on. The prompt's cursor is its `group_id` and
+    Rollout `r` takes the prompts from cursor `r * prompts_per_rollout` on. The prompt's cursor is its `group_id` and
     seeds its completions, so a rollout that a crash cut short is sampled again token for token, and a rollout that is
     in the store already is not sampled at all: no prompt is lost or repeated.
 
@@ -104,7 +104,7 @@ class Collector:
         self.kl_reward = kl_reward
         self.hand_over = hand_over
         self.stored = StoredGroups(buffer.store)
-        """Where the groups are that are in the store already."""
+        """Where to find the groups that are in the store already."""
         if buffer.batch_groups not in (None, config.prompts_per_rollout):
             raise DefinitionError(
                 f"MCAdvantage has batch_groups={buffer.batch_groups} and a rollout {config.prompts_per_rollout} "
@@ -120,7 +120,7 @@ class Collector:
             refresh: takes up newer weights on the way; only with a `CausalLMPolicy`.
 
         Returns:
-            What the rollout brought, read from the store if it was there already.
+            The summary of the rollout, read from the store if it was there already.
 
         Raises:
             RewardError: every reward call failed. Nothing was stored.

@@ -1,4 +1,4 @@
-"""Calling reward functions so that one bad call costs one trajectory and never the run."""
+"""Calling reward functions so that one bad call costs one trajectory, never the run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def grade(reward: RewardFunction, prompts: Sequence[Prompt], completions: Sequen
         raise RewardError(
             f"all {len(failed)} calls of the reward function {name} failed; the first with {failed[0]}. "
             "This rollout was not stored; it will be sampled again, token for token. "
-            "Mend the function, then type the same command with --resume."
+            "Fix the function, then type the same command with --resume."
         )
     return grades
 

@@ -96,7 +96,7 @@ class JsonlPrompts(Settings):
         "answer", help="The field that holds the reference answer; none if there is none."
     )
     as_chat: bool = setting(True, help="Put the prompt through the tokenizer's chat template, where it has one.")
-    limit: int | None = setting(None, min=1, help="Use only so many lines, the first ones.")
+    limit: int | None = setting(None, min=1, help="Use only the first `limit` lines.")
 
     def all_prompts(self) -> tuple[Prompt, ...]:
         """Return every prompt of the file, in its order, the first `limit` lines only where that is set.
@@ -155,7 +155,7 @@ def _parse_line(line: bytes, where: str, prompt_field: str, answer_field: str | 
         shown = line.strip()[:60].decode("utf-8", "replace")
         raise DataError(
             f"{where}: this line is not JSON ({error}): {shown!r}. "
-            f"Mend or delete it; `sed -n {number}p FILE` shows it whole."
+            f"Fix or delete it; `sed -n {number}p FILE` shows it whole."
         ) from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object with '{prompt_field}', got {type(row).__name__}.")
@@ -171,7 +171,7 @@ def _parse_line(line: bytes, where: str, prompt_field: str, answer_field: str | 
         if not isinstance(value, str):
             raise DataError(f"{where}: field '{name}' must be text, got {type(value).__name__}.")
         if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
-            raise DataError(f"{where}: field '{name}' holds half of a surrogate pair, which is no text.")
+            raise DataError(f"{where}: field '{name}' holds half of a surrogate pair, which is not text.")
         if name == prompt_field and not value:
             raise DataError(f"{where}: field '{name}' is empty.")
         values.append(value)

@@ -1,4 +1,4 @@
-"""Other tools' data: rollouts from elsewhere into a store, a store to Parquet and datasets, other trainers recorded.
+"""Other tools' data: rollouts from elsewhere into a store, a store to Parquet and datasets, recording other trainers.
 
 - `import_files`: JSONL, Parquet, Hugging Face datasets; dumps of TRL, verl, open-instruct, prime-rl, tinker-cookbook.
 - `copy_store`: a store, whole or in part, into a new one of either backend.

@@ -1,4 +1,4 @@
-"""Which field of a row holds what: by the names that tools use, or by the user's options."""
+"""Which field of a row holds what: found by the names that tools use, or named by the user."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Fields:
         for target, name in given.items():
             if target not in ALIASES:
                 raise DefinitionError(
-                    f"--field {target}={name}: nothing is called '{target}'." + did_you_mean(target, TARGETS)
+                    f"--field {target}={name}: there is no target '{target}'." + did_you_mean(target, TARGETS)
                 )
             if name not in row and name != NONE:
                 raise DefinitionError(

@@ -197,7 +197,7 @@ class TRLReader(FlatReader):
     """The completions table of TRL's trainers, whose reward columns are called after the reward functions.
 
     Their names say nothing, and other columns of numbers stand beside them (`log_extra`), so the rewards are what the
-    user names, or the one sum of columns that the table's advantages follow from. A column `reward`, which older
+    user names, or the one sum of columns that explains the table's advantages. A column `reward`, which older
     versions wrote, is the total.
     """
 

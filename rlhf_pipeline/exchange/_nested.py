@@ -375,7 +375,7 @@ def _weighed(item: Any) -> float:
 
 
 def _only(given: Mapping[str, str], *allowed: str) -> None:
-    """Refuse `--field` options that a format has no use for."""
+    """Refuse `--field` options that a format cannot use."""
     for target in given:
         if target not in allowed:
             known = f"only for {' and '.join(allowed)}" if allowed else "not"
@@ -408,7 +408,8 @@ def _leaves(nodes: Any) -> list[list[Row]]:
         place: int | None = leaf
         while place is not None:
             if not 0 <= place < len(graph) or len(path) > len(graph):
-                raise DataError(f"the nodes are no tree: {json.dumps([node.get('parent') for node in graph])[:80]}")
+                parents = json.dumps([node.get("parent") for node in graph])[:80]
+                raise DataError(f"the nodes do not form a tree: {parents}")
             path.append(graph[place])
             place = graph[place].get("parent")
         paths.append(path[::-1])

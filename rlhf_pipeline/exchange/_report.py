@@ -1,4 +1,4 @@
-"""What an import made."""
+"""The result of an import."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class FileReport:
     num_skipped: int = 0
     """Trajectories that the store had already."""
     num_left_out: int = 0
-    """Rows that are no finished trajectory: failed calls, agents that are not trained."""
+    """Rows that are not finished trajectories: failed calls, agents that are not trained."""
 
 
 @dataclass(kw_only=True)
 class ImportReport:
-    """What an import made.
+    """The result of an import.
 
     Attributes:
         store: the folder.

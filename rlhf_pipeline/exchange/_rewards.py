@@ -1,4 +1,4 @@
-"""Which columns of a table are its rewards: named, or told by its advantages, and never guessed."""
+"""Which columns of a table are its rewards: named, or inferred from its advantages, and never guessed."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class AdvantageCheck:
     The rows of a step are whole groups in turn. Their advantages follow from a reward if they are what GRPO makes of
     it: the reward less the mean of its group, times one factor for the whole step (TRL's `scale_rewards` none and
     batch) or over the group's own deviation (group), or the columns normalised in their groups and then summed
-    (`multi_objective_aggregation="normalize_then_sum"`). Groups with a member that has no reward tell nothing.
+    (`multi_objective_aggregation="normalize_then_sum"`). Groups in which a member has no reward tell nothing.
 
     Args:
         columns: the columns that may be rewards, `k` of them.
@@ -108,7 +108,7 @@ class AdvantageCheck:
     columns: Sequence[str]
     weights: Array
     told: bool = False
-    """Some advantage is not 0, so that the advantages are evidence."""
+    """Whether some advantage is not 0, so that the advantages tell something."""
     _fits: npt.NDArray[np.bool_] = field(init=False)
     _seen: npt.NDArray[np.bool_] = field(init=False)
     _prints: Array = field(init=False)
@@ -192,15 +192,15 @@ def question(columns: Iterable[str], fitting: Sequence[RewardTerms], *, told: bo
     """Return the error that asks for the rewards of a table."""
     names = list(columns)
     if not tried:
-        why = f"These are too many to be told by its advantages (at most {MOST_COLUMNS})."
+        why = f"There are too many to infer them from its advantages (at most {MOST_COLUMNS})."
     elif not told:
-        why = "It has no advantages that could tell."
+        why = "It has no advantages to infer them from."
     elif fitting:
         some = [str(terms) for terms in fitting[:3]]
         more = f" and {len(fitting) - 3} more sums" if len(fitting) > 3 else ""
         why = f"Its advantages follow from {', '.join(some)}{more} alike."
     else:
-        why = "Its advantages follow from no plain sum of them; perhaps the training weighted its rewards."
+        why = "No plain sum of them explains its advantages; perhaps the training weighted its rewards."
     example = f"--field reward={names[0]}" + (f" or --field reward={names[0]}+0.5*{names[1]}" if names[1:] else "")
     return DefinitionError(
         f"which columns are the rewards? The columns of numbers are {', '.join(names)}. {why} Name one or a sum, with "

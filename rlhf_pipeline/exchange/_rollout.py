@@ -1,4 +1,4 @@
-"""One completion as other tools write it down, before it is a row of a store."""
+"""One completion as other tools write it, before it becomes a row of a store."""
 
 from __future__ import annotations
 

@@ -129,7 +129,8 @@ def _container_of(path: Path) -> Container:
     if path.suffix.lower() in _SUFFIXES:
         return _SUFFIXES[path.suffix.lower()]
     raise DefinitionError(
-        f"{path}: the ending says neither JSONL nor Parquet. Add --format jsonl or --format parquet, or rename it."
+        f"{path}: the name ends neither in .jsonl nor in .parquet. Add --format jsonl or --format parquet, or "
+        "rename it."
     )
 
 
@@ -169,11 +170,13 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 what = line.strip()[:60].decode("utf-8", "replace")
                 if number == 1 and what.startswith("["):
                     raise DataError(
-                        f"{path} is one JSON array, not one object per line. Turn it: jq -c '.[]' FILE > FILE.jsonl"
+                        f"{path} is one JSON array, not one object per line. Convert it: jq -c '.[]' FILE > FILE.jsonl"
                     ) from error
-                torn = "" if line.endswith(b"\n") else " It is the last line and has no end: its writer may be at work."
+                torn = (
+                    "" if line.endswith(b"\n") else " The last line has no line break: its writer may still be at work."
+                )
                 raise DataError(
-                    f"{path}:{number}: this line is not JSON ({error}): {what!r}.{torn} Mend or delete it and type the "
+                    f"{path}:{number}: this line is not JSON ({error}): {what!r}.{torn} Fix or delete it and type the "
                     "command again; what was imported before it stays and is not imported twice."
                 ) from error
             if not isinstance(row, dict):

@@ -1,4 +1,4 @@
-"""What `export` wrote, back into a store: every column, bit for bit."""
+"""Importing what `export` wrote: every column, bit for bit."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ SOURCE_BITS = 40
 
 @contextmanager
 def open_target(path: Path, schema: Schema | None = None, *, durability: Any = None) -> Iterator[TrajectoryStore]:
-    """Open a store for an import, alone; it is made if it is not there.
+    """Open a store for exclusive use by an import; create it if it does not exist.
 
     Args:
         path: folder of the store.
@@ -140,8 +140,8 @@ class Known:
             if not same or not np.array_equal(stored["task_reward"][i], np.float32(rollout.reward), equal_nan=True):
                 raise DataError(
                     f"{wheres[place]}: an earlier import read another {'reward' if same else 'completion'} here: the "
-                    "file has changed, or is read otherwise now. Import it into another store, or from a copy with "
-                    "another name to have both."
+                    "file has changed, or is now read in another way. Import it into another store, or from a copy "
+                    "with another name to have both."
                 )
 
 

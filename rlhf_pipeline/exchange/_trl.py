@@ -1,4 +1,4 @@
-"""Listening to TRL's trainers."""
+"""Hooks into TRL's trainers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store copied into a new one: whole or in part, and from one backend to the other."""
+"""Copying a store into a new one: whole or in part, and from one backend to the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store as a Parquet file, a JSONL file or a Hugging Face dataset, streamed and without loss."""
+"""Exporting a store to a Parquet file, a JSONL file or a Hugging Face dataset, streamed and without loss."""
 
 from __future__ import annotations
 

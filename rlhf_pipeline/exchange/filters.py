@@ -105,5 +105,5 @@ def _value(name: str, text: str, condition: str) -> float | int:
     if text.startswith((">", "<", "=")):
         raise DefinitionError(f"the filter {condition!r}: an operator is one of >= <= == != > <, for example >=.")
     raise DefinitionError(
-        f"the filter {condition!r}: {text!r} is no number" + (" or date." if name == "created_at" else ".")
+        f"the filter {condition!r}: {text!r} is not a number" + (" or date." if name == "created_at" else ".")
     )

@@ -54,7 +54,7 @@ class Format:
     also: Callable[[Row], bool] = _always
     """And this condition holds."""
     fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    """What is known of a rollout to the field that holds it. A target that is not named is looked for under the names
+    """Which field holds what is known of a rollout. A target that is not named is looked for under the names
     that tools use (`rlhf_pipeline.exchange._fields.ALIASES`); one with no names is not in the file."""
     group_of: tuple[str, ...] = ()
     """Fields that name a group within a file, if all are there; else rows in turn with one prompt are a group."""
@@ -63,7 +63,7 @@ class Format:
     per_token: bool = False
     """A list of rewards is one per token, to be summed."""
     version_in_path: tuple[str, int] | None = None
-    """Where the policy version stands in the path of the file: an expression with one group, and what is added."""
+    """Where the path of the file holds the policy version: an expression with one group, and what is added."""
     make: Callable[[Row, Mapping[str, str], Format], Reader] = FlatReader
     """Makes a reader from the first row, the user's `--field` options and this."""
 

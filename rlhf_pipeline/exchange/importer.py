@@ -1,4 +1,4 @@
-"""Other tools' rollouts into a store: streamed, one commit per batch, and never twice."""
+"""Importing other tools' rollouts into a store: streamed, one commit per batch, and never twice."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def import_files(
 
     Token ids and log-probs that a file gives are kept. Text is encoded once, here, and `meta` says so; behaviour
     log-probs that are not known are NaN, and `RetrieveLogProb` fills them in when the store is trained on. Trajectory
-    and group ids follow from the place in the file, so an import that was killed and is called again goes on where it
+    and group ids follow from the place in the file, so an import that was killed and is called again continues where it
     stopped, and a file that has grown gives its new rows only.
 
     Args:
@@ -142,7 +142,7 @@ def _recognise(sources: Sequence[Source], format: str, fields: Mapping[str, str]
             found = find_format(format, row, is_export=source.schema_json() is not None)
             if found is None:
                 if fields:
-                    raise DefinitionError("an export of a store says itself what its fields are; leave out --field.")
+                    raise DefinitionError("an export of a store names its own fields; leave out --field.")
                 plan.append(_Item(source=source, reader=None, report=FileReport(path=source.path, format="store")))
                 continue
             if found.name == "tinker":
@@ -153,7 +153,7 @@ def _recognise(sources: Sequence[Source], format: str, fields: Mapping[str, str]
                 reader: Reader = tinker
             else:
                 reader = found.reader(row, fields)
-            if isinstance(reader, TRLReader):  # the tables of one training are settled together
+            if isinstance(reader, TRLReader):  # the tables of one training are looked at together
                 reader, same = tables.setdefault(frozenset(map(str, row)), (reader, []))
                 same.append(source)
         except DefinitionError as error:

@@ -33,7 +33,7 @@ RewardFunction = Callable[..., Any]
 class TrajectoryRecorder:
     """Writes each completion of another trainer to a store: token ids, rewards, text and, where known, log-probs.
 
-    Three ways to use it, from the most to the least that is recorded:
+    Three ways to use it; the first records the most:
 
     - `recorder.attach(trainer)`: TRL's `GRPOTrainer` (1.16): exact prompt ids, all rewards with the trainer's weights,
       advantages, sampling log-probs of vLLM; without vLLM they are computed by one forward pass at sampling time.
@@ -297,7 +297,7 @@ class TrajectoryRecorder:
         for function in wanted:
             if not callable(function) or hasattr(function, "forward"):
                 raise DefinitionError(
-                    f"{type(function).__name__} is no reward function but a model. Use recorder.attach(trainer)."
+                    f"{type(function).__name__} is a model, not a reward function. Use recorder.attach(trainer)."
                 )
         factors = np.ones(len(wanted)) if weights is None else np.asarray(weights, np.float64)
         return [self._wrapped(i, function, factors) for i, function in enumerate(wanted)]
@@ -329,7 +329,7 @@ class TrajectoryRecorder:
         pending = self._pending
         if pending is None or pending.completions is not completions:
             if pending is not None:
-                _log.warning("%s: a batch was not graded to its end and is not recorded", self.path)
+                _log.warning("%s: the grading of a batch was not finished, so it is not recorded", self.path)
             pending = self._pending = _Pending(completions)
         pending.rewards[index] = [math.nan if reward is None else float(reward) for reward in found]
         if len(pending.rewards) < len(weights):
@@ -362,7 +362,7 @@ class TrajectoryRecorder:
             record_eval: also record what evaluation samples.
 
         Raises:
-            DefinitionError: the trainer has not the methods that are listened to.
+            DefinitionError: the trainer lacks the methods that are wrapped.
         """
         from rlhf_pipeline.exchange._trl import listen
 

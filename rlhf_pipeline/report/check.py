@@ -79,7 +79,7 @@ def _check_parts(run: RunFolder) -> Iterator[Finding]:
     for problem in problems:
         yield Finding(part="run", ok=False, text=problem)
     if not problems:
-        yield Finding(part="run", ok=True, text="store, ledger, metrics and checkpoints tell of the same steps")
+        yield Finding(part="run", ok=True, text="store, ledger, metrics and checkpoints agree on the steps")
 
 
 def _check_steps(rows: StepRows) -> Finding:

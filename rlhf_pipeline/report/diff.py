@@ -1,4 +1,4 @@
-"""Two runs, or two stores, compared; the part about trajectories is here."""
+"""Comparing two runs or two stores: their trajectories."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Comparison:
     def same(self) -> bool:
         """True if what was collected and learned is the same.
 
-        A configuration that made no difference to it, and columns that one side has besides, are remarks.
+        A configuration that made no difference to it, and columns that only one side has, are remarks.
         """
         return (self.steps is None or self.steps.same) and self.trajectories.same
 

@@ -1,4 +1,4 @@
-"""Two runs compared: what they were started with, and the optimizer steps that they took."""
+"""Comparing two runs: their definitions, and the optimizer steps that they took."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a run has stored, counted; and its rewards, graded again from the stored text.
 
 The reward function sees exactly what it saw during the run (prompt, completion, answer, meta). If the numbers in the
-store and in `metrics.jsonl` come out again, the learning curve is about the trajectories that are there.
+store and in `metrics.jsonl` can be reproduced, the learning curve describes the trajectories that are stored.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Inspection:
 def inspect_store(
     stored: Stored, *, run: RunFolder | None, reward: RewardFunction | None, why_no_reward: str | None = None
 ) -> Inspection:
-    """Count what a store holds, and grade it again.
+    """Count what a store holds, and grade it again with the reward function.
 
     Args:
         stored: the open store.

@@ -1,4 +1,4 @@
-"""Runs that learned from stores: what they gathered, and whether they repeated the run that filled the store."""
+"""Runs that learned from stores: what they gathered, and whether they reproduced the run that filled the store."""
 
 from __future__ import annotations
 

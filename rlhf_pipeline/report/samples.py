@@ -1,4 +1,4 @@
-"""Trajectories picked from the store to be looked at."""
+"""Trajectories picked from the store for display."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TIES = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """One trajectory with all that is stored of it; None where the store has no such column."""
+    """One trajectory with everything that is stored about it; None where the store has no such column."""
 
     id: int
     prompt: str
@@ -109,7 +109,7 @@ def typical_of_first_and_last(stored: Stored) -> tuple[int, int] | None:
     """Return the ids of one typical trajectory of the first and of the last policy version.
 
     Typical is the one whose reward is nearest to the mean of its rollout; so neither the best nor the worst is shown
-    as if it were the rule. None if there are no rewards, or only one version.
+    as if it were typical. None if there are no rewards, or only one version.
     """
     versions, rewards = stored.scalars("policy_version"), stored.scalars("task_reward")
     if versions is None or rewards is None:

@@ -113,7 +113,7 @@ def choose(
     step: int | None = None,
     last: int | None = None,
 ) -> Ids:
-    """Return the ids that were asked for; the newest one where nothing was.
+    """Return the requested ids, or the newest one if none were requested.
 
     Args:
         stored: the store.

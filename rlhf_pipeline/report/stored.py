@@ -1,4 +1,4 @@
-"""The trajectories of a run as arrays and text, whatever columns its store has."""
+"""The trajectories of a run as arrays and text, whichever columns its store has."""
 
 from __future__ import annotations
 

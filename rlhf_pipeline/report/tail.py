@@ -29,7 +29,7 @@ Choose = Callable[[Ids], Ids]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """One trajectory in short."""
+    """One trajectory in brief."""
 
     place: int
     """Its ordinal, counted from 1 since the store was made."""
@@ -39,7 +39,7 @@ class Arrival:
 
 
 class Tail:
-    """Follows a store. It only reads: it keeps nobody from appending, evicting or compacting.
+    """Follows a store. It only reads, so others may append, evict and compact meanwhile.
 
     Args:
         stored: the open store.

@@ -12,7 +12,7 @@ from rlhf_pipeline.run.folder import RunFolder
 
 
 class TokenTexts:
-    """Says which piece of text each token id stands for.
+    """Maps each token id to its piece of text.
 
     The tokenizer is the one in the run's newest checkpoint, else the one in the definition's model folder. Where there
     is none, a text with as many characters as tokens is taken apart by characters; anything else is shown as ids.

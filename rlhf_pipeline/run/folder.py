@@ -463,7 +463,7 @@ class RunFolder:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 advice = (
                     "Every stored trajectory and every finished checkpoint is whole. "
-                    f"{'Free some space' if full else 'Mend that'}, then type the same command with --resume."
+                    f"{'Free some space' if full else 'Fix that'}, then type the same command with --resume."
                 )
             raise RunStorageError(f"the run folder {self.path} cannot be written: {error}. {advice}") from error
 

@@ -238,7 +238,7 @@ class Supervisor:
     def _advice(self, child: Child, ended: Exit) -> str:
         said = f"It said last: {ended.last_words}\n" if ended.last_words else ""
         again = shlex.join(["rlhf-pipeline", "run", "--resume", "--out", str(self.run_dir)])
-        return f"{said}More is in {child.log}. What was stored and learned is kept: mend it, then go on: {again}"
+        return f"{said}More is in {child.log}. What was stored and learned is kept: fix it, then continue: {again}"
 
     def _let_go(self, number: int | None) -> None:
         """Wait until all processes have left, those that hang or take too long excepted."""

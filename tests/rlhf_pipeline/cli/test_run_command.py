@@ -88,7 +88,7 @@ def test_other_folder_is_taken(cli: Cli):
         (["gsm8k", "--set", "policy.path=./nowhere/model"], "there is no model folder at ./nowhere/model"),
         (["gsm8k", "--set", "policy.path=owner/name"], "there is no prompt file at train.jsonl"),
         (["copy_digits", "--resume"], "there is no run to resume at runs/copy_digits"),
-        (["--resume"], "say which run to go on with"),
+        (["--resume"], "name the run to continue"),
         ([], "name what to run, for example: rlhf-pipeline run copy_digits"),
     ],
 )

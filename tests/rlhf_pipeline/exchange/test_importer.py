@@ -61,7 +61,7 @@ def test_a_torn_last_line_may_be_at_work(tmp_path: Path, jsonl: Write):
     file = jsonl(map(row, range(3)))
     whole = file.read_text()
     file.write_text(whole[:-20])
-    with pytest.raises(DataError, match=r":3: .*its writer may be at work"):
+    with pytest.raises(DataError, match=r":3: .*its writer may still be at work"):
         import_files([file], tmp_path / "store")
     file.write_text(whole)
     assert import_files([file], tmp_path / "store").num_imported == 1
@@ -115,7 +115,7 @@ def test_fields_by_name(tmp_path: Path, jsonl: Write):
     assert report.mean_reward == 0.625
     with pytest.raises(DefinitionError, match=r"no field 'qualty'. Did you mean 'quality'"):
         import_files([file], tmp_path / "other", fields={"reward": "qualty"})
-    with pytest.raises(DefinitionError, match=r"nothing is called 'rewards'. Did you mean 'reward'"):
+    with pytest.raises(DefinitionError, match=r"there is no target 'rewards'. Did you mean 'reward'"):
         import_files([file], tmp_path / "other", fields={"rewards": "quality"})
 
 

@@ -118,7 +118,7 @@ def test_a_batch_that_is_graded_by_half_is_not_recorded(
         call(functions[:1], step=1)
         with caplog.at_level(logging.WARNING, logger="rlhf_pipeline"):
             call(functions, step=2)
-        assert "not graded to its end" in caplog.text
+        assert "grading of a batch was not finished" in caplog.text
     assert rows_of(tmp_path / "store")["policy_version"].tolist() == [2] * 4
 
 
@@ -164,7 +164,7 @@ def test_reward_models_need_attach(tmp_path: Path):
     """A model among the reward functions is refused with the other way named."""
     torch = pytest.importorskip("torch")
     with TrajectoryRecorder(tmp_path / "store") as recorder:
-        with pytest.raises(DefinitionError, match=r"Linear is no reward function but a model.*attach"):
+        with pytest.raises(DefinitionError, match=r"Linear is a model, not a reward function.*attach"):
             recorder.reward_funcs([torch.nn.Linear(1, 1)])
         with pytest.raises(DefinitionError, match=r"object has no _generate_and_score_completions.*reward_funcs="):
             recorder.attach(object())

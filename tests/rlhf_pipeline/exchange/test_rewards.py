@@ -113,7 +113,7 @@ def test_advantages_that_do_not_decide(tmp_path: Path, jsonl: Write, tokenizer: 
     with pytest.raises(DefinitionError, match=r"follow from accuracy\+brevity, accuracy\+brevity\+level alike"):
         import_files([jsonl(rows)], tmp_path / "store", tokenizer=tokenizer)
     zero = [row | {"advantage": 0.0} for row in table()]
-    with pytest.raises(DefinitionError, match=r"no advantages that could tell.*--field reward=accuracy"):
+    with pytest.raises(DefinitionError, match=r"no advantages to infer them from.*--field reward=accuracy"):
         import_files([jsonl(zero)], tmp_path / "store", tokenizer=tokenizer)
 
 

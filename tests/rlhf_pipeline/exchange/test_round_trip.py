@@ -199,7 +199,7 @@ def test_filters(tmp_path: Path, conditions: tuple[str, ...], wanted: list[int])
         ("reward", r"cannot be read.*--filter 'reward>=0.5'"),
         ("rewardd>1", r"has no column 'rewardd'.*Did you mean 'reward'"),
         ("log_probs>1", r"no column 'log_probs' with one value"),
-        ("reward>high", r"'high' is no number"),
+        ("reward>high", r"'high' is not a number"),
         ("reward=>0.5", r"an operator is one of >="),
         ("prompt>a", r"text is compared by == and !="),
     ],
