@@ -1,46 +1,31 @@
 from __future__ import annotations
 
+import functools
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_pipeline import Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, override, token_match
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.learner.lora import AdaptersOff, add_adapters
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline.small import newest, tiny
 from trajectory_store import TrajectoryStore
+
+pipeline = functools.partial(
+    tiny,
+    policy__lora_rank="4", write__kl_coef="0.1", loss__entropy_coeff="0", learn__steps="4", learn__lr="5e-2",
+)  # fmt: skip
 
 
 def policy_of(**options):
     policy = scratch_policy("0123456789=", hidden_size=16, num_layers=2, num_heads=2, seed=0)
     add_adapters(policy, **{"rank": 4, "alpha": 8.0, "targets": "all-linear", "seed": 0, **options})
     return policy
-
-
-def pipeline(**changes) -> Pipeline:
-    made = Pipeline(
-        name="adapters",
-        policy=TinyPolicy(hidden_size=16, num_layers=1, num_heads=2, lora_rank=4),
-        prompts=CopyDigits(num_digits=2),
-        reward=token_match,
-        collect=Collect(prompts_per_rollout=3, group_size=4, max_new_tokens=3),
-        write=WritePath(estimator="dr_grpo", kl_coef=0.1),
-        buffer=Buffer(max_staleness=1),
-        learn=Learn(steps=4, updates_per_rollout=2, lr=5e-2, checkpoint_every=2),
-    )
-    for path, text in changes.items():
-        made = override(made, path.replace("__", "."), text)
-    return made
-
-
-def newest(run_dir: Path) -> Path:
-    return max((run_dir / "checkpoints").glob("step-*"))
 
 
 def test_peft_missing_is_said_with_the_command(monkeypatch):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+import functools
 
 import pytest
 import torch
@@ -9,42 +9,18 @@ from safetensors.torch import load_file
 
 from rlhf_pipeline import (
     GRPO,
-    Buffer,
-    Collect,
-    CopyDigits,
-    Learn,
     Pipeline,
     PretrainedPolicy,
-    TinyPolicy,
-    WritePath,
     override,
-    token_match,
 )
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.run.events import Event, Notice
 from rlhf_pipeline.run.jsonl import read_rows
 from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline.small import newest, tiny
 
-
-def pipeline(**changes) -> Pipeline:
-    made = Pipeline(
-        name="tiny",
-        policy=TinyPolicy(hidden_size=16, num_layers=2, num_heads=2),
-        prompts=CopyDigits(num_digits=2),
-        reward=token_match,
-        collect=Collect(prompts_per_rollout=3, group_size=4, max_new_tokens=3),
-        write=WritePath(estimator="dr_grpo"),
-        buffer=Buffer(max_staleness=1),
-        learn=Learn(steps=4, updates_per_rollout=2, lr=1e-2, checkpoint_every=2),
-    )
-    for path, text in changes.items():
-        made = override(made, path.replace("__", "."), text)
-    return made
-
-
-def newest(run_dir: Path) -> Path:
-    return max((run_dir / "checkpoints").glob("step-*"))
+pipeline = functools.partial(tiny, policy__num_layers="2", loss__entropy_coeff="0", learn__steps="4")
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import math
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhf_pipeline import Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, token_match
+from rlhf_pipeline import Learn
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.learner.lora import add_adapters
 from rlhf_pipeline.learner.metrics import ModelCost, data_metrics, known_peak_flops, measured_peak_flops
@@ -18,7 +19,12 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.jsonl import read_rows
 from rlhf_pipeline.run.loggers import with_logger
 from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline.small import tiny
 from trajectory_store import TrajectoryStore
+
+pipeline = functools.partial(
+    tiny, write__kl_coef="0.1", loss__entropy_coeff="0", learn__steps="4", learn__checkpoint_every="4"
+)
 
 
 def qwen(**options) -> CausalLMPolicy:
@@ -63,22 +69,9 @@ def test_peaks_are_measured_or_known_for_gpus_only():
     assert 0 < measured_peak_flops(cpu, torch.float32, size=64, seconds=0.01) < math.inf
 
 
-def pipeline(**learn) -> Pipeline:
-    return Pipeline(
-        name="figures",
-        policy=TinyPolicy(hidden_size=16, num_layers=1, num_heads=2),
-        prompts=CopyDigits(num_digits=2),
-        reward=token_match,
-        collect=Collect(prompts_per_rollout=3, group_size=4, max_new_tokens=3),
-        write=WritePath(estimator="dr_grpo", kl_coef=0.1),
-        buffer=Buffer(max_staleness=1),
-        learn=Learn(steps=4, updates_per_rollout=2, lr=1e-2, checkpoint_every=4, **learn),
-    )
-
-
 def test_every_line_has_the_figures_that_are_documented(tmp_path):
     """Ages, use counts, KL estimates, spread and rates, on a CPU with a peak given and without."""
-    run(pipeline(peak_flops=1e9), run_dir=tmp_path / "run")
+    run(pipeline(learn__peak_flops="1e9"), run_dir=tmp_path / "run")
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["staleness_max"] for row in rows] == [0, 1, 0, 1]
     assert [(row["use_count"], row["use_count_max"]) for row in rows] == [(1, 1), (2, 2), (1, 1), (2, 2)]
@@ -120,8 +113,8 @@ def test_kl_estimates_are_means_over_the_policys_tokens(tmp_path):
 
 def test_metrics_go_to_csv_files_once(tmp_path):
     """Each figure has a file with one line per step, over a resume as well."""
-    run(pipeline(logger="csv"), run_dir=tmp_path / "run")
-    longer = pipeline(logger="csv")
+    run(pipeline(learn__logger="csv"), run_dir=tmp_path / "run")
+    longer = pipeline(learn__logger="csv")
     run(longer, run_dir=tmp_path / "run", resume=True)
     (file,) = (tmp_path / "run" / "logs").rglob("grad_norm.csv")
     steps, values = zip(*(line.split(",") for line in file.read_text().splitlines()), strict=True)

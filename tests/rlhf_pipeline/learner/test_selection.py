@@ -9,18 +9,12 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from rlhf_pipeline import (
-    Buffer,
-    Collect,
-    CopyDigits,
     GRPOLoss,
     Learn,
     MCAdvantage,
     Pipeline,
     Sample,
-    TinyPolicy,
     TrajectoryReplayBuffer,
-    WritePath,
-    token_match,
 )
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.learner import Learner
@@ -31,6 +25,7 @@ from rlhf_pipeline.run.jsonl import read_rows
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.retake import plan_rerun, retake
 from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline.small import tiny
 
 
 def trajectory(number: int, reward: float, version: int, log_prob: float = -2.0) -> TensorDict:
@@ -159,17 +154,8 @@ def test_a_batch_of_nothing_but_stale_noise_changes_nothing(make_learner):
 
 
 def replaying(**sample) -> Pipeline:
-    return Pipeline(
-        name="tiny",
-        policy=TinyPolicy(hidden_size=16, num_layers=1, num_heads=2),
-        prompts=CopyDigits(num_digits=2),
-        reward=token_match,
-        collect=Collect(prompts_per_rollout=3, group_size=4, max_new_tokens=3),
-        write=WritePath(estimator="dr_grpo"),
-        buffer=Buffer(max_staleness=6),
-        sample=Sample(**sample),
-        learn=Learn(steps=8, updates_per_rollout=2, lr=1e-2, checkpoint_every=2, keep_checkpoints=9),
-    )
+    pipeline = tiny(buffer__max_staleness="6", learn__steps="8", learn__keep_checkpoints="9", loss__entropy_coeff="0")
+    return dataclasses.replace(pipeline, sample=Sample(**sample))
 
 
 @pytest.mark.parametrize("sample", [{"strategy": "mix", "tau": 3.0, "min_ess": 0.3}, {"strategy": "uniform"}])

@@ -23,9 +23,8 @@ from rlhf_pipeline.run.events import ignore_events
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.gather import Gatherer, gather_schema
 from rlhf_pipeline.run.replay_stores import limits_of
+from tests.rlhf_pipeline.small import VOCABULARY, make_store, offline
 from trajectory_store import Column, TrajectoryStore, copy_rows, diff
-
-from ._stores import VOCABULARY, make_store, offline
 
 LIMITS = Limits(vocabulary=VOCABULARY, positions=None)
 

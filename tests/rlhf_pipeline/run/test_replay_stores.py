@@ -21,9 +21,8 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.jsonl import read_rows
 from rlhf_pipeline.run.replay_stores import replay_stores
 from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline.small import make_store, offline, tiny, weights
 from trajectory_store import TrajectoryStore, copy_rows
-
-from ._stores import make_store, offline, tiny, weights
 
 SAME = ("loss", "grad_norm", "entropy", "kl_approx", "clip_fraction", "advantage_std", "kl_k1", "staleness_max", "lr")
 
@@ -265,7 +264,7 @@ def test_the_command_learns_from_several_stores(small_run, capsys):
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        (["replay"], "say what to learn from"),
+        (["replay"], "name what to learn from"),
         (["replay", "runs/smal"], "Did you mean"),
         (["replay", "runs/small", "--filter", "rewrad>1"], "Did you mean 'reward'"),
         (["replay", "runs/small", "--filter", "reward>5"], "24 stored, 0 after 'reward>5'"),

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline import Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, override, token_match
+from rlhf_pipeline import Pipeline
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, MissingPathError
 from rlhf_pipeline.run.checkpoint import list_checkpoints
@@ -14,23 +15,12 @@ from rlhf_pipeline.run.jsonl import read_rows
 from rlhf_pipeline.run.retake import RerunPlan, Retaken, plan_rerun, retake
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline import small
 from trajectory_store import TrajectoryStore
 
-
-def tiny(**changes) -> Pipeline:
-    made = Pipeline(
-        name="tiny",
-        policy=TinyPolicy(hidden_size=16, num_layers=1, num_heads=2),
-        prompts=CopyDigits(num_digits=2),
-        reward=token_match,
-        collect=Collect(prompts_per_rollout=3, group_size=4, max_new_tokens=3),
-        write=WritePath(estimator="dr_grpo", kl_coef=0.1, kl_target=0.01, kl_horizon=20),
-        buffer=Buffer(max_staleness=1),
-        learn=Learn(steps=6, updates_per_rollout=2, lr=1e-2, checkpoint_every=2, keep_checkpoints=9),
-    )
-    for path, text in changes.items():
-        made = override(made, path.replace("__", "."), text)
-    return made
+tiny = functools.partial(
+    small.tiny, write__kl_coef="0.1", write__kl_target="0.01", write__kl_horizon="20", learn__keep_checkpoints="9"
+)
 
 
 def again(pipeline: Pipeline, run_dir: Path, *, from_step: int, num_steps: int | None = None) -> list[Retaken]:

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import signal
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,15 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_pipeline import (
-    GRPO,
-    Buffer,
-    Collect,
-    CopyDigits,
-    Learn,
-    Pipeline,
-    TinyPolicy,
-    WritePath,
-    override,
     token_match,
 )
 from rlhf_pipeline.errors import MissingPathError, RewardError, RunExistsError, RunMismatchError
@@ -29,6 +20,8 @@ from rlhf_pipeline.run.events import Event, Notice, RunFinished, RunStarted, Ste
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.jsonl import read_rows
 from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline import small
+from tests.rlhf_pipeline.small import weights
 from trajectory_store import TrajectoryStore
 
 SWITCH = {"fail": ()}
@@ -41,6 +34,9 @@ def fragile_reward(prompt, completion, answer, meta):
     return token_match(prompt, completion, answer, meta)
 
 
+tiny = functools.partial(small.tiny, reward=fragile_reward)
+
+
 @pytest.fixture
 def fail_on():
     def set_failing(*starts: str) -> None:
@@ -48,28 +44,6 @@ def fail_on():
 
     yield set_failing
     SWITCH["fail"] = ()
-
-
-def tiny(**changes) -> Pipeline:
-    pipeline = Pipeline(
-        name="tiny",
-        policy=TinyPolicy(hidden_size=16, num_layers=1, num_heads=2),
-        prompts=CopyDigits(num_digits=2),
-        reward=fragile_reward,
-        collect=Collect(prompts_per_rollout=3, group_size=4, max_new_tokens=3),
-        write=WritePath(estimator="dr_grpo"),
-        buffer=Buffer(max_staleness=1),
-        loss=GRPO(entropy_coeff=0.01),
-        learn=Learn(steps=6, updates_per_rollout=2, lr=1e-2, checkpoint_every=2),
-    )
-    for path, text in changes.items():
-        pipeline = override(pipeline, path.replace("__", "."), text)
-    return pipeline
-
-
-def weights(run_dir: Path) -> bytes:
-    newest = max((run_dir / "checkpoints").glob("step-*"))
-    return (newest / "model.safetensors").read_bytes()
 
 
 def test_a_run_leaves_everything_it_promises(tmp_path):

@@ -1,4 +1,4 @@
-"""Stores to learn from, and the pipeline that learns."""
+"""The small runs and stores that tests share: a run takes a fraction of a second."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from rlhf_pipeline import (
     Replay,
     TinyPolicy,
     WritePath,
-    override,
     token_match,
 )
+from rlhf_pipeline.config_text import override_all
+from rlhf_pipeline.data.rewards import RewardFunction
 from rlhf_pipeline.replay.schema import trajectory_schema
 from trajectory_store import Column, RaggedArray, TrajectoryStore
 
@@ -28,22 +29,25 @@ VOCABULARY = 13
 """Tokens of the policy below: eleven characters, and two for the end and the padding."""
 
 
-def tiny(**changes: str) -> Pipeline:
+def tiny(*, reward: RewardFunction = token_match, **changes: str) -> Pipeline:
     """A pipeline that collects; fields by path, with two underscores for the dot."""
     pipeline = Pipeline(
         name="tiny",
         policy=TinyPolicy(hidden_size=16, num_layers=1, num_heads=2),
         prompts=CopyDigits(num_digits=2),
-        reward=token_match,
+        reward=reward,
         collect=Collect(prompts_per_rollout=3, group_size=4, max_new_tokens=3),
         write=WritePath(estimator="dr_grpo"),
         buffer=Buffer(max_staleness=1),
         loss=GRPO(entropy_coeff=0.01),
         learn=Learn(steps=6, updates_per_rollout=2, lr=1e-2, checkpoint_every=2),
     )
-    for path, text in changes.items():
-        pipeline = override(pipeline, path.replace("__", "."), text)
-    return pipeline
+    return changed(pipeline, **changes)
+
+
+def changed(pipeline: Pipeline, **changes: str) -> Pipeline:
+    """The pipeline with other fields, by path, with two underscores for the dot."""
+    return override_all(pipeline, [(path.replace("__", "."), text) for path, text in changes.items()])
 
 
 def offline(*stores: Path, batch: int = 8, steps: int = 4, replay: dict[str, Any] | None = None, **changes: str) -> Any:
@@ -51,9 +55,7 @@ def offline(*stores: Path, batch: int = 8, steps: int = 4, replay: dict[str, Any
     found = Replay(stores=tuple(map(str, stores)), **(replay or {}))
     sample = {"sample__batch_size": str(batch)} if batch else {}
     pipeline = dataclasses.replace(tiny(), replay=found)
-    for path, text in {"learn__steps": str(steps), **sample, **changes}.items():
-        pipeline = override(pipeline, path.replace("__", "."), text)
-    return pipeline
+    return changed(pipeline, **{"learn__steps": str(steps), **sample, **changes})
 
 
 def make_store(
@@ -116,8 +118,13 @@ def make_store(
     return path
 
 
+def newest(run_dir: Path) -> Path:
+    """The newest checkpoint."""
+    return max((run_dir / "checkpoints").glob("step-*"))
+
+
 def weights(run_dir: Path) -> bytes:
     """The newest checkpoint's."""
-    newest = max((run_dir / "checkpoints").glob("step-*"))
-    name = "adapter_model.safetensors" if (newest / "adapter_config.json").exists() else "model.safetensors"
-    return (newest / name).read_bytes()
+    folder = newest(run_dir)
+    name = "adapter_model.safetensors" if (folder / "adapter_config.json").exists() else "model.safetensors"
+    return (folder / name).read_bytes()
