@@ -290,22 +290,17 @@ class Gather:
     ) -> npt.NDArray[Any]:
         """`[B, width, *shape]`: the rows of a ragged column with `pad` beside them."""
         spans = self.spans(column)
-        n, dtype = len(self._ids), column.np_dtype
-        if out is None:
-            base = array = pool.take((n, width, *column.shape), dtype)
-        else:
-            base, array = out, _fit(out, column, n, width)
-        flat = base.reshape(-1)
-        if out is None and not pad and isinstance(pad, int):
-            flat.view(_BYTE).fill(0)  # on bytes it is memset, half the time of a fill by items
-        else:
-            array.fill(pad)
-        if array.size:
-            targets = spans.targets(base.shape[1], width, left=side == "left")
-            sources = spans.places.spread(self._items(column, spans.places))
-            self._touch(column, spans)
-            _copy(column, flat, sources, _scaled(spans.slices, column.width), _scaled(targets, column.width))
-        return array
+        shape, dtype = (len(self._ids), width, *column.shape), column.np_dtype
+        target = None if out is None else _fit(out, column, *shape[:2])
+        self._touch(column, spans)
+        pieces: list[Any] = [None] * (2 * shape[0])
+        pieces[side == "left" :: 2] = _rows(column, self._items(column, spans.places), spans)
+        pieces[side == "right" :: 2] = spans.blanks(width, *_blank(column, pad, width, pool))
+        array = pool.join(pieces, shape, dtype)
+        if target is None:
+            return array
+        np.copyto(target, array)
+        return target
 
 
 def scan(catalog: Catalog, column: Column, skip: int) -> npt.NDArray[Any] | None:
@@ -371,6 +366,27 @@ def _copy(
             view[target] = source[part]
         else:
             flat[target] = column.fill_value
+
+
+def _rows(column: Column, table: Mapping[int, Any], spans: Spans) -> list[Any]:
+    """Per row, in the order of the batch, its values; a segment without the column is not in the table."""
+    owners, parts = spans.places.owners, _scaled(spans.parts, column.width)
+    try:
+        return [table[owner][part] for owner, part in zip(owners, parts, strict=True)]
+    except KeyError:
+        fill, dtype = column.fill_value, column.np_dtype
+        return [
+            table[owner][part] if owner in table else np.full(part.stop - part.start, fill, dtype)
+            for owner, part in zip(owners, parts, strict=True)
+        ]
+
+
+def _blank(column: Column, pad: Any, width: int, pool: BufferPool) -> tuple[memoryview, int]:
+    """What stands beside the longest row that there may be, and how many of its items are an element."""
+    size = width * column.width
+    if not pad and isinstance(pad, int):
+        return pool.zeros(size * column.np_dtype.itemsize), column.width * column.np_dtype.itemsize
+    return np.full(size, pad, column.np_dtype).view(_BYTE).data, column.width * column.np_dtype.itemsize
 
 
 def _scaled(parts: list[slice], width: int) -> list[slice]:

@@ -54,18 +54,24 @@ class Places:
         return len(self.rows)
 
     @cached_property
-    def _inverse(self) -> Int64Array:
+    def inverse(self) -> Int64Array:
+        """`[B]` the place in run order of each row of the batch."""
         inverse = np.empty(len(self.rows), np.int64)
         inverse[self.order] = np.arange(len(inverse))
         return inverse
 
+    @cached_property
+    def owners(self) -> list[int]:
+        """The segment of each row of the batch."""
+        return self.ordinals.tolist()
+
     def restore(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """From run order to the order of the batch."""
-        return values if self.order is None else values[self._inverse]
+        return values if self.order is None else values[self.inverse]
 
     def join(self, parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
         """From the values of each run to those of the batch, in its order."""
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)[self._inverse]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)[self.inverse]
 
     def split(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
         """From values of the batch to those of each run."""
@@ -100,7 +106,7 @@ class Spans:
         self.starts, self._ends = edges.T.copy()
         self._counts = self._ends - self.starts
         self.lengths: Int64Array = places.restore(self._counts)
-        self._targets: dict[tuple[int, int, bool], list[slice]] = {}
+        self._blanks: dict[tuple[int, int], tuple[memoryview, list[memoryview]]] = {}
 
     @cached_property
     def width(self) -> int:
@@ -112,16 +118,19 @@ class Spans:
         """Per row, in run order, what to copy."""
         return list(map(slice, self.starts.tolist(), self._ends.tolist()))
 
-    def targets(self, stride: int, width: int, *, left: bool) -> list[slice]:
-        """Per row, in run order, where it goes in a matrix of `stride` items per row, padded to `width` on one side."""
-        key = (stride, width, left)
-        found = self._targets.get(key)
-        if found is None:
-            begins = (np.arange(len(self._counts)) if self.places.order is None else self.places.order) * stride
-            if left:
-                begins += width - self._counts
-            found = self._targets[key] = list(map(slice, begins.tolist(), (begins + self._counts).tolist()))
-        return found
+    @cached_property
+    def parts(self) -> list[slice]:
+        """The same in the order of the batch."""
+        starts, ends = self.places.restore(self.starts), self.places.restore(self._ends)
+        return list(map(slice, starts.tolist(), ends.tolist()))
+
+    def blanks(self, width: int, blank: memoryview, item: int) -> list[memoryview]:
+        """Per row, in the order of the batch, what pads it to a width: a part of `blank`, `item` bytes per element."""
+        found = self._blanks.get((width, item))
+        if found is None or found[0] is not blank:
+            parts = [blank[:size] for size in ((width - self.lengths) * item).tolist()]
+            found = self._blanks[width, item] = (blank, parts)
+        return found[1]
 
     def flat(self, table: Mapping[int, T]) -> tuple[list[T | None], list[slice], list[slice]]:
         """How to copy the rows one after another: what a table has for the segment, what to copy, where it goes.

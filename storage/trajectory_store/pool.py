@@ -1,21 +1,20 @@
-"""Output buffers that are reused as soon as nobody holds them.
+"""Memory that is reused as soon as nobody holds it.
 
-Fresh memory costs a page fault per 4 KiB, which is more than the copy into it. A buffer is lent again only
-when its reference count says that no array, tensor or view of it is alive, so a batch stays valid for as
-long as anything points to it.
+Fresh memory costs a page fault per 4 KiB, which is more than the copy into it. A buffer refuses to be written while an
+array, tensor or view of it is alive, so a batch stays valid for as long as anything points to it.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from sys import getrefcount
+from collections.abc import Sequence
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-_IDLE_REFERENCES = 2
 _SMALLEST = 12
 
 
@@ -27,38 +26,77 @@ class BufferPool:
 
     >>> pool = BufferPool()
     >>> first = pool.take((2, 3), np.dtype("int32"))
-    >>> first.shape, first is pool.take((2, 3), np.dtype("int32"))
+    >>> first.shape, np.shares_memory(first, pool.take((2, 3), np.dtype("int32")))
     ((2, 3), False)
+    >>> pool.join([b"ab", b"", memoryview(b"cd")], (2, 2), np.dtype("uint8")).tolist()
+    [[97, 98], [99, 100]]
     """
 
     def __init__(self, max_bytes: int = 1 << 28) -> None:
-        self._buffers: list[list[npt.NDArray[np.uint8]]] = [[] for _ in range(64)]  # by the power of two of their size
+        self._buffers: list[list[BytesIO]] = [[] for _ in range(64)]  # by the power of two of their size
         self._bytes = 0
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
+        self._zeros = memoryview(b"")
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         """Return an uninitialised contiguous array that nothing else uses."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes == 0 or nbytes > self._max_bytes // 4:
+        return self.join((), shape, dtype)
+
+    def join(self, pieces: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Return the same filled with the bytes of some buffers, one after another: each byte is written once.
+
+        Args:
+            pieces: contiguous buffers that fill the array together.
+            shape: of the array.
+            dtype: of the array.
+        """
+        count = math.prod(shape)
+        if not count:
             return np.empty(shape, dtype)
-        power = max(_SMALLEST, (nbytes - 1).bit_length())
         with self._lock:
+            buffer = self._idle(count * dtype.itemsize)
+            buffer.writelines(pieces)
+            return np.frombuffer(buffer.getbuffer(), dtype, count).reshape(shape)  # np.ndarray would drop the view
+
+    def zeros(self, nbytes: int) -> memoryview:
+        """At least so many zero bytes, to be joined."""
+        if len(self._zeros) < nbytes:
+            self._zeros = memoryview(bytes(2 * nbytes))
+        return self._zeros
+
+    def _idle(self, nbytes: int) -> BytesIO:
+        power = max(_SMALLEST, (nbytes - 1).bit_length())
+        if nbytes <= self._max_bytes // 4:
             for buffers in self._buffers[power : power + 2]:
-                for i in range(len(buffers)):
-                    if getrefcount(buffers[i]) == _IDLE_REFERENCES:
-                        return np.ndarray(shape, dtype, buffers[i])
-            size = 1 << power
-            if self._bytes + size > self._max_bytes:
-                self._drop_idle()
-            fresh = np.empty(size, np.uint8)
-            if self._bytes + size <= self._max_bytes:
-                self._buffers[power].append(fresh)
-                self._bytes += size
-            return np.ndarray(shape, dtype, fresh)
+                for buffer in buffers:
+                    buffer.seek(0)
+                    if _is_idle(buffer):
+                        return buffer
+        size = 1 << power
+        if self._bytes + size > self._max_bytes:
+            self._drop_idle()
+        fresh = BytesIO()
+        if nbytes <= self._max_bytes // 4 and self._bytes + size <= self._max_bytes:
+            self._buffers[power].append(fresh)
+            self._bytes += size
+            nbytes = size
+        fresh.seek(nbytes - 1)
+        fresh.write(b"\0")
+        fresh.seek(0)
+        return fresh
 
     def _drop_idle(self) -> None:
-        for buffers in self._buffers:
-            for i in reversed(range(len(buffers))):
-                if getrefcount(buffers[i]) == _IDLE_REFERENCES:
-                    self._bytes -= len(buffers.pop(i))
+        for power, buffers in enumerate(self._buffers):
+            kept = [buffer for buffer in buffers if not _is_idle(buffer)]
+            self._bytes -= (len(buffers) - len(kept)) << power
+            self._buffers[power] = kept
+
+
+def _is_idle(buffer: BytesIO) -> bool:
+    """Whether no view of a buffer is alive."""
+    try:
+        buffer.write(b"")
+    except BufferError:
+        return False
+    return True
