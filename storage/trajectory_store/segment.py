@@ -335,7 +335,9 @@ class LocalSegment(Segment):
 
     def time_span(self) -> tuple[int, int]:
         """The times of the first and the last commit; of a finished segment they are looked up once."""
-        if self._span is None or not self.finished:
+        if not self.finished:
+            return super().time_span()
+        if self._span is None:
             self._span = super().time_span()
         return self._span
 

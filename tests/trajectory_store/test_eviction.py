@@ -200,6 +200,25 @@ def test_an_ordinal_that_came_and_went_is_not_claimed(tmp_path, monkeypatch):
     other.close()
 
 
+@pytest.mark.parametrize("backend", ["memmap", "zarr"])
+def test_a_segment_is_as_new_as_its_last_row(tmp_path, backend):
+    """A slow writer's old segment gets one more row before it is full: that row stays as long as any of its age."""
+    with (
+        TrajectoryStore.create(tmp_path / "s", SCHEMA, backend=backend, max_trajectories=20, segment_rows=9) as slow,
+        TrajectoryStore.open(tmp_path / "s", "a") as other,
+    ):
+        slow.append(rows(0, 5))
+        other.append(rows(100, 9))
+        other.append(rows(200, 9))
+        slow.refresh()
+        slow.append(rows(5, 1))
+        slow.append(rows(6, 5))  # in a new segment
+        wanted = [*range(104, 109), *range(200, 209), *range(5, 11)]
+        for view in (slow, other, TrajectoryStore.open(tmp_path / "s")):
+            view.refresh()
+            assert view.read_scalars("n").tolist() == wanted
+
+
 def test_a_store_can_be_sent_to_another_process(tmp_path):
     """A copy, as a process pool makes one, is opened anew and appends to segments of its own."""
     with TrajectoryStore.create(tmp_path / "s", SCHEMA) as store:
