@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from tensordict import TensorDict
 
 from rlhf_pipeline import (
     GRPO,
@@ -56,6 +58,32 @@ def offline(*stores: Path, batch: int = 8, steps: int = 4, replay: dict[str, Any
     sample = {"sample__batch_size": str(batch)} if batch else {}
     pipeline = dataclasses.replace(tiny(), replay=found)
     return changed(pipeline, **{"learn__steps": str(steps), **sample, **changes})
+
+
+def trajectory(
+    number: int,
+    mask: list[int],
+    reward: float,
+    version: int = 0,
+    *,
+    tokens: list[int] | None = None,
+    log_prob: float = -2.0,
+) -> TensorDict:
+    """A trajectory of a group of two, as `extend` takes it; the policy produced the tokens where the mask is 1."""
+    assistant = torch.tensor(mask, dtype=torch.bool)
+    return TensorDict(
+        {
+            ("tokens", "full"): torch.arange(len(mask)) % 10 if tokens is None else torch.tensor(tokens),
+            ("masks", "all_assistant_mask"): assistant,
+            ("log_probs", "full"): torch.where(assistant, log_prob, torch.nan),
+            "group_id": torch.tensor(number // 2),
+            "trajectory_id": torch.tensor(number),
+            "policy_version": torch.tensor(version),
+            "num_prompt_tokens": torch.tensor(mask.index(1)),
+            "task_reward": torch.tensor(reward),
+            ("next", "done"): torch.tensor(True),
+        }
+    )
 
 
 def make_store(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.fused_head import fused_token_loss
 from rlhf_pipeline.functional.logprob import token_log_probs
+from tests.rlhf_pipeline.functional.watch import Watch
 
 N, H, V = 37, 16, 53
 
@@ -107,21 +107,6 @@ def test_a_second_backward_pass_is_right():
     again = torch.autograd.grad(total, leaves[:2])
     for a, b in zip(first, again, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
-
-
-class Watch(TorchDispatchMode):
-    """Counts matmuls and records the largest tensor."""
-
-    matmuls = 0
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.matmuls += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
-        for z in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(z, torch.Tensor):
-                self.numel = max(self.numel, z.numel())
-        return out
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional._head import default_chunk_rows, row_chunks
 from rlhf_pipeline.functional.logprob import entropy_of, token_log_probs
+from tests.rlhf_pipeline.functional.watch import Watch
 
 N, H, V = 37, 16, 53
 
@@ -108,21 +108,6 @@ def test_improbable_target_keeps_its_log_prob():
     assert value.item() == -200.0
     assert hidden.grad is not None
     assert hidden.grad.item() == -200.0
-
-
-class Watch(TorchDispatchMode):
-    """Records the largest tensor that any operator returns, and how many matmuls ran."""
-
-    numel = 0
-    matmuls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.matmuls += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
-        for z in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(z, torch.Tensor):
-                self.numel = max(self.numel, z.numel())
-        return out
 
 
 def test_never_more_than_a_chunk_of_logits():

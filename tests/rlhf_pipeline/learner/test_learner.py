@@ -11,23 +11,7 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.run.ledger import Ledger
-
-
-def trajectory(number: int, mask: list[int], reward: float, version: int = 0) -> TensorDict:
-    assistant = torch.tensor(mask).bool()
-    return TensorDict(
-        {
-            ("tokens", "full"): torch.arange(len(mask)) % 10,
-            ("masks", "all_assistant_mask"): assistant,
-            ("log_probs", "full"): torch.where(assistant, -2.0, torch.nan),
-            "group_id": torch.tensor(number // 2),
-            "trajectory_id": torch.tensor(number),
-            "policy_version": torch.tensor(version),
-            "num_prompt_tokens": torch.tensor(mask.index(1)),
-            "task_reward": torch.tensor(reward),
-            ("next", "done"): torch.tensor(True),
-        }
-    )
+from tests.rlhf_pipeline.small import trajectory
 
 
 @pytest.fixture

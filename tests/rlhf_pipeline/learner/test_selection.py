@@ -25,24 +25,11 @@ from rlhf_pipeline.run.jsonl import read_rows
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.retake import plan_rerun, retake
 from rlhf_pipeline.run.start import run
-from tests.rlhf_pipeline.small import tiny
+from tests.rlhf_pipeline.small import tiny, trajectory
 
 
-def trajectory(number: int, reward: float, version: int, log_prob: float = -2.0) -> TensorDict:
-    assistant = torch.tensor([False, True, True])
-    return TensorDict(
-        {
-            ("tokens", "full"): torch.tensor([1, 2, number % 10]),
-            ("masks", "all_assistant_mask"): assistant,
-            ("log_probs", "full"): torch.where(assistant, log_prob, torch.nan),
-            "group_id": torch.tensor(number // 2),
-            "trajectory_id": torch.tensor(number),
-            "policy_version": torch.tensor(version),
-            "num_prompt_tokens": torch.tensor(1),
-            "task_reward": torch.tensor(reward),
-            ("next", "done"): torch.tensor(True),
-        }
-    )
+def last_two(number: int, version: int, log_prob: float) -> TensorDict:
+    return trajectory(number, [0, 1, 1], float(number % 2), version, tokens=[1, 2, number % 10], log_prob=log_prob)
 
 
 @pytest.fixture
@@ -55,7 +42,7 @@ def make_learner(tmp_path):
             storage=tmp_path / f"store-{len(buffers)}", transform=MCAdvantage(2, estimator="dr_grpo")
         )
         buffers.append(buffer)
-        rows = [trajectory(n, float(n % 2), n // 4, log_probs[n // 4]) for n in range(16)]
+        rows = [last_two(n, n // 4, log_probs[n // 4]) for n in range(16)]
         buffer.extend(lazy_stack(rows))
         policy = scratch_policy("0123456789", hidden_size=16, num_layers=1, num_heads=2, seed=0)
         return Learner(
@@ -125,7 +112,7 @@ def test_the_guard_weighs_ages_apart(make_learner):
     sample = Sample(strategy="uniform", batch_size=16, min_ess=0.9, skip_below_ess=0.5)
     learner = make_learner(sample)
     # Version 1 once more, one of four with a ratio that carries everything.
-    rows = [trajectory(n, float(n % 2), 1, -12.0 if n == 16 else -0.1) for n in range(16, 20)]
+    rows = [last_two(n, 1, -12.0 if n == 16 else -0.1) for n in range(16, 20)]
     learner.buffer.extend(lazy_stack(rows))
     learner.sample = dataclasses.replace(sample, batch_size=20)
     learner.batch_size = 20
@@ -143,7 +130,7 @@ def test_a_batch_of_nothing_but_stale_noise_changes_nothing(make_learner):
     learner = make_learner(Sample(strategy="uniform", batch_size=4, min_ess=0.9, skip_below_ess=0.9), max_staleness=99)
     learner.step(4)  # gives the optimizer something to remember
     learner.take_notices()
-    rows = [trajectory(n, float(n % 2), 50, -12.0 if n == 16 else -0.1) for n in range(16, 20)]
+    rows = [last_two(n, 50, -12.0 if n == 16 else -0.1) for n in range(16, 20)]
     learner.buffer.extend(lazy_stack(rows))
     learner.max_staleness = 10
     before = [parameter.clone() for parameter in learner.policy.parameters()]

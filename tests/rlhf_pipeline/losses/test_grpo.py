@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from tensordict import lazy_stack
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.objectives.common import LossModule
 
 from rlhf_pipeline import GRPOLoss, GRPOLossOutput
@@ -18,6 +17,7 @@ from rlhf_pipeline.functional.aggregation import (
     step_counts,
     token_weights,
 )
+from tests.rlhf_pipeline.functional.watch import Watch
 
 MASK = ("masks", "all_assistant_mask")
 LOG_PROBS = ("log_probs", "full")
@@ -292,29 +292,12 @@ def test_shapes_of_advantages(tiny, shape):
     assert GRPOLoss(policy)(td).total_loss().item() == pytest.approx(want, rel=1e-6)
 
 
-class Seen(TorchDispatchMode):
-    """Records which operators run, and the largest result."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.names.add(func.overloadpacket)
-        for z in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(z, torch.Tensor):
-                self.numel = max(self.numel, z.numel())
-        return out
-
-
 @pytest.mark.parametrize("options", [{}, {"entropy_bonus": False}, {"head": "recompute"}])
 def test_logits_of_the_batch_never_exist(tiny, options):
     """The largest tensor of a step is the head's weight, not [B, T, V] nor [N, V]."""
     policy = tiny.Bigram(vocab=512, hidden=4)
     td = tiny.make_batch(tiny.Policy())
-    with Seen() as seen:
+    with Watch() as seen:
         grpo(policy, chunk_size=2, **options)(td).total_loss().backward()
     assert seen.numel == policy.head_weight.numel()
     assert seen.numel < int(td[MASK].sum()) * 512 / 3
@@ -325,7 +308,7 @@ def test_the_loss_reads_no_number_back(tiny, options):
     """The forward pass of the loss takes no value from a tensor to the host, which would stop a GPU."""
     td = tiny.make_batch(tiny.Policy())
     loss = grpo(tiny.Bigram(), kl_to_ref_coeff=0.1, **options)
-    with Seen() as seen:
+    with Watch() as seen:
         loss(td)
     assert torch.ops.aten._local_scalar_dense not in seen.names
 

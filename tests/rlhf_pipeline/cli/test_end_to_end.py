@@ -1,7 +1,8 @@
-"""Collectors, learner and supervisor as a person types them."""
+"""Commands as a person types them: a run, and collectors, learner and supervisor."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -20,6 +21,69 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 ENV = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'storage'}", "OMP_NUM_THREADS": "1"}
 SMALL = ["--set", "collect.prompts_per_rollout=4", "--set", "collect.group_size=4", "--set", "policy.hidden_size=16"]
+
+
+def test_run_look_resume(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A short run says what came of it; looking at it agrees; a resume goes on; all stays whole."""
+    monkeypatch.chdir(tmp_path)
+    ran = cli("run", "copy_digits", "--steps", "4", *SMALL)
+    assert ran.code == 0, ran.err
+    assert "in 4 steps" in ran.out
+    assert "64 trajectories stored" in ran.out
+    assert "rlhf-pipeline run copy_digits --resume --steps 8" in ran.out
+    for name in ("reward.svg", "report.html", "metrics.jsonl", "ledger.jsonl", "config.json", "log.txt"):
+        assert (tmp_path / "runs" / "copy_digits" / name).is_file()
+
+    inspected = cli("inspect", "runs/copy_digits", "--json")
+    assert inspected.code == 0, inspected.out
+    check = json.loads(inspected.out)["reward_check"]
+    assert (check["num_trajectories"], check["num_rollouts"], check["agrees"]) == (64, 4, True)
+
+    resumed = cli("run", "copy_digits", "--resume", "--steps", "6")
+    assert resumed.code == 0, resumed.err
+    assert "going on after step 4" in resumed.out
+    assert cli("verify", "runs/copy_digits").code == 0
+
+
+def test_signals_save_and_say_how_to_go_on(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In a process of its own a signal ends the run after a step, the exit code tells which; it goes on from there."""
+    monkeypatch.chdir(tmp_path)
+    metrics = tmp_path / "runs" / "copy_digits" / "metrics.jsonl"
+    new = [*SMALL, "--set", "learn.stop_at_reward=none"]
+    for number, code, more in ((signal.SIGINT, 130, new), (signal.SIGTERM, 143, ["--resume"])):
+        before = len(read_rows(metrics))
+        line = [sys.executable, "-m", "rlhf_pipeline.cli", "run", "copy_digits", "--steps", "100000", *more]
+        with subprocess.Popen(line, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+            while len(read_rows(metrics)) <= before and run.poll() is None:
+                time.sleep(0.1)
+            run.send_signal(number)
+            out, err = run.communicate()
+        assert run.returncode == code, err
+        assert "importing torch" in out.splitlines()[0]
+        assert "stopped and saved: " in out
+        assert "rlhf-pipeline run copy_digits --resume" in out
+        assert "Traceback" not in err
+        assert cli("verify", "runs/copy_digits").code == 0
+    steps = len(read_rows(metrics))
+    assert (metrics.parent / "checkpoints" / f"step-{steps:08d}").is_dir()
+
+
+def test_doctor_and_new_model(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The doctor finds this machine fit, and a model made from a text file is a checkpoint folder."""
+    monkeypatch.chdir(tmp_path)
+    checked = cli("doctor")
+    assert checked.code == 0, checked.out
+    assert "store: " in checked.out
+    assert "All is well" in checked.out
+    (tmp_path / "text.txt").write_text("some words, again and again and again\n" * 50)
+    sizes = ("--vocab-size", "300", "--hidden-size", "16", "--num-layers", "1")
+    made = cli("new-model", "model", "--text", "text.txt", *sizes)
+    assert made.code == 0, made.err
+    assert "rlhf-pipeline run gsm8k --set policy.path=model" in made.out
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+# -- processes of their own --------------------------------------------------------------------------------------------
 
 
 def start(folder: Path, *args: str) -> subprocess.Popen[str]:
