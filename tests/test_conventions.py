@@ -43,6 +43,19 @@ def test_public_names_are_complete_sorted_and_importable():
     assert {"TrajectoryStore", "Schema", "Column", "StoreError"} <= set(trajectory_store.__all__)
 
 
+def test_modules_with_an_underscore_stay_in_their_package():
+    """What another package imports has no leading underscore."""
+    found: list[str] = []
+    for path in (ROOT / "rlhf_pipeline").rglob("*.py"):
+        own = ".".join(path.relative_to(ROOT).with_suffix("").parts[:-1])
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlhf_pipeline."):
+                package, _, module = (node.module or "").rpartition(".")
+                if module.startswith("_") and package != own:
+                    found.append(f"{path.relative_to(ROOT)} imports {node.module}")
+    assert not found, found
+
+
 def test_ci_runs_the_readmes_test_command():
     """The README has one command for the main job and one for the tests, and CI takes the latter from it."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

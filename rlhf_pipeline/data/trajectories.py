@@ -56,18 +56,20 @@ class Flat:
     lengths: Tensor | None = None
     shapes: list[torch.Size] | None = None
 
-    def select(self, index: Tensor, shared: dict[int, tuple[Tensor, Tensor]] | None = None) -> Flat:
-        """The rows `index` (int64 `[m]`), in that order; columns that share lengths may share the work."""
+    def select(self, index: Tensor, shared: dict[int, Tensor] | None = None) -> Flat:
+        """The rows `index` (int64 `[m]`), in that order; columns that share lengths share them again."""
         if self.lengths is None:
             return Flat(self.values.index_select(0, index))
-        found = None if shared is None else shared.get(id(self.lengths))
-        if found is None:
+        lengths = None if shared is None else shared.get(id(self.lengths))
+        if lengths is None:
             lengths = self.lengths[index]
-            found = lengths, _element_index(self.lengths, index, lengths)
             if shared is not None:
-                shared[id(self.lengths)] = found
-        shapes = None if self.shapes is None else [self.shapes[i] for i in index.tolist()]
-        return Flat(self.values.index_select(0, found[1]), found[0], shapes)
+                shared[id(self.lengths)] = lengths
+        order = index.tolist()
+        # One copy of whole rows: an index of every element is larger than most columns.
+        rows = self.values.split(self.lengths.tolist())
+        values = torch.cat([rows[i] for i in order]) if order else self.values[:0]
+        return Flat(values, lengths, None if self.shapes is None else [self.shapes[i] for i in order])
 
     def rows(self) -> list[Tensor]:
         """One tensor per row."""
@@ -85,7 +87,14 @@ class Text:
 
     def plain(self) -> list[Any]:
         """The unwrapped objects."""
-        return [_unwrap(item) for item in self.items]
+        kinds = set(map(type, self.items))
+        if kinds == {NonTensorData}:
+            # The attribute of a tensorclass costs 4 us to read; the object's own dict holds the same value.
+            try:
+                return [inner["_non_tensordict"]["data"] for inner in map(vars, self.items)]
+            except (KeyError, TypeError):
+                return [item.data for item in self.items]
+        return [unwrap(item) for item in self.items] if NonTensorData in kinds else list(self.items)
 
     def select(self, index: Tensor) -> Text:
         """The rows `index` (int64 `[m]`), in that order."""
@@ -101,25 +110,16 @@ class Trajectories(dict[Key, Flat | Text]):
 
     def select(self, index: Tensor) -> Trajectories:
         """The rows `index` of every column."""
-        shared: dict[int, tuple[Tensor, Tensor]] = {}
+        shared: dict[int, Tensor] = {}
         return Trajectories(
             int(index.numel()),
             {k: c.select(index) if isinstance(c, Text) else c.select(index, shared) for k, c in self.items()},
         )
 
 
-def _element_index(lengths: Tensor, rows: Tensor, row_lengths: Tensor) -> Tensor:
-    starts = (lengths.cumsum(0) - lengths)[rows]
-    index = spread(starts - (row_lengths.cumsum(0) - row_lengths), row_lengths)
-    return index.add_(torch.arange(index.numel()))
-
-
-def _unwrap(item: Any) -> Any:
-    if isinstance(item, NonTensorData):
-        # The attribute of a tensorclass costs 4 us to read; the object's own dict holds the same value.
-        inner = vars(item).get("_non_tensordict")
-        return inner["data"] if isinstance(inner, dict) and "data" in inner else item.data
-    return item
+def unwrap(item: Any) -> Any:
+    """The object inside a wrapper of a non-tensor value, or the object itself."""
+    return item.data if isinstance(item, NonTensorData) else item
 
 
 def is_jagged(leaf: object) -> bool:
@@ -353,7 +353,7 @@ def _collect(td: Any, prefix: tuple[str, ...], out: Trajectories, shared: dict[i
             out[key] = Text(list(leaf.tensordicts))
         elif isinstance(leaf, NonTensorData) or not is_tensor_collection(leaf):
             # One list with an item per row is a column too, far cheaper to build than a stack of wrapped strings.
-            plain = _unwrap(leaf)
+            plain = unwrap(leaf)
             out[key] = Text(list(plain) if isinstance(plain, list) and len(plain) == out.n else [plain] * out.n)
         elif isinstance(leaf, LazyStackedTensorDict):
             for inner, column in _from_rows(leaf.tensordicts).items():
@@ -464,60 +464,52 @@ def _plant(tree: dict[str, Any], key: Key, leaf: Any) -> None:
     tree[names[-1]] = leaf
 
 
-def concat(parts: Sequence[Trajectories]) -> Trajectories:
-    """Put several batches one after the other.
+def concat(parts: Sequence[Trajectories], order: Sequence[int] | None = None) -> Trajectories:
+    """Put several batches one after the other, and then in an order of all their rows.
 
     Raises:
         DataError: if the parts do not hold the same keys.
     """
-    if len(parts) == 1:
-        return parts[0]
     if len({ROWS in part for part in parts}) == 2:
         parts = [whole(part) for part in parts]
-    out = Trajectories(sum(part.n for part in parts))
-    keys = {key for part in parts for key in part}
-    shared: dict[tuple[int, ...], Tensor] = {}
-    for key in sorted(keys, key=str):
+    counts = [part.n for part in parts]
+    order = range(sum(counts)) if order is None else order
+    out, shared = Trajectories(len(order)), dict[tuple[int, ...], Tensor]()
+    for key in sorted({key for part in parts for key in part}, key=str):
         missing = next((part for part in parts if key not in part), None)
         if missing is not None:
-            raise DataError(f"{missing.n} of {out.n} trajectories lack the key {key!r} that others have")
-        out[key] = _concat_one([part[key] for part in parts], [part.n for part in parts], key)
-        _share_lengths(out[key], [part[key] for part in parts], shared)
+            raise DataError(f"{missing.n} of {sum(counts)} trajectories lack the key {key!r} that others have")
+        columns = [part[key] for part in parts]
+        if all(isinstance(column, Text) for column in columns):
+            items = [item for column in columns if isinstance(column, Text) for item in column.items]
+            out[key] = Text([items[i] for i in order])
+            continue
+        flats = [column for column in columns if isinstance(column, Flat)]
+        if len(flats) != len(columns):
+            raise DataError(f"{key!r} is text in some trajectories and a tensor in others")
+        out[key] = _concat_flat(flats, counts, order, shared)
     return out
 
 
-def _share_lengths(whole: Flat | Text, parts: Sequence[Flat | Text], shared: dict[tuple[int, ...], Tensor]) -> None:
-    """Trajectories whose parts share their lengths share them when put together, too."""
-    if not isinstance(whole, Flat) or whole.lengths is None:
-        return
-    found = [part.lengths for part in parts if isinstance(part, Flat)]
-    if all(lengths is not None for lengths in found):
-        whole.lengths = shared.setdefault(tuple(map(id, found)), whole.lengths)
-
-
-def _concat_one(columns: Sequence[Flat | Text], counts: Sequence[int], key: Key) -> Flat | Text:
-    if all(isinstance(c, Text) for c in columns):
-        return Text([item for c in columns if isinstance(c, Text) for item in c.items])
-    flats = [c for c in columns if isinstance(c, Flat)]
-    if len(flats) != len(columns):
-        raise DataError(f"{key!r} is text in some trajectories and a tensor in others")
-    return concat_flat(flats, counts)
-
-
-def concat_flat(flats: Sequence[Flat], counts: Sequence[int]) -> Flat:
-    """Put several columns of `counts` rows one after the other."""
+def _concat_flat(
+    flats: Sequence[Flat], counts: Sequence[int], order: Sequence[int], shared: dict[tuple[int, ...], Tensor]
+) -> Flat:
+    """The rows of several columns; trajectories whose parts share their lengths share them when put together, too."""
     if all(c.lengths is None for c in flats) and len({c.values.shape[1:] for c in flats}) == 1:
-        return Flat(torch.cat([c.values for c in flats]))
+        return Flat(torch.cat([c.values for c in flats])[torch.tensor(order, dtype=torch.int64)])
     ragged = [as_ragged(c, n) for c, n in zip(flats, counts, strict=True)]
-    lengths = torch.cat([c.lengths for c in ragged if c.lengths is not None])
-    if all(c.shapes is None for c in ragged) and len({c.values.shape[1:] for c in ragged}) == 1:
-        return Flat(torch.cat([c.values for c in ragged]), lengths)
-    rows = [row for c in flats for row in c.rows()]
-    return Flat(
-        torch.cat([row.reshape(-1) for row in rows]),
-        torch.tensor([row.numel() for row in rows]),
-        [row.shape for row in rows],
-    )
+    alike = all(c.shapes is None for c in ragged) and len({c.values.shape[1:] for c in ragged}) == 1
+    rows = [row for c in ragged for row in c.rows()]
+    chosen = [rows[i] for i in order]
+    if not alike:
+        counted = torch.tensor([row.numel() for row in chosen])
+        return Flat(torch.cat([row.reshape(-1) for row in chosen]), counted, [row.shape for row in chosen])
+    found = tuple(id(c.lengths) for c in flats)
+    lengths = shared.get(found) if all(c.lengths is not None for c in flats) else None
+    if lengths is None:
+        lengths = torch.cat([c.lengths for c in ragged if c.lengths is not None])[torch.tensor(order)]
+        shared[found] = lengths
+    return Flat(torch.cat(chosen), lengths)
 
 
 def columns_state(columns: Trajectories) -> dict[str, Any]:
@@ -866,13 +858,15 @@ def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
     >>> segment_sum(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 0, 1])).tolist()
     [3.0, 0.0, 4.0]
     """
-    flat = values.detach().reshape(-1).to(torch.float64).numpy()
+    flat = values.detach().reshape(-1)
+    flat = flat.numpy().view(np.uint8) if flat.dtype == torch.bool else flat.to(torch.float64).numpy()
     counts = lengths.numpy()
     filled = counts > 0
     out = np.zeros(len(counts))
     if filled.any():
         starts = np.cumsum(counts) - counts
-        out[filled] = np.add.reduceat(flat, starts[filled])
+        exact = np.int64 if flat.dtype == np.uint8 else None
+        out[filled] = np.add.reduceat(flat, starts[filled], dtype=exact)
     return torch.from_numpy(out)
 
 

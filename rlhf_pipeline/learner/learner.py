@@ -25,8 +25,8 @@ from rlhf_pipeline.learner.selection import StepLedger, UseCounts, sampler_of
 from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, write_tensors
 from rlhf_pipeline.losses.batch import LossBatch
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
-from rlhf_pipeline.policies._model_parts import rounding
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.model_parts import rounding
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.samplers import StoreView
 from rlhf_pipeline.replay.schema import column_name

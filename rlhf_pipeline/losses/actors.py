@@ -12,9 +12,9 @@ from torch import nn
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.functional.logprob import entropy_of
 from rlhf_pipeline.losses.batch import LossBatch, MaskingStrategy
-from rlhf_pipeline.policies._model_parts import refuse_other_directions, rounding
 from rlhf_pipeline.policies.adapters import actor_of, methods_are_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.model_parts import refuse_other_directions, rounding
 
 _PROBE_TOKENS = 8
 

@@ -11,7 +11,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.padding import Side
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
-from rlhf_pipeline.policies._batches import TokenBatch, prompt_lengths
+from rlhf_pipeline.policies.token_batches import TokenBatch, prompt_lengths
 
 __all__ = ["LossBatch", "MaskingStrategy", "read_batch"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.policies._model_parts import ModelParts
+from rlhf_pipeline.policies.model_parts import ModelParts
 
 
 class ScoringRows(NamedTuple):

@@ -13,8 +13,11 @@ from torch import distributions as D
 
 from rlhf_pipeline.data.padding import Side, pad_rows
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError, did_you_mean
-from rlhf_pipeline.policies._batches import Key, TokenBatch, leaf, pad_ids, pad_like, prompt_lengths, read_ids
-from rlhf_pipeline.policies._td_output import (
+from rlhf_pipeline.policies.chat import continued_prompt, decode_completion, encode_chat, encode_prompt
+from rlhf_pipeline.policies.containers import LLMWrapperBase, LogProbs, Masks, Tokens, _sub
+from rlhf_pipeline.policies.distribution import TokenDistribution
+from rlhf_pipeline.policies.engines.completions import RaggedCompletions
+from rlhf_pipeline.policies.td_output import (
     completion_row,
     grouped_rows,
     history_messages,
@@ -22,10 +25,7 @@ from rlhf_pipeline.policies._td_output import (
     repeated_rows,
     text_list,
 )
-from rlhf_pipeline.policies.chat import continued_prompt, decode_completion, encode_chat, encode_prompt
-from rlhf_pipeline.policies.containers import LLMWrapperBase, LogProbs, Masks, Tokens, _sub
-from rlhf_pipeline.policies.distribution import TokenDistribution
-from rlhf_pipeline.policies.engines.completions import RaggedCompletions
+from rlhf_pipeline.policies.token_batches import Key, TokenBatch, leaf, pad_ids, pad_like, prompt_lengths, read_ids
 
 _GENERATE_KWARGS = ("max_new_tokens", "temperature", "num_return_sequences", "do_sample", "seed")
 _ALIASES = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}

@@ -12,8 +12,15 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.functional.logprob import token_log_probs
-from rlhf_pipeline.policies._batches import Key
-from rlhf_pipeline.policies._loading import (
+from rlhf_pipeline.policies._packed_attention import same_attention_when_recomputed
+from rlhf_pipeline.policies._scoring import ScoringRows, token_states
+from rlhf_pipeline.policies._td_policy import TensorDictPolicy
+from rlhf_pipeline.policies.distribution import TokenDistribution
+from rlhf_pipeline.policies.encoding import tokenizer_with_template
+from rlhf_pipeline.policies.engines.completions import Completion, RaggedCompletions
+from rlhf_pipeline.policies.engines.protocol import Engine, Request, WeightRefresh
+from rlhf_pipeline.policies.engines.slots import SlotEngine
+from rlhf_pipeline.policies.loading import (
     as_dtype,
     as_id_tuple,
     end_token_ids,
@@ -23,16 +30,9 @@ from rlhf_pipeline.policies._loading import (
     quiet_progress,
     resolve_source,
 )
-from rlhf_pipeline.policies._model_parts import ModelParts, find_parts, set_recomputation, switch_recomputation
-from rlhf_pipeline.policies._packed_attention import same_attention_when_recomputed
-from rlhf_pipeline.policies._scoring import ScoringRows, token_states
-from rlhf_pipeline.policies._td_policy import TensorDictPolicy
-from rlhf_pipeline.policies.distribution import TokenDistribution
-from rlhf_pipeline.policies.encoding import tokenizer_with_template
-from rlhf_pipeline.policies.engines.completions import Completion, RaggedCompletions
-from rlhf_pipeline.policies.engines.protocol import Engine, Request, WeightRefresh
-from rlhf_pipeline.policies.engines.slots import SlotEngine
+from rlhf_pipeline.policies.model_parts import ModelParts, find_parts, set_recomputation, switch_recomputation
 from rlhf_pipeline.policies.packed import LayoutScorer
+from rlhf_pipeline.policies.token_batches import Key
 
 __all__ = ["CausalLMPolicy", "Completion", "RaggedCompletions", "ScoringRows"]
 

@@ -13,10 +13,10 @@ from torchrl.data.llm.history import _CHAT_TEMPLATES
 
 from rlhf_pipeline.data.padding import Side, pad_rows
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError
-from rlhf_pipeline.policies._batches import Key, pad_ids
-from rlhf_pipeline.policies._td_output import history_messages, text_list
 from rlhf_pipeline.policies.chat import encode_chat, encode_prompt, has_generation_markers
 from rlhf_pipeline.policies.containers import ChatHistory, Masks, Text, Tokens
+from rlhf_pipeline.policies.td_output import history_messages, text_list
+from rlhf_pipeline.policies.token_batches import Key, pad_ids
 
 __all__ = ["tokenizer_with_template", "with_tokens"]
 

@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
-from rlhf_pipeline.policies._loading import quiet_progress
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.loading import quiet_progress
 
 # The special tokens of Qwen2's chat models.
 PAD, EOS, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"

@@ -21,10 +21,10 @@ from torch import Tensor
 from rlhf_pipeline.data.padding import plan_batches
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.functional.logprob import token_log_probs
-from rlhf_pipeline.policies._model_parts import ModelParts, rounding
 from rlhf_pipeline.policies._packed_attention import ARGUMENT, PackedUnsupported, packed_rows_running
 from rlhf_pipeline.policies._packing import pack
 from rlhf_pipeline.policies._scoring import ScoringRows, predicting_rows, scored_positions
+from rlhf_pipeline.policies.model_parts import ModelParts, rounding
 
 __all__ = ["LAYOUTS", "Layout", "LayoutScorer", "MicroBatches", "check_layout", "plan_micro_batches"]
 

@@ -6,7 +6,8 @@ import hashlib
 import heapq
 import json
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, KL_COEF, LOG_PROBS, TASK_REWARD, Key
-from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, concat, concat_flat, segment_sum, spread, step_sum
+from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, concat, segment_sum, spread, step_sum
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.advantage import penalty_rounding
 
@@ -108,7 +109,7 @@ class Arrived:
         batch: their steps; on the path of language models every trajectory is one step. None where a store holds them.
         bounds: `k + 1` step offsets of the `k` trajectories.
         groups: the identity of each trajectory's group.
-        reward: the reward by step; None where a store holds the trajectories.
+        reward_key: where the steps have the reward.
         scores: of each trajectory.
         rows: int64 `[k]`, their ids in the store; None where they are in memory.
     """
@@ -116,7 +117,7 @@ class Arrived:
     batch: Trajectories | None
     bounds: list[int]
     groups: list[Hashable]
-    reward: Flat | None
+    reward_key: Key
     scores: Scores
     rows: Ints | None = None
 
@@ -129,8 +130,9 @@ class Arrived:
     @property
     def rewards(self) -> Flat:
         """The reward by step."""
-        assert self.reward is not None
-        return self.reward
+        reward = self.steps[self.reward_key]
+        assert isinstance(reward, Flat)
+        return reward
 
     def owners(self) -> Tensor:
         """The trajectory of each step, int64."""
@@ -156,15 +158,14 @@ class Arrived:
             None if self.batch is None else self.batch.select(steps),
             bounds,
             [self.groups[i] for i in trajectories],
-            None if self.reward is None else self.reward.select(steps),
+            self.reward_key,
             self.scores.take(index),
             None if self.rows is None else self.rows[index.numpy()],
         )
 
-    def stored(self, rows: Ints, *, keep_rewards: bool) -> None:
-        """Note that a store holds the trajectories, under these ids; one row each."""
-        self.batch, self.rows = None, rows
-        self.reward = self.reward if keep_rewards else None
+    def stored(self, rows: Ints) -> Arrived:
+        """The trajectories, which a store holds under these ids; one row each."""
+        return replace(self, batch=None, bounds=list(range(len(rows) + 1)), rows=rows)
 
 
 @dataclass(slots=True, eq=False)
@@ -488,17 +489,19 @@ def gather(members: Iterable[Member]) -> Arrived:
     if len(parts) == 1:
         return parts[0][0].take(parts[0][1])
     found = [arrived.take(taken) for arrived, taken in parts]
-    bounds = [0]
-    for part in found:
-        bounds += [bounds[-1] + end for end in part.bounds[1:]]
-    joined = Arrived(
-        concat([part.steps for part in found]),
-        bounds,
-        [group for part in found for group in part.groups],
-        concat_flat([part.rewards for part in found], [part.bounds[-1] for part in found]),
-        Scores.join([part.scores for part in found]),
+    sizes = [end - start for part in found for start, end in pairwise(part.bounds)]
+    groups = [group for part in found for group in part.groups]
+    steps: Sequence[int] = order
+    if max(sizes) > 1:
+        first = [0, *accumulate(sizes)]
+        steps = [step for i in order for step in range(first[i], first[i] + sizes[i])]
+    return Arrived(
+        concat([part.steps for part in found], steps),
+        [0, *accumulate(sizes[i] for i in order)],
+        [groups[i] for i in order],
+        found[0].reward_key,
+        Scores.join([part.scores for part in found]).take(torch.tensor(order)),
     )
-    return joined.take(order)
 
 
 def group_ids(column: Flat | Text, first: Sequence[int], key: Key, *, numbers: bool) -> list[Hashable]:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -336,7 +336,7 @@ class MCAdvantage(Transform):
             batch = some_steps_of(tensordict, self._needed())
             arrived = self._arrived(batch)
             if ROWS in batch:  # the rest is in the rows
-                for key in [key for key in batch if key not in (ROWS, ASSISTANT_MASK, PRIORITY)]:
+                for key in [key for key in batch if key not in (ROWS, ASSISTANT_MASK, PRIORITY, arrived.reward_key)]:
                     del batch[key]
             done = self._in_memory(arrived, self._now())
         if done is None:
@@ -401,12 +401,12 @@ class MCAdvantage(Transform):
         key, identity = self._identity(batch)
         groups = group_ids(identity, bounds[:-1], key, numbers=self._rows is not None)
         self._queue.unique = key == GROUP_ID
-        found = batch.get(self.rewards_key)
-        reward = found if isinstance(found, Flat) else batch.get(TASK_REWARD)
+        reward_key = self.rewards_key if isinstance(batch.get(self.rewards_key), Flat) else TASK_REWARD
+        reward = batch.get(reward_key)
         if not isinstance(reward, Flat):
             raise MissingKeyError(f"the batch has neither {self.rewards_key!r} nor {TASK_REWARD!r}, to rank by")
         scores = scores_of(batch, reward, bounds, self.trajectory_return, torch.finfo(self.scored_in).eps)
-        return Arrived(batch, bounds, groups, reward, scores)
+        return Arrived(batch, bounds, groups, reward_key, scores)
 
     def _identity(self, batch: Trajectories) -> tuple[Key, Any]:
         keys = (self.group_key,) if self.group_key is not None else (GROUP_ID, self.prompt_key)
@@ -796,9 +796,7 @@ class MCAdvantage(Transform):
             )
         if call.part is not None:
             late = rows[call.num_whole :]
-            kept = replace(call.part.take(range(call.num_whole, len(rows))), bounds=list(range(len(late) + 1)))
-            kept.stored(late, keep_rewards=self.trajectory_return is None)
-            repoint(call.waiting, kept)
+            repoint(call.waiting, call.part.take(range(call.num_whole, len(rows))).stored(late))
             self._held.update(late.tolist())
         if not call.closed and not call.failed:
             return []

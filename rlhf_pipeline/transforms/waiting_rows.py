@@ -21,6 +21,7 @@ from rlhf_pipeline.data.keys import (
     LEFT_OUT,
     RETURN,
     REWARD,
+    TASK_REWARD,
     WAITING,
     Key,
 )
@@ -110,7 +111,7 @@ class WaitingRows:
             batch=None,
             bounds=list(range(len(rows) + 1)),
             groups=read[WAITING].values.tolist(),
-            reward=None,
+            reward_key=TASK_REWARD,
             scores=with_penalty(read, returns, tokens, self.eps),
             rows=rows,
         )

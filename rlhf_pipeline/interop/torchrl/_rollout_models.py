@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.interop.torchrl._rollout_views import completion_lengths, end_aligned, start_aligned
 from rlhf_pipeline.interop.torchrl.wrappers import EnginePolicy, as_policy, is_torchrl_wrapper
-from rlhf_pipeline.policies._distortions import OFF, find_distortion
-from rlhf_pipeline.policies._loading import as_id_tuple, end_token_ids
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.distortions import OFF, find_distortion
+from rlhf_pipeline.policies.loading import as_id_tuple, end_token_ids
 
 _TOKENS_PER_PASS = 8192
 

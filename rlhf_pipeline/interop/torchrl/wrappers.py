@@ -28,14 +28,14 @@ from torchrl.modules.llm.policies.common import LLMWrapperBase as _TorchRLWrappe
 from torchrl.modules.llm.policies.transformers_wrapper import TransformersWrapper
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.policies._distortions import find_distortion
-from rlhf_pipeline.policies._loading import end_token_ids
-from rlhf_pipeline.policies._model_parts import find_parts
 from rlhf_pipeline.policies.adapters import methods_are_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.containers import LLMWrapperBase, Masks, Tokens
+from rlhf_pipeline.policies.distortions import find_distortion
 from rlhf_pipeline.policies.encoding import tokenizer_with_template
 from rlhf_pipeline.policies.engines.completions import RaggedCompletions
+from rlhf_pipeline.policies.loading import end_token_ids
+from rlhf_pipeline.policies.model_parts import find_parts
 
 __all__ = ["EnginePolicy", "WrapperAdapter", "as_policy", "is_torchrl_wrapper"]
 

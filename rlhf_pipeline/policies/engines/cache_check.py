@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.policies._model_parts import ModelParts, rounding
 from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, SlotCache
+from rlhf_pipeline.policies.model_parts import ModelParts, rounding
 
 WITHOUT_SLOTS = (
     "So `rlhf-pipeline run` cannot train it: name another model (policy.path). CausalLMPolicy still scores with "

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.policies._model_parts import ModelParts
 from rlhf_pipeline.policies.engines.cache_check import WITHOUT_SLOTS, verified_parts
 from rlhf_pipeline.policies.engines.completions import Int64Array, RaggedCompletions, collect
 from rlhf_pipeline.policies.engines.gate import Gate
@@ -36,6 +35,7 @@ from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh, Weig
 from rlhf_pipeline.policies.engines.sampling import sample_rows
 from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, SlotCache
 from rlhf_pipeline.policies.engines.uniforms import stream_keys, uniforms
+from rlhf_pipeline.policies.model_parts import ModelParts
 from rlhf_pipeline.policies.weights import load_weights
 
 __all__ = ["SlotEngine"]

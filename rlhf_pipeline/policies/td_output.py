@@ -9,8 +9,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_s
 from torchrl.data.llm import History
 
 from rlhf_pipeline.data.padding import length_mask, pad_rows
-from rlhf_pipeline.policies._batches import Key
 from rlhf_pipeline.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from rlhf_pipeline.policies.token_batches import Key
 
 
 def repeated_rows(td: TensorDictBase, members: int) -> TensorDictBase:
