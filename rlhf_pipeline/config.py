@@ -113,12 +113,12 @@ class Collect(Settings):
     max_new_tokens: int = setting(
         64,
         min=1,
-        help="Tokens of a completion at most; a longer one is cut off and ends with `length`.",
+        help="The most tokens of a completion; a longer one is cut off and ends with `length`.",
     )
     temperature: float = setting(
         1.0,
         above=0,
-        help="Of sampling. The behaviour log-probs are those at this temperature.",
+        help="Sampling temperature. The behaviour log-probs are those at this temperature.",
     )
     num_slots: int = setting(64, min=1, help="Completions that are generated side by side.")
     engine: str = setting(
@@ -137,7 +137,7 @@ class Collect(Settings):
         0,
         min=0,
         help="Of a collector beside a learner: sampled tokens of each slot after which it looks for newer weights "
-        "and goes on with them, in the middle of completions; 0 takes them up between rollouts only. The "
+        "and continues with them, in the middle of completions; 0 takes them up between rollouts only. The "
         "log-probs stay those of the weights that sampled each token; the prompt and what was sampled before "
         "are computed again with the new ones. Another engine than `slots` looks twice a second.",
     )
@@ -297,18 +297,18 @@ class Replay(Settings):
     weights: tuple[float, ...] = setting(
         (),
         above=0,
-        help="Of each batch, how much comes from each store; none given draws from all as from one.",
+        help="Of each batch, how much comes from each store; without weights all are drawn from as one.",
     )
     filters: tuple[str, ...] = setting(
         (),
-        help="Conditions that all trajectories meet: `reward>=0.5`, `version<100`, `num_tokens<=512`, "
+        help="Conditions that a trajectory must meet: `reward>=0.5`, `version<100`, `num_tokens<=512`, "
         "`date>=2026-01-31`.",
     )
     epochs: float | None = setting(
         None,
         above=0,
-        help="Stop when the steps have used as many trajectories as `epochs` times those there are; None is up to "
-        "`learn.steps`.",
+        help="Stop when the steps have used `epochs` times as many trajectories as were gathered; None goes by "
+        "`learn.steps` alone.",
     )
     recorded_order: bool = setting(
         False,
@@ -420,7 +420,7 @@ class GRPO(Settings):
 class Learn(Settings):
     """The optimizer and the loop."""
 
-    steps: int = setting(100, min=1, help="Optimizer steps at most.")
+    steps: int = setting(100, min=1, help="The most optimizer steps.")
     updates_per_rollout: int = setting(
         1,
         min=1,
@@ -514,7 +514,7 @@ class Learn(Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline(Settings):
-    """One training run, whole: policy, prompts, reward, write path, buffer, loss and loop."""
+    """One whole training run: policy, prompts, reward, write path, buffer, loss and loop."""
 
     name: str = setting(help="What the run is called in its output.")
     policy: TinyPolicy | PretrainedPolicy = setting(help="The model: made from scratch, or from a checkpoint.")
@@ -525,7 +525,7 @@ class Pipeline(Settings):
         "Not needed with `replay`.",
     )
     description: str = setting("", help="One line for `rlhf-pipeline list`.")
-    needs: str = setting("nothing", help="What must be there first, one phrase for `rlhf-pipeline list`.")
+    needs: str = setting("nothing", help="What must exist first, one phrase for `rlhf-pipeline list`.")
     collect: Collect = setting(factory=Collect, help="How completions are sampled.")
     write: WritePath = setting(factory=WritePath, help="What happens before a trajectory is stored.")
     buffer: Buffer = setting(factory=Buffer, help="Where trajectories live.")

@@ -34,7 +34,7 @@ examples:
   rlhf-pipeline collect --run runs/mine                  in a third: one more collector
 
 `rlhf-pipeline run long_running --collectors 2` starts all of them and keeps them alive.
-Exit code 3: a failure that a retry may not have (the reward function, the disk)."""
+Exit code 3: a failure that a retry may overcome (the reward function, the disk)."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ examples:
   rlhf-pipeline learn --run runs/mine                    definition and seed are the recorded ones
   rlhf-pipeline learn --run runs/mine --steps 5000       go on with a run that has ended
 
-Exit code 3: a failure that a retry may not have (the disk, a live learner)."""
+Exit code 3: a failure that a retry may overcome (the disk, a live learner)."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

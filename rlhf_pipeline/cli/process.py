@@ -17,7 +17,7 @@ from rlhf_pipeline.report.words import count
 from rlhf_pipeline.run.signals import STOPPING
 
 TRY_AGAIN: Final = 3
-"""The exit code of `collect` and `learn` after a failure that a retry may not have: a full disk, a reward service."""
+"""The exit code of `collect` and `learn` after a failure that a retry may overcome: a full disk, a reward service."""
 
 
 def view_of_stdout(log_name: str = "log.txt") -> RunView:

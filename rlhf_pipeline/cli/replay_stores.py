@@ -176,7 +176,7 @@ def _what_was_changed(run: RunFolder, plan: Plan) -> str | None:
         for name in {**before, **now}
         if not name.startswith("replay.") and name != "learn.steps" and before.get(name) != now.get(name)
     ]
-    return f"that is no wonder: {', '.join(changed)} is not as it was." if changed else None
+    return f"a difference is expected: {', '.join(changed)} has changed." if changed else None
 
 
 def _why_not_exact(run: RunFolder) -> str | None:
