@@ -90,8 +90,8 @@ class Cost:
         return f"{self.seconds:.2f} s {self.memory / 1e6:.0f} MB"
 
 
-def cost(*command: object, codes: tuple[int, ...] = (0,), tries: int = 2) -> Cost:
-    """Run a command some times; its least costs."""
+def cost(*command: object, codes: tuple[int, ...] = (0,), tries: int = 1) -> Cost:
+    """Run a command `tries` times; its least costs."""
     found: list[Cost] = []
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'storage'}"}
     for _ in range(tries):
@@ -109,11 +109,6 @@ def cost(*command: object, codes: tuple[int, ...] = (0,), tries: int = 2) -> Cos
 def rlhf(*words: object, **options: Any) -> Cost:
     """Run `rlhf-pipeline WORDS`."""
     return cost(sys.executable, "-m", "rlhf_pipeline", *words, **options)
-
-
-def python(code: str, *words: object) -> Cost:
-    """Run a program."""
-    return cost(sys.executable, "-c", code, *words)
 
 
 def prolonged(source: Path, folder: Path, steps: int) -> Path:
@@ -185,21 +180,21 @@ def _prolong_rollouts(run: RunFolder, steps: int) -> None:
 
 def flat_costs(run: Path, steps: int) -> Iterator[tuple[str, Cost]]:
     """What shall not grow with the run."""
-    yield "tail -n 3", rlhf("tail", run, "-n", "3")
-    yield "show --last 2", rlhf("show", run, "--last", "2")
-    yield "show --step", rlhf("show", run, "--step", steps - 1)
-    yield "supervisor, start", python(SUPERVISOR, run, steps)
+    yield "tail -n 3", rlhf("tail", run, "-n", "3", tries=2)
+    yield "show --last 2", rlhf("show", run, "--last", "2", tries=2)
+    yield "show --step", rlhf("show", run, "--step", steps - 1, tries=2)
+    yield "supervisor, start", cost(sys.executable, "-c", SUPERVISOR, run, steps, tries=2)
 
 
 def resumed(run: Path, steps: int) -> Cost:
-    """Go on for a step in one process; the second time there is nothing left to do, which is the cost of starting."""
+    """Go on for a step in one process."""
     return rlhf("run", "--resume", "--out", run, "--steps", steps + 1)
 
 
 def linear_costs(run: Path) -> Iterator[tuple[str, Cost]]:
     """What reads everything; the rewards of these made-up runs do not agree."""
-    yield "inspect", rlhf("inspect", run, codes=(0, 1), tries=1)
-    yield "verify", rlhf("verify", run, tries=1)
+    yield "inspect", rlhf("inspect", run, codes=(0, 1))
+    yield "verify", rlhf("verify", run)
 
 
 def made(source: str, folder: Path, *more: str) -> Path:
@@ -228,7 +223,7 @@ def main(arguments: Sequence[str]) -> int:
             for what in ("learn", "collect"):
                 if what == "collect":  # with the weights that the learner has published
                     shutil.rmtree(run / "claims", ignore_errors=True)
-                table.setdefault(f"{what}, start", []).append(python(PROCESS, run, what))
+                table.setdefault(f"{what}, start", []).append(cost(sys.executable, "-c", PROCESS, run, what))
             shutil.rmtree(run)
     print(f"{'':<20}" + "".join(f"{steps:>20,}" for steps in args.steps) + f"{'time x':>10}{'memory x':>10}")
     missed = 0

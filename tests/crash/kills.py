@@ -95,7 +95,7 @@ class Children:
 
     def __init__(self, seed: int = 0) -> None:
         self.rng = random.Random(seed)
-        self.num_kills = 0
+        self.num_kills = self.num_judged = 0
         self._context = multiprocessing.get_context("fork")
 
     def start(self, act: Act, run_dir: Path, at: int = 0) -> tuple[BaseProcess, Connection]:
@@ -449,6 +449,9 @@ def _judge_at(children: Children, run_dir: Path, judge: Callable[[Path], Iterato
     except AssertionError as error:
         raise AssertionError(f"killed at {at}: {error}") from error
     shutil.rmtree(run_dir)
+    children.num_judged += 1
+    if children.num_judged % 20 == 0:
+        sys.stderr.write(f"{children.num_judged} calls, the last {at}\n")
 
 
 def learning(run_dir: Path) -> int:
@@ -499,10 +502,10 @@ def sweep_several(children: Children, folder: Path, few: int | None) -> str:
                 if not told.poll(0.02):
                     continue
                 said = children.end(process, told)
-                if said is None:
-                    again = children.rng.randint(1, 2 * at) if at % 2 or few is None else 0
-                    at = 0  # the third life is left alone
-                    alive[name] = children.start(acts[name], run_dir, again if name == role else 0)
+                if said is None:  # its second life may be cut short as well, its third is left alone
+                    again = children.rng.randint(1, 2 * at) if at and (at % 2 or few is None) else 0
+                    at = 0
+                    alive[name] = children.start(acts[name], run_dir, again)
                 else:
                     calls[name] = said[0]
                     del alive[name]

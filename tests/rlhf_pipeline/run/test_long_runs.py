@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,16 +31,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return {steps: prolonged(first, first.with_name(str(steps)), steps) for steps in (SHORT, LONG)}
 
 
-def assert_flat(short: Cost, long: Cost) -> None:
-    assert long.seconds <= GROWTH * short.seconds, (short, long)
-    assert long.memory <= GROWTH * short.memory, (short, long)
+def assert_flat(measure: Callable[[int], dict[str, Cost]]) -> dict[str, Cost]:
+    """Compare short and long; once more where they differ, as a neighbour on the same core costs time, too."""
+    for attempt in (1, 2):
+        short, long = measure(SHORT), measure(LONG)
+        grown = {
+            what: (short[what], long[what])
+            for what in short
+            if long[what].seconds > GROWTH * short[what].seconds or long[what].memory > GROWTH * short[what].memory
+        }
+        if not grown:
+            return long
+        assert attempt == 1, grown
+    raise AssertionError
 
 
 def test_looking_at_the_newest_and_starting_cost_the_same(runs):
     """`tail`, `show` of a step and of the newest trajectories, and what a supervisor does before its first child."""
-    short, long = (dict(flat_costs(runs[steps], steps)) for steps in (SHORT, LONG))
-    for what in short:
-        assert_flat(short[what], long[what])
+    long = assert_flat(lambda steps: dict(flat_costs(runs[steps], steps)))
     assert long["supervisor, start"].memory < 120e6
 
 
@@ -50,6 +59,6 @@ def test_reading_everything_streams(runs):
 
 
 def test_going_on_costs_the_same(runs):
-    """A resume in one process: the checks, the checkpoint, a rollout and a step."""
-    assert_flat(*(resumed(runs[steps], steps) for steps in (SHORT, LONG)))
+    """A resume in one process: the checks, the checkpoint, and in the first a rollout and a step."""
+    assert_flat(lambda steps: {"resume": resumed(runs[steps], steps)})
     assert RunFolder(runs[LONG]).metrics.last_step == LONG + 1
