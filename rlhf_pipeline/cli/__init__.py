@@ -68,7 +68,7 @@ def _message(error: Exception) -> str | None:
     store = sys.modules.get("trajectory_store")
     if isinstance(error, PipelineError) or (store is not None and isinstance(error, store.StoreError)):
         return str(error)
-    if isinstance(error, MemoryError):
+    if _lacks_memory(error):
         return (
             "there is not enough memory. Lower learn.token_budget, collect.num_slots or collect.prompts_per_rollout, "
             "or raise the limit of this process (`ulimit -v`, the container's). What was acknowledged is kept: a run "
@@ -82,3 +82,11 @@ def _message(error: Exception) -> str | None:
     if not isinstance(error, OSError) or error.strerror is None or error.filename is None:
         return None
     return f"{os.fsdecode(error.filename)}: {error.strerror}. (--debug shows where.)"
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether memory ran out: Python's own error, or how torch and C++ libraries say it."""
+    said = ("can't allocate memory", "out of memory", "bad_alloc")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+    )

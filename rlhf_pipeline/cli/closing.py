@@ -7,7 +7,6 @@ import shutil
 
 from rlhf_pipeline.cli.plan import Plan
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.report.replayed import sources_of
 from rlhf_pipeline.report.words import count, duration, number
 from rlhf_pipeline.run.events import RunFinished
 from rlhf_pipeline.run.folder import RunFolder
@@ -57,7 +56,8 @@ def replay_sentence(finished: RunFinished, run: RunFolder, *, resumed: bool = Fa
     since = " since it was resumed" if resumed else ""
     why = "stopped and saved: " if finished.reason == "interrupted" else ""
     steps = f"{count(finished.steps, 'step')} ({duration(finished.seconds)}{since})"
-    there = f"{count(finished.num_trajectories, 'trajectory')} of {count(len(sources_of(finished.run_dir)), 'store')}"
+    stores = len((run.chosen() or {}).get("sources", ()))
+    there = f"{count(finished.num_trajectories, 'trajectory')} of {count(stores, 'store')}"
     uses = sum(len(row["row_ids"]) for row in run.ledger) / max(finished.num_trajectories, 1)
     return f"{why}{steps} on {there}; {uses:.2f} uses of each"
 

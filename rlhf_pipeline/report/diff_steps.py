@@ -10,7 +10,8 @@ from typing import Any
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rows import Row, StepRows
 
-_STEP_VALUES = (("loss", "loss"), ("task_reward", "reward"), ("grad_norm", "gradient norm"))
+STEP_VALUES = {"loss": "loss", "task_reward": "reward", "grad_norm": "gradient norm"}
+"""The figures of a step that tell whether it was the same, each with its name in words."""
 _NOT_COMPARED = frozenset({"format", "overrides"})  # what the overrides do is in the pipeline
 
 
@@ -81,12 +82,12 @@ def compare_steps(left: RunFolder, right: RunFolder) -> StepsDifference:
     """
     found = StepsDifference()
     batch = _Differing("batch")
-    for step, mine, theirs in _joined(left.ledger, right.ledger):
+    for step, mine, theirs in joined(left.ledger, right.ledger):
         if mine is not None and theirs is not None:
             sizes = len(mine.get("row_ids", ())), len(theirs.get("row_ids", ()))
             batch.note(step, *sizes, differs=_batch(mine, theirs) != _batch(theirs, mine))
-    values = {name: _Differing(what) for name, what in _STEP_VALUES}
-    for step, mine, theirs in _joined(left.metrics, right.metrics):
+    values = {name: _Differing(what) for name, what in STEP_VALUES.items()}
+    for step, mine, theirs in joined(left.metrics, right.metrics):
         if mine is None:
             found.only_right = _extended(found.only_right, step)
         elif theirs is None:
@@ -132,7 +133,7 @@ def _extended(span: tuple[int, int, int] | None, step: int) -> tuple[int, int, i
     return (step, step, 1) if span is None else (span[0], step, span[2] + 1)
 
 
-def _joined(left: StepRows, right: StepRows) -> Iterator[tuple[int, Row | None, Row | None]]:
+def joined(left: StepRows, right: StepRows) -> Iterator[tuple[int, Row | None, Row | None]]:
     """Yield the rows of two files by step, None for a side that lacks it."""
     mine, theirs = iter(left), iter(right)
     a, b = next(mine, None), next(theirs, None)

@@ -1,25 +1,13 @@
-"""Runs that learned from stores: what they gathered, and whether they reproduced the run that filled the store."""
+"""Whether a run over the store of another one has reproduced that one's steps."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from rlhf_pipeline.report.diff_steps import STEP_VALUES, joined
 from rlhf_pipeline.run.checkpoint import list_checkpoints
 from rlhf_pipeline.run.folder import RunFolder
-
-_COMPARED = ("loss", "task_reward", "grad_norm")
-
-
-def sources_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return a run's record of each store that it learned from; empty for a run that collected.
-
-    Each has `path`, `num_stored`, `num_chosen` and `num_ungraded`.
-    """
-    file = RunFolder(run_dir).choice_file
-    return json.loads(file.read_text(encoding="utf-8"))["sources"] if file.is_file() else []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,31 +44,27 @@ def compare(run: RunFolder, replay: RunFolder) -> Comparison:
     Where the run dropped groups without spread, its store does not tell the mean reward, which is then not compared.
     """
     dropped = run.config.pipeline.get("write", {}).get("zero_variance") == "drop"
-    compared = [name for name in _COMPARED if not (dropped and name == "task_reward")]
+    compared = [name for name in STEP_VALUES if not (dropped and name == "task_reward")]
     num, missing, largest = 0, 0, 0.0
     different: list[tuple[int, str]] = []
-    again = iter(replay.metrics)
-    other = next(again, None)
-    for row in run.metrics:
-        while other is not None and other["step"] < row["step"]:
-            other = next(again, None)
-        if other is None or other["step"] != row["step"]:
-            missing += 1
+    for step, row, other in joined(run.metrics, replay.metrics):
+        if row is None or other is None:
+            missing += other is None
             continue
         num += 1
-        different += [(row["step"], name) for name in compared if row.get(name) != other.get(name)][:1]
+        different += [(step, name) for name in compared if row.get(name) != other.get(name)][:1]
         old, new = row.get("loss"), other.get("loss")
         if old is not None and new is not None and old != new:
             largest = max(largest, abs(old - new) / max(abs(old), abs(new)))
-    step, same = _compare_weights(run.checkpoints, replay.checkpoints)
+    weights_step, same_weights = _compare_weights(run.checkpoints, replay.checkpoints)
     return Comparison(
         num_steps=num,
         num_missing=missing,
         different=different[0] if different else None,
         num_different=len(different),
         largest=largest,
-        weights_step=step,
-        same_weights=same,
+        weights_step=weights_step,
+        same_weights=same_weights,
     )
 
 

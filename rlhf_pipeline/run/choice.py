@@ -104,7 +104,7 @@ class Choice:
     @classmethod
     def load(cls, run: RunFolder) -> Choice | None:
         """Read what `save` wrote; None where nothing was chosen yet."""
-        state = read_state(run)
+        state = run.chosen()
         if state is None:
             return None
         table = np.load(run.choice_table, allow_pickle=False)
@@ -118,19 +118,14 @@ class Choice:
         )
 
 
-def read_state(run: RunFolder) -> dict[str, Any] | None:
-    """Return what `gather.json` says, or None where it is not there."""
-    return json.loads(run.choice_file.read_bytes()) if run.has_chosen else None
-
-
 def mark_gathered(run: RunFolder, counts: dict[str, int]) -> None:
     """Write down that every chosen trajectory is in the run's store."""
-    _write_state(run, {**(read_state(run) or {}), "gathered": counts})
+    _write_state(run, {**(run.chosen() or {}), "gathered": counts})
 
 
 def gathered(run: RunFolder) -> dict[str, int] | None:
     """Return what `mark_gathered` wrote down, or None while gathering is not finished."""
-    return (read_state(run) or {}).get("gathered")
+    return (run.chosen() or {}).get("gathered")
 
 
 def _write_state(run: RunFolder, state: dict[str, Any]) -> None:

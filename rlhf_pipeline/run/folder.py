@@ -195,6 +195,10 @@ class RunFolder:
         """Whether a run over stores has written down what it learns from; it does not choose again."""
         return self.choice_file.is_file()
 
+    def chosen(self) -> dict[str, Any] | None:
+        """Return what a run over stores has written down about what it learns from; None where it has not."""
+        return json.loads(self.choice_file.read_bytes()) if self.has_chosen else None
+
     @property
     def is_of_several(self) -> bool:
         """Whether the run is one of several processes: the rollouts that its collectors stored are counted."""
@@ -358,9 +362,7 @@ class RunFolder:
 
     def _gathered(self) -> int:
         """Return how many trajectories a run over stores has copied; 0 before it has copied them all."""
-        if not self.has_chosen:
-            return 0
-        counts = json.loads(self.choice_file.read_bytes()).get("gathered") or {}
+        counts = (self.chosen() or {}).get("gathered") or {}
         return int(counts.get("trajectories", 0))
 
     # Its record

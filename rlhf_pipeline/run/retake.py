@@ -20,7 +20,7 @@ from rlhf_pipeline.run.batches import Batches
 from rlhf_pipeline.run.build import build_learner, build_policy
 from rlhf_pipeline.run.checkpoint import list_checkpoints, load_checkpoint, step_of
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.rows import Row, StepRows
+from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import MissingRowError, TrajectoryStore
 
 _OWN_FIELDS = frozenset({"step", "row_ids", "trajectory_ids", "watermark", "seed", "ages", "ess"})
@@ -155,7 +155,7 @@ def retake(pipeline: Pipeline, plan: RerunPlan, *, run_dir: Path, seed: int, dev
         load_checkpoint(plan.checkpoint, learner)
         batches = _batches(pipeline, storage.store, seed)
         for step in range(plan.start + 1, plan.last + 1):
-            row, line = _known(plan.ledger, step), _known(plan.metrics, step)
+            row, line = plan.ledger.known(step), plan.metrics.known(step)
             rows = np.asarray(row["row_ids"], dtype=np.int64)
             try:
                 problem = _batch_problem(learner, storage.store, row, rows) or _drawn_problem(batches, step, rows)
@@ -179,13 +179,6 @@ def retake(pipeline: Pipeline, plan: RerunPlan, *, run_dir: Path, seed: int, dev
                 )
     finally:
         storage.close()
-
-
-def _known(rows: StepRows, step: int) -> Row:
-    row = rows.of_step(step)
-    if row is None:
-        raise DataError(f"{rows.path} has no row of step {step}. Restore it from a copy.")
-    return row
 
 
 def _batch_problem(learner: Learner, store: TrajectoryStore, row: Mapping[str, Any], rows: np.ndarray) -> str | None:

@@ -144,6 +144,17 @@ class StepRows(Sequence[Row]):
         place = self.place_of(step)
         return None if place is None else self[place]
 
+    def known(self, step: int) -> Row:
+        """Return the row of a step that must be there.
+
+        Raises:
+            DataError: it is not.
+        """
+        row = self.of_step(step)
+        if row is None:
+            raise DataError(f"{self.path} has no row of step {step}. Restore it from a copy.")
+        return row
+
     def place_of(self, step: int) -> int | None:
         """Return the place of a step's row, or None."""
         place = self._first_from(step)

@@ -354,9 +354,7 @@ class RecordedLedger(_Stored):
 
     def next(self, step: int, stop: StopRequest) -> Batch | None:
         """Take what the ledger names; the reward is that of the rollout that the step begins with."""
-        recorded = self._recorded.of_step(step)
-        if recorded is None:
-            raise DataError(f"{self._recorded.path} has no row of step {step}. Restore it from a copy.")
+        recorded = self._recorded.known(step)
         wanted = np.asarray(recorded["row_ids"], np.int64)
         at = np.searchsorted(self._rows, wanted)
         known = self._rows[np.minimum(at, len(self._rows) - 1)] == wanted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,6 +144,21 @@ def test_debug_shows_the_traceback(tmp_path: Path):
 
     with pytest.raises(DefinitionError):
         main(["run", "copy_digit", "--debug"])
+
+
+def test_too_little_memory_is_one_sentence(cli: Cli, tmp_path: Path):
+    """A model that does not fit is said in one line, however the library says it, and no folder is made."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (4 << 30), before[1]))
+    try:
+        shown = cli("run", "copy_digits", "--set", "policy.hidden_size=65536", "--set", "policy.num_layers=1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert shown.code == 2
+    assert "there is not enough memory" in shown.err
+    assert len(shown.err.splitlines()) == 1
+    assert not Path("runs").exists()
 
 
 def test_resume_takes_what_was_recorded():

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -193,38 +194,59 @@ def test_the_program_of_the_page_runs_on_two_processes(tmp_path, store):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_command_runs_on_two_processes_and_resumes(tmp_path):
-    """`torchrun ... -m rlhf_pipeline run`: the curve of one process, stopped and resumed with sharded checkpoints."""
+def test_the_command_runs_on_two_processes_is_killed_and_resumes(tmp_path):
+    """`torchrun ... -m rlhf_pipeline run` has the curve of one process; once torchrun is killed its processes save."""
     sizes = (
         "collect.group_size=4",
         "collect.prompts_per_rollout=4",
         "learn.token_budget=64",
         "learn.checkpoint_every=2",
+        "learn.stop_at_reward=none",
     )
     options = ["copy_digits", *(word for size in sizes for word in ("--set", size))]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = ["-m", "rlhf_pipeline", "run"]
+    assert main(["run", *options, "--steps", "4", "--out", str(tmp_path / "one")]) == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "rlhf_pipeline", "run", "--out", "two"]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "storage")])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    for arguments in (
-        [*command, *options, "--steps", "4", "--out", "one"],
-        [*torchrun, *command, *options, "--steps", "3", "--out", "two"],
-        [*torchrun, *command, "--resume", "--steps", "4", "--out", "two"],
-    ):
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
+    run = RunFolder(tmp_path / "two")
+    with (tmp_path / "out").open("w") as out:
+        killed = subprocess.Popen(
+            [*command, *options, "--steps", "100000"], cwd=tmp_path, env=environment, stdout=out, stderr=out
         )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("written:") == 1  # one process speaks
+        while len(read_rows(run.metrics_file)) < 4 and killed.poll() is None:
+            time.sleep(0.1)
+        ranks = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
+        assert len(ranks) == 2, (tmp_path / "out").read_text()
+        killed.kill()
+        killed.wait()
+    while any(is_running(rank) for rank in ranks):
+        time.sleep(0.1)
+    steps = len(read_rows(run.metrics_file))
+    assert (run.checkpoints / f"step-{steps:08d}").is_dir(), (tmp_path / "out").read_text()
+    done = subprocess.run(
+        [*command, "--resume", "--steps", str(steps + 1)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("written:") == 1  # one process speaks
     one, two = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     names = ("loss", "grad_norm", "task_reward", "num_trajectories", "num_tokens")
     assert_same_curve(
-        [{name: row[name] for name in names} for row in two], [{n: row[n] for n in names} for row in one], 1e-5
+        [{name: row[name] for name in names} for row in two[:4]], [{n: row[n] for n in names} for row in one], 1e-5
     )
-    assert [row["step"] for row in read_rows(tmp_path / "two" / "ledger.jsonl")] == [1, 2, 3, 4]
+    assert [row["step"] for row in read_rows(tmp_path / "two" / "ledger.jsonl")] == list(range(1, steps + 2))
     assert [finding.text for finding in check_run(RunFolder.open(tmp_path / "two")) if not finding.ok] == []
-    assert [(row["processes"], other["processes"]) for row, other in zip(one, two, strict=True)] == [(1, 2)] * 4
-    assert main(["replay", str(tmp_path / "two"), "--from-step", "4"]) == 0  # in one process, up to rounding
+    assert {row["processes"] for row in two} == {2}
+    assert main(["replay", str(tmp_path / "two"), "--from-step", str(steps + 1)]) == 0  # in one, up to rounding
+
+
+def is_running(pid: str) -> bool:
+    """Return True while a process does something; one that has ended and waits for its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_shares_cover_every_micro_batch_once():
