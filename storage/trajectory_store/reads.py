@@ -34,13 +34,14 @@ COLD_BATCHES = 8
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S", bound="StoreReads")
 
 
-def _following(read: Callable[Concatenate[StoreReads, P], R]) -> Callable[Concatenate[StoreReads, P], R]:
+def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Read again where a segment left in between, until the catalog stands still: merged rows have a new place."""
 
     @functools.wraps(read)
-    def wrapper(self: StoreReads, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapper(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         looks = 0
         while True:
             number = self.catalog_number
@@ -116,7 +117,7 @@ class StoreReads:
         limit = self._root.max_trajectories
         return total if limit is None else min(total, limit)
 
-    @_following
+    @following
     def snapshot(self) -> Snapshot:
         """Name the rows and updates that this reader sees now, for any reader at any later time.
 
@@ -133,7 +134,7 @@ class StoreReads:
         self._check_open()
         return StoreReads(self.path, self._root, self._catalog, {-1: 0, **snapshot.updates})
 
-    @_following
+    @following
     def ids(self, snapshot: Snapshot | None = None) -> Int64Array:
         """`[len(self)]` int64, read-only: the ids in the order of arrival, the same for every reader.
 
@@ -199,7 +200,7 @@ class StoreReads:
 
     # Reading
 
-    @_following
+    @following
     def read(self, ids: Ids, columns: Columns = None) -> dict[str, Any]:
         """Read trajectories as they are.
 
@@ -225,12 +226,12 @@ class StoreReads:
                 out[column.name] = gather.scalars(column)
         return out
 
-    @_following
+    @following
     def read_batch(self, ids: Ids, schema: Schema | None = None) -> Batch:
         """Read whole rows in the form in which they are written, later values folded in."""
         return read_batch(self._gather(ids), schema or self.schema)
 
-    @_following
+    @following
     def read_ragged(self, column: str, ids: Ids | None = None) -> RaggedArray:
         """Read a ragged column in one flat array; None for all trajectories in the order of arrival."""
         found = self._ragged_column(column)
@@ -238,7 +239,7 @@ class StoreReads:
             raise SchemaError(f"column '{column}' is text; use read().")
         return self._gather(self.ids() if ids is None else ids).ragged(found)
 
-    @_following
+    @following
     def read_padded(
         self,
         ids: Ids,
@@ -300,7 +301,7 @@ class StoreReads:
             self._note_reads()
         return result | lengths
 
-    @_following
+    @following
     def read_scalars(self, column: str, ids: Ids | None = None) -> npt.NDArray[Any]:
         """Read one scalar column.
 
@@ -319,7 +320,7 @@ class StoreReads:
         gather = self._gather(self.ids() if ids is None else ids)
         return np.array(gather.text(found), dtype=object) if found.is_text else gather.scalars(found)
 
-    @_following
+    @following
     def lengths(self, column: str, ids: Ids | None = None) -> Int64Array:
         """`[B]` int64: the length of each row of a ragged column (UTF-8 bytes for text)."""
         found = self._ragged_column(column)
@@ -329,7 +330,7 @@ class StoreReads:
                 return lengths
         return self._gather(self.ids() if ids is None else ids).lengths(found)
 
-    @_following
+    @following
     def present(self, column: str, ids: Ids | None = None) -> npt.NDArray[np.bool_]:
         """`[B]` bool: whether a value was given, at the append or by an update, and not filled in."""
         self._check_open()

@@ -235,9 +235,9 @@ class Segment(ABC):
             return self.meta.created_ns, self.meta.created_ns
         return int(times.min()), int(times.max())
 
+    @abstractmethod
     def newest_ns(self) -> int:
-        """The time of the newest commit seen."""
-        return self.time_span()[1] if self.rows else 0
+        """The time of the newest commit seen; of a merged segment the catalog has a later one."""
 
 
 class LocalSegment(Segment):
@@ -331,7 +331,7 @@ class LocalSegment(Segment):
 
     def newest_ns(self) -> int:
         """The time of the newest commit seen."""
-        return super().newest_ns() if self.meta.merged else self._last_time
+        return self._last_time
 
     def time_span(self) -> tuple[int, int]:
         """The times of the first and the last commit; of a finished segment they are looked up once."""

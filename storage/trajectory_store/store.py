@@ -22,7 +22,7 @@ from trajectory_store.maps import Io
 from trajectory_store.medium import Medium
 from trajectory_store.memmap import Memmap, create_folder
 from trajectory_store.ragged import Int64Array
-from trajectory_store.reads import Ids, StoreReads, as_ids
+from trajectory_store.reads import Ids, StoreReads, as_ids, following
 from trajectory_store.root import Root, read_root
 from trajectory_store.schema import Column, Schema
 from trajectory_store.upkeep import Background, CompactReport, compact, evict
@@ -297,19 +297,13 @@ class TrajectoryStore(StoreReads):
             raise BatchError("update needs at least one column, for example update(ids, advantage=values).")
         wanted = as_ids(ids)
         self._catalog.refresh()
-        names = tuple(c.name for c in self.schema if c.name in values)
         for name in values:
             _ = self.schema[name]
+        names = tuple(c.name for c in self.schema if c.name in values)
         schema = self.schema.only(names)
-        gather = Gather(self._catalog, wanted, {})
-        given = {name: _for_all(schema[name], values[name], len(wanted)) for name in names}
-        batch = prepare(schema, given, len(wanted))
-        for column in schema:
-            if column.axis is not None and len(self.schema.axes[column.axis]) > 1:
-                _same_lengths(column, batch.lengths[column.axis], gather.base_lengths(column.axis))
+        batch = self._update_batch(schema, wanted, values)
         if not len(wanted):
             return
-        batch.extra = {TARGET: np.ascontiguousarray(wanted)}
         stream = self._update_streams.get(names)
         if stream is None:
             stream = self._update_streams[names] = Stream(self._catalog, self._root, "update", self.durability)
@@ -318,6 +312,18 @@ class TrajectoryStore(StoreReads):
         self._catalog.refresh_segment(ordinal)
         if ordinal != known:
             self._tidy()
+
+    @following
+    def _update_batch(self, schema: Schema, ids: Int64Array, values: Mapping[str, Any]) -> Batch:
+        """The rows of an update, checked against those that they belong to."""
+        gather = Gather(self._catalog, ids, {})
+        given = {column.name: _for_all(column, values[column.name], len(ids)) for column in schema}
+        batch = prepare(schema, given, len(ids))
+        for column in schema:
+            if column.axis is not None and len(self.schema.axes[column.axis]) > 1:
+                _same_lengths(column, batch.lengths[column.axis], gather.base_lengths(column.axis))
+        batch.extra = {TARGET: np.ascontiguousarray(ids)}
+        return batch
 
     def _tidy(self) -> None:
         """After a new segment was begun: what the limits no longer cover goes, and small segments are merged.

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from trajectory_store import Column, MissingRowError, Schema, StoreError, TrajectoryStore
+from trajectory_store.catalog import Catalog
 from trajectory_store.memmap import LocalWriter, Memmap
 from trajectory_store.objects.medium import ObjectMedium, ObjectWriter
+from trajectory_store.segment import Segment
 
 STORAGE = Path(__file__).resolve().parents[2] / "storage"
 SCHEMA = Schema(
@@ -329,6 +331,28 @@ def test_a_writer_that_ends_while_another_process_opens_is_no_damage(tmp_path, b
     with TrajectoryStore.open(path) as store:
         assert set(store.read_scalars("tag").tolist()) <= {0, 1}
     assert tags_of(path) == [0, 1]
+
+
+def test_a_segment_that_is_merged_away_during_an_update_or_an_opening_is_found_again(tmp_path, backend, monkeypatch):
+    """The lengths of the rows are read from where they are now; opening reads no column at all."""
+    path = create(tmp_path / "s", backend)
+    ids = np.array([append_and_close(path, [tag])[0] for tag in (1, 2)])
+    other, store = (TrajectoryStore.open(path, "a") for _ in range(2))
+    waiting, locate = [True], Catalog.locate
+
+    def locate_and_lose(self, ids):
+        found = locate(self, ids)
+        if waiting:
+            waiting.clear()
+            assert other.compact().rows == 2
+        return found
+
+    monkeypatch.setattr(Catalog, "locate", locate_and_lose)
+    store.update(ids, ref=[[0.5], [0.5, 0.5]])
+    assert [values.tolist() for values in store.read(ids, "ref")["ref"]] == [[0.5], [0.5, 0.5]]
+    store.close()
+    monkeypatch.setattr(Segment, "array", None)
+    TrajectoryStore.open(path).close()
 
 
 def test_a_clock_that_is_ahead_removes_nothing_that_is_being_made(tmp_path, backend, clock):
