@@ -143,11 +143,9 @@ class WeightRefresh:
     every: int
     version: int
 
-    def due(self, step: int) -> bool:
-        """Load newer weights if it is time; return True if they may have changed."""
-        if step % self.every:
-            return False
-        return self.look()
+    def due(self, steps: int, *, since: int) -> bool:
+        """Load newer weights if it was time after the step `since`, up to `steps`; True if they may have changed."""
+        return steps // self.every > since // self.every and self.look()
 
     def look(self) -> bool:
         """Load newer weights if there are some; return True if they may have changed."""

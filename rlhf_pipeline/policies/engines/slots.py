@@ -18,20 +18,20 @@ and a window of columns no wider than the longest live row.
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.engines.cache_check import WITHOUT_SLOTS, verified_parts
 from rlhf_pipeline.policies.engines.completions import Int64Array, RaggedCompletions, collect
 from rlhf_pipeline.policies.engines.gate import Gate
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh, Weights
+from rlhf_pipeline.policies.engines.rollout import Rollout, States
 from rlhf_pipeline.policies.engines.sampling import sample_rows
 from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, SlotCache
 from rlhf_pipeline.policies.engines.uniforms import stream_keys, uniforms
@@ -39,20 +39,6 @@ from rlhf_pipeline.policies.model_parts import ModelParts
 from rlhf_pipeline.policies.weights import load_weights
 
 __all__ = ["SlotEngine"]
-
-_PREFILL_TOKENS = 4096
-"""Padded tokens of one prefill pass. Prompts are prefilled that far ahead of their turn, so that slots which free up
-one by one do not cost one small forward pass each."""
-
-
-@dataclass(slots=True)
-class _Prefilled:
-    """A batch of prompts after their forward pass, kept until the last member of the last one has started."""
-
-    states: list[tuple[Tensor, Tensor] | None]
-    hidden: Tensor
-    first_prompt: int
-    last_prompt: int
 
 
 class SlotEngine:
@@ -88,9 +74,9 @@ class SlotEngine:
         self.version: int | None = None
         self.model = model
         self._vocab = int(parts.head.weight.shape[0])
-        self._gate = Gate()
-        self._loads = 0
-        self._aborts = 0
+        self.gate = Gate()
+        self.loads = 0
+        self.aborts = 0
 
     @torch.inference_mode()
     def generate(self, request: Request, refresh: WeightRefresh | None = None) -> RaggedCompletions:
@@ -108,10 +94,10 @@ class SlotEngine:
         if request.count == 0:
             none = None if refresh is None and self.version is None else []
             return collect([], [], [], prompt_of, member_of, np.zeros(0, np.bool_), none)
-        with self._gate.sampling():
+        with self.gate.sampling():
             if refresh is not None:
                 self.version = refresh.version
-            run = _Run(
+            run = _Ragged(
                 self,
                 request,
                 prompt_of=prompt_of,
@@ -129,11 +115,11 @@ class SlotEngine:
 
     def pause(self) -> None:
         """Stop between two tokens; see `Engine.pause`."""
-        self._gate.close()
+        self.gate.close()
 
     def resume(self) -> None:
         """Go on after `pause`."""
-        self._gate.open()
+        self.gate.open()
 
     def load_weights(self, weights: Weights, version: int) -> None:
         """Load weights into the model; caches of completions in progress are computed again with them.
@@ -144,57 +130,35 @@ class SlotEngine:
         """
         if self.model is None:
             raise DefinitionError("This SlotEngine has no model to load weights into. Make it with model=...")
-        with self._gate.still(), torch.inference_mode(False), torch.no_grad():
+        with self.gate.still(), torch.inference_mode(False), torch.no_grad():
             if isinstance(weights, Path):
                 load_weights(weights, self.model)
             else:
                 self.model.load_state_dict(dict(weights))
-            self._loads += 1
+            self.loads += 1
             self.version = version
 
     def abort(self) -> None:
         """End what is in progress; see `Engine.abort`."""
-        self._aborts += 1
+        self.aborts += 1
 
     def close(self) -> None:
         """Do nothing: the model belongs to others."""
 
 
-class _Run:
-    """The state of one call of `SlotEngine.generate`."""
+class _Ragged(Rollout):
+    """Decodes live rows alone: a row that finishes leaves at once, and the window is no wider than the longest row.
 
-    def __init__(
-        self,
-        engine: SlotEngine,
-        request: Request,
-        *,
-        prompt_of: Int64Array,
-        limits: Int64Array,
-        keys: npt.NDArray[np.uint64],
-        refresh: WeightRefresh | None,
-    ) -> None:
-        self.engine = engine
-        self.refresh = refresh
-        self.parts = engine.parts
-        self.is_end = np.zeros(engine._vocab, dtype=np.bool_)
-        self.is_end[[token for token in request.end_token_ids if 0 <= token < engine._vocab]] = True
-        self.weight = engine.parts.sampling_weight()
-        self.device = self.weight.device
-        self.prompts = request.prompts
-        self.prompt_lengths = np.array([len(p) for p in request.prompts], dtype=np.int64)
-        self.prompt_of = prompt_of
-        self.limits = limits
-        self.keys = keys
-        self.temperature = request.temperature
-        self.deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
-        self.loads, self.aborts = engine._loads, engine._aborts
-        self.count = len(prompt_of)
-        self.num_slots = min(engine.num_slots, self.count)
+    The host sees every token before the next one, which costs little on a CPU: how much is computed counts there.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.cache = SlotCache(
             self.parts.num_layers,
             num_slots=self.num_slots,
             longest_prompt=int(self.prompt_lengths.max()),
-            longest_completion=int(limits.max()),
+            longest_completion=int(self.limits.max()),
             device=self.device,
         )
         # Per live slot: which completion, how many tokens its cache holds, how many it has sampled.
@@ -202,16 +166,6 @@ class _Run:
         self.stored = np.zeros(0, dtype=np.int64)
         self.sampled = np.zeros(0, dtype=np.int64)
         self.hidden: Tensor | None = None
-        self.next = 0
-        self.batches: list[_Prefilled] = []
-        self.prefilled_up_to = 0
-        self.out_rows: list[Int64Array] = []
-        self.out_tokens: list[Int64Array] = []
-        self.out_log_probs: list[npt.NDArray[np.float32]] = []
-        self.out_versions: list[int | None] = []
-        self.stopped = np.zeros(self.count, dtype=np.bool_)
-        self.unfinished: npt.NDArray[np.bool_] | None = None
-        """Which completions were cut short; None where none was."""
 
     def step(self) -> bool:
         """Sample one token for every live and every new completion; False when none is left."""
@@ -219,7 +173,7 @@ class _Run:
         new = np.arange(self.next, min(self.count, self.next + self.num_slots - old), dtype=np.int64)
         rows, sampled, hidden = self.live, self.sampled, self.hidden
         if len(new):
-            fresh = self._admit(new)
+            fresh = self.admit(new)
             hidden = fresh if hidden is None else torch.cat((hidden, fresh))
             rows = np.concatenate((rows, new))
             sampled = np.concatenate((sampled, np.zeros_like(new)))
@@ -227,24 +181,18 @@ class _Run:
             return False
         tokens, log_probs = self._sample(hidden, rows, sampled)
         sampled = sampled + 1
-        self.out_rows.append(rows)
-        self.out_tokens.append(tokens)
-        self.out_log_probs.append(log_probs)
-        self.out_versions.append(self.engine.version)
+        self.emit(rows, tokens, log_probs)
         ended = self.is_end[tokens]
         done = ended | (sampled >= self.limits[rows])
         if done.any():
             self.stopped[rows[ended]] = True
         # Between sampling a token and feeding it: head and trunk of the next one are then of the same weights.
-        changed = self._pause()
-        if self._must_end():
-            self.unfinished = np.zeros(self.count, dtype=np.bool_)
-            self.unfinished[rows[~done]] = True
-            self.unfinished[self.next :] = True
-            return False
+        changed = self.give_way()
+        if self.must_end():
+            return self.cut(rows[~done])
         if done.all():
             if changed:
-                self._forget()
+                self.forget()
             self.live = self.stored = self.sampled = np.zeros(0, dtype=np.int64)
             self.hidden = None
             return self.next < self.count
@@ -253,51 +201,26 @@ class _Run:
             rows, sampled, tokens = rows[source], sampled[source], tokens[source]
         self.live, self.sampled = rows, sampled
         if changed:
-            self._forget()
+            self.forget()
             self._fill_again()
         self._forward(tokens)
         return True
 
-    def _pause(self) -> bool:
-        """Let others change the weights, and wait while they want to; return True if they have."""
-        changed = False
-        with self.engine._gate.standing_aside():
-            if self.refresh is not None:
-                changed = self.refresh.due(len(self.out_rows))
-                if changed:
-                    self.engine.version = self.refresh.version
-        changed |= self.loads != self.engine._loads
-        self.loads = self.engine._loads
-        return changed
-
-    def _must_end(self) -> bool:
-        late = self.deadline is not None and time.monotonic() > self.deadline
-        return late or self.aborts != self.engine._aborts
-
-    def _forget(self) -> None:
-        """Drop what was computed with other weights, but for the live rows' caches."""
-        self.weight = self.parts.sampling_weight()
-        self.batches = []
-        self.prefilled_up_to = int(self.prompt_of[self.next]) if self.next < self.count else len(self.prompts)
+    def arrange(self, cache: PrefillCache, lengths: Tensor) -> States:
+        """Every prompt ends at the last column, where the shared one follows."""
+        return cache.right_aligned(lengths)
 
     def _fill_again(self) -> None:
-        """Compute the caches of the live rows with the weights in use: their next tokens then depend on no others."""
-        longest = int(self.stored.max())
-        self._begin(longest, len(self.live), closing=self.next == self.count)
-        rows, tokens = np.concatenate(self.out_rows), np.concatenate(self.out_tokens)
-        most = max(1, _PREFILL_TOKENS // longest)
-        for first in range(0, len(self.live), most):
-            slots = np.arange(first, min(first + most, len(self.live)), dtype=np.int64)
-            lengths = self.stored[slots]
-            ids = np.zeros((len(slots), int(lengths.max())), dtype=np.int64)
-            for i, slot in enumerate(slots.tolist()):
-                completion = int(self.live[slot])
-                prompt = self.prompts[int(self.prompt_of[completion])]
-                ids[i, : len(prompt)] = prompt
-                # The last token was sampled in this step; it is fed next.
-                ids[i, len(prompt) : lengths[i]] = tokens[rows == completion][: lengths[i] - len(prompt)]
-            states, _ = self._prefilled(ids, lengths)
-            self.cache.insert(self._index(slots), states, self._index(slots - first), self._index(lengths))
+        """Compute the caches of the live rows with the weights in use: their next tokens then depend on no others.
+
+        The last token of each was sampled in this step; it is fed next.
+        """
+        self._begin(int(self.stored.max()), len(self.live), closing=self.next == self.count)
+        for part, states, _ in self.prefilled_again(self.live, self.stored):
+            slots = np.arange(part.start, part.stop, dtype=np.int64)
+            self.cache.insert(
+                self.upload(slots), states, self.upload(slots - part.start), self.upload(self.stored[part])
+            )
 
     def _sample(
         self, hidden: Tensor, rows: Int64Array, sampled: Int64Array
@@ -307,68 +230,10 @@ class _Run:
         with torch.autocast(self.device.type, enabled=False):
             tokens, log_probs = sample_rows(self.parts.logits(hidden, self.weight), u, self.temperature)
         if self.device.type == "cpu":
-            host_tokens, host_log_probs = tokens.numpy(), log_probs.numpy()
-        else:
-            # One transfer, which is the one synchronisation of the step. float64 holds both exactly.
-            both = torch.stack((tokens.double(), log_probs.double())).cpu().numpy()
-            host_tokens, host_log_probs = both[0].astype(np.int64), both[1].astype(np.float32)
-        if not np.isfinite(host_log_probs).all():
-            bad = int(rows[int((~np.isfinite(host_log_probs)).argmax())])
-            raise DataError(
-                f"The model's logits are not finite at token {int(sampled[rows == bad][0])} of a completion of "
-                f"prompt {self.prompt_of[bad]}. Its weights have diverged or overflow their dtype: load an earlier "
-                "checkpoint, lower the learning rate, or use float32."
-            )
-        return host_tokens, host_log_probs
-
-    def _admit(self, new: Int64Array) -> Tensor:
-        """Return the last hidden state of the prompts of completions `new`, `[len(new), H]`."""
-        self.next = int(new[-1]) + 1
-        owners = self.prompt_of[new]
-        while self.prefilled_up_to <= owners[-1]:
-            self._prefill()
-        first = owners[0]
-        self.batches = [b for b in self.batches if b.last_prompt >= first]
-        pieces = []
-        for batch in self.batches:
-            mine = owners[(owners >= batch.first_prompt) & (owners <= batch.last_prompt)]
-            if len(mine):
-                pieces.append(batch.hidden[self._index(mine - batch.first_prompt)])
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def _prefill(self) -> None:
-        """Run the next prompts through the trunk, as many as fit the budget and at least one.
-
-        They are padded on the right and need no mask: with causal attention no token sees what follows it.
-        """
-        first = last = self.prefilled_up_to
-        width = int(self.prompt_lengths[first])
-        while last + 1 < len(self.prompts):
-            wider = max(width, int(self.prompt_lengths[last + 1]))
-            if wider * (last + 2 - first) > _PREFILL_TOKENS:
-                break
-            width, last = wider, last + 1
-        ids = np.zeros((last + 1 - first, width), dtype=np.int64)
-        for i in range(first, last + 1):
-            ids[i - first, : self.prompt_lengths[i]] = self.prompts[i]
-        states, hidden = self._prefilled(ids, self.prompt_lengths[first : last + 1])
-        self.batches.append(_Prefilled(states, hidden, first, last))
-        self.prefilled_up_to = last + 1
-
-    def _prefilled(
-        self, ids: Int64Array, token_counts: Int64Array
-    ) -> tuple[list[tuple[Tensor, Tensor] | None], Tensor]:
-        """Return keys and values of right-padded rows, right-aligned, and their last hidden states `[len(ids), H]`."""
-        lengths = self._index(token_counts)
-        cache = PrefillCache(self.parts.num_layers)
-        hidden = self.parts.hidden(
-            input_ids=self._index(ids),
-            position_ids=torch.arange(ids.shape[1], device=self.device).expand(len(ids), -1),
-            past_key_values=cache,
-            use_cache=True,
-        )
-        rows = torch.arange(len(ids), device=self.device)
-        return cache.right_aligned(lengths), hidden[rows, lengths - 1]
+            return tokens.numpy(), log_probs.numpy()
+        # One transfer; float64 holds both exactly.
+        both = torch.stack((tokens.double(), log_probs.double())).cpu().numpy()
+        return both[0].astype(np.int64), both[1].astype(np.float32)
 
     def _place(self, old: int, new: Int64Array, done: npt.NDArray[np.bool_]) -> Int64Array:
         """Give every row that goes on a slot `0 .. k - 1`, move and insert what that takes.
@@ -393,7 +258,7 @@ class _Run:
         kept = self.stored[going[going < old]]
         longest = int(kept.max()) if len(kept) else 0
         if movers:
-            self.cache.move(self._index(homeless[:movers]), self._index(holes[:movers]), longest)
+            self.cache.move(self.upload(homeless[:movers]), self.upload(holes[:movers]), longest)
         self._begin(longest, total, closing=self.next == self.count and movers == len(homeless))
         if movers < len(homeless):
             self._insert(new[homeless[movers:] - old], holes[movers:])
@@ -403,21 +268,15 @@ class _Run:
 
     def _insert(self, completions: Int64Array, slots: Int64Array) -> None:
         owners = self.prompt_of[completions]
-        for batch in self.batches:
-            mine = (owners >= batch.first_prompt) & (owners <= batch.last_prompt)
-            if mine.any():
-                self.cache.insert(
-                    self._index(slots[mine]),
-                    batch.states,
-                    self._index(owners[mine] - batch.first_prompt),
-                    self._index(self.prompt_lengths[owners[mine]]),
-                )
+        for batch, mine, source in self.places_of(owners):
+            lengths = self.upload(self.prompt_lengths[owners[mine]])
+            self.cache.insert(self.upload(slots[mine]), batch.states, self.upload(source), lengths)
 
     def _forward(self, tokens: Int64Array) -> None:
         """Feed the sampled tokens of the live rows and keep their hidden states."""
         longest = int(self.stored.max())
         self._begin(longest, len(tokens), closing=self.next == self.count)
-        inputs = self._index(np.stack((tokens, self.stored)))
+        inputs = self.upload(np.stack((tokens, self.stored)))
         mask = self.cache.open_column(len(tokens), longest)
         if not self.parts.builds_own_mask:
             mask = mask[:, None, None, :]
@@ -435,6 +294,3 @@ class _Run:
     def _begin(self, longest: int, rows: int, *, closing: bool) -> None:
         most_rows = min(self.num_slots, rows + self.count - self.next)
         self.cache.begin(longest, most_rows=most_rows, closing=closing)
-
-    def _index(self, values: Int64Array) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)

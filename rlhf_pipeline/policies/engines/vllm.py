@@ -120,7 +120,7 @@ class VLLMEngine:
                 steps += 1
                 with self._gate.standing_aside():
                     if refresh is not None:
-                        refresh.due(steps)
+                        refresh.due(steps, since=steps - 1)
                 if time.monotonic() > end or self._aborts != aborts:
                     break
         finally:

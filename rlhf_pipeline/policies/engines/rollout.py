@@ -1,0 +1,232 @@
+"""What one call of the slot engine keeps on the host, whichever way its slots decode."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.policies.engines.completions import Int64Array
+from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
+from rlhf_pipeline.policies.engines.slot_cache import PrefillCache
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.policies.engines.slots import SlotEngine
+
+PREFILL_TOKENS = 4096
+"""Padded tokens of one prefill pass. Prompts are prefilled that far ahead of their turn, so that slots which free up
+one by one do not cost one small forward pass each."""
+
+States = list[tuple[Tensor, Tensor] | None]
+"""Keys and values per layer; None for a layer that keeps none of its own."""
+
+
+@dataclass(slots=True)
+class Prefilled:
+    """A batch of prompts after their forward pass, kept until the last member of the last one has started."""
+
+    states: States
+    hidden: Tensor
+    first_prompt: int
+    last_prompt: int
+
+
+class Rollout:
+    """The state of one call of `SlotEngine.generate`; its subclasses decode.
+
+    Args:
+        engine: whose call it is.
+        request: what to sample.
+        prompt_of: the prompt of each completion, int64 `[N]`.
+        limits: the most tokens of each, int64 `[N]`.
+        keys: of their random numbers, uint64 `[N]`.
+        refresh: takes up newer weights on the way.
+    """
+
+    def __init__(
+        self,
+        engine: SlotEngine,
+        request: Request,
+        *,
+        prompt_of: Int64Array,
+        limits: Int64Array,
+        keys: npt.NDArray[np.uint64],
+        refresh: WeightRefresh | None,
+    ) -> None:
+        self.engine = engine
+        self.refresh = refresh
+        self.parts = engine.parts
+        self.weight = engine.parts.sampling_weight()
+        self.device = self.weight.device
+        vocab = int(self.weight.shape[0])
+        self.is_end = np.zeros(vocab, dtype=np.bool_)
+        self.is_end[[token for token in request.end_token_ids if 0 <= token < vocab]] = True
+        self.prompts: Sequence[Sequence[int]] = request.prompts
+        self.prompt_lengths = np.array([len(p) for p in request.prompts], dtype=np.int64)
+        self.prompt_of = prompt_of
+        self.limits = limits
+        self.keys = keys
+        self.temperature = request.temperature
+        self.count = len(prompt_of)
+        self.num_slots = min(engine.num_slots, self.count)
+        self.next = 0
+        """The first completion that has not started."""
+        self.batches: list[Prefilled] = []
+        self.prefilled_up_to = 0
+        self.out_rows: list[Int64Array] = []
+        self.out_tokens: list[Int64Array] = []
+        self.out_log_probs: list[npt.NDArray[np.float32]] = []
+        self.out_versions: list[int | None] = []
+        self.stopped = np.zeros(self.count, dtype=np.bool_)
+        self.unfinished: npt.NDArray[np.bool_] | None = None
+        """Which completions were cut short; None where none was."""
+        self._deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
+        self._loads, self._aborts = engine.loads, engine.aborts
+        self._looked = 0
+
+    def step(self) -> bool:
+        """Sample a token, or a few, for every live and every new completion; False when none is left."""
+        raise NotImplementedError
+
+    def arrange(self, cache: PrefillCache, lengths: Tensor) -> States:
+        """Return the keys and values of a prefill as this way of decoding inserts them."""
+        raise NotImplementedError
+
+    def emit(self, rows: Int64Array, tokens: Int64Array, log_probs: npt.NDArray[np.float32]) -> None:
+        """Take in one token of each of these completions.
+
+        Raises:
+            DataError: a log-prob is not finite.
+        """
+        if not np.isfinite(log_probs).all():
+            bad = int(rows[int((~np.isfinite(log_probs)).argmax())])
+            at = int(sum((part == bad).sum() for part in self.out_rows))
+            raise DataError(
+                f"The model's logits are not finite at token {at} of a completion of prompt {self.prompt_of[bad]}. "
+                "Its weights have diverged or overflow their dtype: load an earlier checkpoint, lower the learning "
+                "rate, or use float32."
+            )
+        self.out_rows.append(rows)
+        self.out_tokens.append(tokens)
+        self.out_log_probs.append(log_probs)
+        self.out_versions.append(self.engine.version)
+
+    def give_way(self) -> bool:
+        """Let others change the weights, and wait while they want to; return True if they have."""
+        changed, steps = False, len(self.out_rows)
+        with self.engine.gate.standing_aside():
+            if self.refresh is not None:
+                changed = self.refresh.due(steps, since=self._looked)
+                if changed:
+                    self.engine.version = self.refresh.version
+        self._looked = steps
+        changed |= self._loads != self.engine.loads
+        self._loads = self.engine.loads
+        return changed
+
+    def must_end(self) -> bool:
+        """Whether the call is over before its completions are."""
+        late = self._deadline is not None and time.monotonic() > self._deadline
+        return late or self._aborts != self.engine.aborts
+
+    def cut(self, going: Int64Array) -> bool:
+        """Mark these completions, and those that have not started, as cut short; return False for `step`."""
+        unfinished = np.zeros(self.count, dtype=np.bool_)
+        unfinished[going] = True
+        unfinished[self.next :] = True
+        self.unfinished = unfinished if unfinished.any() else None
+        return False
+
+    def forget(self) -> None:
+        """Drop what was computed with other weights, but for the caches of live completions."""
+        self.weight = self.parts.sampling_weight()
+        self.batches = []
+        self.prefilled_up_to = int(self.prompt_of[self.next]) if self.next < self.count else len(self.prompts)
+
+    def admit(self, new: Int64Array) -> Tensor:
+        """Return the last hidden state of the prompts of the next completions, `[len(new), H]`."""
+        self.next = int(new[-1]) + 1
+        owners = self.prompt_of[new]
+        while self.prefilled_up_to <= owners[-1]:
+            self._prefill_next()
+        self.batches = [b for b in self.batches if b.last_prompt >= owners[0]]
+        pieces = [batch.hidden[self.upload(source)] for batch, _, source in self.places_of(owners)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def places_of(self, owners: Int64Array) -> list[tuple[Prefilled, npt.NDArray[np.bool_], Int64Array]]:
+        """Return the batches that hold these prompts, which prompts each holds, and in which of its rows."""
+        found = []
+        for batch in self.batches:
+            mine = (owners >= batch.first_prompt) & (owners <= batch.last_prompt)
+            if mine.any():
+                found.append((batch, mine, owners[mine] - batch.first_prompt))
+        return found
+
+    def _prefill_next(self) -> None:
+        """Run the next prompts through the trunk, as many as fit the budget and at least one."""
+        first = last = self.prefilled_up_to
+        width = int(self.prompt_lengths[first])
+        while last + 1 < len(self.prompts):
+            wider = max(width, int(self.prompt_lengths[last + 1]))
+            if wider * (last + 2 - first) > PREFILL_TOKENS:
+                break
+            width, last = wider, last + 1
+        ids = np.zeros((last + 1 - first, width), dtype=np.int64)
+        for i in range(first, last + 1):
+            ids[i - first, : self.prompt_lengths[i]] = self.prompts[i]
+        states, hidden = self._prefilled(ids, self.prompt_lengths[first : last + 1])
+        self.batches.append(Prefilled(states, hidden, first, last))
+        self.prefilled_up_to = last + 1
+
+    def prefilled_again(self, completions: Int64Array, lengths: Int64Array) -> list[tuple[slice, States, Tensor]]:
+        """Run the first tokens of live completions through the trunk once more, some of them at a time.
+
+        Args:
+            completions: which, int64 `[n]`.
+            lengths: how many tokens of each, its prompt's first, int64 `[n]`.
+
+        Returns:
+            Which of them, their keys and values, their last hidden states.
+        """
+        rows, tokens = np.concatenate(self.out_rows), np.concatenate(self.out_tokens)
+        most = max(1, PREFILL_TOKENS // int(lengths.max()))
+        out = []
+        for first in range(0, len(completions), most):
+            part = slice(first, min(first + most, len(completions)))
+            ids = np.zeros((part.stop - first, int(lengths[part].max())), dtype=np.int64)
+            for i, completion in enumerate(completions[part].tolist()):
+                prompt, length = self.prompts[int(self.prompt_of[completion])], int(lengths[first + i])
+                ids[i, : len(prompt)] = prompt
+                ids[i, len(prompt) : length] = tokens[rows == completion][: length - len(prompt)]
+            out.append((part, *self._prefilled(ids, lengths[part])))
+        return out
+
+    def _prefilled(self, ids: Int64Array, token_counts: Int64Array) -> tuple[States, Tensor]:
+        """Return the states of right-padded rows and their last hidden states `[len(ids), H]`.
+
+        They need no mask: with causal attention no token sees what follows it.
+        """
+        lengths = self.upload(token_counts)
+        cache = PrefillCache(self.parts.num_layers)
+        hidden = self.parts.hidden(
+            input_ids=self.upload(ids),
+            position_ids=torch.arange(ids.shape[1], device=self.device).expand(len(ids), -1),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        rows = torch.arange(len(ids), device=self.device)
+        return self.arrange(cache, lengths), hidden[rows, lengths - 1]
+
+    def upload(self, values: npt.NDArray[np.generic]) -> Tensor:
+        """Return an array as a tensor on the device; the host does not wait for the copy."""
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
