@@ -43,7 +43,7 @@ def verified_parts(parts: ModelParts) -> ModelParts:
 
 
 def _find_masking(parts: ModelParts) -> bool:
-    expected = _plain(parts)
+    expected = plain_states(parts)
     if not bool(torch.isfinite(expected).all()):
         # Diverged weights: the sampler names them when their logits arrive.
         return parts.builds_own_mask
@@ -65,18 +65,19 @@ def _find_masking(parts: ModelParts) -> bool:
     ) from problem
 
 
-def _tokens(parts: ModelParts) -> Tensor:
-    """Return a few token ids, int64 `[2, longest + new]`."""
+def probe(parts: ModelParts) -> tuple[Tensor, Tensor, int]:
+    """Return a few token ids, int64 `[2, longest + new]`, the prompts' lengths, int64 `[2]`, and how many are new."""
+    device = parts.head.weight.device
     width = max(_LENGTHS) + _NEW
-    ids = torch.arange(2 * width, device=parts.head.weight.device).reshape(2, width)
-    return ids.remainder(parts.head.weight.shape[0])
+    ids = torch.arange(2 * width, device=device).reshape(2, width)
+    return ids.remainder(parts.head.weight.shape[0]), torch.tensor(_LENGTHS, device=device), _NEW
 
 
 @torch.inference_mode()
-def _plain(parts: ModelParts) -> Tensor:
+def plain_states(parts: ModelParts) -> Tensor:
     """Return hidden states of the last prompt token and the new ones, without a cache, `[2, 1 + new, H]`."""
     rows = []
-    for ids, length in zip(_tokens(parts), _LENGTHS, strict=True):
+    for ids, length in zip(probe(parts)[0], _LENGTHS, strict=True):
         ids = ids[None, : length + _NEW]
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         hidden = parts.hidden(input_ids=ids, position_ids=positions, use_cache=False)
@@ -87,9 +88,8 @@ def _plain(parts: ModelParts) -> Tensor:
 @torch.inference_mode()
 def _through_slots(parts: ModelParts, own: bool) -> Tensor:
     """Return the same states by prefill and single steps on two slots."""
-    tokens = _tokens(parts)
+    tokens, lengths, _ = probe(parts)
     device = tokens.device
-    lengths = torch.tensor(_LENGTHS, device=device)
     rows, longest = torch.arange(2, device=device), max(_LENGTHS)
     prompts = PrefillCache(parts.num_layers)
     hidden = parts.hidden(

@@ -152,13 +152,18 @@ class Rollout:
 
     def admit(self, new: Int64Array) -> Tensor:
         """Return the last hidden state of the prompts of the next completions, `[len(new), H]`."""
+        self.admit_only(new)
+        owners = self.prompt_of[new]
+        pieces = [batch.hidden[self.upload(source)] for batch, _, source in self.places_of(owners)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def admit_only(self, new: Int64Array) -> None:
+        """Have the prompts of the next completions prefilled, and drop batches that nobody starts from any more."""
         self.next = int(new[-1]) + 1
         owners = self.prompt_of[new]
         while self.prefilled_up_to <= owners[-1]:
             self._prefill_next()
         self.batches = [b for b in self.batches if b.last_prompt >= owners[0]]
-        pieces = [batch.hidden[self.upload(source)] for batch, _, source in self.places_of(owners)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def places_of(self, owners: Int64Array) -> list[tuple[Prefilled, npt.NDArray[np.bool_], Int64Array]]:
         """Return the batches that hold these prompts, which prompts each holds, and in which of its rows."""

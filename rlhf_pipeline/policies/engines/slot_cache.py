@@ -27,8 +27,8 @@ _HEADROOM = 64
 """Columns kept free beyond the live window when the cache is laid out anew."""
 
 
-class _Layer(CacheLayerMixin):
-    """The part of the layer protocol that both caches share."""
+class CacheLayer(CacheLayerMixin):
+    """The part of the layer protocol that all caches of slots share."""
 
     is_compileable = False
     is_sliding = False
@@ -48,7 +48,7 @@ class _Layer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
 
-class _PrefillLayer(_Layer):
+class _PrefillLayer(CacheLayer):
     """Keeps the keys and values of one forward pass over whole prompts."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -69,6 +69,14 @@ class PrefillCache(Cache):
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[_PrefillLayer() for _ in range(num_layers)])
+
+    def left_aligned(self) -> list[tuple[Tensor, Tensor] | None]:
+        """Return (keys, values) per layer, `[N, heads, P, dim]`, with every prompt at column 0; None as below."""
+        return [
+            (layer.keys, layer.values) if layer.keys is not None and layer.values is not None else None
+            for layer in self.layers
+            if isinstance(layer, _PrefillLayer)
+        ]
 
     def right_aligned(self, lengths: Tensor) -> list[tuple[Tensor, Tensor] | None]:
         """Return (keys, values) per layer, `[N, heads, P, dim]`, moved so that every prompt ends at column P.
@@ -97,7 +105,7 @@ def _gather_columns(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
-class _SlotLayer(_Layer):
+class _SlotLayer(CacheLayer):
     """Keys and values of one layer for all slots, `[slots, heads, columns, dim]`."""
 
     def __init__(self, owner: SlotCache) -> None:

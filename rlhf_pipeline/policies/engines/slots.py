@@ -19,7 +19,7 @@ and a window of columns no wider than the longest live row.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +34,15 @@ from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh, Weig
 from rlhf_pipeline.policies.engines.rollout import Rollout, States
 from rlhf_pipeline.policies.engines.sampling import sample_rows
 from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, SlotCache
+from rlhf_pipeline.policies.engines.static import StaticRun, mask_form
 from rlhf_pipeline.policies.engines.uniforms import stream_keys, uniforms
 from rlhf_pipeline.policies.model_parts import ModelParts
 from rlhf_pipeline.policies.weights import load_weights
 
 __all__ = ["SlotEngine"]
+
+
+Decode = Literal["auto", "ragged", "static"]
 
 
 class SlotEngine:
@@ -51,6 +55,8 @@ class SlotEngine:
         parts: trunk and head of the model.
         num_slots: the most completions that are live at once, per call of `generate`.
         model: what `load_weights` loads into; None where it is never called.
+        decode: how slots decode: "ragged", live rows alone, the host seeing every token; "static", in steps of one
+            shape, the host looking once in several tokens; "auto" takes the latter on CUDA.
 
     Attributes:
         version: of the weights in use; None where nobody has named one.
@@ -61,7 +67,9 @@ class SlotEngine:
 
     name = "slots"
 
-    def __init__(self, parts: ModelParts, *, num_slots: int, model: nn.Module | None = None) -> None:
+    def __init__(
+        self, parts: ModelParts, *, num_slots: int, model: nn.Module | None = None, decode: Decode = "auto"
+    ) -> None:
         if num_slots < 1:
             raise DefinitionError(f"num_slots is {num_slots}; it must be at least 1.")
         if parts.cache_refusal is not None:
@@ -71,6 +79,7 @@ class SlotEngine:
             )
         self.parts = verified_parts(parts)
         self.num_slots = num_slots
+        self.decode: Decode = decode
         self.version: int | None = None
         self.model = model
         self._vocab = int(parts.head.weight.shape[0])
@@ -97,8 +106,7 @@ class SlotEngine:
         with self.gate.sampling():
             if refresh is not None:
                 self.version = refresh.version
-            run = _Ragged(
-                self,
+            run = self._rollout(
                 request,
                 prompt_of=prompt_of,
                 limits=limits,
@@ -112,6 +120,18 @@ class SlotEngine:
         return collect(
             run.out_rows, run.out_tokens, run.out_log_probs, prompt_of, member_of, run.stopped, versions, run.unfinished
         )
+
+    def _rollout(self, *args: Any, **kwargs: Any) -> Rollout:
+        """Return what decodes: on CUDA steps of one shape, where the model allows it."""
+        static = self.decode == "static" or (self.decode == "auto" and self.parts.head.weight.is_cuda)
+        form = mask_form(self.parts) if static else None
+        if form is not None:
+            return StaticRun(self, *args, form=form, **kwargs)
+        if self.decode == "static":
+            raise DefinitionError(
+                f"{type(self.parts.trunk).__name__} takes no masks of static slots. Decode with decode='auto'."
+            )
+        return _Ragged(self, *args, **kwargs)
 
     def pause(self) -> None:
         """Stop between two tokens; see `Engine.pause`."""

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -81,3 +82,29 @@ def uniforms(keys: UInt64Array, index: npt.NDArray[np.int64]) -> npt.NDArray[np.
     True
     """
     return (_mix(keys + index.astype(np.uint64) * _STEP) >> _S11).astype(np.float64) * _UNIT
+
+
+def _signed(x: int | np.uint64) -> int:
+    return int(x) - (1 << 64) if int(x) >> 63 else int(x)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shift right, zeros in front: `>>` of int64 copies the sign bit, so the copies are cut off."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def device_uniforms(keys: Tensor, index: Tensor) -> Tensor:
+    """Return what `uniforms` does, bit for bit, on any device, from keys of the same bits as int64 `[N]`.
+
+    int64 addition and multiplication wrap modulo 2**64 as those of uint64 do.
+
+    >>> keys = stream_keys(0, [0, 1], [0, 0])
+    >>> there = device_uniforms(torch.from_numpy(keys.view(np.int64)), torch.tensor([3, 3]))
+    >>> bool((there.numpy() == uniforms(keys, np.array([3, 3]))).all())
+    True
+    """
+    x = keys + index * _signed(_STEP) + _signed(_GOLDEN)
+    x = (x ^ _shifted(x, 30)) * _signed(_MIX_1)
+    x = (x ^ _shifted(x, 27)) * _signed(_MIX_2)
+    x = x ^ _shifted(x, 31)
+    return _shifted(x, 11).double() * _UNIT

@@ -1,0 +1,449 @@
+"""Decoding with steps of one shape, on the device alone: what a CUDA graph can hold.
+
+On a GPU a decode step is short and its kernels are many: a host that launches each of them and looks at every token is
+what takes the time. Here the host looks once in several tokens. The state of S slots over a window of W columns are
+tensors that stay where they are:
+
+    cache      2 x [S, key heads, W, head dim] per layer; column c of a slot holds its c-th token
+    hidden     [S, H]      last hidden state                 key     int64 [S]   key of the slot's random numbers
+    used       int64 [S]   tokens in the cache               count   int64 [S]   tokens sampled so far
+    limit      int64 [S]   most tokens                       live    bool  [S]
+    tokens, log_probs      [S, K]  of the last K steps; a token of -1 where a slot was not live
+
+A step applies the head, samples with numbers made on the device, marks what ended, and feeds S tokens. It has no shape
+that depends on data, and nothing leaves the device, so on CUDA it is captured as a graph, one per number of slots and
+columns: both are powers of two, or all there are, as small as the live completions allow. After K steps at most, the
+host reads what was sampled with one copy, replaces weights, and fills free slots.
+
+On a CPU, where each of the padded rows and columns costs, this takes 1.2 to 2.2 times as long as `slots._Ragged`; there
+it serves the tests, which compare the two.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final, Literal
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from rlhf_pipeline.policies.engines.cache_check import plain_states, probe
+from rlhf_pipeline.policies.engines.completions import Int64Array
+from rlhf_pipeline.policies.engines.rollout import Rollout, States
+from rlhf_pipeline.policies.engines.sampling import sample_rows
+from rlhf_pipeline.policies.engines.slot_cache import CacheLayer, PrefillCache
+from rlhf_pipeline.policies.engines.uniforms import device_uniforms
+from rlhf_pipeline.policies.model_parts import ModelParts, rounding
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY: Final = 16
+"""Tokens between two looks of the host. A slot that finishes in between stays empty until the next one."""
+
+MaskForm = Literal["full", "near", "by_kind"]
+"""How a trunk takes ready-made masks: one, one with the sliding window in it, or a dict by kind of layer."""
+
+_FEWEST_COLUMNS = 64
+_forms: WeakKeyDictionary[nn.Module, MaskForm | None] = WeakKeyDictionary()
+
+
+class _StaticLayer(CacheLayer):
+    """Writes one token of each slot at the slot's own column."""
+
+    is_compileable = True
+
+    def __init__(self, owner: StaticSlots) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        owner = self.owner
+        keys, values = self.storage(key_states, value_states)
+        rows, column = owner.rows[: owner.size], owner.column[: owner.size]
+        keys[rows, :, column] = key_states[:, :, 0]
+        values[rows, :, column] = value_states[:, :, 0]
+        return keys[: owner.size, :, : owner.columns], values[: owner.size, :, : owner.columns]
+
+    def storage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two buffers, taken at the first call."""
+        if self.keys is None or self.values is None:
+            shape = (self.owner.num_slots, key_states.shape[1], self.owner.window)
+            self.keys = key_states.new_zeros((*shape, key_states.shape[3]))
+            self.values = value_states.new_zeros((*shape, value_states.shape[3]))
+            self.is_initialized = True
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.columns, 0
+
+
+class StaticSlots(Cache):
+    """The state above, and the step over it.
+
+    Args:
+        parts: trunk and head of the model.
+        form: how the trunk takes its mask.
+        num_slots: S.
+        window: W; one more than the longest completion with its prompt, as the last column takes what slots that are
+            not live write.
+        is_end: bool `[V]`, which tokens end a completion.
+        temperature: of sampling.
+        look_every: K.
+
+    Attributes:
+        size: slots that a step computes, the first ones.
+        columns: columns that it reads, the first ones.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        form: MaskForm,
+        *,
+        num_slots: int,
+        window: int,
+        is_end: Tensor,
+        temperature: float,
+        look_every: int,
+    ) -> None:
+        super().__init__(layers=[_StaticLayer(self) for _ in range(parts.num_layers)])
+        self.parts = parts
+        self.form: MaskForm = form
+        self.num_slots = self.size = num_slots
+        self.window = self.columns = window
+        self.temperature = temperature
+        self.sliding = _sliding_window(parts)
+        self.additive = getattr(_config(parts), "_attn_implementation", None) == "eager"
+        self.weight = parts.sampling_weight()
+        device = self.device = self.weight.device
+        self.is_end = is_end
+        self.rows = torch.arange(num_slots, device=device)
+        self.all_columns = torch.arange(window, device=device)
+        self.used, self.key, self.count, self.limit, self.column = (
+            torch.zeros(num_slots, dtype=torch.int64, device=device) for _ in range(5)
+        )
+        self.live = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        hidden = parts.head.weight
+        self.hidden = torch.zeros((num_slots, hidden.shape[1]), dtype=hidden.dtype, device=device)
+        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self.tokens = torch.full((num_slots, look_every), -1, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros((num_slots, look_every), dtype=torch.float32, device=device)
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._captures = device.type == "cuda"
+        # One pool for all graphs: they run one after the other, and what lasts beyond a step is in the state.
+        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+
+    @property
+    def static_layers(self) -> list[_StaticLayer]:
+        """The layers, typed."""
+        return [layer for layer in self.layers if isinstance(layer, _StaticLayer)]
+
+    def step(self) -> None:
+        """Sample one token per live slot and feed it. No shape depends on data, and nothing leaves the device."""
+        size = self.size
+        live, count = self.live[:size], self.count[:size]
+        with torch.autocast(self.device.type, enabled=False):
+            logits = self.parts.logits(self.hidden[:size], self.weight)
+            tokens, log_probs = sample_rows(logits, device_uniforms(self.key[:size], count), self.temperature)
+        self.tokens[:size].index_copy_(1, self.turn, torch.where(live, tokens, -1)[:, None])
+        self.log_probs[:size].index_copy_(1, self.turn, log_probs[:, None])
+        self.turn.add_(1)
+        count.add_(live)
+        live.logical_and_(~self.is_end[tokens] & (count < self.limit[:size]))
+        self.feed(tokens)
+
+    def feed(self, tokens: Tensor) -> None:
+        """Run one token of each slot through the trunk, int64 `[size]`; nobody reads what comes of slots not live."""
+        size, columns = self.size, self.columns
+        live, used = self.live[:size], self.used[:size]
+        column = torch.where(live, used, self.window - 1)
+        self.column[:size].copy_(column)
+        # A slot that is not live sees its first column alone: a row with nothing to see would be NaN.
+        place, lives = self.all_columns[:columns], live[:, None]
+        mask = (place <= column[:, None]) & (lives | (place == 0))
+        near = mask if self.sliding is None else mask & ((place > column[:, None] - self.sliding) | ~lives)
+        hidden = self.parts.hidden(
+            input_ids=tokens[:, None],
+            position_ids=torch.where(live, used, 0)[:, None],
+            attention_mask=self._shaped(mask, near),
+            past_key_values=self,
+            use_cache=True,
+        )
+        self.hidden[:size].copy_(hidden[:, 0])
+        used.add_(live)
+
+    def _shaped(self, mask: Tensor, near: Tensor) -> Any:
+        """Return the masks as the trunk takes them: ready-made, as one built from this cache would be wrong.
+
+        A trunk that builds its own takes the cache's length for every slot's.
+        """
+        if self.additive:
+            dtype = self.hidden.dtype
+            low = torch.finfo(dtype).min
+            mask, near = (torch.where(m, 0.0, low).to(dtype) for m in (mask, near))
+        full, sliding = mask[:, None, None], near[:, None, None]
+        if self.form == "by_kind":
+            return {"full_attention": full, "sliding_attention": sliding}
+        return sliding if self.form == "near" else full
+
+    def advance(self, steps: int, *, columns: int) -> None:
+        """Take steps; the host does not wait for them.
+
+        Args:
+            steps: at most K.
+            columns: that the longest live slot needs by their end.
+        """
+        self.turn.zero_()
+        self.tokens[: self.size].fill_(-1)
+        self.columns = min(self.window, max(_FEWEST_COLUMNS, _power_of_two(columns)))
+        for _ in range(steps):
+            graph = self._graphs.get((self.size, self.columns))
+            if graph is not None:
+                graph.replay()
+                continue
+            self.step()
+            if self._captures:
+                self._capture()
+
+    def _capture(self) -> None:
+        """Capture the step for these numbers of slots and columns, which has just run once outside a graph."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                self.step()
+        except RuntimeError as error:
+            # A model whose step waits for the device. It decodes all the same, kernel by kernel.
+            logger.warning("the decode step of %s is not captured: %s", type(self.parts.trunk).__name__, error)
+            self._captures = False
+            return
+        self._graphs[self.size, self.columns] = graph
+
+    def insert(self, slots: Tensor, states: States, source: Tensor, facts: Tensor, hidden: Tensor) -> None:
+        """Start or fill again slots with rows of a prefill.
+
+        Args:
+            slots: int64 `[k]`.
+            states: keys and values of right-padded rows.
+            source: which row goes to which slot, int64 `[k]`.
+            facts: the rows' tokens, the completions' keys, tokens sampled so far and limits, int64 `[4, k]`.
+            hidden: last hidden states of the rows, `[N, H]`.
+        """
+        for layer, pair in zip(self.static_layers, states, strict=True):
+            if pair is None:
+                continue
+            keys, values = layer.storage(*pair)
+            width = pair[0].shape[2]
+            keys[slots, :, :width] = pair[0][source]
+            values[slots, :, :width] = pair[1][source]
+        self.hidden[slots] = hidden[source]
+        for target, values in zip((self.used, self.key, self.count, self.limit), facts, strict=True):
+            target[slots] = values
+        self.live[slots] = torch.ones_like(slots, dtype=torch.bool)
+
+    def keep(self, slots: Tensor, size: int) -> None:
+        """Move slots to the front, in this order, and compute `size` slots from now on; the others are free."""
+        count = len(slots)
+        moved: list[Tensor] = [self.used, self.key, self.count, self.limit, self.hidden, self.live]
+        for layer in self.static_layers:
+            if layer.keys is not None and layer.values is not None:
+                moved += [layer.keys, layer.values]
+        for tensor in moved:
+            tensor[:count] = tensor[slots]
+        self.live[count:].fill_(False)
+        self.size = size
+
+    def renew(self) -> None:
+        """Take up weights that have changed."""
+        self.weight = self.parts.sampling_weight()
+        self._graphs.clear()
+
+
+class StaticRun(Rollout):
+    """Decodes on `StaticSlots`, and looks once in K tokens.
+
+    Weights are replaced, calls aborted and deadlines kept at these looks.
+    """
+
+    def __init__(self, *args: Any, form: MaskForm, look_every: int = LOOK_EVERY, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.look_every = look_every
+        longest = int((self.prompt_lengths[self.prompt_of] + self.limits).max())
+        self.state = StaticSlots(
+            self.parts,
+            form,
+            num_slots=self.num_slots,
+            window=-(-(longest + 1) // _FEWEST_COLUMNS) * _FEWEST_COLUMNS,
+            is_end=self.upload(self.is_end),
+            temperature=self.temperature,
+            look_every=look_every,
+        )
+        # Per slot: which completion, -1 for a free one; tokens in its cache; tokens sampled.
+        self.owner = np.full(self.num_slots, -1, dtype=np.int64)
+        self.stored = np.zeros(self.num_slots, dtype=np.int64)
+        self.sampled = np.zeros(self.num_slots, dtype=np.int64)
+
+    def step(self) -> bool:
+        """Sample up to K tokens for every live and every new completion; False when none is left."""
+        self._fill()
+        held = self.owner >= 0
+        if not held.any():
+            return False
+        left = self.limits[self.owner[held]] - self.sampled[held]
+        steps = min(self.look_every, int(left.max()))
+        self.state.advance(steps, columns=int(self.stored[held].max()) + steps + 1)
+        self._look(steps)
+        changed = self.give_way()
+        if self.must_end():
+            return self.cut(self.owner[self.owner >= 0])
+        if changed:
+            self._renew()
+        self._shrink()
+        return True
+
+    def arrange(self, cache: PrefillCache, lengths: Tensor) -> States:
+        """Every prompt begins at the first column."""
+        return cache.left_aligned()
+
+    def _fill(self) -> None:
+        """Start completions in the free slots."""
+        free = np.flatnonzero(self.owner < 0)[: self.count - self.next]
+        if not len(free):
+            return
+        new = np.arange(self.next, self.next + len(free), dtype=np.int64)
+        self.admit_only(new)
+        owners = self.prompt_of[new]
+        self.owner[free], self.stored[free], self.sampled[free] = new, self.prompt_lengths[owners], 0
+        for batch, mine, source in self.places_of(owners):
+            self._insert(free[mine], batch.states, source, batch.hidden)
+
+    def _insert(self, slots: Int64Array, states: States, source: Int64Array, hidden: Tensor) -> None:
+        """Put rows of a prefill into slots, with one upload."""
+        owners = self.owner[slots]
+        keys = self.keys[owners].view(np.int64)
+        facts = (slots, source, self.stored[slots], keys, self.sampled[slots], self.limits[owners])
+        there = self.upload(np.stack(facts))
+        self.state.insert(there[0], states, there[1], there[2:], hidden)
+
+    def _look(self, steps: int) -> None:
+        """Read what was sampled, in one copy, which is the one time that the host waits."""
+        size = self.state.size
+        # float64 holds token ids and log-probs exactly.
+        parts = (self.state.tokens[:size, :steps].double(), self.state.log_probs[:size, :steps].double())
+        both = torch.stack(parts).cpu().numpy()
+        tokens, log_probs = both[0].astype(np.int64), both[1].astype(np.float32)
+        for step in range(steps):
+            slots = np.flatnonzero(tokens[:, step] >= 0)
+            if not len(slots):
+                break
+            rows, drawn = self.owner[slots], tokens[slots, step]
+            self.emit(rows, drawn, log_probs[slots, step])
+            self.sampled[slots] += 1
+            ended = self.is_end[drawn]
+            self.stopped[rows[ended]] = True
+            done = ended | (self.sampled[slots] >= self.limits[rows])
+            # The token that ends a completion is not fed.
+            self.stored[slots[~done]] += 1
+            self.owner[slots[done]] = -1
+
+    def _renew(self) -> None:
+        """Compute what the slots hold once more, with the weights in use: the next tokens depend on no others."""
+        self.forget()
+        self.state.renew()
+        slots = np.flatnonzero(self.owner >= 0)
+        if not len(slots):
+            return
+        for part, states, hidden in self.prefilled_again(self.owner[slots], self.stored[slots]):
+            source = np.arange(part.stop - part.start, dtype=np.int64)
+            self._insert(slots[part], states, source, hidden)
+
+    def _shrink(self) -> None:
+        """Compute fewer slots where no completion waits and half of them are free."""
+        held = np.flatnonzero(self.owner >= 0)
+        size = _power_of_two(len(held))
+        if self.next < self.count or not len(held) or size > self.state.size // 2:
+            return
+        self.state.keep(self.upload(held), size)
+        for array in (self.owner, self.stored, self.sampled):
+            array[: len(held)] = array[held]
+        self.owner[len(held) :] = -1
+
+
+def mask_form(parts: ModelParts) -> MaskForm | None:
+    """Return how a trunk takes masks of static slots, found by asking once; None if in no way.
+
+    As in `verified_parts`: a wrong mask does not fail, it gives other hidden states.
+    """
+    if parts.trunk not in _forms:
+        _forms[parts.trunk] = _find_form(parts)
+    return _forms[parts.trunk]
+
+
+def _find_form(parts: ModelParts) -> MaskForm | None:
+    expected = plain_states(parts)
+    if not bool(torch.isfinite(expected).all()):
+        return None
+    if getattr(_config(parts), "layer_types", None):
+        candidates: tuple[MaskForm, ...] = ("by_kind", "near", "full")
+    else:
+        candidates = ("near", "by_kind") if _sliding_window(parts) else ("full", "by_kind")
+    for form in candidates:
+        try:
+            found = _through_static_slots(parts, form)
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError):
+            continue
+        gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+        if gap < rounding(parts.head.weight, fine=1e-3, coarse=0.1):
+            return form
+    return None
+
+
+@torch.inference_mode()
+def _through_static_slots(parts: ModelParts, form: MaskForm) -> Tensor:
+    """Return the states of `plain_states` by prefill and single steps on two slots and a third that is not live."""
+    tokens, lengths, new = probe(parts)
+    device, width = tokens.device, int(lengths.max())
+    rows = torch.arange(2, device=device)
+    cache = PrefillCache(parts.num_layers)
+    hidden = parts.hidden(
+        input_ids=tokens[:, :width],
+        position_ids=torch.arange(width, device=device).expand(2, -1),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    out = [hidden[rows, lengths - 1]]
+    no_end = torch.zeros(parts.head.weight.shape[0], dtype=torch.bool, device=device)
+    state = StaticSlots(
+        parts, form, num_slots=3, window=_FEWEST_COLUMNS, is_end=no_end, temperature=1.0, look_every=new
+    )
+    facts = torch.stack((lengths, lengths, torch.zeros_like(lengths), torch.full_like(lengths, new + 1)))
+    state.insert(rows, cache.left_aligned(), rows, facts, out[0])
+    fed = torch.zeros(3, dtype=torch.int64, device=device)
+    for step in range(new):
+        fed[:2] = tokens[rows, lengths + step]
+        state.feed(fed)
+        out.append(state.hidden[:2].clone())
+    return torch.stack(out, 1)
+
+
+def _config(parts: ModelParts) -> Any:
+    config: Any = parts.trunk.config
+    return config.get_text_config(decoder=True)
+
+
+def _sliding_window(parts: ModelParts) -> int | None:
+    config = _config(parts)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and "sliding_attention" not in kinds:
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is not below `n`."""
+    return 1 << (n - 1).bit_length() if n > 0 else 0

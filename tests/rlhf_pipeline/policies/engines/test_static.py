@@ -1,0 +1,144 @@
+"""Decoding with steps of one shape: the same completions as by live rows alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
+from rlhf_pipeline.policies.engines.slots import SlotEngine
+from rlhf_pipeline.policies.engines.static import LOOK_EVERY, StaticSlots
+from rlhf_pipeline.policies.engines.uniforms import device_uniforms, stream_keys, uniforms
+from tests.rlhf_pipeline.policies.engines.contract import Bench, EngineContract
+
+Make = Callable[..., PreTrainedModel]
+
+PROMPTS = [[2 + i] + [3 + (7 * i + j) % 90 for j in range(5 * i)] for i in range(6)]
+RAGGED = [2 + 2 * i for i in range(12)]
+
+
+def engine(model: PreTrainedModel, decode: str, num_slots: int = 5) -> SlotEngine:
+    return SlotEngine(CausalLMPolicy(model)._parts, num_slots=num_slots, model=model, decode=decode)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen2", "qwen2-tied", "qwen2-sliding", "llama", "mistral", "gemma3_text", "gemma2", "granite"),
+        *("phi", "gpt2", "gpt_neox", "opt"),
+    ],
+)
+def test_the_completions_are_those_of_live_rows_alone(name: str, make_model: Make):
+    """Ragged prompts and limits on few slots, which are filled again: the same ids, log-probs to 5e-6."""
+    request = Request(
+        prompts=PROMPTS, group_size=2, max_new_tokens=RAGGED, temperature=0.7, seed=1, end_token_ids=[1, 50, 60]
+    )
+    model = make_model(name)
+    ragged, static = (engine(model, decode).generate(request) for decode in ("ragged", "static"))
+    assert static.lengths.tolist() == ragged.lengths.tolist()
+    assert static.token_ids.tolist() == ragged.token_ids.tolist()
+    assert static.stopped.tolist() == ragged.stopped.tolist()
+    assert ragged.stopped.any()
+    assert float(np.abs(static.log_probs - ragged.log_probs).max()) < 5e-6
+
+
+@pytest.mark.parametrize("vocab_size", [97, 1500])
+def test_greedy_and_a_larger_vocabulary(vocab_size: int, make_model: Make):
+    """Both ways of inverting the cumulative probability, and temperature 0."""
+    model = make_model(vocab_size=vocab_size)
+    for temperature in (0.0, 1.0):
+        request = Request(prompts=PROMPTS, max_new_tokens=12, temperature=temperature, seed=3)
+        ragged, static = (engine(model, decode).generate(request) for decode in ("ragged", "static"))
+        assert static.token_ids.tolist() == ragged.token_ids.tolist()
+
+
+def test_newer_weights_in_the_middle(make_model: Make):
+    """Replaced after the same token, both ways go on with the same ids."""
+    request = Request(prompts=PROMPTS, group_size=2, max_new_tokens=24, temperature=0.7, seed=2)
+    newer = make_model(seed=5).state_dict()
+    found = []
+    for decode in ("ragged", "static"):
+        slots = engine(make_model(), decode, num_slots=12)
+
+        def load(slots: SlotEngine = slots) -> int:
+            if slots.version == 0:
+                slots.load_weights(newer, 1)
+            return 1
+
+        found.append(slots.generate(request, WeightRefresh(load, every=LOOK_EVERY, version=0)))
+    ragged, static = found
+    assert ragged.spans is not None
+    assert static.spans is not None
+    assert static.spans.lists() == ragged.spans.lists() == [[(0, 0), (LOOK_EVERY, 1)]] * 12
+    assert static.token_ids.tolist() == ragged.token_ids.tolist()
+    assert float(np.abs(static.log_probs - ragged.log_probs).max()) < 5e-6
+
+
+def test_steps_have_few_shapes(make_model: Make, monkeypatch: pytest.MonkeyPatch):
+    """Powers of two, and at most the window: as many columns as the longest needs, as few slots as are live."""
+    shapes: list[tuple[int, int]] = []
+    step = StaticSlots.step
+    monkeypatch.setattr(StaticSlots, "step", lambda s: (shapes.append((s.size, s.columns)), step(s))[1])
+    limits = [130, *[8] * 15]
+    found = engine(make_model(), "static", num_slots=8).generate(Request(prompts=[[5]] * 16, max_new_tokens=limits))
+    assert found.lengths.tolist() == limits
+    assert list(dict.fromkeys(shapes)) == [(8, 64), (1, 128), (1, 192)]
+    assert shapes.count((8, 64)) < 64
+
+
+def test_numbers_made_on_the_device():
+    """Bit for bit those of the host, at the edges of 64 bits too."""
+    rng = np.random.default_rng(0)
+    keys = np.concatenate((stream_keys(3, range(5_000), [1] * 5_000), rng.integers(0, 2**64, 5_000, np.uint64)))
+    keys[:4] = [0, 2**64 - 1, 2**63, 2**63 - 1]
+    index = rng.integers(0, 10_000, len(keys))
+    there = device_uniforms(torch.from_numpy(keys.view(np.int64)), torch.from_numpy(index))
+    assert (there.numpy() == uniforms(keys, index)).all()
+
+
+def test_diverged_weights_are_named(make_model: Make):
+    """At the next look, with the prompt; as they diverge while completions are being sampled."""
+    model = make_model()
+    slots = engine(model, "static")
+    slots.generate(Request(prompts=[[5]], max_new_tokens=2))
+    with torch.no_grad():
+        next(model.parameters())[7] = float("nan")
+    with pytest.raises(DataError, match="not finite at token 0 of a completion of prompt 1"):
+        slots.generate(Request(prompts=[[5], [7]], max_new_tokens=2))
+
+
+def test_a_model_that_takes_no_ready_made_mask(make_model: Make):
+    """It is refused where steps of one shape are asked for."""
+    model = make_model()
+    trunk = model.base_model
+    original = trunk.forward
+
+    @functools.wraps(original)
+    def forward(*args: object, attention_mask: object = None, **kwargs: object) -> object:
+        ready = isinstance(attention_mask, dict) or getattr(attention_mask, "ndim", 0) == 4
+        return original(*args, attention_mask=None if ready else attention_mask, **kwargs)
+
+    trunk.forward = forward
+    with pytest.raises(DefinitionError, match="takes no masks of static slots"):
+        engine(model, "static").generate(Request(prompts=PROMPTS, max_new_tokens=2))
+
+
+class TestStaticSlots(EngineContract):
+    """The contract of engines, with three slots."""
+
+    @pytest.fixture
+    def bench(self, folders: dict[int, Path]) -> Iterator[Bench]:
+        """The weights of version 1, in the place of those of version 2."""
+        policy = CausalLMPolicy.from_pretrained(folders[2], dtype=torch.float32)
+        slots = SlotEngine(policy._parts, num_slots=3, model=policy.model, decode="static")
+        slots.load_weights(folders[1], 1)
+        yield Bench(slots, folders)
+        slots.close()
