@@ -54,8 +54,8 @@ def execute(args: argparse.Namespace) -> int:
     with alone(run, path), TrajectoryStore.open(path, mode="a") as store:
         if store.being_written():
             raise RunExistsError(
-                f"a process writes to {path}, and compaction would lose use counts that it sets meanwhile. Stop it "
-                "first. (In the zarr backend a writer that was killed counts as living for an hour.)"
+                f"a process writes to {path}: it merges small segments itself, and what it writes to would stay as it "
+                "is. Stop it first. (In the zarr backend a writer that was killed counts as living for an hour.)"
             )
         with said_now_and_then("compacting for {}; stopping it loses nothing"):
             report = store.compact()

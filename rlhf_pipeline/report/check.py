@@ -51,11 +51,21 @@ def check_store(path: Path) -> Iterator[Finding]:
 
 
 def check_run(run: RunFolder) -> Iterator[Finding]:
-    """Check a run: its store, and that ledger, metrics and checkpoints fit together."""
+    """Check a run: its store, and that ledger, metrics and checkpoints fit together. It may be at work meanwhile."""
     if is_store(run.store_path):
         yield from check_store(run.store_path)
     elif run.came_to_nothing:
         yield Finding(part="store", ok=True, text="nothing is stored yet")
+    for check in (_check_rows, _check_checkpoints, _check_weights):
+        found = list(check(run))
+        if not all(finding.ok for finding in found):
+            # A step, a checkpoint or weights may have come between two reads: damage is there at a second look, too.
+            found = list(check(RunFolder(run.path)))
+        yield from found
+
+
+def _check_rows(run: RunFolder) -> Iterator[Finding]:
+    """Check what has a line per step."""
     try:
         yield from _check_parts(run)
         yield _check_steps(run.metrics)
@@ -63,9 +73,6 @@ def check_run(run: RunFolder) -> Iterator[Finding]:
         yield from _check_ledger_ids(run)
     except DataError as error:
         yield Finding(part="run", ok=False, text=str(error))
-    yield _check_checkpoints(run.checkpoints)
-    if run.is_of_several:
-        yield _check_weights(run.weights)
 
 
 def _check_parts(run: RunFolder) -> Iterator[Finding]:
@@ -120,22 +127,27 @@ def _check_ledger_ids(run: RunFolder) -> Iterator[Finding]:
     yield Finding(part="ledger ids", ok=True, text=f"{wanted:,} uses of trajectories, all of them in the store{left}")
 
 
-def _check_checkpoints(folder: Path) -> Finding:
-    found = list_checkpoints(folder)
+def _check_checkpoints(run: RunFolder) -> Iterator[Finding]:
+    found = list_checkpoints(run.checkpoints)
     for checkpoint in found:
         problem = folder_problem(checkpoint)
         if problem is not None:
-            return Finding(part="checkpoints", ok=False, text=f"{checkpoint.name}: {problem}")
+            yield Finding(part="checkpoints", ok=False, text=f"{checkpoint.name}: {problem}")
+            return
     newest = f", the newest {found[-1].name}: every checksum holds" if found else ""
-    return Finding(part="checkpoints", ok=True, text=f"{count(len(found), 'checkpoint')}{newest}")
+    yield Finding(part="checkpoints", ok=True, text=f"{count(len(found), 'checkpoint')}{newest}")
 
 
-def _check_weights(folder: Path) -> Finding:
-    published = read_published(folder)
+def _check_weights(run: RunFolder) -> Iterator[Finding]:
+    """Check what a run of several processes has published."""
+    if not run.is_of_several:
+        return
+    published = read_published(run.weights)
     if published is None:
-        return Finding(part="weights", ok=True, text="nothing is published yet")
-    problem = weights_problem(folder, published.version)
+        yield Finding(part="weights", ok=True, text="nothing is published yet")
+        return
+    problem = weights_problem(run.weights, published.version)
+    text = f"the newest are of step {published.version}: every checksum holds"
     if problem is not None:
         text = f"the newest, of step {published.version}: {problem}. The learner publishes them again when it starts"
-        return Finding(part="weights", ok=False, text=text)
-    return Finding(part="weights", ok=True, text=f"the newest are of step {published.version}: every checksum holds")
+    yield Finding(part="weights", ok=problem is None, text=text)

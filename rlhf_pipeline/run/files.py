@@ -128,13 +128,14 @@ def folder_problem(folder: Path, *, checksums: bool = True) -> str | None:
         return f"its {MANIFEST} is damaged"
     for name, (size, checksum) in sorted(files.items()):
         file = folder / name
-        if not file.is_file():
+        try:
+            found = file.stat().st_size
+            if found != size:
+                return f"{name} has {found:,} bytes, and had {size:,}"
+            if checksums and _crc32c(file) != checksum:
+                return f"{name} has other bytes than were written (its CRC32C differs)"
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return f"it has no {name}"
-        found = file.stat().st_size
-        if found != size:
-            return f"{name} has {found:,} bytes, and had {size:,}"
-        if checksums and _crc32c(file) != checksum:
-            return f"{name} has other bytes than were written (its CRC32C differs)"
     return None
 
 

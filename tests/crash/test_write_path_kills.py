@@ -1,7 +1,7 @@
 """A real data set through the whole write path, killed on the way: the same groups, the same advantages, bit for bit.
 
 GSM8K questions with four model solutions each, in an order that keeps three quarters of the groups incomplete at any
-time: 300 by default, all 1,319 with `--full-sweep`. Each process asks the store what is there and goes on with what
+time: 150 by default, all 1,319 with `--full-sweep`. Each process asks the store what is there and goes on with what
 is missing.
 """
 
@@ -25,7 +25,7 @@ from trajectory_store import TrajectoryStore
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).resolve().parents[2]
-FULL_GROUPS, GROUPS, MEMBERS, BATCH, KILLS = 1319, 300, 4, 16, 3
+FULL_GROUPS, GROUPS, MEMBERS, BATCH, KILLS = 1319, 150, 4, 16, 3
 
 IMPORT = """
 import json, os, random, sys
