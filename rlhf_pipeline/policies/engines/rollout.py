@@ -1,9 +1,11 @@
-"""What one call of the slot engine keeps on the host, whichever way its slots decode."""
+"""What a call of the slot engine keeps on the host, whichever way its slots decode, and how it gives way to others."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,6 +38,75 @@ class Prefilled:
     hidden: Tensor
     first_prompt: int
     last_prompt: int
+
+
+class Gate:
+    """Where threads that sample stand between two tokens, so that others may pause them or change the weights.
+
+    Any number of threads samples at once, and none while the gate is closed or somebody needs them still.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._sampling = 0
+        self._closed = False
+        self._needed_still = 0
+
+    def __reduce__(self) -> tuple[type[Gate], tuple[()]]:
+        """Have a copy of what holds a gate get an open one of its own."""
+        return Gate, ()
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Sample inside; waits until that is allowed."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    @contextmanager
+    def standing_aside(self) -> Iterator[None]:
+        """Within `sampling`: not sampling inside; the end waits until sampling is allowed again."""
+        self._leave()
+        try:
+            yield
+        finally:
+            self._enter()
+
+    def close(self) -> None:
+        """Keep threads from sampling until `open`; returns when none does."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: self._sampling == 0)
+
+    def open(self) -> None:
+        """Let them go on."""
+        with self._changed:
+            self._closed = False
+            self._changed.notify_all()
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Nobody samples inside, and nobody else is inside."""
+        with self._changed:
+            self._needed_still += 1
+            self._changed.wait_for(lambda: self._sampling == 0)
+            try:
+                yield
+            finally:
+                self._needed_still -= 1
+                self._changed.notify_all()
+
+    def _enter(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._closed and not self._needed_still)
+            self._sampling += 1
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._sampling -= 1
+            self._changed.notify_all()
 
 
 class Rollout:
@@ -150,14 +221,7 @@ class Rollout:
         self.batches = []
         self.prefilled_up_to = int(self.prompt_of[self.next]) if self.next < self.count else len(self.prompts)
 
-    def admit(self, new: Int64Array) -> Tensor:
-        """Return the last hidden state of the prompts of the next completions, `[len(new), H]`."""
-        self.admit_only(new)
-        owners = self.prompt_of[new]
-        pieces = [batch.hidden[self.upload(source)] for batch, _, source in self.places_of(owners)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def admit_only(self, new: Int64Array) -> None:
+    def admit(self, new: Int64Array) -> None:
         """Have the prompts of the next completions prefilled, and drop batches that nobody starts from any more."""
         self.next = int(new[-1]) + 1
         owners = self.prompt_of[new]

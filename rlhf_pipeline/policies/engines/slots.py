@@ -29,9 +29,8 @@ from torch import Tensor, nn
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.engines.cache_check import WITHOUT_SLOTS, verified_parts
 from rlhf_pipeline.policies.engines.completions import Int64Array, RaggedCompletions, collect
-from rlhf_pipeline.policies.engines.gate import Gate
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh, Weights
-from rlhf_pipeline.policies.engines.rollout import Rollout, States
+from rlhf_pipeline.policies.engines.rollout import Gate, Rollout, States
 from rlhf_pipeline.policies.engines.sampling import sample_rows
 from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, SlotCache
 from rlhf_pipeline.policies.engines.static import StaticRun, mask_form
@@ -103,16 +102,21 @@ class SlotEngine:
         if request.count == 0:
             none = None if refresh is None and self.version is None else []
             return collect([], [], [], prompt_of, member_of, np.zeros(0, np.bool_), none)
+        static = self.decode == "static" or (self.decode == "auto" and self.parts.head.weight.is_cuda)
+        form = mask_form(self.parts) if static else None
+        if form is None and self.decode == "static":
+            raise DefinitionError(
+                f"{type(self.parts.trunk).__name__} takes no masks of static slots. Decode with decode='auto'."
+            )
         with self.gate.sampling():
             if refresh is not None:
                 self.version = refresh.version
-            run = self._rollout(
-                request,
-                prompt_of=prompt_of,
-                limits=limits,
-                keys=stream_keys(request.seed, np.array(streams, dtype=object)[prompt_of].tolist(), member_of),
-                refresh=refresh,
-            )
+            keys = stream_keys(request.seed, np.array(streams, dtype=object)[prompt_of].tolist(), member_of)
+            given: dict[str, Any] = {"prompt_of": prompt_of, "limits": limits, "keys": keys, "refresh": refresh}
+            if form is None:
+                run: Rollout = _Ragged(self, request, **given)
+            else:
+                run = StaticRun(self, request, form=form, **given)
             while run.step():
                 pass
         # Where the version was named on the way only, nobody knows that of the tokens before.
@@ -120,18 +124,6 @@ class SlotEngine:
         return collect(
             run.out_rows, run.out_tokens, run.out_log_probs, prompt_of, member_of, run.stopped, versions, run.unfinished
         )
-
-    def _rollout(self, *args: Any, **kwargs: Any) -> Rollout:
-        """Return what decodes: on CUDA steps of one shape, where the model allows it."""
-        static = self.decode == "static" or (self.decode == "auto" and self.parts.head.weight.is_cuda)
-        form = mask_form(self.parts) if static else None
-        if form is not None:
-            return StaticRun(self, *args, form=form, **kwargs)
-        if self.decode == "static":
-            raise DefinitionError(
-                f"{type(self.parts.trunk).__name__} takes no masks of static slots. Decode with decode='auto'."
-            )
-        return _Ragged(self, *args, **kwargs)
 
     def pause(self) -> None:
         """Stop between two tokens; see `Engine.pause`."""
@@ -193,8 +185,11 @@ class _Ragged(Rollout):
         new = np.arange(self.next, min(self.count, self.next + self.num_slots - old), dtype=np.int64)
         rows, sampled, hidden = self.live, self.sampled, self.hidden
         if len(new):
-            fresh = self.admit(new)
-            hidden = fresh if hidden is None else torch.cat((hidden, fresh))
+            self.admit(new)
+            pieces = [] if hidden is None else [hidden]
+            for batch, _, source in self.places_of(self.prompt_of[new]):
+                pieces.append(batch.hidden[self.upload(source)])
+            hidden = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             rows = np.concatenate((rows, new))
             sampled = np.concatenate((sampled, np.zeros_like(new)))
         if hidden is None:

@@ -316,7 +316,7 @@ class StaticRun(Rollout):
         if not len(free):
             return
         new = np.arange(self.next, self.next + len(free), dtype=np.int64)
-        self.admit_only(new)
+        self.admit(new)
         owners = self.prompt_of[new]
         self.owner[free], self.stored[free], self.sampled[free] = new, self.prompt_lengths[owners], 0
         for batch, mine, source in self.places_of(owners):

@@ -19,9 +19,9 @@ import numpy as np
 
 from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.engines.completions import RaggedCompletions, VersionSpans
-from rlhf_pipeline.policies.engines.gate import Gate
 from rlhf_pipeline.policies.engines.jobs import Job, jobs_of
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh, Weights
+from rlhf_pipeline.policies.engines.rollout import Gate
 
 __all__ = ["VLLMEngine"]
 
