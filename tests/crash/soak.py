@@ -177,10 +177,13 @@ class Looks:
 class Soak:
     """One supervised run and the person beside it."""
 
-    def __init__(self, run_dir: Path, settings: list[str], seed: int, *, undisturbed: bool = False) -> None:
+    def __init__(
+        self, run_dir: Path, settings: list[str], seed: int, *, undisturbed: bool = False, pace: float = 1.0
+    ) -> None:
         self.run_dir = run_dir
         self.settings = settings
         self.undisturbed = undisturbed
+        self.pace = pace
         self.rng = random.Random(seed)
         self.troubles: Counter[str] = Counter()
         self.memory = Memory()
@@ -200,7 +203,16 @@ class Soak:
         command = [sys.executable, "-m", "rlhf_pipeline", "run", *words, "--out", str(self.run_dir)]
         with self.output.open("ab") as out:
             self.supervisor = subprocess.Popen(
-                [*command, "--collectors", "2", "--max-failures", "100", "--hang-timeout", str(HANG_S), *more],
+                [
+                    *command,
+                    "--collectors",
+                    "2",
+                    "--max-failures",
+                    "100",
+                    "--hang-timeout",
+                    str(HANG_S * self.pace),
+                    *more,
+                ],
                 stdout=out,
                 stderr=out,
             )
@@ -209,12 +221,12 @@ class Soak:
     def work_in_trouble(self, seconds: float) -> None:
         """Make trouble every few seconds; if the supervisor is gone, start it again."""
         end = time.monotonic() + seconds
-        next_trouble = time.monotonic() + self.rng.uniform(10, 15)
+        next_trouble = time.monotonic() + self.pace * self.rng.uniform(10, 15)
         while time.monotonic() < end:
             self.look()
             self.restart_if_gone()
             if time.monotonic() >= next_trouble:
-                next_trouble = time.monotonic() + self.rng.uniform(*TROUBLE_EVERY_S)
+                next_trouble = time.monotonic() + self.pace * self.rng.uniform(*TROUBLE_EVERY_S)
                 self.make_trouble(*self.rng.choices(list(TROUBLE), list(TROUBLE.values())))
         self.wake()
 
@@ -352,6 +364,7 @@ def soak(
     quiet_steps: int = 300,
     goal: bool = True,
     undisturbed: bool = False,
+    pace: float = 1.0,
 ) -> list[Line]:
     """Run and make trouble; stop, resume, work undisturbed; stop, resume, end; count.
 
@@ -363,8 +376,9 @@ def soak(
         quiet_steps: optimizer steps without trouble before the run is stopped, at least: enough to learn from nothing.
         goal: whether the run must learn its task.
         undisturbed: make no trouble, and judge the memory.
+        pace: times the seconds between troubles, and until a process is taken for dead; above 1 on a busy machine.
     """
-    run = Soak(run_dir, settings, seed, undisturbed=undisturbed)
+    run = Soak(run_dir, settings, seed, undisturbed=undisturbed, pace=pace)
     started = time.monotonic()
     try:
         if undisturbed:
@@ -430,6 +444,7 @@ def main() -> int:
     )
     parser.add_argument("--no-goal", dest="goal", action="store_false", help="the run need not learn its task")
     parser.add_argument("--undisturbed", action="store_true", help="make no trouble, and judge the memory")
+    parser.add_argument("--pace", type=float, default=1.0, help="above 1: less often, for a busy machine")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     parser.add_argument(
         "--out", type=Path, help="keep the run here (default: a temporary folder, removed if all is met)"
@@ -445,6 +460,7 @@ def main() -> int:
         quiet_steps=args.quiet_steps,
         goal=args.goal,
         undisturbed=args.undisturbed,
+        pace=args.pace,
     )
     for line in lines:
         print(line)  # noqa: T201
