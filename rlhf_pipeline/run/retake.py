@@ -16,7 +16,6 @@ from rlhf_pipeline.errors import DataError, MissingPathError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
-from rlhf_pipeline.run.batches import Batches
 from rlhf_pipeline.run.build import build_learner, build_policy
 from rlhf_pipeline.run.checkpoint import list_checkpoints, load_checkpoint, step_of
 from rlhf_pipeline.run.folder import RunFolder

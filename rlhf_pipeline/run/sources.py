@@ -15,11 +15,11 @@ from rlhf_pipeline.config import Pipeline, Replay
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.replay.stored_groups import NewIds
-from rlhf_pipeline.run.batches import Batches
 from rlhf_pipeline.run.build import Parts
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import Batch, Source, tell
+from rlhf_pipeline.run.offline_batches import Batches
 from rlhf_pipeline.run.processes.claims import RolloutSet
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause, is_alive
 from rlhf_pipeline.run.rows import StepRows

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from rlhf_pipeline import Replay, Sample
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.run.batches import Batches, EpochOrder, shares
 from rlhf_pipeline.run.ledger import Ledger
+from rlhf_pipeline.run.offline_batches import Batches, EpochOrder, shares
 from trajectory_store import Column, Schema, TrajectoryStore
 
 SCHEMA = Schema(
