@@ -118,9 +118,9 @@ def load_tokenizer(name: str) -> Any:
         raise MissingPathError(
             f"there is no tokenizer folder at {folder}.{hint} Name the checkpoint folder of your model."
         )
-    from rlhf_pipeline.policies import _loading
+    from rlhf_pipeline.policies import loading
 
-    found = _loading.load_tokenizer(str(folder) if folder.is_dir() else name, local=folder.is_dir())
+    found = loading.load_tokenizer(str(folder) if folder.is_dir() else name, local=folder.is_dir())
     if found is None:
         raise DataError(f"{folder} has no tokenizer: no tokenizer.json or tokenizer_config.json.")
     return found

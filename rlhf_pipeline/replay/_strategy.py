@@ -82,7 +82,7 @@ class TrajectorySampler(Sampler):
     Args:
         max_staleness: pass over trajectories whose policy is more than so many versions behind. Trajectories newer
             than the learner have age 0.
-        max_uses: pass over trajectories that have been used so often.
+        max_uses: pass over trajectories that have been used this many times.
         seed: of the TorchRL interface; `select` gets its own.
 
     Attributes:

@@ -43,7 +43,7 @@ class Group(Protocol):
 
 
 class Saved(Protocol):
-    """What a checkpoint is about; `learner.learner.Learner`."""
+    """What a checkpoint saves; `learner.learner.Learner`."""
 
     @property
     def shards(self) -> Group | None:
@@ -51,7 +51,7 @@ class Saved(Protocol):
         ...
 
     def write(self, folder: Path) -> None:
-        """Write what it is into an empty folder."""
+        """Write its state into an empty folder."""
         ...
 
     def read(self, folder: Path) -> None:

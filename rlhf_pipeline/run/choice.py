@@ -1,4 +1,4 @@
-"""Which trajectories of which stores are learned from: chosen once, at the first start, and written down."""
+"""Which trajectories of which stores are learned from: chosen once, at the first start, and recorded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Limits:
 
     Attributes:
         vocabulary: token ids are below this.
-        positions: tokens of a trajectory at most; None where the model has no limit.
+        positions: the most tokens of a trajectory; None where the model has no limit.
     """
 
     vocabulary: int
@@ -95,7 +95,7 @@ class Choice:
         return len(self.row)
 
     def save(self, run: RunFolder) -> None:
-        """Write it down; it counts once `gather.json` is there."""
+        """Save it; it counts once `gather.json` exists."""
         table, content = np.stack([self.source, self.row, self.trajectory_id, self.group_id]), io.BytesIO()
         np.save(content, table, allow_pickle=False)
         write_atomically(run.choice_table, content.getvalue())
@@ -119,12 +119,12 @@ class Choice:
 
 
 def mark_gathered(run: RunFolder, counts: dict[str, int]) -> None:
-    """Write down that every chosen trajectory is in the run's store."""
+    """Record that every chosen trajectory is in the run's store."""
     _write_state(run, {**(run.chosen() or {}), "gathered": counts})
 
 
 def gathered(run: RunFolder) -> dict[str, int] | None:
-    """Return what `mark_gathered` wrote down, or None while gathering is not finished."""
+    """Return what `mark_gathered` recorded, or None while gathering is not finished."""
     return (run.chosen() or {}).get("gathered")
 
 
@@ -258,7 +258,7 @@ def _choose_from(store: TrajectoryStore, filters: Sequence[str], limits: Limits)
     newest = _newest(named, groups)
     num_repeated, ids, named, groups = len(ids) - len(newest), ids[newest], named[newest], groups[newest]
     if len(np.unique(named)) < len(named):
-        named = np.arange(len(named))  # numbers that start anew in each group say nothing by themselves
+        named = np.arange(len(named))  # numbers that start again in each group identify nothing by themselves
     _, first, member = np.unique(groups, return_index=True, return_inverse=True)
     order = np.argsort(first[member], kind="stable")
     ids = ids[order]

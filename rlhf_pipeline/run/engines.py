@@ -1,4 +1,4 @@
-"""The engine that a definition names, and how it comes by the weights that the learner has changed."""
+"""The engine that a definition names, and how it gets the weights that the learner has changed."""
 
 from __future__ import annotations
 

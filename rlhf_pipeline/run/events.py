@@ -58,7 +58,7 @@ class Notice:
 
     message: str
     level: Literal["info", "warning", "progress"] = "info"
-    """`progress`: one of many that say how far something is."""
+    """`progress`: one of many that report progress."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

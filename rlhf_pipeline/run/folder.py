@@ -206,7 +206,7 @@ class RunFolder:
 
     @property
     def is_free(self) -> bool:
-        """Whether a new run may be made here: nothing is there, or only what a start left that came to nothing."""
+        """Whether a new run may be made here: nothing is there, or only what a failed start left."""
         if not self.path.exists():
             return True
         if not self.path.is_dir():
@@ -235,7 +235,7 @@ class RunFolder:
         return True
 
     def clear(self) -> None:
-        """Remove what a start left that came to nothing; does nothing in any other folder."""
+        """Remove what a failed start left; does nothing in any other folder."""
         if not self.came_to_nothing:
             return
         for folder in (self.checkpoints, self.store_path, self.rollouts, self.weights, self.claims, self.logger_files):
@@ -325,7 +325,7 @@ class RunFolder:
             )
 
     def missing_parts(self) -> Iterator[str]:
-        """Say which of store, ledger, metrics and checkpoints do not fit each other, in constant time.
+        """Return which of store, ledger, metrics and checkpoints do not fit together, in constant time.
 
         A checkpoint is written after the ledger, the metrics and the trajectories that it counts on, and the first one
         before the first step. So a checkpoint without them, or steps without one, mean that something was removed.
@@ -480,13 +480,13 @@ def make_record(
     """Return what `config.json` holds.
 
     Raises:
-        DefinitionError: the definition cannot be written down.
+        DefinitionError: the definition cannot be recorded.
     """
     try:
         json.dumps(to_json(pipeline))
     except TypeError as error:
         raise DefinitionError(
-            f"the definition cannot be written down: {error}. Its fields must be dataclasses, functions, text, "
+            f"the definition cannot be recorded: {error}. Its fields must be dataclasses, functions, text, "
             "numbers, lists or None."
         ) from error
     packages = ("torch", "torchrl", "tensordict", "transformers", "numpy")

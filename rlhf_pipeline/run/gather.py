@@ -95,7 +95,7 @@ def gather_schema(choice: Choice) -> Schema:
                 if name in given and (known.dtype, known.axis) != (column.dtype, column.axis):
                     raise DataError(
                         f"the column '{name}' is {_kind(known)} in {given[name]} and {_kind(column)} in {path}. Learn "
-                        "from one of them, or export and import one anew."
+                        "from one of them, or export one and import it again."
                     )
                 if known.axis != column.axis:
                     raise DataError(f"the column '{name}' of {path} is {_kind(column)}; learning needs {_kind(known)}.")
@@ -117,7 +117,7 @@ def _optional(column: Column) -> Column:
 
 
 class Gatherer:
-    """Fills the run's store, one commit per batch; goes on where an earlier try stopped.
+    """Fills the run's store, one commit per batch; continues where an earlier try stopped.
 
     Args:
         pipeline: the definition.
@@ -125,7 +125,7 @@ class Gatherer:
         choice: what to gather.
         target: the run's store.
         limits: what the policy can read.
-        on_event: is told of the progress now and then.
+        on_event: receives the progress from time to time.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class Progress:
     recent_rewards: list[float] = field(default_factory=list[float])
 
     def note(self, task_reward: float, window: int) -> None:
-        """Take in the mean reward of the rollout that the next step learns from."""
+        """Record the mean reward of the rollout that the next step learns from."""
         if self.first_reward is None:
             self.first_reward = task_reward
         self.last_reward = task_reward
@@ -51,7 +51,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """What one step learns from, and what its line says beside the learner's figures."""
+    """What one step learns from, and what its line reports besides the learner's figures."""
 
     task_reward: float | None
     """Mean reward of the rollout that the step begins with; None where it begins with none."""
@@ -84,7 +84,7 @@ class Source(Protocol):
         ...
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what `state` returned."""
+        """Restore what `state` returned."""
         ...
 
 
@@ -220,7 +220,7 @@ class Loop:
         self.on_event(StepDone(step=number, total_steps=self.total_steps, metrics=row))
 
     def _save(self) -> None:
-        """Write a checkpoint; what it counts on reaches the disk before it."""
+        """Sync everything that the checkpoint refers to, then write it."""
         if self._saved == self.progress.step:
             return
         self.learner.buffer.store.flush()

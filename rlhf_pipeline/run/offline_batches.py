@@ -19,7 +19,7 @@ from trajectory_store import TrajectoryStore
 Ints = npt.NDArray[np.int64]
 
 _STEPS_LOOKED_AT = 65
-"""Over so many steps the shares of a batch take every size that they take at all, for weights as people choose them."""
+"""Steps to simulate so that every size occurs that a source's share of a batch can have, for ordinary weights."""
 
 
 def shares(weights: Sequence[float], total: int) -> Ints:
@@ -216,7 +216,7 @@ class Batches:
         return shares(self._weights, total)
 
     def _batch_at(self, at: int, place: int) -> tuple[int, int]:
-        """Return the first and the last draw, of those from one source, of the batch that a draw of it belongs to."""
+        """Return the first and last draw from one source in the batch that holds a given draw from it."""
         low, high = 0, place // self.batch_size + 1
         while self._draw_count(at, high) <= place:
             low, high = high, 2 * high
@@ -249,7 +249,7 @@ class Batches:
         return min(limits, default=None)
 
     def _until_used_up(self, max_uses: int) -> int:
-        """Return how many draws there are before a source has given each of its trajectories so often."""
+        """Return the number of draws until some source has used each of its trajectories `times` times."""
         low, high = 0, max_uses * self.num
         room = np.asarray([max_uses * len(part) for part in self._parts])
         while low < high:

@@ -46,7 +46,7 @@ def begun(
 ) -> Iterator[None]:
     """Hold the folder for this process alone, with its record written; made if it is not there."""
     with folder.named_disk_errors(), folder.lock(), folder.log():
-        folder.check_free_or_recorded(resume=resume)  # again under the lock: another process may have been quicker
+        folder.check_free_or_recorded(resume=resume)  # again under the lock: another process may have been faster
         if not resume:
             folder.clear()
         folder.record(pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
@@ -82,7 +82,7 @@ def check_prompts(pipeline: Pipeline, policy: CausalLMPolicy, seed: int) -> None
 
 
 def sampling_notices(pipeline: Pipeline, policy: CausalLMPolicy) -> Iterator[str]:
-    """Say what a person should know of the tokenizer before the first completion."""
+    """Return notices about the tokenizer, before the first completion."""
     tokenizer = policy.tokenizer
     if tokenizer is None:
         return

@@ -19,6 +19,7 @@ from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.build import build_learner, build_policy
 from rlhf_pipeline.run.checkpoint import list_checkpoints, load_checkpoint, step_of
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.offline_batches import Batches
 from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import MissingRowError, TrajectoryStore
 

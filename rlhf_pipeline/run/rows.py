@@ -191,7 +191,7 @@ class StepRows(Sequence[Row]):
                     return
 
     def mend(self) -> None:
-        """Take off what a kill or a power loss left at the end, and complete the index.
+        """Cut off what a kill or a power loss left at the end, and complete the index.
 
         Raises:
             DataError: whole lines follow one that is not as it was written: the file was edited or damaged.
@@ -221,7 +221,7 @@ class StepRows(Sequence[Row]):
         self._num_indexed += 1
 
     def drop_from(self, step: int) -> None:
-        """Take off the rows of a step and of all later ones."""
+        """Remove the rows of a step and of all later ones."""
         self.mend()
         place = self._first_from(step)
         if place == len(self):
@@ -231,7 +231,7 @@ class StepRows(Sequence[Row]):
         self._num_indexed = place
 
     def sync(self) -> None:
-        """Have all rows on the disk, so that they survive a power loss."""
+        """Sync all rows to the disk, so that they survive a power loss."""
         sync_file(self.path)
         sync_file(self.index_path)
 

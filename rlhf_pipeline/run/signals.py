@@ -15,7 +15,7 @@ STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """True once a signal has asked the run to stop, or the process that it must not outlive is gone.
+    """True once a signal has asked the run to stop, or the process that it must not outlive has ended.
 
     Args:
         parent: the process id of the supervisor; None if there is none.

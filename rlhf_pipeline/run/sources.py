@@ -29,7 +29,7 @@ from trajectory_store import TrajectoryStore
 Ints = npt.NDArray[np.int64]
 
 _ALONE_S = 30.0
-"""How long to wait for a rollout before the learner says that nobody collects."""
+"""How long to wait for a rollout before the learner reports that no collector is alive."""
 
 
 class MadeHere:
@@ -91,7 +91,7 @@ class Arrivals:
     Args:
         pipeline: the definition.
         parts: what learns, and the write path whose state all collectors share.
-        rollouts: where collectors write down which rollouts are stored.
+        rollouts: where collectors record which rollouts are stored.
         run: the run folder.
         heartbeat: of this process.
         on_event: receives notices.
@@ -171,7 +171,7 @@ class Arrivals:
         self._parts.collector.observe(np.arange(index * size, (index + 1) * size))
 
     def _look(self) -> None:
-        """Take in the rollouts that have arrived since the last look."""
+        """Read the rollouts that have arrived since the last look."""
         self._rollouts.refresh()
         new = self._new.take()
         for row, rollout in zip(new.tolist(), self._rollouts.read_scalars("rollout", new).tolist(), strict=True):
@@ -179,7 +179,7 @@ class Arrivals:
                 self._waiting.setdefault(rollout, row)
 
     def _wait(self, stop: StopRequest, step: int) -> int | None:
-        """Return the rollout that arrived first among those not learned from; None if the process shall stop."""
+        """Return the rollout that arrived first among those not learned from; None if the process is to stop."""
         pause, alone_at = Pause(), time.monotonic() + _ALONE_S
         while not stop:
             self._look()
@@ -193,7 +193,7 @@ class Arrivals:
         return None
 
     def _say_if_alone(self) -> None:
-        """Say what is missing where the learner waits and nobody collects."""
+        """Report what is missing when the learner waits and no collector is alive."""
         folder = self._run.processes
         names = {file.stem for file in folder.glob("*.lock")} - {"learner", "supervisor"}
         if not any(is_alive(folder, name) for name in names):
@@ -271,7 +271,7 @@ class _Arrived:
 
 
 class _Stored:
-    """What sources over a store that is whole have in common: no state, and no target to reach."""
+    """What sources over a finished store have in common: no state, and no target to reach."""
 
     last: int | None = None
 

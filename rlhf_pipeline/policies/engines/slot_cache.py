@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 _HEADROOM = 64
-"""Columns kept free beyond the live window when the cache is laid out anew."""
+"""Columns kept free beyond the live window when the cache is laid out again."""
 
 
 class CacheLayer(CacheLayerMixin):

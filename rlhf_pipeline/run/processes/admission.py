@@ -1,4 +1,4 @@
-"""May another rollout start? A pure function, so that collectors wait instead of making what is thrown away."""
+"""Whether another rollout may start: a pure function, so that collectors do not make what would be discarded."""
 
 from __future__ import annotations
 

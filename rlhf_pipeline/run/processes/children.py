@@ -1,4 +1,4 @@
-"""One child process of a supervisor: started, watched, killed when it hangs, started again later and later.
+"""One child process of a supervisor: started, watched, killed when it hangs, restarted after growing delays.
 
 Nothing here imports torch.
 """
@@ -24,7 +24,7 @@ from rlhf_pipeline.run.processes.heartbeat import holder, is_alive, read_heartbe
 logger = logging.getLogger(__name__)
 
 _LOG_BYTES: Final = 1_000_000
-"""A child's log starts anew, the old one kept as `.log.1`, when it is larger than this at a start."""
+"""A child's log is moved to `.log.1` when it is larger than this at a start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +41,8 @@ class SupervisorConfig:
     max_delay_s: float = 60.0
     """The longest of these waits."""
     max_failures: int = 5
-    """Give up when a process has failed this often in a row while the learner took no new step. A process that stores
-    a rollout or takes a step starts at 0 again."""
+    """Give up after this many failures of a process in a row, while the learner took no new step. A process that
+    stores a rollout or takes a step starts at 0 again."""
     start_timeout_s: float = 300.0
     """Kill a process that has not said anything this long after its start: imports, on a cold disk, take a while."""
     hang_timeout_s: float = 60.0
@@ -102,7 +102,7 @@ class Child:
         name: `learner`, `collector-0`, ...; the name of its lock, heartbeat and log.
         command: what to execute.
         folder: the run's `processes` folder.
-        config: how long to be patient.
+        config: the timeouts.
         environment: of the process; None inherits.
         count: returns how far the child is, from its heartbeat; a number that grows with each rollout or step.
     """
@@ -125,7 +125,7 @@ class Child:
         """Failures in a row."""
         self.num_starts = 0
         self.is_wanted = True
-        """Whether it shall be started again when it ends."""
+        """Whether it is to be started again when it ends."""
         self._folder = folder
         self._environment = environment
         self._count = count
@@ -193,7 +193,7 @@ class Child:
         return Exit(code=code, advanced=advanced, last_words=words)
 
     def fail(self, steps: int) -> float:
-        """Take note of a failure and return the seconds until the next start.
+        """Count a failure and return the seconds until the next start.
 
         Args:
             steps: optimizer steps that the run has taken.
@@ -203,7 +203,7 @@ class Child:
         return self.rest(self.config.delay_s(self.failures))
 
     def rest(self, seconds: float) -> float:
-        """Start it again no sooner than in so many seconds."""
+        """Start it again in `seconds` at the earliest."""
         self._next_start = time.monotonic() + seconds
         return seconds
 
@@ -241,7 +241,7 @@ class Child:
             self._process = None
 
     def _wait_for_other(self) -> None:
-        """Let a process of an earlier supervisor leave by itself; kill it if it hangs."""
+        """Let a process of an earlier supervisor end by itself; kill it if it hangs."""
         said, pid = read_heartbeat(self._folder, self.name), holder(self._folder, self.name)
         if pid is None:
             return

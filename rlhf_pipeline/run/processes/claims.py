@@ -162,7 +162,7 @@ class Claims:
                 rollout = note["rollout"]
             except (ValueError, TypeError):
                 continue  # not synced: a power loss may have taken its bytes, and its writer with them
-            # A rollout whose row is there is no longer in flight, although its collector may not have let go yet.
+            # A rollout whose row is there is no longer in flight, although its collector may not have released it yet.
             if rollout not in done and self._is_locked(rollout):
                 flying[rollout] = note["version"]
         return flying

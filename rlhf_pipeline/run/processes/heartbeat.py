@@ -1,4 +1,4 @@
-"""What a process says of itself: a lock that dies with it, and a small file that says what it does."""
+"""What a process reports of itself: a lock that dies with it, and a small file that says what it is doing."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def read_heartbeat(folder: Path, name: str) -> dict[str, Any]:
 
 @contextmanager
 def process_lock(folder: Path, name: str, *, wait_s: float = 0.0) -> Iterator[None]:
-    """Be the one process of this name; the kernel lets go when it dies.
+    """Be the one process of this name; the kernel releases the name when it dies.
 
     Args:
         folder: the run's `processes` folder; made if absent.

@@ -182,11 +182,13 @@ class Supervisor:
                 time.sleep(_TICK_S)
             if reason is None:
                 logger.info("supervisor: all processes are asked to stop")
-                self._tell("all processes finish what they are at, and save. Ctrl-C once more kills them.", "info")
-            self._let_go(signal.SIGTERM if reason is None else None)
+                self._tell(
+                    "all processes finish their rollout or step, and save. Press Ctrl-C again to kill them.", "info"
+                )
+            self._wind_down(signal.SIGTERM if reason is None else None)
         except ProcessFailedError as error:
             logger.error("supervisor: giving up: %s", error)
-            self._let_go(signal.SIGTERM)
+            self._wind_down(signal.SIGTERM)
             raise
         finally:
             for child in self.children.values():
@@ -240,7 +242,7 @@ class Supervisor:
         again = shlex.join(["rlhf-pipeline", "run", "--resume", "--out", str(self.run_dir)])
         return f"{said}More is in {child.log}. What was stored and learned is kept: fix it, then continue: {again}"
 
-    def _let_go(self, number: int | None) -> None:
+    def _wind_down(self, number: int | None) -> None:
         """Wait until all processes have left, those that hang or take too long excepted."""
         for child in self.children.values():
             child.is_wanted = False
