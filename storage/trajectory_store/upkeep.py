@@ -175,7 +175,7 @@ def compact(catalog: Catalog, root: Root) -> CompactReport:
         for same in _by_columns([s for s in updates if s.rows]):
             for group in _packed(same, MAX_ROWS, MAX_ELEMENTS):
                 _merge_updates(catalog, group, superseded=True)
-        catalog.medium.sweep(catalog.state)
+        _sweep(catalog)
         catalog.refresh()
         after = len(catalog.segments) + len(catalog.updates)
         return CompactReport(before, after, moved, bytes_before, _disk_bytes(catalog))
@@ -208,7 +208,7 @@ def fold(catalog: Catalog, root: Root, stop: Callable[[], bool] = lambda: False)
                 break
             merges += 1
         if merges:
-            catalog.medium.sweep(catalog.state)
+            _sweep(catalog)
     return merges
 
 
@@ -423,6 +423,17 @@ def _disk_bytes(catalog: Catalog) -> int:
 
 
 # Who tidies up
+
+
+def _sweep(catalog: Catalog) -> None:
+    """Remove what killed processes left, as of a record that has the claim of this one.
+
+    Whoever has a later claim may be writing a merged segment that no record names yet: its number is above all that the
+    last record with the claim of this process knew of, and below those that are used now.
+    """
+    state = catalog.state
+    if catalog.claim is None or (state.claim is not None and state.claim[0] == catalog.claim):
+        catalog.medium.sweep(state)
 
 
 @contextmanager

@@ -295,7 +295,7 @@ def run_power_losses(base, monkeypatch, backend, durability):
         rng = random.Random(state)
         moment = rng.randrange(created, len(events) + 1)
         if state % 3:
-            moment = max(created, rng.choice(turns) + rng.randrange(-1, 3))
+            moment = min(len(events), max(created, rng.choice(turns) + rng.randrange(-1, 3)))
         chance = rng.choice([0.0, 0.1, 0.5, 0.9])
         past = events[:moment]
         # What the system has written back by itself meanwhile is safe whatever was promised.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 
@@ -18,10 +19,11 @@ from trajectory_store import (
     TrajectoryStore,
     WriteFailedError,
     bucket,
+    upkeep,
 )
 from trajectory_store.catalog import Catalog
 from trajectory_store.objects import segment
-from trajectory_store.objects.medium import open_objects
+from trajectory_store.objects.medium import ObjectMerge, open_objects
 from trajectory_store.testing import example_rows, example_schema, same_rows
 
 zarr = pytest.importorskip("zarr")
@@ -246,6 +248,55 @@ def test_a_put_makes_its_folder_again_while_another_process_tidies_up(tmp_path, 
     assert puts.put_new("seg/a", b"x")
     assert len(made) == 4
     assert puts.get("seg/a") == b"x"
+
+
+def test_who_lost_the_claim_sweeps_nothing_away(monkeypatch):
+    """A process whose claim ran out while it compacted leaves alone what the next one is writing."""
+    memory, ahead, real = MemoryStore(), [0], time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: real() + ahead[0])
+    schema = Schema([Column("n", "int64")])
+    TrajectoryStore.create(memory, schema, backend="zarr").close()
+
+    def append(n):
+        with TrajectoryStore.open(memory, "a") as store:
+            store.append({"n": [n]})
+
+    for n in range(2):
+        append(n)
+    first, second = (TrajectoryStore.open(memory, "a") for _ in range(2))
+    written, swept = threading.Event(), threading.Event()
+    then = threading.Thread(target=second.compact)
+    by_columns, drop, finish, looking = upkeep._by_columns, upkeep._drop, ObjectMerge.finish, []
+
+    def finish_and_wait(self):
+        entry = finish(self)
+        if threading.current_thread() is then:
+            written.set()
+            assert swept.wait(30)
+        return entry
+
+    def lose_the_claim(updates):
+        if threading.current_thread() is not then and not ahead[0]:
+            ahead[0] = int(1000e9)
+            append(2)
+            then.start()
+            assert written.wait(30)
+            looking[0].refresh()
+        return by_columns(updates)
+
+    def note(catalog, ordinals, rows):
+        looking.append(catalog)
+        return drop(catalog, ordinals, rows)
+
+    monkeypatch.setattr(ObjectMerge, "finish", finish_and_wait)
+    monkeypatch.setattr(upkeep, "_by_columns", lose_the_claim)
+    monkeypatch.setattr(upkeep, "_drop", note)
+    first.compact()
+    swept.set()
+    then.join()
+    with TrajectoryStore.open(memory) as store:
+        assert store.read_scalars("n").tolist() == [0, 1, 2]
+        assert store.verify().ok, str(store.verify())
 
 
 def test_two_writers_never_share_a_segment():
