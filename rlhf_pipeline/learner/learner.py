@@ -29,7 +29,7 @@ from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.model_parts import rounding
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.samplers import StoreView
-from rlhf_pipeline.replay.schema import column_name
+from rlhf_pipeline.replay.schema import column_of_key
 
 if TYPE_CHECKING:
     from rlhf_pipeline.learner.distributed import Shards
@@ -464,9 +464,9 @@ class Learner:
 
     def _columns(self, plan: StepPlan, chosen: torch.Tensor) -> dict[keys.Key, torch.Tensor]:
         """Read the rows of a micro-batch, as padded tensors by key, to where the policy is."""
-        names, schema = self.loss.tensor_keys, self.buffer.store.schema
+        names = self.loss.tensor_keys
         wanted = [names.action, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, names.sample_log_prob, names.advantage]
-        wanted += [names.ref_log_probs] if column_name(names.ref_log_probs) in schema else []
+        wanted += [names.ref_log_probs] if names.ref_log_probs in column_of_key(self.buffer.store.schema) else []
         found = self.buffer.trajectories.columns(plan.row_ids[chosen.numpy()], wanted)
         return {key: values.to(self.policy.device) for key, values in found.items()}
 

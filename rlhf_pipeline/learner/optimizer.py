@@ -106,7 +106,8 @@ class PolicyOptimizer:
             gradient = self._gradients.get(name)
             master.grad = None if gradient is None else gradient.to(master.device)
         self.inner.step()
-        self.copy_to_parameters()
+        if self.masters:
+            self.copy_to_parameters()
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -118,10 +119,9 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def copy_to_parameters(self) -> None:
-        """Round the masters to the parameters."""
-        if self.masters:
-            parameters: list[Tensor] = [self.named[name] for name in self.masters]
-            torch._foreach_copy_(parameters, list(self.masters.values()))  # pyright: ignore[reportPrivateImportUsage]
+        """Round the masters to the parameters; there are some."""
+        parameters: list[Tensor] = [self.named[name] for name in self.masters]
+        torch._foreach_copy_(parameters, list(self.masters.values()))  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def copy_from_parameters(self) -> None:

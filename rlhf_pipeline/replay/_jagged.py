@@ -44,7 +44,7 @@ def jagged_batch(
         The values that `rlhf_pipeline.replay.batches.padded_batch` has at the real tokens, and its scalars; there is no
         attention mask, as there is no padding. Leaves of equal lengths share their offsets.
     """
-    names = columns_for(store, keys, text=text)
+    names = columns_for(store.schema, None if keys is None else tuple(keys), text=text)
     flat: dict[Key, Any] = {ROW_ID: torch.from_numpy(np.array(ids, dtype=np.int64))}
     known: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     axes: dict[Key, str] = {}

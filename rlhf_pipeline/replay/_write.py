@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ from rlhf_pipeline.data.trajectories import (
     segment_sum,
 )
 from rlhf_pipeline.errors import DataError, MissingKeyError, did_you_mean
-from rlhf_pipeline.replay.schema import REWARD_COLUMN, SLOT, column_name, key_of
+from rlhf_pipeline.replay.schema import REWARD_COLUMN, column_name, column_of_key
 from trajectory_store import Column, RaggedArray, Schema
 
 _log = logging.getLogger("rlhf_pipeline")
@@ -77,12 +76,6 @@ def append_data(columns: Trajectories, schema: Schema) -> dict[str, Any]:
     if CREATED_AT not in columns and "created_at" in schema:
         out["created_at"] = np.full(columns.n, time.time())
     return out
-
-
-@lru_cache(maxsize=16)
-def column_of_key(schema: Schema) -> dict[Key, Column]:
-    """The column of each key that a batch may hold."""
-    return {key_of(column.name): column for column in schema if column.name != SLOT}
 
 
 def _derive(columns: Trajectories, tokens: Flat, schema: Schema) -> None:

@@ -7,6 +7,7 @@ reused buffers, positions outside the response are reached through their indices
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from rlhf_pipeline.data.keys import (
 )
 from rlhf_pipeline.data.trajectories import text_stack
 from rlhf_pipeline.replay.schema import INTERNAL, REWARD_COLUMN, column_name, key_of
-from trajectory_store import BufferPool, TrajectoryStore
+from trajectory_store import BufferPool, Schema, TrajectoryStore
 
 _INT64, _FLOAT = np.dtype(np.int64), np.dtype(np.float32)
 _GAPS: tuple[Key, ...] = (ASSISTANT_MASK, NUM_PROMPT_TOKENS)
@@ -48,21 +49,25 @@ _NEEDS: dict[Key, tuple[Key, ...]] = {
 }
 
 
-def columns_for(store: TrajectoryStore, keys: Sequence[Key] | None, *, text: bool) -> list[str]:
-    """The columns to read for some keys (or column names); None means all that are numbers, and text if asked."""
-    schema = store.schema
+@lru_cache(maxsize=64)
+def columns_for(schema: Schema, keys: tuple[Key, ...] | None, *, text: bool) -> dict[str, tuple[Key, bool]]:
+    """The columns to read for some keys (or column names), each with its key and whether that was asked for.
+
+    None means all that are numbers, and text if asked.
+    """
     if keys is None:
-        return [c.name for c in schema if c.name not in INTERNAL and (text or not c.is_text)]
-    names: list[str] = []
+        every = (column for column in schema if column.name not in INTERNAL and (text or not column.is_text))
+        return {column.name: (key_of(column.name), True) for column in every}
+    asked = {*keys, *(key_of(key) for key in keys if isinstance(key, str))}
+    found: dict[str, tuple[Key, bool]] = {}
     for key in keys:
-        if key == REWARD and REWARD_COLUMN in schema:
-            names.append(REWARD_COLUMN)
-            continue
-        for need in _NEEDS.get(key, (key,)):
+        needs = (REWARD_COLUMN,) if key == REWARD and REWARD_COLUMN in schema else _NEEDS.get(key, (key,))
+        for need in needs:
             name = column_name(need)
             if name in schema or need == key:
-                names.append(schema[name].name)
-    return list(dict.fromkeys(names))
+                name = schema[name].name
+                found[name] = key_of(name), key_of(name) in asked
+    return found
 
 
 def padded_batch(
@@ -103,22 +108,30 @@ def padded_columns(
         0 at padding and where no score exists outside the assistant mask; one that is missing inside it stays NaN.
     """
     pool = pool or BufferPool()
-    names = columns_for(store, keys, text=text)
-    raw = store.read_padded(ids, names, pad_to_multiple_of=pad_to_multiple_of)
-    flat: dict[Key, Any] = {key_of(name): raw[name] for name in names}
+    plan = columns_for(store.schema, None if keys is None else tuple(keys), text=text)
+    raw = store.read_padded(ids, list(plan), pad_to_multiple_of=pad_to_multiple_of)
+    flat: dict[Key, Any] = {}
+    spare: set[Key] = set()
+    for name, (key, asked) in plan.items():
+        flat[key] = raw[name]
+        if not asked:
+            spare.add(key)
     lengths = raw.get("lengths")
     if lengths is not None and TOKENS in flat:
         flat[ATTENTION_MASK] = attention_mask(flat[TOKENS].shape, lengths)
+        if keys is not None and ATTENTION_MASK not in keys:
+            spare.add(ATTENTION_MASK)
     if lengths is not None and ASSISTANT_MASK in flat and len(ids):
-        penalised = keys is not None and KL_PENALTY in keys
-        derive(flat, lengths, pool, rewarded=keys is None or REWARD in keys, penalised=penalised)
+        rewarded, penalised = keys is None or REWARD in keys, keys is not None and KL_PENALTY in keys
+        derive(flat, lengths, pool, rewarded=rewarded, penalised=penalised)
+        if keys is not None and not penalised:
+            spare.add(KL_PENALTY)
     if RETURN in flat:  # exact on disk, so that a group that waits can be completed later
         flat[RETURN] = flat[RETURN].astype(np.float32)
     flat[ROW_ID] = np.array(ids, dtype=np.int64)
-    wanted = None if keys is None else {*keys, ROW_ID} | {key_of(k) for k in keys if isinstance(k, str)}
     out: dict[Key, Any] = {}
     for key, value in flat.items():
-        if wanted is not None and key not in wanted:
+        if key in spare:
             continue
         if isinstance(value, np.ndarray) and value.dtype == np.int32:
             wide = pool.take(value.shape, _INT64) if value.ndim > 1 else np.empty(value.shape, _INT64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from rlhf_pipeline.data.keys import COLUMN_OF_KEY, KEY_OF_COLUMN, REWARD, Key
@@ -50,6 +51,12 @@ def key_of(column: str) -> Key:
     if column == REWARD_COLUMN:
         return REWARD
     return KEY_OF_COLUMN.get(column) or (tuple(column.split(_NESTED)) if _NESTED in column else column)
+
+
+@lru_cache(maxsize=16)
+def column_of_key(schema: Schema) -> dict[Key, Column]:
+    """The column of each key that a batch may hold."""
+    return {key_of(column.name): column for column in schema if column.name != SLOT}
 
 
 def extra_columns(extra: Mapping[Key, str] | Iterable[Column]) -> list[Column]:
