@@ -105,6 +105,8 @@ class Collector:
         self.hand_over = hand_over
         self.stored = StoredGroups(buffer.store)
         """Where to find the groups that are in the store already."""
+        self._whole_rollouts = buffer.batch_groups is not None
+        """Whether the advantage needs the whole rollout."""
         if buffer.batch_groups not in (None, config.prompts_per_rollout):
             raise DefinitionError(
                 f"MCAdvantage has batch_groups={buffer.batch_groups} and a rollout {config.prompts_per_rollout} "
@@ -164,7 +166,7 @@ class Collector:
         # bits of a log-prob, and a resumed run must equal the straight one.
         # Where the advantage needs the whole rollout, all of it is written; of a trajectory that is in the store twice
         # the newest row counts.
-        rows = (missing | (self.buffer.batch_groups is not None))[completions.prompt_index]
+        rows = (missing | self._whole_rollouts)[completions.prompt_index]
         self.buffer.extend(
             trajectories(
                 prompts,

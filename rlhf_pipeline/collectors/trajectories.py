@@ -114,30 +114,26 @@ def trajectory_rows(
         metas: JSON.
     """
     num, lengths = len(offsets) - 1, torch.from_numpy(np.diff(offsets))
-
-    def one_each(values: np.ndarray) -> Flat:
-        return Flat(torch.from_numpy(np.ascontiguousarray(values)))
-
     data = Trajectories(num)
     for key, values in ((keys.TOKENS, tokens), (keys.ASSISTANT_MASK, assistant), (keys.LOG_PROBS, log_probs)):
         data[key] = Flat(torch.from_numpy(values), lengths)
     data[keys.TASK_REWARD] = Flat(torch.tensor(rewards))
-    data[keys.GROUP_ID] = one_each(groups)
-    data[keys.TRAJECTORY_ID] = one_each(trajectory_ids)
-    data[keys.POLICY_VERSION] = one_each(np.full(num, policy_version) if versions is None else versions[:, 0])
+    scalars = {
+        keys.GROUP_ID: groups,
+        keys.TRAJECTORY_ID: trajectory_ids,
+        keys.POLICY_VERSION: np.full(num, policy_version) if versions is None else versions[:, 0],
+        keys.NUM_PROMPT_TOKENS: num_prompt_tokens,
+        keys.DONE: np.ones(num, np.bool_),
+        keys.CREATED_AT: np.full(num, time.time()),
+    }
     if versions is not None:
         first, last = versions[:, 0], versions[:, 1]
-        data[keys.NEWEST_POLICY_VERSION] = one_each(np.where(first < last, last, -1))
-    data[keys.NUM_PROMPT_TOKENS] = one_each(num_prompt_tokens)
-    data[keys.DONE] = one_each(np.ones(num, np.bool_))
-    data[keys.CREATED_AT] = one_each(np.full(num, time.time()))
-    texts = (
-        (keys.FINISH_REASON, finish_reasons),
-        (keys.PROMPT, prompts),
-        (keys.COMPLETION, completions),
-        (keys.META, metas),
-    )
-    return Trajectories(num, data | {key: Text(items) for key, items in texts})
+        scalars[keys.NEWEST_POLICY_VERSION] = np.where(first < last, last, -1)
+    for key, values in scalars.items():
+        data[key] = Flat(torch.from_numpy(np.ascontiguousarray(values)))
+    data[keys.FINISH_REASON], data[keys.PROMPT] = Text(finish_reasons), Text(prompts)
+    data[keys.COMPLETION], data[keys.META] = Text(completions), Text(metas)
+    return data
 
 
 def _meta(prompt: Prompt, item: Grade) -> str:

@@ -73,20 +73,16 @@ def data_metrics(store: TrajectoryStore, row_ids: np.ndarray, ages: np.ndarray, 
     if len(row_ids) == 0:
         names = ("advantage_std", "staleness", "staleness_max", "use_count", "use_count_max", "kl_coef", *_KL)
         return dict.fromkeys(names)
+    penalised = store.present("kl_coef", row_ids)
     return {
         "advantage_std": float(np.std(store.read_scalars("advantage", row_ids), dtype=np.float64)),
         "staleness": float(ages.mean()),
         "staleness_max": int(ages.max()),
         "use_count": None if uses is None else float(uses.mean()) + 1,
         "use_count_max": None if uses is None else int(uses.max()) + 1,
-        "kl_coef": _mean_kl_coef(store, row_ids),
+        "kl_coef": float(store.read_scalars("kl_coef", row_ids)[penalised].mean()) if penalised.any() else None,
         **_kl_metrics(store, row_ids),
     }
-
-
-def _mean_kl_coef(store: TrajectoryStore, row_ids: np.ndarray) -> float | None:
-    known = store.present("kl_coef", row_ids)
-    return float(store.read_scalars("kl_coef", row_ids)[known].mean()) if bool(known.any()) else None
 
 
 def _kl_metrics(store: TrajectoryStore, row_ids: np.ndarray) -> Metrics:

@@ -398,17 +398,6 @@ class GRPOLoss(LossModule):
 
     # -- the terms, on the masked tokens ----------------------------------------------------------------------
 
-    def _token_weight(self, batch: LossBatch, dtype: torch.dtype) -> torch.Tensor:
-        """The weight of every token, [B, T]."""
-        if batch.weight is not None:
-            return batch.weight.to(dtype)
-        if self._is_unreduced or self.reduction == "sum":
-            return torch.ones_like(batch.mask, dtype=dtype)
-        weights = token_weights(
-            batch.mask.sum(1), self.aggregation, max_completion_tokens=self.max_completion_tokens, dtype=dtype
-        )
-        return weights[:, None].expand(batch.mask.shape)
-
     def _gather(self, batch: LossBatch) -> TokenRows:
         """Gather the masked tokens and fix what each one counts; float32, or float64 for float64 log-probs.
 
@@ -419,7 +408,14 @@ class GRPOLoss(LossModule):
         behaviour = batch.behaviour[index, column].to(dtype)
         proximal = behaviour if batch.proximal is None else batch.proximal[index, column].to(dtype)
         sequences = batch.tokens.shape[0]
-        weight = self._token_weight(batch, dtype)[index, column]
+        if batch.weight is not None:
+            weight = batch.weight[index, column].to(dtype)
+        elif self._is_unreduced or self.reduction == "sum":
+            weight = torch.ones_like(behaviour)
+        else:
+            most = self.max_completion_tokens
+            weights = token_weights(batch.mask.sum(1), self.aggregation, max_completion_tokens=most, dtype=dtype)
+            weight = weights[index]
         policy_weight = weight
         if self.tis_cap is not None:
             if self.tis_level == "token":

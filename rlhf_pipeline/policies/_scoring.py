@@ -59,7 +59,10 @@ def scored_positions(
     positions = mask.cumsum(1) - 1
     scored = mask & (positions >= 1)
     if score_mask is not None:
-        _check_shape("score_mask", score_mask, input_ids)
+        if score_mask.shape != mask.shape:
+            raise DefinitionError(
+                f"score_mask must have the shape of input_ids, {list(mask.shape)}; got {list(score_mask.shape)}."
+            )
         scored = scored & score_mask.to(device=mask.device, dtype=torch.bool)
     return mask, positions, scored
 
@@ -86,7 +89,11 @@ def _run_trunk(parts: ModelParts, input_ids: Tensor, mask: Tensor) -> tuple[Tens
 def _checked_mask(parts: ModelParts, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     if input_ids.ndim != 2:
         raise DefinitionError(f"input_ids must be [B, T]; got {list(input_ids.shape)}.")
-    _check_shape("attention_mask", attention_mask, input_ids)
+    if attention_mask.shape != input_ids.shape:
+        raise DefinitionError(
+            f"attention_mask must have the shape of input_ids, {list(input_ids.shape)}; got "
+            f"{list(attention_mask.shape)}."
+        )
     most = parts.max_positions
     mask = attention_mask.to(device=parts.head.weight.device, dtype=torch.bool)
     if most is not None and input_ids.shape[1] > most and bool((mask.sum(1) > most).any()):
@@ -95,10 +102,3 @@ def _checked_mask(parts: ModelParts, input_ids: Tensor, attention_mask: Tensor) 
             "Leave such trajectories out."
         )
     return mask
-
-
-def _check_shape(name: str, mask: Tensor, input_ids: Tensor) -> None:
-    if mask.shape != input_ids.shape:
-        raise DefinitionError(
-            f"{name} must have the shape of input_ids, {list(input_ids.shape)}; got {list(mask.shape)}."
-        )

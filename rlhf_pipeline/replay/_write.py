@@ -95,16 +95,15 @@ def _derive(columns: Trajectories, tokens: Flat, schema: Schema) -> None:
         columns[NUM_PROMPT_TOKENS] = Flat((first - (lengths.cumsum(0) - lengths)).clamp_max(lengths))
     advantage = columns.get(ADVANTAGE)
     if isinstance(advantage, Flat) and "advantage" in schema and not schema["advantage"].ragged:
-        columns[ADVANTAGE] = _per_trajectory(advantage, mask, columns.n)
+        values = advantage.values
+        if advantage.lengths is not None:
+            keep = torch.ones_like(values.reshape(-1), dtype=torch.bool)
+            if isinstance(mask, Flat) and mask.lengths is not None and torch.equal(mask.lengths, advantage.lengths):
+                keep = mask.values.to(torch.bool)
+            columns[ADVANTAGE] = Flat(values.reshape(-1)[last_position(keep, advantage.lengths)])
+        elif values.ndim > 1 and values.numel():
+            columns[ADVANTAGE] = Flat(values.reshape(columns.n, -1)[:, 0])
     _derive_reward(columns, schema)
-
-
-def _per_trajectory(advantage: Flat, mask: Any, n: int) -> Flat:
-    if advantage.lengths is None:
-        return Flat(advantage.values.reshape(n, -1)[:, 0]) if advantage.values.numel() else advantage
-    same = isinstance(mask, Flat) and mask.lengths is not None and torch.equal(mask.lengths, advantage.lengths)
-    keep = mask.values.to(torch.bool) if same else torch.ones(int(advantage.lengths.sum()), dtype=torch.bool)
-    return Flat(advantage.values.reshape(-1)[last_position(keep, advantage.lengths)])
 
 
 def _derive_reward(columns: Trajectories, schema: Schema) -> None:

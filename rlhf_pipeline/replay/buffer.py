@@ -274,9 +274,10 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         if data is None or (data.n == 0 if isinstance(data, Trajectories) else 0 in data.batch_size):
             return torch.zeros((0, 1), dtype=torch.int64)
         rows = merge_steps(data) if isinstance(data, Trajectories) else along_one_dimension(data)
+        waiting = rows.get(WAITING, None) if isinstance(rows, Trajectories) else None
         if not isinstance(self._writer, TrajectoryWriter):
             rows = td_of(rows if isinstance(rows, Trajectories) else trajectories_of(rows))
-        elif isinstance(rows, Trajectories) and _all_wait(rows):
+        elif isinstance(waiting, Flat) and bool((waiting.values >= 0).all()):
             with self._replay_lock, self._write_lock:
                 self.trajectories.extend(rows)
             return torch.zeros((0, 1), dtype=torch.int64)
@@ -572,11 +573,6 @@ def _writer(given: Any, storage: TrajectoryStorage) -> Writer:
     if isinstance(writer, RoundRobinWriter):
         writer._cursor = storage.next_slot  # after what the store holds already
     return writer
-
-
-def _all_wait(rows: Trajectories) -> bool:
-    waiting = rows.get(WAITING)
-    return isinstance(waiting, Flat) and bool((waiting.values >= 0).all())
 
 
 def _refreshed(storage: TrajectoryStorage) -> Ints:
