@@ -98,6 +98,7 @@ def device_uniforms(keys: Tensor, index: Tensor) -> Tensor:
 
     int64 addition and multiplication wrap modulo 2**64 as those of uint64 do.
 
+    >>> import torch
     >>> keys = stream_keys(0, [0, 1], [0, 0])
     >>> there = device_uniforms(torch.from_numpy(keys.view(np.int64)), torch.tensor([3, 3]))
     >>> bool((there.numpy() == uniforms(keys, np.array([3, 3]))).all())
