@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,9 +86,7 @@ class Catalog:
             self.journal.follow()
             if self.journal.state.number != self._taken:
                 self._take_state()
-            live = [s for s in (*self.segments.values(), *self.updates.values()) if not s.finished]
-            for segment in self.medium.refresh(live):
-                self._grew(segment)
+            self._look([s for s in (*self.segments.values(), *self.updates.values()) if not s.finished])
             return self.generation != before
 
     def follow_state(self) -> None:
@@ -103,8 +101,17 @@ class Catalog:
             if segment is None:
                 self.refresh()
             else:
-                for grown in self.medium.refresh([segment]):
-                    self._grew(grown)
+                self._look([segment])
+
+    def _look(self, segments: Sequence[Segment]) -> None:
+        """Take in new commits of segments; also of some of them, where another cannot be read."""
+        before = [(segment, segment.rows) for segment in segments]
+        try:
+            self.medium.refresh(segments)
+        finally:
+            for segment, rows in before:
+                if segment.rows != rows:
+                    self._grew(segment)
 
     def settled(self, segment: Segment) -> bool:
         """Whether nobody can append to a segment any more; all its rows are known then."""
@@ -125,7 +132,7 @@ class Catalog:
             opened.update(zip([e.ordinal for e in looked], self.medium.open_segments(looked), strict=True))
             if not new or not self.journal.follow():
                 break
-        self._taken, self._state = state.number, state
+        self._state = state
         self._make_room(state.next_ordinal)
         gone = [ordinal for ordinal in self._known if ordinal not in wanted]
         for entry in new:
@@ -142,6 +149,7 @@ class Catalog:
         for problem in self.journal.problems:
             self._note(problem)
         self.newest_ns = max(self.newest_ns, state.time_ns)
+        self._taken = state.number
         if new or gone:
             self.generation += 1
 

@@ -111,8 +111,8 @@ class Medium(ABC):
         """Open segments for reading; a StoreError or OSError for those that cannot be."""
 
     @abstractmethod
-    def refresh(self, segments: Sequence[Segment]) -> list[Segment]:
-        """Take in new commits of segments; returns those that have more rows."""
+    def refresh(self, segments: Sequence[Segment]) -> None:
+        """Take in new commits of segments."""
 
     @abstractmethod
     def make_segment(self, meta: SegmentMeta, claim: Claim, least: int) -> SegmentWriter:

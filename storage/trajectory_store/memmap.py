@@ -121,9 +121,10 @@ class Memmap(Medium):
                 out.append(error if isinstance(error, (StoreError, OSError)) else CorruptionError(str(error)))
         return out
 
-    def refresh(self, segments: Sequence[Segment]) -> list[Segment]:
-        """Take in new commits of segments; returns those that have more rows."""
-        return [segment for segment in segments if segment.refresh()]
+    def refresh(self, segments: Sequence[Segment]) -> None:
+        """Take in new commits of segments."""
+        for segment in segments:
+            segment.refresh()
 
     def make_segment(self, meta: SegmentMeta, claim: Claim, least: int) -> LocalWriter:
         """Make an empty segment, rename it to a free number, and enter it in the catalog.

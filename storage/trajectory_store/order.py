@@ -42,11 +42,13 @@ class ArrivalOrder:
         """Take in what the segments hold beyond what is known."""
         segments = list(segments)
         news: list[tuple[Int64Array, Int64Array, Int64Array]] = []
+        seen: dict[int, tuple[int, int]] = {}
         for segment in segments:
             records, rows = self._seen.get(segment.ordinal, (0, 0))
             if segment.records != records:
-                self._seen[segment.ordinal] = (segment.records, segment.rows)
+                seen[segment.ordinal] = (segment.records, segment.rows)
                 news.append(segment.runs(records, rows))
+        self._seen.update(seen)  # only now, as a segment may have left: then all of it is read again
         if not news:
             return
         times, firsts, counts = (np.concatenate(parts) for parts in zip(*news, strict=True))

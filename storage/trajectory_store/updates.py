@@ -63,15 +63,17 @@ class Later:
             return False
         self._segments = segments
         found: list[tuple[Int64Array, Int64Array, Int64Array]] = []
+        seen: dict[int, tuple[int, int]] = {}
         for ordinal in sorted(segments):
             segment = segments[ordinal]
             records, rows = self._seen.get(ordinal, (0, 0))
             if segment.rows == rows or self.column.name not in segment.schema:
                 continue
-            self._seen[ordinal] = (segment.records, segment.rows)
+            seen[ordinal] = (segment.records, segment.rows)
             found.append(self._read(segment, records, rows))
         if found:
             self._apply(*(np.concatenate(parts) for parts in zip(*found, strict=True)), ordered=len(found) == 1)
+        self._seen.update(seen)  # only now, as a segment may have left: then all of it is read again
         return True
 
     def _read(self, segment: Segment, records: int, first: int) -> tuple[Int64Array, Int64Array, Int64Array]:
@@ -175,11 +177,11 @@ class Later:
             values: from addresses of updates to their values.
         """
         for gone in [home for home in self._folded if home not in homes]:
-            del self._folded[gone], self._rows[gone]
-        news, self._news = self._news, []
-        if not news:
+            del self._folded[gone]
+            self._rows.pop(gone, None)
+        if not self._news:
             return
-        targets, addresses = (np.concatenate(parts) for parts in zip(*news, strict=True))
+        targets, addresses = (np.concatenate(parts) for parts in zip(*self._news, strict=True))
         ordinals, rows = locate(targets)
         new = values(addresses)
         for home in distinct(ordinals[ordinals >= 0]):
@@ -187,8 +189,9 @@ class Later:
             array = self._folded.get(home)
             if array is None:
                 continue
-            inside = mine & (rows < self._rows[home])
+            inside = mine & (rows < self._rows.get(home, 0))
             array[rows[inside]] = new[inside]
+        self._news = []
 
     def folded(self, segment: Segment, values: Callable[[Int64Array], npt.NDArray[Any]]) -> npt.NDArray[Any]:
         """The newest values of a scalar column in a segment: an array as long as its rows, or the base itself."""

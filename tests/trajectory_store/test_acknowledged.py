@@ -14,9 +14,12 @@ import pytest
 
 from trajectory_store import Column, MissingRowError, Schema, StoreError, TrajectoryStore
 from trajectory_store.catalog import Catalog
+from trajectory_store.errors import ReadFailedError, SegmentGoneError
 from trajectory_store.memmap import LocalWriter, Memmap
 from trajectory_store.objects.medium import ObjectMedium, ObjectWriter
-from trajectory_store.segment import Segment
+from trajectory_store.objects.segment import ObjectSegment
+from trajectory_store.segment import LocalSegment, Segment
+from trajectory_store.updates import Later
 
 STORAGE = Path(__file__).resolve().parents[2] / "storage"
 SCHEMA = Schema(
@@ -353,6 +356,53 @@ def test_a_segment_that_is_merged_away_during_an_update_or_an_opening_is_found_a
     store.close()
     monkeypatch.setattr(Segment, "array", None)
     TrajectoryStore.open(path).close()
+
+
+def failing_once(monkeypatch, kind, name, error):
+    """Let the second call of a method fail."""
+    real, calls = getattr(kind, name), []
+
+    def call(self, *arguments):
+        calls.append(name)
+        if len(calls) == 2:
+            raise error
+        return real(self, *arguments)
+
+    monkeypatch.setattr(kind, name, call)
+
+
+def test_a_look_that_fails_half_way_is_made_again_as_a_whole(tmp_path, backend, monkeypatch):
+    """Of two segments the first is read, and the second has gone, or cannot be read for a moment: nothing is missed."""
+    path = create(tmp_path / "s", backend)
+    reader, *writers = (TrajectoryStore.open(path, mode) for mode in "raa")
+    ids = []
+
+    def write(tag):
+        for writer in writers:
+            ids.extend(writer.append(rows([tag])))
+            writer.update(ids[-1:], priority=float(tag))
+            tag += 1
+
+    def check(what):
+        assert reader.ids().tolist() == ids, what
+        assert reader.read_scalars("priority").tolist() == list(range(1, len(ids) + 1)), what
+
+    gone = SegmentGoneError("it is somewhere else")
+    for what, kind, name in [("rows", Segment, "runs"), ("updates", Later, "_read"), ("values", Catalog, "values_at")]:
+        write(len(ids) + 1)
+        reader.refresh()
+        with monkeypatch.context() as patches:
+            failing_once(patches, kind, name, gone)
+            check(what)
+        check(what)
+    write(len(ids) + 1)
+    with monkeypatch.context() as patches:
+        kind, name = (LocalSegment, "refresh") if backend == "memmap" else (ObjectSegment, "take")
+        failing_once(patches, kind, name, ReadFailedError(5, "no answer", str(path)))
+        with pytest.raises(ReadFailedError):
+            reader.refresh()
+    reader.refresh()
+    check("commits")
 
 
 def test_a_clock_that_is_ahead_removes_nothing_that_is_being_made(tmp_path, backend, clock):

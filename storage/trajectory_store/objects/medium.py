@@ -153,12 +153,12 @@ class ObjectMedium(Medium):
             check_sealed(sealed, meta, name)
         return ObjectSegment(self.bucket, self._cache, entry, name, meta, sealed)
 
-    def refresh(self, segments: Sequence[Segment]) -> list[Segment]:
+    def refresh(self, segments: Sequence[Segment]) -> None:
         """Take in new commits of segments; the requests of all segments are on their way at the same time."""
-        objects = [s for s in segments if isinstance(s, ObjectSegment)]
-        before = {s: s.rows for s in objects}
         asking: list[ObjectSegment] = []
-        for segment in objects:
+        for segment in segments:
+            if not isinstance(segment, ObjectSegment):
+                continue
             own = self._own.get(segment.ordinal)
             if own is None:
                 asking.append(segment)
@@ -177,7 +177,6 @@ class ObjectMedium(Medium):
                 if some and (segment.take(found, some) or (segment.records > known and not segment.finished)):
                     more.append(segment)
             asking, wave = more, wave + 1
-        return [s for s in objects if s.rows != before[s]]
 
     def _trust_after_reboot(self, segment: ObjectSegment) -> None:
         """Where objects were not synced before the machine went down, they count up to the first damaged one."""
