@@ -315,8 +315,8 @@ class Learner:
         every = store.ids()
         if watermark is not None:
             every = every[: max(len(every) - (store.watermark - watermark), 0)]
-        # In a run of days nearly all trajectories are too old for good; what arrived before the first that is not is
-        # passed over. A ring moves the places, so there all are looked at.
+        # In a long run nearly all trajectories are too old and stay so. The search begins at the first that is not;
+        # a ring moves the places, so there all are looked at.
         passed = self._passed[1] if version >= self._passed[0] and len(every) == store.watermark else 0
         seen = every[passed:]
         ages = version - store.read_scalars("policy_version", seen)
@@ -454,7 +454,7 @@ class Learner:
         return {at: row[keep] for at, row, keep in zip(chosen.tolist(), own, mask, strict=True)}
 
     def _forget_proximal(self, version: int) -> None:
-        """Drop what is held of trajectories that are too old for good, or gone from the store."""
+        """Drop the log-probs of trajectories that have become too old, or are gone from the store."""
         held, store = self._proximal.row_ids(), self.buffer.store
         if not len(held):
             return

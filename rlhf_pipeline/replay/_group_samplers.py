@@ -73,7 +73,7 @@ def whole_groups(view: StoreView, allowed: Ints, group_size: int | None = None) 
 
 
 def gumbel_order(log_weights: Floats, rng: np.random.Generator) -> Ints:
-    """An order by chance in which each next one follows the weights of those left; those of weight 0 are left out."""
+    """A weighted random permutation; items of weight 0 are dropped."""
     order = np.argsort(-(log_weights + rng.gumbel(size=len(log_weights))), kind="stable")
     return order[np.isfinite(log_weights[order])]
 

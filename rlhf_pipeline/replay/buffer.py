@@ -450,7 +450,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         if at is not None and len(ids) < expected:
             raise DataError(
                 f"{expected - len(ids)} of the {expected} trajectories that the step chose from have left the store at "
-                f"{store.path} since, so it can not be drawn again; raise max_size to keep more."
+                f"{store.path} since, so it cannot be drawn again; raise max_size to keep more."
             )
         ids = np.asarray(ids[max(len(ids) - expected, 0) :])
         ready = self.trajectories.ready(ids)

@@ -42,7 +42,7 @@ __all__ = [
 
 
 class FreshSampler(TrajectorySampler):
-    """The oldest trajectories that are fresh enough and not used up, in the order of arrival; no chance in it.
+    """The oldest trajectories that are fresh enough and not used up, in the order of arrival. Deterministic.
 
     Args:
         max_staleness: largest age in versions.

@@ -77,7 +77,7 @@ class TrajectoryStorage(Storage):
 
     Raises:
         DefinitionError: if the arguments contradict each other or an existing store.
-        StoreError: if the store can not be opened or made.
+        StoreError: if the store cannot be opened or made.
 
     >>> import tempfile, torch
     >>> from tensordict import TensorDict, lazy_stack

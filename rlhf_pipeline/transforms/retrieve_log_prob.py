@@ -46,7 +46,7 @@ class RetrieveLogProb(ColumnTransform):
         token_budget: padded tokens of one forward pass.
 
     Raises:
-        DefinitionError: if no model, or two, or one that can not score tokens is given.
+        DefinitionError: if no model, or two, or one that cannot score tokens is given.
 
     >>> import torch
     >>> from tensordict import TensorDict, lazy_stack

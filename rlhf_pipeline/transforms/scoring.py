@@ -27,7 +27,7 @@ def as_scorer(model: Any, owner: str) -> Scorer:
     """Return a model with `log_probs`; a transformers model, or a wrapper of TorchRL, is taken as a policy.
 
     Raises:
-        DefinitionError: if the model can not score tokens.
+        DefinitionError: if the model cannot score tokens.
     """
     model = policy_of(model, owner)
     if callable(getattr(model, "log_probs", None)):

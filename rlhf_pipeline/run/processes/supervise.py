@@ -51,7 +51,7 @@ def supervise(
 
     Args:
         pipeline: the definition, overrides applied.
-        run_dir: the run folder; made if it is not there, gone on with if it is.
+        run_dir: the run folder; created if it does not exist, continued if it does.
         config: how many collectors, and how patient to be.
         definition: where the definition came from; the child processes load it from there.
         seed: the run's seed.
