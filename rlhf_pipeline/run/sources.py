@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -67,13 +68,7 @@ class MadeHere:
                 )
         return Batch(
             task_reward=rollout.task_reward if rollout else None,
-            about={
-                "rollout": index,
-                "num_failed": rollout.num_failed if rollout else None,
-                "rollout_s": rollout.seconds if rollout else None,
-                "tokens_per_s": rollout.num_tokens / rollout.seconds if rollout and rollout.num_tokens else None,
-                **self._parts.write_path_metrics(),
-            },
+            about={**_about(index, rollout), **self._parts.write_path_metrics()},
         )
 
     def state(self) -> dict[str, Any]:
@@ -143,13 +138,7 @@ class Arrivals:
         self._heartbeat.beat("learning", step=step, rollout=current.index)
         return Batch(
             task_reward=current.task_reward if begins else None,
-            about={
-                "rollout": current.index,
-                "num_failed": current.num_failed if begins else None,
-                "rollout_s": current.rollout_s if begins else None,
-                "tokens_per_s": current.tokens_per_s if begins else None,
-                **self._parts.write_path_metrics(),
-            },
+            about={**_about(current.index, current if begins else None), **self._parts.write_path_metrics()},
             row_ids=row_ids,
             ledger_fields={"rollout": current.index},
         )
@@ -210,15 +199,13 @@ class Arrivals:
         row_ids = self._parts.collector.stored.rows(index * size, (index + 1) * size - 1)
         row_ids = row_ids[np.argsort(store.read_scalars("trajectory_id", row_ids), kind="stable")]
         said = self._rollouts.read(np.asarray([row], np.int64))
-        num_tokens, seconds = int(said["num_tokens"][0]), float(said["seconds"][0])
         return _Arrived(
             index=index,
             row_ids=row_ids[np.isfinite(store.read_scalars("task_reward", row_ids))],
             task_reward=float(said["task_reward"][0]),
             num_failed=int(said["num_failed"][0]),
-            rollout_s=seconds,
-            # 0 tokens: a collector that was killed had stored it, and another one only added its row.
-            tokens_per_s=num_tokens / seconds if num_tokens else None,
+            seconds=float(said["seconds"][0]),
+            num_tokens=int(said["num_tokens"][0]),
         )
 
     def _usable(self, arrived: _Arrived, step: int) -> Ints:
@@ -249,25 +236,40 @@ class Arrivals:
         return self._parts.learner.chosen_rows(step, keep=begun)[0]
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Arrived:
     """A rollout to learn from."""
 
-    def __init__(
-        self,
-        *,
-        index: int,
-        row_ids: Ints,
-        task_reward: float,
-        num_failed: int,
-        rollout_s: float,
-        tokens_per_s: float | None,
-    ) -> None:
-        self.index = index
-        self.row_ids = row_ids
-        self.task_reward = task_reward
-        self.num_failed = num_failed
-        self.rollout_s = rollout_s
-        self.tokens_per_s = tokens_per_s
+    index: int
+    row_ids: Ints
+    task_reward: float
+    num_failed: int
+    seconds: float
+    num_tokens: int
+    """0 where a collector that was killed had stored it, and another one only added its row."""
+
+
+class _Measured(Protocol):
+    """What is known of how a rollout was collected."""
+
+    @property
+    def num_failed(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+def _about(rollout: int | None = None, begun: _Measured | None = None) -> dict[str, Any]:
+    """Return what a step's line says of its rollout; how it was collected on the first step alone."""
+    return {
+        "rollout": rollout,
+        "num_failed": None if begun is None else begun.num_failed,
+        "rollout_s": None if begun is None else begun.seconds,
+        "tokens_per_s": begun.num_tokens / begun.seconds if begun is not None and begun.num_tokens else None,
+    }
 
 
 class _Stored:
@@ -307,7 +309,7 @@ class Drawn(_Stored):
         row_ids, ages = self._batches.rows(step)
         reward = float(np.mean(self._store.read_scalars("task_reward", row_ids), dtype=np.float64))
         newest = {"newest_version": self._batches.newest}
-        return Batch(task_reward=reward, about=_NOTHING_COLLECTED, row_ids=row_ids, ages=ages, ledger_fields=newest)
+        return Batch(task_reward=reward, about=_about(), row_ids=row_ids, ages=ages, ledger_fields=newest)
 
 
 class RecordedVersions(_Stored):
@@ -325,7 +327,7 @@ class RecordedVersions(_Stored):
     def next(self, step: int, stop: StopRequest) -> Batch | None:
         """Leave the choice to the learner; the reward is that of the rollout which the run had just collected."""
         first, end = np.searchsorted(self._versions, [step - 1, step]).tolist()
-        return Batch(task_reward=_mean(self._rewards[first:end]), about=_NOTHING_COLLECTED)
+        return Batch(task_reward=_mean(self._rewards[first:end]), about=_about())
 
     def _check(self, num_steps: int, max_staleness: int) -> None:
         now = np.arange(num_steps)
@@ -368,7 +370,7 @@ class RecordedLedger(_Stored):
         begins = (step - 1) % self._pipeline.learn.updates_per_rollout == 0
         return Batch(
             task_reward=self._rollout_reward(rollout) if begins and rollout is not None else None,
-            about=_NOTHING_COLLECTED,
+            about=_about(),
             row_ids=self._ids[at],
             ledger_fields=None if rollout is None else {"rollout": rollout},
         )
@@ -407,6 +409,3 @@ def ledger_to_follow(store: Path) -> bytes | None:
 
 def _mean(rewards: npt.NDArray[Any]) -> float | None:
     return float(np.nanmean(rewards, dtype=np.float64)) if len(rewards) else None
-
-
-_NOTHING_COLLECTED: dict[str, Any] = {"rollout": None, "num_failed": None, "rollout_s": None, "tokens_per_s": None}
