@@ -32,30 +32,19 @@ PEAK_FLOPS = {
 }
 """Dense bfloat16 operations per second by part of the device's name, from the makers' data sheets."""
 
-_LOSS_FIELDS = {
-    "loss_objective": "loss_objective",
-    "loss_entropy": "loss_entropy",
-    "loss_kl_to_ref": "loss_kl_to_ref",
-    "loss_kl_to_inference": "loss_kl_to_inference",
-    "clip_fraction": "clip_fraction",
-    "clip_fraction_low": "clip_fraction_low",
-    "clip_fraction_high": "clip_fraction_high",
-    "kl_approx": "kl_approx",
-    "kl_to_ref": "kl_to_ref",
-    "kl_to_inference": "kl_to_inference",
-    "sampler_gap": "sampler_gap",
-    "entropy": "entropy",
-    "ess_sequence": "ess_sequence",
-    "ess": "ESS",
-}
-
+_LOSS_FIGURES = (
+    *("loss_objective", "loss_entropy", "loss_kl_to_ref", "loss_kl_to_inference"),
+    *("clip_fraction", "clip_fraction_low", "clip_fraction_high"),
+    *("kl_approx", "kl_to_ref", "kl_to_inference", "sampler_gap", "entropy", "ess_sequence", "ess"),
+)
+"""Fields of the loss's output by their names in a metrics line; TorchRL calls the last one `ESS`."""
 
 _KL = ("kl_k1", "kl_k2", "kl_k3", "kl_per_trajectory")
 
 
 def loss_metrics(output: GRPOLossOutput | None) -> Metrics:
     """Return what a metrics line holds of the loss; every name is there, None where there is no figure."""
-    values = {name: getattr(output, field, None) for name, field in _LOSS_FIELDS.items()}
+    values = {name: getattr(output, "ESS" if name == "ess" else name, None) for name in _LOSS_FIGURES}
     loss = output.total_loss() if output is not None else None
     return {name: None if value is None else float(value) for name, value in {"loss": loss, **values}.items()}
 
