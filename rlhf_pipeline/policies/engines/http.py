@@ -39,7 +39,7 @@ from safetensors.torch import save_file
 
 from rlhf_pipeline.errors import DataError, EngineError
 from rlhf_pipeline.policies.engines.completions import RaggedCompletions, VersionSpans
-from rlhf_pipeline.policies.engines.jobs import Job, jobs_of
+from rlhf_pipeline.policies.engines.jobs import Job, jobs_of, with_head
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh, Weights
 
 __all__ = ["HTTPEngine"]
@@ -165,6 +165,7 @@ class HTTPEngine:
             with tempfile.TemporaryDirectory(prefix="weights-") as folder:
                 # A copy of each: safetensors writes no two tensors that share memory.
                 save_file({name: t.detach().clone() for name, t in weights.items()}, f"{folder}/model.safetensors")
+                (Path(folder) / "config.json").write_text("{}", encoding="utf-8")
                 self._give(Path(folder), version, tag=uuid.uuid4().hex[:8])
             self._given = None
             return
@@ -216,8 +217,7 @@ class HTTPEngine:
         self._server()
         if self._ask("GET", "/weight_info").get("weight_version") != label:
             self._ask("POST", "/pause?mode=keep", {})
-            order = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
-            status, reply = self._ask_status("POST", "/collective_rpc", order)
+            status, reply = self._reload(folder)
             if status == 200:
                 # What was computed with other weights is in the caches, of requests in progress as well.
                 status, reply = self._ask_status("POST", "/reset_prefix_cache?reset_running_requests=true", {})
@@ -234,6 +234,11 @@ class HTTPEngine:
             self._ask("POST", "/update_weight_version", {"new_version": label})
             self._ask("POST", "/resume", {})
         self.version, self._label = version, label
+
+    def _reload(self, folder: Path) -> tuple[int, Any]:
+        with with_head(folder) as whole:
+            order = {"method": "reload_weights", "kwargs": {"weights_path": str(whole.resolve())}}
+            return self._ask_status("POST", "/collective_rpc", order)
 
     def _restore(self) -> None:
         """After a connection broke: check the server again, and give a restarted one the weights it had."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.engines.completions import RaggedCompletions, VersionSpans
-from rlhf_pipeline.policies.engines.jobs import Job, jobs_of
+from rlhf_pipeline.policies.engines.jobs import Job, jobs_of, with_head
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh, Weights
 from rlhf_pipeline.policies.engines.rollout import Gate
 
@@ -142,10 +142,13 @@ class VLLMEngine:
         Raises:
             EngineError: vLLM cannot load them.
         """
-        given = {"weights_iterator": iter(weights.items())} if isinstance(weights, Mapping) else None
         with self._gate.still():
             try:
-                self._llm.collective_rpc("reload_weights", kwargs=given or {"weights_path": str(weights)})
+                if isinstance(weights, Mapping):
+                    self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+                else:
+                    with with_head(weights) as folder:
+                        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
                 dropped = self._llm.reset_prefix_cache(reset_running_requests=True)
             except Exception as error:
                 self.version = None

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import torch
+from safetensors.torch import load_file
 
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
@@ -39,6 +40,9 @@ class FakeVLLM:
 
     def __init__(self, model: Path, *, max_num_seqs: int = 32, delay_s: float = 0.0) -> None:
         self.policy = CausalLMPolicy.from_pretrained(model, dtype=torch.float32)
+        # As in vLLM a head that is tied is a tensor of its own once weights are loaded again.
+        head = self.policy.model.lm_head
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
         self.max_num_seqs = max_num_seqs
         self.delay_s = delay_s
         self.mode = "processed_logprobs"
@@ -81,8 +85,11 @@ class FakeVLLM:
     def load(self, folder: Path) -> None:
         with self.lock:
             engines = [*self.engines.values(), SlotEngine(self.policy._parts, num_slots=1, model=self.policy.model)]
+            tensors = dict(self.policy.model.state_dict())
+            for file in folder.glob("*.safetensors"):
+                tensors |= load_file(file)
             for engine in engines:
-                engine.load_weights(folder, len(self.labels) - 1)
+                engine.load_weights(tensors, len(self.labels) - 1)
 
     def label(self, name: str) -> None:
         with self.lock:

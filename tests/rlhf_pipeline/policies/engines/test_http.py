@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rlhf_pipeline.errors import EngineError
 from rlhf_pipeline.policies.engines.http import HTTPEngine
@@ -145,10 +147,10 @@ def test_raw_log_probs_are_refused(fake: FakeVLLM, folders: dict[int, Path]):
 def test_weights_that_the_server_cannot_load(fake: FakeVLLM, folders: dict[int, Path], tmp_path: Path):
     """The server stays paused, since nobody knows what it holds, and the message says what to do."""
     engine = engine_for(fake.address)
-    (tmp_path / "version-3").mkdir()
-    fake.load = lambda folder: None  # type: ignore[method-assign]
     engine.load_weights(folders[1], 1)
     missing = tmp_path / "version-3"
+    missing.mkdir()
+    (missing / "config.json").write_text("{}", encoding="utf-8")
     fake.answer = _refusing(fake)  # type: ignore[method-assign]
     with pytest.raises(EngineError, match=r"could not load the weights in .*version-3 \(500.*is paused now"):
         engine.load_weights(missing, 3)
@@ -326,6 +328,7 @@ class TestRealServer(EngineContract):
     """The contract against vLLM itself."""
 
     start_s = 0.3
+    in_flight_tokens = 220
 
     @pytest.fixture
     def bench(self, folders: dict[int, Path], vllm_server: str) -> Iterator[Bench]:
@@ -348,3 +351,21 @@ def test_calls_from_two_threads(fake: FakeVLLM, folders: dict[int, Path]):
         aborted = call.result().aborted
         assert aborted is not None
         assert aborted.all()
+
+
+def test_a_tied_head_goes_to_the_server_as_a_tensor_of_its_own(fake: FakeVLLM, folders: dict[int, Path]):
+    """VLLM would keep the old one; what is made for it is gone afterwards, and the folder is as it was."""
+    before = sorted(path.name for path in folders[2].rglob("*"))
+    seen: list[torch.Tensor] = []
+    load = fake.load
+
+    def look(folder: Path) -> None:
+        seen.append(load_file(folder / "head.safetensors")["lm_head.weight"])
+        load(folder)
+
+    fake.load = look  # type: ignore[method-assign]
+    engine_for(fake.address).load_weights(folders[2], 2)
+    embedding = load_file(folders[2] / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(seen[0], embedding)
+    assert sorted(path.name for path in folders[2].rglob("*")) == before
+    assert not list(folders[2].parent.glob(".engine-*"))
