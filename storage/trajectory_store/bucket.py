@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trajectory_store import fs
-from trajectory_store.errors import ReadFailedError, StoreError, WriteFailedError
+from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, WriteFailedError
 
 TRIES = 12
 PARTIAL = ".partial-"
@@ -23,6 +23,10 @@ _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 class Transient(Exception):
     """A request failed in a way that another try may not; whether a put arrived is unknown."""
+
+
+def _unreadable(error: OSError, path: str) -> ReadFailedError:
+    return ReadFailedError(error.errno, f"reading failed: {error.strerror}", path)
 
 
 class Bucket(ABC):
@@ -214,31 +218,40 @@ class FolderBucket(Bucket):
         except OSError as error:
             if isinstance(error, StoreError):
                 raise
-            raise ReadFailedError(error.errno, f"reading failed: {error.strerror}", str(self.root / key)) from error
+            raise _unreadable(error, f"{self.where}/{key}") from error
 
     def tails(self, keys: Sequence[str], size: int) -> list[tuple[bytes, int] | None]:
         """Read the ends of files."""
         out: list[tuple[bytes, int] | None] = []
         for key in keys:
             try:
-                fd = fs.open_fd(f"{self.where}/{key}", os.O_RDONLY)
+                with self._opened(key) as fd:
+                    whole = os.fstat(fd).st_size
+                    out.append((os.pread(fd, size, max(0, whole - size)), whole))
             except _ABSENT:
                 out.append(None)
-                continue
-            try:
-                whole = os.fstat(fd).st_size
-                out.append((os.pread(fd, size, max(0, whole - size)), whole))
-            finally:
-                os.close(fd)
+            except CorruptionError:  # a link or a pipe holds nothing of this store
+                out.append((b"", 0))
         return out
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """Read parts of a file."""
-        fd = fs.open_fd(f"{self.where}/{key}", os.O_RDONLY)
-        try:
+        with self._opened(key) as fd:
             return [os.pread(fd, stop - start, start) for start, stop in spans]
+
+    @contextmanager
+    def _opened(self, key: str) -> Generator[int]:
+        fd = -1
+        try:
+            fd = fs.open_fd(f"{self.where}/{key}", os.O_RDONLY)
+            yield fd
+        except OSError as error:
+            if isinstance(error, (StoreError, *_ABSENT)):
+                raise
+            raise _unreadable(error, f"{self.where}/{key}") from error
         finally:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
 
     def keys(self, prefix: str, after: str = "") -> list[str]:
         """List files, those in the making left out."""

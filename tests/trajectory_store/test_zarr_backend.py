@@ -22,7 +22,8 @@ from trajectory_store import (
     upkeep,
 )
 from trajectory_store.catalog import Catalog
-from trajectory_store.objects import segment
+from trajectory_store.errors import ReadFailedError
+from trajectory_store.objects import remote, segment
 from trajectory_store.objects.medium import ObjectMerge, open_objects
 from trajectory_store.testing import example_rows, example_schema, same_rows
 
@@ -248,6 +249,42 @@ def test_a_put_makes_its_folder_again_while_another_process_tidies_up(tmp_path, 
     assert puts.put_new("seg/a", b"x")
     assert len(made) == 4
     assert puts.get("seg/a") == b"x"
+
+
+def test_what_cannot_be_read_for_a_moment_is_no_damage(monkeypatch):
+    """A look that fails raises; the next one finds the segment, and nothing was called damaged."""
+    memory, schema = MemoryStore(), Schema([Column("n", "int64")])
+    writer = TrajectoryStore.create(memory, schema, backend="zarr")
+    reader = TrajectoryStore.open(memory)
+    writer.append({"n": [1]})
+
+    def no_answer(*_):
+        raise bucket.Transient("no answer")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(remote.ZarrBucket, "_tail", no_answer)
+        patches.setattr(remote.time, "sleep", lambda _: None)
+        with pytest.raises(ReadFailedError):
+            reader.refresh()
+    assert reader.refresh() == 1
+    assert reader.read_scalars("n").tolist() == [1]
+    assert reader.verify().ok, str(reader.verify())
+
+
+def test_a_link_in_place_of_a_commit_costs_its_segment_only(tmp_path):
+    """The rows of the other segments are read as before."""
+    TrajectoryStore.create(tmp_path / "s", Schema([Column("n", "int64")]), backend="zarr").close()
+    for n in range(3):
+        with TrajectoryStore.open(tmp_path / "s", "a") as store:
+            store.append({"n": [n]})
+    commit = tmp_path / "s" / "seg-00000001" / "00000000.zip"
+    commit.rename(tmp_path / "elsewhere")
+    commit.symlink_to(tmp_path / "elsewhere")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with TrajectoryStore.open(tmp_path / "s") as store:
+            assert store.read([0, 2 << 32])["n"].tolist() == [0, 2]
+            assert not store.verify().ok
 
 
 def test_who_lost_the_claim_sweeps_nothing_away(monkeypatch):

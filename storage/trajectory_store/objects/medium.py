@@ -18,7 +18,7 @@ import numpy.typing as npt
 from trajectory_store import fs
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import Bucket, FolderBucket, Transient
-from trajectory_store.errors import CorruptionError, StoreError, WriteFailedError
+from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, WriteFailedError
 from trajectory_store.format import (
     MAX_CRC,
     PRESENT,
@@ -138,6 +138,8 @@ class ObjectMedium(Medium):
                 for segment in found:
                     self._trust_after_reboot(segment)
         except StoreError as error:
+            if isinstance(error, ReadFailedError) and not self.bucket.local:
+                raise  # it may be there at the next look
             out = [error if isinstance(s, Segment) and not s.records else s for s in out]
         return out
 

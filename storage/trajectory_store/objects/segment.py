@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from trajectory_store import fs
 from trajectory_store.bucket import Bucket
-from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError
+from trajectory_store.errors import CorruptionError, ReadFailedError, SegmentGoneError, StoreError
 from trajectory_store.format import KIND_ROWS, RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta, chunk_path, crc32c
 from trajectory_store.journal import Entry
 from trajectory_store.maps import PreadBytes, open_file
@@ -234,6 +234,8 @@ class ObjectSegment(Segment):
                     raise CorruptionError(f"object {key} is another commit than its name says.")
                 return commit
         except StoreError as error:
+            if isinstance(error, ReadFailedError):
+                raise
             self._damage(seq, str(error))
         return None
 
