@@ -274,9 +274,9 @@ class Actor:
 
     def take_snapshot(self) -> None:
         assert self.store is not None
-        ids = self.store.ids().tolist()[-30:]
-        snapshot = self.store.snapshot()
-        self.snapshot = (snapshot, self.cells(ids, self.store))
+        while self.snapshot is None or self.store.snapshot() != self.snapshot[0]:  # a read follows segments that left
+            snapshot = self.store.snapshot()
+            self.snapshot = (snapshot, self.cells(self.store.ids().tolist()[-30:], self.store))
 
     def read_snapshot(self) -> None:
         """The ids and values are those of then, whatever was updated, folded or refreshed since."""
