@@ -1,0 +1,173 @@
+"""A CUDA device that is none, for checks of inference.
+
+Tensors say that they are on it and hold CPU data; what a real one would make of a call is written down: operations
+that it refuses, and times at which the host waits for it. To C++ the tensors are on the CPU, since a build without CUDA
+holds no others; values are real, so code that branches on them runs as it would.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+CUDA = torch.device("cuda", 0)
+
+# Kernels whose result's shape or value the host needs.
+_WAITS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim")
+# Kernels that take tensors of both devices: the rest mix with scalars alone.
+_MIXES = ("copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_")
+_active: list[FakeDevice] = []
+
+
+class OnDevice(Tensor):
+    """A CPU tensor that says it is on a CUDA device."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, real: Tensor) -> OnDevice:
+        made = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            cls,
+            real.size(),
+            strides=real.stride(),
+            storage_offset=real.storage_offset(),
+            dtype=real.dtype,
+            device="cpu",
+        )
+        made.held = real
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda self: CUDA)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        note("refused", "numpy")
+        return self.held.numpy()
+
+    def __repr__(self, **_: Any) -> str:
+        return f"OnDevice({list(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        host = [tensor for tensor in tensors if not isinstance(tensor, OnDevice) and tensor.ndim]
+        indexed = name.startswith(("index", "_index_put"))
+        # Indices may be on the host; what is indexed, and the values put there, may not.
+        wrong = indexed and any(x is y for x in host for y in (args[0], *args[2:3]))
+        if host and (name not in _MIXES or wrong):
+            note("refused", name)
+        elif host and (indexed or name == "copy_"):
+            note("wait", f"{name} of a host tensor")
+        by_mask = indexed and any(isinstance(i, Tensor) and i.dtype is torch.bool for i in tree_leaves(args[1]))
+        if name in _WAITS or by_mask or func is torch.ops.aten.repeat_interleave.Tensor:
+            note("wait", name)
+        out = func(*_real(args), **_real(kwargs))
+        return return_and_correct_aliasing(func, args, kwargs, tree_map_only(Tensor, OnDevice, out))
+
+
+def _real(tree: Any) -> Any:
+    return tree_map_only(OnDevice, lambda x: x.held, tree)
+
+
+def to_device(module: nn.Module) -> nn.Module:
+    """Put the parameters and buffers of a module there, in place; tied ones stay tied."""
+    moved: dict[int, Tensor] = {}
+    for part in module.modules():
+        for store in (part._parameters, part._buffers):
+            for name, tensor in store.items():
+                if tensor is not None:
+                    made = moved.setdefault(id(tensor), OnDevice(tensor.detach().clone()))
+                    made._is_param = isinstance(tensor, nn.Parameter)  # type: ignore[attr-defined]
+                    store[name] = made  # type: ignore[assignment]
+    return module
+
+
+def note(kind: str, what: str) -> None:
+    """Write down what the device would do, with the line of the project, or of the test, that asked for it."""
+    for seen in _active:
+        frame: Any = sys._getframe(1)
+        while frame is not None and (
+            "fake_device" in frame.f_code.co_filename or "rlhf_pipeline/" not in frame.f_code.co_filename
+        ):
+            frame = frame.f_back
+        place = "?" if frame is None else f"{frame.f_code.co_filename.rpartition('rlhf_pipeline/')[2]}:{frame.f_lineno}"
+        seen.events[kind, what, place] += 1
+
+
+class FakeDevice(TorchFunctionMode):
+    """Takes calls that name the device while it is active.
+
+    Attributes:
+        events: how often what happened where: ("refused" or "wait", what, file:line).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: Counter[tuple[str, str, str]] = Counter()
+
+    def total(self, kind: str) -> int:
+        """How many events there were of a kind."""
+        return sum(count for (found, _, _), count in self.events.items() if found == kind)
+
+    def __enter__(self) -> FakeDevice:
+        _active.append(self)
+        self._stack = ExitStack()
+
+        def no_inference_mode(on: bool) -> Any:  # a wrapper cannot be made an inference tensor
+            return torch.no_grad() if on else torch.enable_grad()
+
+        self._stack.enter_context(mock.patch.object(torch._C, "_InferenceMode", no_inference_mode))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+        _active.remove(self)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name, first = getattr(func, "__name__", ""), args[0] if args else None
+        if isinstance(first, Tensor) and name in ("to", "cuda", "cpu"):
+            return self._moved(name, first, list(args[1:]), kwargs)
+        if name == "pin_memory":
+            return first
+        if isinstance(first, OnDevice) and name in ("tolist", "numpy"):
+            note("wait" if name == "tolist" else "refused", name)
+            return getattr(first.held, name)()
+        device = kwargs.get("device")
+        if device is None:
+            return func(*args, **kwargs)
+        there = torch.device(device).type == "cuda"
+        if there and name in ("tensor", "as_tensor") and not isinstance(first, OnDevice):
+            note("wait", f"torch.{name}")
+        out = func(*args, **{**kwargs, "device": "cpu"})
+        return OnDevice(out) if there and not isinstance(out, OnDevice) else out
+
+    def _moved(self, name: str, tensor: Tensor, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+        target: Any = {"cuda": CUDA, "cpu": torch.device("cpu")}.get(name, kwargs.pop("device", None))
+        if name == "to" and rest and isinstance(rest[0], str | torch.device):
+            target = rest.pop(0)
+        target = tensor.device if target is None else torch.device(target)
+        # A copy that blocks ends with a synchronisation of the stream: the host waits for all that was launched before.
+        waits = not kwargs.pop("non_blocking", False)
+        if target.type == "cuda" and not isinstance(tensor, OnDevice):
+            if waits:
+                note("wait", "a blocking copy to the device")
+            tensor = OnDevice(tensor.detach().clone())
+        elif target.type == "cpu" and isinstance(tensor, OnDevice):
+            note("wait", "a copy to the host")
+            tensor = tensor.held.clone()
+        return tensor.to(*rest, **kwargs) if rest or kwargs.get("dtype") else tensor
