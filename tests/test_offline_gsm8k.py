@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.run.jsonl import read_rows
+from rlhf_pipeline.run.rows import read_rows
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

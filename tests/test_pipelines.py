@@ -12,7 +12,7 @@ from rlhf_pipeline import CausalLMPolicy, JsonlPrompts
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.policies.chat import encode_prompt
 from rlhf_pipeline.policies.new_model import new_model
-from rlhf_pipeline.run.jsonl import read_rows
+from rlhf_pipeline.run.rows import read_rows
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -11,8 +11,8 @@ from typing import Any, Literal, cast
 import numpy as np
 from tensordict import TensorDict
 
-from rlhf_pipeline.collectors.grading import describe_error
-from rlhf_pipeline.collectors.trajectories import trajectory_rows
+from rlhf_pipeline.collectors.collector import trajectory_rows
+from rlhf_pipeline.data.rewards import describe_error
 from rlhf_pipeline.data.trajectories import Text, Trajectories, td_of
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies.adapters import Policy

@@ -1,4 +1,4 @@
-"""Ragged and padded batches, and micro-batches with little padding.
+"""Ragged and padded batches.
 
 Rows come as flat values with lengths, or as a list; `rlhf_pipeline.data.trajectories` knows the forms of a TensorDict.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
 import torch
 
 from rlhf_pipeline.errors import DataError, DefinitionError
@@ -18,7 +17,6 @@ __all__ = [
     "length_mask",
     "pad_flat",
     "pad_rows",
-    "plan_batches",
 ]
 
 Side = Literal["left", "right"]
@@ -145,71 +143,3 @@ def pad_rows(
     flat = torch.cat(tensors) if tensors else torch.zeros(0, dtype=dtype)
     padded = pad_flat(flat, lengths, pad_value=pad_value, side=side, multiple_of=multiple_of)
     return padded, lengths
-
-
-def plan_batches(
-    lengths: torch.Tensor | Sequence[int],
-    token_budget: int,
-    *,
-    max_rows: int | None = None,
-    multiple_of: int = 1,
-    batch_overhead: int | None = None,
-) -> list[torch.Tensor]:
-    """Cut rows into micro-batches of similar length whose padded size stays within a budget.
-
-    Rows are sorted by length, longest first (so the largest batch comes first and memory does not creep), and cut
-    where the total cost is least: padded tokens plus an overhead per micro-batch, by dynamic programming. Filling
-    each batch to the budget instead left 17 to 26 % of the positions padding on 64 log-normal lengths; this leaves
-    about 10 % with two or three micro-batches more, and 4 % at 512 lengths. Ties keep their order, so the plan is a
-    pure function of the lengths. It takes 0.1 s for 4096 rows.
-
-    Args:
-        lengths: [N].
-        token_budget: the largest `rows * padded length` of a micro-batch.
-        max_rows: the largest number of rows of a micro-batch.
-        multiple_of: padded lengths are rounded up to a multiple of this.
-        batch_overhead: how many tokens one more micro-batch costs; a sixteenth of the budget by default. Larger
-            means fewer batches with more padding.
-
-    Returns:
-        int64 index tensors that together hold each row once.
-
-    Raises:
-        DefinitionError: a row alone is above the budget, or an impossible budget.
-
-    >>> [b.tolist() for b in plan_batches([50, 20, 60, 10], 120, batch_overhead=20)]
-    [[2, 0], [1, 3]]
-    """
-    if token_budget < 1 or (max_rows is not None and max_rows < 1):
-        raise DefinitionError(f"token_budget and max_rows must be 1 or more; got {token_budget} and {max_rows}.")
-    if multiple_of < 1:
-        raise DefinitionError(f"multiple_of must be 1 or more; got {multiple_of}.")
-    sizes = np.asarray(lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths, dtype=np.int64)
-    order = np.argsort(-sizes, kind="stable")
-    width = np.maximum(-(-sizes[order] // multiple_of) * multiple_of, 1)
-    count = len(order)
-    if count and width[0] > token_budget:
-        raise DefinitionError(
-            f"row {order[0]} has {sizes[order[0]]} tokens (padded {width[0]}), above the token "
-            f"budget of {token_budget}. Raise the budget to at least {width[0]}."
-        )
-    overhead = token_budget / 16 if batch_overhead is None else batch_overhead
-    limit = max_rows or count
-    if 0 < count <= limit:
-        whole = count * int(width[0])
-        if whole <= token_budget and whole - int(width.sum()) < overhead:
-            return [torch.from_numpy(order)]  # one more batch costs more than all the padding there is
-    cost = np.zeros(count + 1)
-    cut = np.zeros(count, dtype=np.int64)
-    for i in range(count - 1, -1, -1):
-        rows = min(token_budget // int(width[i]), limit, count - i)
-        choices = np.arange(1, rows + 1) * width[i] + cost[i + 1 : i + rows + 1]
-        best = int(choices.argmin())
-        cost[i], cut[i] = choices[best] + overhead, i + 1 + best
-    plan: list[torch.Tensor] = []
-    start = 0
-    while start < count:
-        end = int(cut[start])
-        plan.append(torch.from_numpy(order[start:end].copy()))
-        start = end
-    return plan

@@ -16,13 +16,12 @@ from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.functional.aggregation import spread_token_weights
 from rlhf_pipeline.learner._guard import guard
-from rlhf_pipeline.learner._plan import StepPlan, check_reduction, plan_step
 from rlhf_pipeline.learner.metrics import ModelCost, StepMeter, data_metrics, known_peak_flops, loss_metrics
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer, learning_rate
 from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
-from rlhf_pipeline.learner.selection import StepLedger, UseCounts, sampler_of
 from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, write_tensors
+from rlhf_pipeline.learner.step_plan import StepLedger, StepPlan, UseCounts, check_reduction, plan_step, sampler_of
 from rlhf_pipeline.losses.batch import LossBatch
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.functional.diagnostics import training_flops
 from rlhf_pipeline.functional.kl import kl_figures
-from rlhf_pipeline.learner._plan import StepPlan
+from rlhf_pipeline.learner.step_plan import StepPlan
 from rlhf_pipeline.losses.grpo import GRPOLossOutput
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from trajectory_store import TrajectoryStore

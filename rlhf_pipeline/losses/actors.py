@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.functional.logprob import entropy_of
+from rlhf_pipeline.functional.head import entropy_of
 from rlhf_pipeline.losses.batch import LossBatch, MaskingStrategy
 from rlhf_pipeline.policies.adapters import actor_of, methods_are_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy

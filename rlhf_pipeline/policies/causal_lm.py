@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
-from rlhf_pipeline.functional.logprob import token_log_probs
+from rlhf_pipeline.functional.head import token_log_probs
 from rlhf_pipeline.policies._packed_attention import same_attention_when_recomputed
 from rlhf_pipeline.policies._scoring import ScoringRows, token_states
 from rlhf_pipeline.policies._td_policy import TensorDictPolicy

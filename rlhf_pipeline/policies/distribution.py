@@ -11,7 +11,7 @@ from torchrl.modules.distributions.discrete import LLMMaskedCategorical
 from torchrl.modules.llm.policies.common import LogProbDistribution as _TorchRLLogProbDistribution
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.functional.logprob import token_log_probs
+from rlhf_pipeline.functional.head import token_log_probs
 
 __all__ = ["LogProbDistribution", "TokenDistribution"]
 

@@ -56,17 +56,6 @@ class Parts:
     learner: Learner
     kl_reward: KLRewardTransform | None
 
-    def write_path_metrics(self) -> dict[str, float | None]:
-        """What the write path measured on the newest rollout; None where it measures nothing."""
-        stats = self.kl_reward.stats if self.kl_reward is not None else {}
-        return {
-            "kl_coef": stats.get("coef"),
-            "kl_per_trajectory": stats.get("kl"),
-            "kl_k1": stats.get("k1"),
-            "kl_k2": stats.get("k2"),
-            "kl_k3": stats.get("k3"),
-        }
-
     def write_path_state(self) -> dict[str, Any]:
         """JSON-ready state of the transforms."""
         controller = self.kl_reward.controller if self.kl_reward is not None else None

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from rlhf_pipeline.config import Replay, Sample
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.learner.selection import StepLedger, UseCounts, sampler_of
+from rlhf_pipeline.learner.step_plan import StepLedger, UseCounts, sampler_of
 from rlhf_pipeline.replay.samplers import StoreView, TrajectorySampler, step_generator
 from trajectory_store import TrajectoryStore
 

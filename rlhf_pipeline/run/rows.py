@@ -1,26 +1,26 @@
-"""One JSON line per optimizer step, with an index beside it, so that no reader loads what it does not show.
+"""JSON lines on disk: whole lines, appended in one write; and one line per optimizer step with an index beside it.
 
 `metrics.jsonl` and `ledger.jsonl` are plain JSON lines in the order of the steps. Beside each lies an index of 24 bytes
 a row (step, start, length, CRC32C of the line): the number of rows, any row and the last one are found in constant
 time, and a line that was cut, changed or taken out is seen. The index is written after the line; whatever it lacks is
-found by reading the lines after the last one that it knows. Imports no torch.
+found by reading the lines after the last one that it knows, so no reader loads what it does not show. Imports no torch.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, overload
+from typing import Any, Final, NamedTuple, overload
 
 import google_crc32c
 
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.run.files import sync_file
-from rlhf_pipeline.run.jsonl import append_line, line_of
 
 Row = dict[str, Any]
 
@@ -28,8 +28,7 @@ _ENTRY: Final = struct.Struct("<qqII")
 _CHUNK: Final = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """What the index says of one row."""
 
     step: int
@@ -75,6 +74,9 @@ class StepRows(Sequence[Row]):
         self._torn = 0
         self.num_passed_over = 0
         """Entries of the index whose lines are gone or changed, at the end of the file."""
+        self._last: Entry | None = None
+        """Of the last row, once it is known: whoever writes step after step need not read it again."""
+        self._mended = False
         self.refresh()
 
     def refresh(self) -> int:
@@ -83,6 +85,7 @@ class StepRows(Sequence[Row]):
         Raises:
             DataError: a line that the index lacks is not a row.
         """
+        self._last, self._mended = None, False
         if not self.path.exists() and not self.index_path.exists():
             self._num_indexed, self._later, self._torn, self.num_passed_over = 0, [], 0, 0
             return 0
@@ -168,7 +171,12 @@ class StepRows(Sequence[Row]):
 
     def entry(self, place: int) -> Entry:
         """Return what is known of the row at a place, from 0."""
-        return self._indexed(place) if place < self._num_indexed else self._later[place - self._num_indexed]
+        if place == len(self) - 1 and self._last is not None:
+            return self._last
+        found = self._indexed(place) if place < self._num_indexed else self._later[place - self._num_indexed]
+        if place == len(self) - 1:
+            self._last = found
+        return found
 
     def problems(self) -> Iterator[str]:
         """Say what does not fit: every line is read and compared with the index."""
@@ -186,7 +194,7 @@ class StepRows(Sequence[Row]):
                         "repeated or moved"
                     )
                     return
-                if len(line) != entry.length or _crc32c(line) != entry.checksum:
+                if len(line) != entry.length or google_crc32c.value(line) != entry.checksum:
                     yield f"line {place + 1} is not as it was written: it was cut, changed or moved"
                     return
 
@@ -196,6 +204,8 @@ class StepRows(Sequence[Row]):
         Raises:
             DataError: whole lines follow one that is not as it was written: the file was edited or damaged.
         """
+        if self._mended:
+            return
         if self.num_passed_over and self._later:
             raise DataError(f"{self.path}: line {self._num_indexed + 1} is not as it was written. {_RESTORE}")
         if (self._torn or self.num_passed_over) and self.path.exists():  # a power loss may take the whole file
@@ -203,9 +213,10 @@ class StepRows(Sequence[Row]):
         if _size(self.index_path) != self._num_indexed * _ENTRY.size:
             os.truncate(self.index_path, self._num_indexed * _ENTRY.size)
         if self._later:
-            append_line(self.index_path, b"".join(_packed(entry) for entry in self._later))
+            append_line(self.index_path, b"".join(_ENTRY.pack(*entry) for entry in self._later))
         self._num_indexed, self._later = len(self), []
         self._torn = self.num_passed_over = 0
+        self._mended = True
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write the row of the next step: its line, then its place in the index.
@@ -214,11 +225,13 @@ class StepRows(Sequence[Row]):
             OSError: the disk is full; the file is as it was.
         """
         self.mend()
+        self._mended = False  # until both are written
         line = line_of(row)
         start = self.entry(len(self) - 1).end if len(self) else 0
         append_line(self.path, line)
-        append_line(self.index_path, _packed(Entry(row["step"], start, len(line), _crc32c(line))))
-        self._num_indexed += 1
+        added = Entry(row["step"], start, len(line), google_crc32c.value(line))
+        append_line(self.index_path, _ENTRY.pack(*added))
+        self._num_indexed, self._last, self._mended = self._num_indexed + 1, added, True
 
     def drop_from(self, step: int) -> None:
         """Remove the rows of a step and of all later ones."""
@@ -228,7 +241,7 @@ class StepRows(Sequence[Row]):
             return
         os.truncate(self.path, self.entry(place).start)
         os.truncate(self.index_path, place * _ENTRY.size)
-        self._num_indexed = place
+        self._num_indexed, self._last = place, None
 
     def sync(self) -> None:
         """Sync all rows to the disk, so that they survive a power loss."""
@@ -238,7 +251,9 @@ class StepRows(Sequence[Row]):
     def _first_from(self, step: int) -> int:
         """Return the place of the first row of this step or a later one."""
         low, high = 0, len(self)
-        if high and self.entry(min(max(step - 1, 0), high - 1)).step == step:
+        if not high or step > self.last_step:
+            return high
+        if self.entry(min(max(step - 1, 0), high - 1)).step == step:
             return min(max(step - 1, 0), high - 1)  # rows begin with step 1 and have no gaps, as a rule
         while low < high:
             middle = (low + high) // 2
@@ -255,7 +270,7 @@ class StepRows(Sequence[Row]):
         """Whether the file has the line that the index says."""
         if not 0 <= entry.start < entry.end <= size:
             return False
-        return _crc32c(_read(self.path, entry.start, entry.length)) == entry.checksum
+        return google_crc32c.value(_read(self.path, entry.start, entry.length)) == entry.checksum
 
     def _scan(self, start: int) -> Iterator[Entry]:
         """Yield entries of the whole lines from a place in the file on."""
@@ -265,7 +280,7 @@ class StepRows(Sequence[Row]):
         with self.path.open("rb") as file:
             file.seek(start)
             while (line := file.readline()).endswith(b"\n"):
-                yield Entry(self._row(line, place)["step"], start, len(line), _crc32c(line))
+                yield Entry(self._row(line, place)["step"], start, len(line), google_crc32c.value(line))
                 start, place = start + len(line), place + 1
 
     def _row(self, line: bytes, place: int) -> Row:
@@ -323,10 +338,6 @@ _LOOK_BACK: Final = 4096
 _RESTORE: Final = "The file was edited or damaged: restore it from a copy, or start a new run with --out OTHER_FOLDER."
 
 
-def _packed(entry: Entry) -> bytes:
-    return _ENTRY.pack(entry.step, entry.start, entry.length, entry.checksum)
-
-
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
@@ -339,5 +350,81 @@ def _read(path: Path, start: int, length: int) -> bytes:
         return os.pread(file.fileno(), length, start)
 
 
-def _crc32c(content: bytes) -> int:
-    return google_crc32c.value(content)
+def _plain(value: object) -> object:
+    """Return `value` with NaN and infinities as None: JSON has no words for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def append_row(path: Path, row: Mapping[str, object]) -> None:
+    """Append one row as one line with one `write`, so a killed process leaves a whole line or a torn last one.
+
+    Args:
+        path: the file; made if absent.
+        row: JSON-ready values. Non-finite numbers become `null`.
+
+    Raises:
+        OSError: the disk is full or the file cannot be written.
+    """
+    append_line(path, line_of(row))
+
+
+def line_of(row: Mapping[str, object]) -> bytes:
+    """Return a row as one line; non-finite numbers become `null`."""
+    try:
+        text = json.dumps(row, allow_nan=False, separators=(",", ":"))
+    except (ValueError, TypeError):  # NaN, an infinity, or a mapping that is no dict
+        text = json.dumps(_plain(row), allow_nan=False, separators=(",", ":"))
+    return text.encode() + b"\n"
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append bytes with one `write`; where a full disk takes only some of them, none stay.
+
+    Raises:
+        OSError: the disk is full or the file cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        start = os.fstat(descriptor).st_size
+        written = os.write(descriptor, line)
+        if written != len(line):
+            os.ftruncate(descriptor, start)
+            raise OSError(errno.ENOSPC, f"no space left for a line of {len(line)} bytes", str(path))
+    finally:
+        os.close(descriptor)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return all whole rows; a torn last line (its writer was killed) is left out.
+
+    Raises:
+        DataError: a line other than the last is not JSON.
+    """
+    return list(each_row(path))
+
+
+def each_row(path: Path) -> Iterator[Row]:
+    """Yield all whole rows, with one of them in memory at a time; a torn last line is left out.
+
+    Raises:
+        DataError: a line other than the last is not JSON.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise DataError(
+                    f"{path}:{number}: this line is not JSON ({error}). The file was edited or damaged; restore it "
+                    "from a copy."
+                ) from error

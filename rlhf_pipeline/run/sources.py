@@ -68,7 +68,7 @@ class MadeHere:
                 )
         return Batch(
             task_reward=rollout.task_reward if rollout else None,
-            about={**_about(index, rollout), **self._parts.write_path_metrics()},
+            about=_about(index, rollout),
         )
 
     def state(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Arrivals:
         self._heartbeat.beat("learning", step=step, rollout=current.index)
         return Batch(
             task_reward=current.task_reward if begins else None,
-            about={**_about(current.index, current if begins else None), **self._parts.write_path_metrics()},
+            about=_about(current.index, current if begins else None),
             row_ids=row_ids,
             ledger_fields={"rollout": current.index},
         )

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, LOG_PROBS, NUM_PROMPT_TOKENS, TOKENS
-from rlhf_pipeline.data.padding import pad_flat, plan_batches
+from rlhf_pipeline.data.padding import pad_flat
 from rlhf_pipeline.data.trajectories import Flat, Trajectories, per_token
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.policies.adapters import policy_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.packed import plan_batches
 
 
 class Scorer(Protocol):

@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_pipeline.run.jsonl import read_rows
+from rlhf_pipeline.run.rows import read_rows
 
 GOAL_REWARD = 0.9
 WINDOW = 3

@@ -183,8 +183,8 @@ def token_losses(
 
 def steps_of_full_logits(policy: CausalLMPolicy, rows: list[Row], config: Learn, device: torch.device):
     """Padded to the token budget, logits of every position in float32."""
-    from rlhf_pipeline.data.padding import plan_batches
     from rlhf_pipeline.learner.optimizer import PolicyOptimizer
+    from rlhf_pipeline.policies.packed import plan_batches
 
     optimizer = PolicyOptimizer(policy.model, config)
     table = _columns(rows, device)

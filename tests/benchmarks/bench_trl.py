@@ -230,7 +230,7 @@ def efficiency(draws: int) -> bool:
     import torch
 
     from rlhf_pipeline.config import Learn
-    from rlhf_pipeline.data.padding import plan_batches
+    from rlhf_pipeline.policies.packed import plan_batches
 
     budget = Learn().token_budget
     found: dict[str, list[float]] = {"TRL": [], "ours": []}

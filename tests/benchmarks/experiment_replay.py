@@ -62,7 +62,7 @@ def curve(task: tuple[str, int, int]) -> dict[str, Any]:
     from copy_digits import copy_digits
 
     from rlhf_pipeline import Sample
-    from rlhf_pipeline.run.jsonl import read_rows
+    from rlhf_pipeline.run.rows import read_rows
     from rlhf_pipeline.run.start import run
     from trajectory_store import TrajectoryStore
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.run.jsonl import read_rows
+from rlhf_pipeline.run.rows import read_rows
 from trajectory_store import StoreError, TrajectoryStore
 
 CHECKED_COLUMNS = ("input_ids", "log_probs", "assistant_mask")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.run.jsonl import read_rows
+from rlhf_pipeline.run.rows import read_rows
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(600)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.run.jsonl import append_row, read_rows
+from rlhf_pipeline.run.rows import append_row, read_rows
 from trajectory_store import Column, Schema, TrajectoryStore, copy_rows
 
 from .conftest import Cli

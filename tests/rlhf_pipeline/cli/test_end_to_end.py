@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.run.jsonl import read_rows
+from rlhf_pipeline.run.rows import read_rows
 
 from .conftest import Cli
 

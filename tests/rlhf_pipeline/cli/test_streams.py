@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.collectors.grading import grade
 from rlhf_pipeline.data.prompts import Prompt
+from rlhf_pipeline.data.rewards import grade
 from rlhf_pipeline.errors import DataError, MissingPathError, RewardError
 from rlhf_pipeline.run.folder import RunFolder
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.run.jsonl import append_row
+from rlhf_pipeline.run.rows import append_row
 
 from .conftest import Cli
 

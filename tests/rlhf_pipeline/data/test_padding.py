@@ -1,4 +1,4 @@
-"""Tests of the ragged and padded forms and of the micro-batch plan."""
+"""Tests of the ragged and padded forms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rlhf_pipeline.data.padding import (
     length_mask,
     pad_flat,
     pad_rows,
-    plan_batches,
 )
 from rlhf_pipeline.errors import DataError, DefinitionError
 
@@ -64,51 +63,8 @@ def test_padding_keeps_gradients():
     assert values.grad.tolist() == [1, 1, 0, 0, 0, 0]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 64), max_size=40),
-    budget=st.integers(64, 300),
-    max_rows=st.none() | st.integers(1, 6),
-)
-def test_a_plan_holds_every_row_once_within_the_budget(lengths, budget, max_rows):
-    """Each row is in one batch, no padded batch is above the budget or the row limit."""
-    plan = plan_batches(torch.tensor(lengths, dtype=torch.int64), budget, max_rows=max_rows)
-    seen = sorted(i for batch in plan for i in batch.tolist())
-    assert seen == list(range(len(lengths)))
-    for batch in plan:
-        assert len(batch) * max(lengths[i] for i in batch.tolist()) <= budget
-        assert max_rows is None or len(batch) <= max_rows
-
-
-def test_sorted_plan_wastes_little():
-    """On log-normal lengths the plan keeps over 0.85 of the positions real; one batch does not reach 0.6."""
-    for seed in range(8):
-        g = torch.Generator().manual_seed(seed)
-        lengths = (120 + (5 + 0.8 * torch.randn(64, generator=g)).exp().clamp(max=2048)).long()
-        plan = plan_batches(lengths, 8192)
-        padded = sum(len(batch) * int(lengths[batch].max()) for batch in plan)
-        assert int(lengths.sum()) / padded > 0.85
-        assert int(lengths.sum()) / (len(lengths) * int(lengths.max())) < 0.6
-        assert len(plan) <= -(-int(lengths.sum()) // 8192) + 5
-
-
-def test_overhead_trades_batches_for_padding():
-    """Without a cost per batch equal rows stay together and others part; with a large one all join."""
-    assert [b.tolist() for b in plan_batches([4, 4, 1], 100, batch_overhead=1)] == [[0, 1], [2]]
-    assert [b.tolist() for b in plan_batches([4, 4, 1], 100, batch_overhead=9)] == [[0, 1, 2]]
-
-
-def test_ties_keep_their_order():
-    """Equal lengths stay in order, so the plan is the same every time."""
-    assert [b.tolist() for b in plan_batches([3, 3, 3, 3], 6, batch_overhead=1)] == [[0, 1], [2, 3]]
-
-
 def test_errors_name_the_value_and_the_repair():
     """Wrong inputs say what was seen and what to pass."""
-    with pytest.raises(DefinitionError, match="Raise the budget to at least 10"):
-        plan_batches([3, 10], 8)
-    with pytest.raises(DefinitionError, match="token_budget"):
-        plan_batches([3], 0)
     with pytest.raises(DataError, match="add up to 6"):
         pad_flat(VALUES[:4], LENGTHS)
     with pytest.raises(DataError, match="3 tokens but length is 2"):

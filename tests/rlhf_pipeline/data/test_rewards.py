@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 
 import pytest
 
 from rlhf_pipeline import final_number, final_number_match, token_match
+from rlhf_pipeline.data.prompts import Prompt
+from rlhf_pipeline.data.rewards import grade
+from rlhf_pipeline.errors import RewardError
 
 
 @pytest.mark.parametrize(
@@ -46,3 +51,73 @@ def test_final_number_match_agrees_with_gsm8k_labels(gsm8k_dir):
                 total += 1
     assert total == 5276
     assert agree / total > 0.995
+
+
+PROMPTS = [Prompt(text="a", answer="1"), Prompt(text="b", meta={"weight": 2})]
+
+
+def test_rewards_come_in_order_with_answer_and_meta():
+    """The function sees prompt, completion, answer and meta of its own trajectory."""
+    grades = grade(lambda p, c, a, m: len(c) + (a == "1") * 10 + m.get("weight", 0) * 100, PROMPTS, ["xx", "y"])
+    assert [item.reward for item in grades] == [12.0, 201.0]
+    assert [item.error for item in grades] == [None, None]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e300, "many", None])
+def test_a_reward_that_is_no_finite_number_fails_its_trajectory(bad):
+    """NaN, infinity and things that are no number are failures of that call only."""
+    grades = grade(lambda p, c, a, m: bad if p == "b" else 0.5, PROMPTS, ["x", "y"])
+    assert grades[0].reward == 0.5
+    assert math.isnan(grades[1].reward)
+    assert grades[1].error
+
+
+def test_an_exception_is_recorded_with_its_place():
+    """The record says what was raised and on which line."""
+
+    def reward(prompt, completion, answer, meta):
+        return 1.0 / (prompt != "b")
+
+    grades = grade(reward, PROMPTS, ["x", "y"])
+    assert grades[1].error.startswith("ZeroDivisionError: ")
+    assert "test_rewards.py:" in grades[1].error
+
+
+def test_an_exception_that_cannot_be_shown_or_stored_is_recorded_all_the_same():
+    """Half a surrogate pair, line breaks and a failing `__str__` do not reach the store or stop the run."""
+
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    def reward(prompt, completion, answer, meta):
+        if completion == "ok":
+            return 1.0
+        raise Silent if completion == "silent" else ValueError("half \ud800\nof it")
+
+    prompts = [PROMPTS[0]] * 3
+    errors = [item.error for item in grade(reward, prompts, ["ok", "silent", "other"])]
+    assert errors[1].startswith("Silent: (its message cannot be read)")
+    assert errors[2].startswith("ValueError: half ? of it")
+    assert all(error.encode() for error in errors[1:])
+
+
+def test_all_calls_failing_is_an_error_with_the_next_step():
+    """If no call works the function is wrong, and the message says where and what to type."""
+    with pytest.raises(RewardError, match=r"all 2 calls .*ZeroDivisionError.*--resume"):
+        grade(lambda p, c, a, m: 1 / 0, PROMPTS, ["x", "y"])
+
+
+def test_a_reward_that_exits_fails_its_trajectory():
+    """`sys.exit` in a reward function is a failed call like any other, not the silent end of the run."""
+
+    def leaving(prompt, completion, answer, meta):
+        if completion == "b":
+            sys.exit("no licence")
+        return 1.0
+
+    first, second = grade(leaving, [Prompt(text="p")] * 2, ["a", "b"])
+    assert first.reward == 1.0
+    assert math.isnan(second.reward)
+    assert second.error is not None
+    assert second.error.startswith("SystemExit: no licence")

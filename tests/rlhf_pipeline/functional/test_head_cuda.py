@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_pipeline.functional._head import writes_float32
-from rlhf_pipeline.functional.fused_head import fused_token_loss
-from rlhf_pipeline.functional.logprob import token_log_probs
+from rlhf_pipeline.functional.head import fused_token_loss, token_log_probs, writes_float32
 
 pytestmark = [
     pytest.mark.gpu,

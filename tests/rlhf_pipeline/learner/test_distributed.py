@@ -25,7 +25,7 @@ from rlhf_pipeline.learner.state import read_state
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.report.check import check_run, check_store
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.jsonl import read_rows
+from rlhf_pipeline.run.rows import read_rows
 
 PROGRAM = Path(__file__).with_name("sharded_program.py")
 ROOT = Path(__file__).resolve().parents[3]

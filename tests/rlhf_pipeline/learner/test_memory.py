@@ -16,7 +16,7 @@ from rlhf_pipeline import (
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.run.events import Event, Notice
-from rlhf_pipeline.run.jsonl import read_rows
+from rlhf_pipeline.run.rows import read_rows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import newest, tiny
 

@@ -16,8 +16,8 @@ from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.run.events import Event
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.jsonl import read_rows
 from rlhf_pipeline.run.loggers import with_logger
+from rlhf_pipeline.run.rows import read_rows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import tiny
 from trajectory_store import TrajectoryStore

@@ -13,7 +13,7 @@ import pytest
 from rlhf_pipeline import definitions
 from rlhf_pipeline.config_text import to_json
 from rlhf_pipeline.run.files import new_folder
-from rlhf_pipeline.run.jsonl import append_row
+from rlhf_pipeline.run.rows import append_row
 from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore
 
 ALPHABET = "0123456789="

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_pipeline import GRPO, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, token_match
 from rlhf_pipeline.run.build import build_models
-from rlhf_pipeline.run.jsonl import read_rows
+from rlhf_pipeline.run.rows import read_rows
 from rlhf_pipeline.run.start import run
 
 

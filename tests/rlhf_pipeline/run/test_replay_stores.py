@@ -18,8 +18,8 @@ from rlhf_pipeline.errors import DataError, DefinitionError, RunMismatchError
 from rlhf_pipeline.report.replayed import compare
 from rlhf_pipeline.run.events import Event, Notice, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.jsonl import read_rows
 from rlhf_pipeline.run.replay_stores import replay_stores
+from rlhf_pipeline.run.rows import read_rows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import make_store, offline, tiny, weights
 from trajectory_store import TrajectoryStore, copy_rows

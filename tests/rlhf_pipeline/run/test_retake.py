@@ -11,9 +11,8 @@ from rlhf_pipeline import Pipeline
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, MissingPathError
 from rlhf_pipeline.run.checkpoint import list_checkpoints
-from rlhf_pipeline.run.jsonl import read_rows
 from rlhf_pipeline.run.retake import RerunPlan, Retaken, plan_rerun, retake
-from rlhf_pipeline.run.rows import StepRows
+from rlhf_pipeline.run.rows import StepRows, read_rows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline import small
 from trajectory_store import TrajectoryStore

@@ -18,7 +18,7 @@ from rlhf_pipeline import (
 from rlhf_pipeline.errors import MissingPathError, RewardError, RunExistsError, RunMismatchError
 from rlhf_pipeline.run.events import Event, Notice, RunFinished, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.jsonl import read_rows
+from rlhf_pipeline.run.rows import read_rows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline import small
 from tests.rlhf_pipeline.small import weights

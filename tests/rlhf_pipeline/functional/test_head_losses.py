@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.functional.fused_head import fused_token_loss
-from rlhf_pipeline.functional.logprob import token_log_probs
+from rlhf_pipeline.functional.head import fused_token_loss, token_log_probs
 from tests.rlhf_pipeline.functional.watch import Watch
 
 N, H, V = 37, 16, 53

@@ -18,12 +18,12 @@ from rlhf_pipeline import (
 )
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.learner.selection import UseCounts, sampler_of
+from rlhf_pipeline.learner.step_plan import UseCounts, sampler_of
 from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.replay.samplers import as_sampler
-from rlhf_pipeline.run.jsonl import read_rows
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.retake import plan_rerun, retake
+from rlhf_pipeline.run.rows import read_rows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import tiny, trajectory
 

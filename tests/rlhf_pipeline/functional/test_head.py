@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.functional._head import default_chunk_rows, row_chunks
-from rlhf_pipeline.functional.logprob import entropy_of, token_log_probs
+from rlhf_pipeline.functional.head import default_chunk_rows, entropy_of, row_chunks, token_log_probs
 from tests.rlhf_pipeline.functional.watch import Watch
 
 N, H, V = 37, 16, 53
