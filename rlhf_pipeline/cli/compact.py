@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import shlex
 import time
@@ -74,21 +73,14 @@ def alone(run: RunFolder | None, store: Path) -> Iterator[None]:
     Raises:
         RunExistsError: one of them is there.
     """
-    folder = os.open(store, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunExistsError(
-                f"an import or a recorder writes to {store}. Wait for it, or stop it first."
-            ) from error
+    from rlhf_pipeline.exchange.target import held
+
+    with held(store, refusal=f"an import or a recorder writes to {store}. Wait for it, or stop it first."):
         if run is None:
             yield
             return
         with run.lock(advice="Stop that first."):
             yield
-    finally:
-        os.close(folder)
 
 
 def _lines(report: CompactReport, path: Path, num: int, sizes: tuple[int, int], seconds: float) -> Iterator[str]:

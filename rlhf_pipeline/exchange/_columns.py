@@ -46,18 +46,28 @@ def to_arrow(pyarrow: Any, column: Column, value: Any, present: Flags | None) ->
         value = _take(value, ~gone)
     lengths = np.zeros(len(present) if present is not None else len(value.lengths), np.int64)
     lengths[... if gone is None else ~gone] = value.lengths
-    flat = pyarrow.array(np.ascontiguousarray(value.values), arrow_type(pyarrow, column).value_type, from_pandas=False)
+    flat = pyarrow.array(
+        np.ascontiguousarray(value.values).reshape(-1), _plain_type(pyarrow, column), from_pandas=False
+    )
+    if column.shape:
+        flat = pyarrow.FixedSizeListArray.from_arrays(flat, column.width)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     mask = None if gone is None else pyarrow.array(gone)
     return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), flat, mask=mask)
 
 
 def arrow_type(pyarrow: Any, column: Column) -> Any:
-    """Return the Arrow type of a column: a list of numbers where it is ragged."""
+    """Return the Arrow type of a column: a list of numbers where it is ragged, of rows of numbers with a shape."""
     if column.is_text:
         return pyarrow.string()
-    plain = pyarrow.from_numpy_dtype(np.dtype(column.dtype))
-    return pyarrow.list_(plain) if column.axis is not None else plain
+    plain = _plain_type(pyarrow, column)
+    if column.axis is None:
+        return plain
+    return pyarrow.list_(pyarrow.list_(plain, column.width) if column.shape else plain)
+
+
+def _plain_type(pyarrow: Any, column: Column) -> Any:
+    return pyarrow.from_numpy_dtype(np.dtype(column.dtype))
 
 
 def from_arrow(schema: Schema, batch: Any) -> Values:
@@ -67,7 +77,7 @@ def from_arrow(schema: Schema, batch: Any) -> Values:
         DataError: a column is of another type than the schema says.
     """
     found: Values = {}
-    partly: dict[str, Flags] = {}
+    gone: dict[str, Flags] = {}
     for column in schema:
         if column.name not in batch.schema.names:
             continue
@@ -75,46 +85,57 @@ def from_arrow(schema: Schema, batch: Any) -> Values:
         array = array.combine_chunks() if hasattr(array, "chunks") else array
         if array.null_count == len(array) and len(array):
             continue
+        gone[column.name] = np.asarray(array.is_null()) if array.null_count else np.zeros(len(array), bool)
         try:
-            found[column.name] = _from_arrow(column, array)
+            found[column.name] = _from_arrow(column, array.drop_null() if array.null_count else array)
         except (TypeError, ValueError, AttributeError) as error:
             raise DataError(f"column '{column.name}' is {array.type}, not {column.dtype}: {error}") from error
-        if array.null_count and isinstance(found[column.name], RaggedArray):
-            partly[column.name] = np.asarray(array.is_null())
-    _fill(schema, found, partly)
-    return found
+    return _filled(schema, found, gone)
 
 
 def _from_arrow(column: Column, array: Any) -> Any:
     if column.is_text:
-        return [column.fill_value if text is None else text for text in array.to_pylist()]
-    if column.axis is not None:
-        lengths = np.asarray(array.value_lengths().drop_null().to_numpy(zero_copy_only=False), np.int64)
-        flat = array.flatten().to_numpy(zero_copy_only=False)
-        return RaggedArray(np.asarray(flat).astype(column.np_dtype, copy=False), lengths)
-    if array.null_count:
-        gone = np.asarray(array.is_null())
-        filled = np.full(len(array), column.fill_value, column.np_dtype)
-        filled[~gone] = array.drop_null().to_numpy(zero_copy_only=False)
-        return filled
-    return np.asarray(array.to_numpy(zero_copy_only=False)).astype(column.np_dtype, copy=False)
+        return array.to_pylist()
+    if column.axis is None:
+        return np.asarray(array.to_numpy(zero_copy_only=False)).astype(column.np_dtype, copy=False)
+    lengths = np.asarray(array.value_lengths().to_numpy(zero_copy_only=False), np.int64)
+    flat = array.flatten().flatten() if column.shape else array.flatten()
+    values = np.asarray(flat.to_numpy(zero_copy_only=False)).astype(column.np_dtype, copy=False)
+    return RaggedArray(values.reshape(-1, *column.shape), lengths)
 
 
-def _fill(schema: Schema, found: Values, gone: Mapping[str, Flags]) -> None:
-    """Give absent rows of ragged columns the length of their axis, filled; 0 where none of its columns has the row."""
-    axes = {name: schema[name].axis or "" for name in gone}
-    lengths_of: dict[str, npt.NDArray[np.int64]] = {}
-    for axis in set(axes.values()):
-        columns = [column.name for column in schema.axes[axis] if column.name in found]
-        lengths = np.zeros(len(gone[next(name for name in columns if name in gone)]), np.int64)
-        for name in columns:
-            lengths[~gone[name] if name in gone else slice(None)] = found[name].lengths
-        lengths_of[axis] = lengths
-    for name, off in gone.items():
-        column, lengths = schema[name], lengths_of[axes[name]]
-        filled = np.full(int(lengths.sum()), column.fill_value, column.np_dtype)
-        filled[np.repeat(~off, lengths)] = found[name].values
-        found[name] = RaggedArray(filled, lengths)
+def _filled(schema: Schema, found: Values, gone: Mapping[str, Flags]) -> Values:
+    """Return columns with the fill in the rows that have no value.
+
+    Such a row of a ragged column has the length of its axis, and length 0 where none of the axis's columns has it.
+
+    Args:
+        schema: the columns.
+        found: the values of the rows that have one.
+        gone: of each found column `[n]`, the rows that have none.
+    """
+    lengths: dict[str, npt.NDArray[np.int64]] = {}
+    for name, value in found.items():
+        if isinstance(value, RaggedArray):
+            known = lengths.setdefault(schema[name].axis or "", np.zeros(len(gone[name]), np.int64))
+            known[~gone[name]] = value.lengths
+    filled: Values = {}
+    for name, value in found.items():
+        column, off = schema[name], gone[name]
+        if not off.any():
+            filled[name] = value
+        elif isinstance(value, list):
+            kept = iter(value)
+            filled[name] = [column.fill_value if missing else next(kept) for missing in off.tolist()]
+        elif isinstance(value, RaggedArray):
+            sizes = lengths[column.axis or ""]
+            flat = np.full((int(sizes.sum()), *column.shape), column.fill_value, column.np_dtype)
+            flat[np.repeat(~off, sizes)] = value.values
+            filled[name] = RaggedArray(flat, sizes)
+        else:
+            filled[name] = np.full(len(off), column.fill_value, column.np_dtype)
+            filled[name][~off] = value
+    return filled
 
 
 def to_json(column: Column, value: Any) -> Any:
@@ -133,7 +154,9 @@ def to_json(column: Column, value: Any) -> Any:
     return plain if np.isfinite(value).all() else [_float_to_json(item) for item in plain]
 
 
-def _float_to_json(value: float) -> float | str | None:
+def _float_to_json(value: Any) -> Any:
+    if isinstance(value, list):  # an element with a shape
+        return [_float_to_json(item) for item in value]
     if math.isfinite(value):
         return value
     return None if value != value else "Infinity" if value > 0 else "-Infinity"
@@ -152,23 +175,12 @@ def from_json(schema: Schema, rows: Sequence[Mapping[str, Any]]) -> Values:
         off = np.array([name not in row for row in rows])
         if off.all():
             continue
-        given = [row[name] for row in rows if name in row]
+        gone[name] = off
         try:
-            value = _from_json(column, given)
+            found[name] = _from_json(column, [row[name] for row in rows if name in row])
         except (TypeError, ValueError, OverflowError) as error:
             raise DataError(f"field '{name}' does not hold {column.dtype}: {error}") from error
-        if not off.any():
-            found[name] = value
-        elif isinstance(value, RaggedArray):
-            gone[name], found[name] = off, value
-        elif isinstance(value, list):
-            kept = iter(value)
-            found[name] = [column.fill_value if missing else next(kept) for missing in off.tolist()]
-        else:
-            found[name] = np.full(len(rows), column.fill_value, column.np_dtype)
-            found[name][~off] = value
-    _fill(schema, found, gone)
-    return found
+    return _filled(schema, found, gone)
 
 
 def _from_json(column: Column, given: list[Any]) -> Any:
@@ -179,7 +191,10 @@ def _from_json(column: Column, given: list[Any]) -> Any:
     if column.axis is None:
         return _numbers(column, given)
     flat = [item for row in given for item in row]
-    return RaggedArray(_numbers(column, flat), np.array([len(row) for row in given], np.int64))
+    for _ in column.shape:
+        flat = [item for element in flat for item in element]
+    values = _numbers(column, flat).reshape(-1, *column.shape)
+    return RaggedArray(values, np.array([len(row) for row in given], np.int64))
 
 
 def _numbers(column: Column, values: list[Any]) -> npt.NDArray[Any]:

@@ -1,11 +1,15 @@
-"""Which field of a row holds what: found by the names that tools use, or named by the user."""
+"""Which field of a row holds what: fixed by the format, found by the names that tools use, or named by the user."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
+from rlhf_pipeline.exchange._rollout import Rollout, Row
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("prompt", "question", "query", "problem", "instruction", "prompts", "input", "input_prompt"),
@@ -41,6 +45,62 @@ NONE = "none"
 """What the user writes to leave out a target that the rows have."""
 
 
+class Reader(Protocol):
+    """Turns rows of one file into rollouts."""
+
+    def about(self) -> str:
+        """Describe which field was read as what."""
+        ...
+
+    def read(self, row: Row) -> list[Rollout]:
+        """Return the rollouts of one row."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """One format: where a tool puts what, from the tool's own source."""
+
+    name: str
+    summary: str
+    """What it is, in a few words."""
+    source: str
+    """Where the tool writes it."""
+    needs: tuple[str, ...] = ()
+    """A row that has all these fields is of this format."""
+    also: Callable[[Row], bool] = lambda row: True
+    """And this condition holds."""
+    fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    """Which field holds what is known of a rollout. A target that is not named is looked for under the names
+    that tools use (`ALIASES`); one with no names is not in the file."""
+    group_of: tuple[str, ...] = ()
+    """Fields that name a group within a file, if all are there; else rows in turn with one prompt are a group."""
+    as_chat: bool = True
+    """Text prompts go through the chat template; False where the text is the whole prompt already."""
+    per_token: bool = False
+    """A list of rewards is one per token, to be summed."""
+    version_in_path: tuple[str, int] | None = None
+    """Where the path of the file holds the policy version: an expression with one group, and what is added."""
+    make: Callable[[Row, Mapping[str, str], Format], Reader]
+    """Makes a reader from the first row, the user's `--field` options and this."""
+
+    def matches(self, row: Row) -> bool:
+        """Return True if a row looks like it."""
+        return all(name in row for name in self.needs) and self.also(row)
+
+    def reader(self, row: Row, given: Mapping[str, str]) -> Reader:
+        """Return a reader of files whose first row is `row`."""
+        return self.make(row, given, self)
+
+    def version_of(self, path: Path) -> int | None:
+        """Return the policy version that the path of a file tells, or None."""
+        if self.version_in_path is None:
+            return None
+        expression, offset = self.version_in_path
+        found = re.findall(expression, path.as_posix())
+        return int(found[-1]) + offset if found else None
+
+
 class Fields:
     """The fields of one file: target name to the names in its rows, settled by the first row.
 
@@ -60,7 +120,7 @@ class Fields:
 
     def __init__(
         self,
-        row: Mapping[str, Any],
+        row: Row,
         given: Mapping[str, str] | None = None,
         preset: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
@@ -85,25 +145,32 @@ class Fields:
             if target == "reward":
                 self.rivals = tuple(found)
 
-    def get(self, row: Mapping[str, Any], target: str) -> Any:
-        """Return a value, or None where the file has no such field.
+    def get(self, row: Row, target: str) -> Any:
+        """Return the value of a target, or None where the file has no field for it.
 
         Raises:
             DataError: the first row had the field and this one lacks it.
         """
         name = self.of.get(target)
-        if name is None:
-            return None
+        return None if name is None else self.value(row, name)
+
+    @staticmethod
+    def value(row: Row, name: str) -> Any:
+        """Return the value of a field that the first row has.
+
+        Raises:
+            DataError: this row lacks it.
+        """
         if name not in row:
             raise DataError(f"there is no field '{name}', which the first row has." + did_you_mean(name, map(str, row)))
         return row[name]
 
-    def rest(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def rest(self, row: Row) -> dict[str, Any]:
         """Return the other fields; they are kept in `meta`."""
         used = set(self.of.values())
         return {str(name): value for name, value in row.items() if name not in used}
 
-    def require(self, *options: tuple[str, ...], row: Mapping[str, Any]) -> None:
+    def require(self, *options: tuple[str, ...], row: Row) -> None:
         """Check that for one of the options all targets were found.
 
         Raises:

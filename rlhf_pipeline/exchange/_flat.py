@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange._fields import NONE, Fields
+from rlhf_pipeline.exchange._fields import NONE, Fields, Format
 from rlhf_pipeline.exchange._rewards import (
     MOST_COLUMNS,
     AdvantageCheck,
@@ -21,10 +21,11 @@ from rlhf_pipeline.exchange._rewards import (
 from rlhf_pipeline.exchange._rollout import (
     ONE_ROW,
     Rollout,
+    Row,
     as_answer,
     as_ids,
     as_int,
-    as_list,
+    as_mask,
     as_number,
     as_prompt,
     as_reward,
@@ -33,32 +34,6 @@ from rlhf_pipeline.exchange._rollout import (
     is_messages,
     shown,
 )
-
-Row = Mapping[str, Any]
-
-
-class Layout(Protocol):
-    """The fields of a format; see `rlhf_pipeline.exchange.formats.Format`."""
-
-    @property
-    def fields(self) -> Mapping[str, tuple[str, ...]]:
-        """Target to the names of its field."""
-        ...
-
-    @property
-    def group_of(self) -> tuple[str, ...]:
-        """Fields that name a group together."""
-        ...
-
-    @property
-    def as_chat(self) -> bool:
-        """Whether text prompts go through the chat template."""
-        ...
-
-    @property
-    def per_token(self) -> bool:
-        """Whether a list of rewards is one per token."""
-        ...
 
 
 class FlatReader:
@@ -74,7 +49,7 @@ class FlatReader:
         DefinitionError: no field is known for the prompt, the completion or the reward, or several for the reward.
     """
 
-    def __init__(self, row: Row, given: Mapping[str, str], layout: Layout, *, needs_reward: bool = True) -> None:
+    def __init__(self, row: Row, given: Mapping[str, str], layout: Format, *, needs_reward: bool = True) -> None:
         self.layout = layout
         others = {target: name for target, name in given.items() if target != "reward"}
         self.terms: RewardTerms | None = None
@@ -111,7 +86,7 @@ class FlatReader:
         many = get(row, "completion_ids") if found is None else found
         if isinstance(many, list) and many and not is_messages(many) and not isinstance(many[0], int):
             return self._several(row, rest, len(many))
-        reward = self._reward(lambda name: _field(row, name))
+        reward = self._reward(functools.partial(self.fields.value, row))
         return [self._one(row, rest, found, get(row, "completion_ids"), reward, lambda target: get(row, target))]
 
     def _reward(self, value_of: Callable[[str], Any]) -> float:
@@ -123,19 +98,20 @@ class FlatReader:
         """Return the completions of a row with lists: one group."""
 
         def pick(name: str, i: int) -> Any:
-            values = _field(row, name)
+            values = self.fields.value(row, name)
             if len(values) != num:
                 raise DataError(f"field '{name}' has {len(values)} items for {num} completions.")
             return values[i]
 
         def item(target: str, i: int) -> Any:
             value = self.fields.get(row, target)
-            if not isinstance(value, list) or (value and target.endswith("_mask") and not isinstance(value[0], list)):
+            plain = target in ("prompt_ids", "completion_mask") and value and not isinstance(value[0], list)
+            if not isinstance(value, list) or plain:
                 return value  # one value for all of them, such as a policy version
             return pick(self.fields.of[target], i)
 
         for name in self.terms.weights if self.terms is not None else ():
-            if not isinstance(_field(row, name), list):
+            if not isinstance(self.fields.value(row, name), list):
                 raise DataError(
                     f"field '{name}' must be a list of {num} rewards, one per completion, got {shown(row[name])}."
                 )
@@ -150,7 +126,7 @@ class FlatReader:
 
     def _one(self, row: Row, rest: dict[str, Any], completion: Any, ids: Any, reward: float, get: Any) -> Rollout:
         name = self.fields.of.get
-        prompt, prompt_ids = self.fields.get(row, "prompt"), self.fields.get(row, "prompt_ids")
+        prompt, prompt_ids = self.fields.get(row, "prompt"), get("prompt_ids")
         made = Rollout(reward=reward, as_chat=self.layout.as_chat, meta=rest)
         if prompt is not None:
             made.prompt = as_prompt(prompt, name("prompt", ""))
@@ -170,7 +146,7 @@ class FlatReader:
             if (scores := get(target)) is not None:
                 setattr(made, target, as_scores(scores, name(target, "")))
         if (mask := get("completion_mask")) is not None:
-            made.completion_mask = [bool(item) for item in as_list(mask, name("completion_mask", ""))]
+            made.completion_mask = as_mask(mask, name("completion_mask", ""))
         if (advantage := get("advantage")) is not None and not isinstance(advantage, list):
             made.advantage = as_reward(advantage, name("advantage", ""))
         if (version := get("policy_version")) is not None:
@@ -201,7 +177,7 @@ class TRLReader(FlatReader):
     versions wrote, is the total.
     """
 
-    def __init__(self, row: Row, given: Mapping[str, str], layout: Layout) -> None:
+    def __init__(self, row: Row, given: Mapping[str, str], layout: Format) -> None:
         super().__init__(row, given, layout, needs_reward=False)
 
     def settle(self, files: Iterable[Iterable[Row]]) -> None:
@@ -299,7 +275,20 @@ class OpenInstructReader(FlatReader):
         return [made]
 
 
-def _field(row: Row, name: str) -> Any:
-    if name not in row:
-        raise DataError(f"there is no field '{name}', which the first row has.")
-    return row[name]
+class SkyRLBatchReader(FlatReader):
+    """Batches of SkyRL's generator: each field is a list with one item per trajectory.
+
+    A group is what shares `instance_id` in trajectory_ids, else trajectories in turn with one prompt.
+    """
+
+    def read(self, row: Row) -> list[Rollout]:
+        """Return the rollouts of one batch."""
+        made = super().read(row) if row["response_ids"] else []
+        trajectories = row.get("trajectory_ids") or [None] * len(made)
+        if len(trajectories) != len(made):
+            raise DataError(f"field 'trajectory_ids' has {len(trajectories)} items for {len(made)} completions.")
+        for one, trajectory in zip(made, trajectories, strict=True):
+            instance = trajectory.get("instance_id") if isinstance(trajectory, Mapping) else None
+            one.group = None if instance is None else ("instance", str(instance))
+            one.meta = {}  # what is left is of the whole batch
+        return made

@@ -1,4 +1,4 @@
-"""Formats with a structure of their own: GSM8K's solutions, prime-rl, tinker-cookbook, NeMo-RL, SkyRL's batches."""
+"""Formats with a structure of their own: graded solutions, message graphs, captured samples, masked sequences."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.exchange._fields import Format
 from rlhf_pipeline.exchange._rollout import (
     ONE_ROW,
     Rollout,
+    Row,
     as_answer,
     as_ids,
     as_int,
     as_list,
+    as_mask,
     as_number,
     as_reward,
     as_scores,
     as_text,
+    field_of,
     message_text,
-    shown,
 )
-
-Row = Mapping[str, Any]
 
 
 class SolutionsReader:
@@ -33,7 +34,7 @@ class SolutionsReader:
     `is_correct` and `solution`. A row is one group; the reward is 1.0 where the solution is correct.
     """
 
-    def __init__(self, row: Row, given: Mapping[str, str], layout: object = None) -> None:
+    def __init__(self, row: Row, given: Mapping[str, str], layout: Format) -> None:
         _only(given, "prompt", "answer")
         self.question = given.get("prompt", "question")
         self.answer = given.get("answer", "ground_truth")
@@ -75,45 +76,37 @@ def is_solution(value: Any) -> bool:
     return isinstance(value, dict) and "is_correct" in value and "solution" in value
 
 
-class PrimeRLReader:
-    """prime-rl's files of episodes, `rollouts/step_N/train/{all,effective}/traces.jsonl`, and its token exports.
+class EpisodeReader:
+    """prime-rl's files of episodes, `rollouts/step_N/train/{all,effective}/traces.jsonl`, and single traces.
 
-    Sources: `FileMonitor.log_episodes` (prime-rl 559b447), which writes `verifiers.v1.Episode.to_record` (a60a606): a
+    Source: `FileMonitor.log_episodes` (prime-rl 559b447), which writes `verifiers.v1.Episode.to_record` (a60a606): a
     `group.id`, the `run.work.policy.start` version, and `traces` of `nodes` with token_ids, mask and logprobs. Each
     path from the root to a leaf is one trajectory; the reward is the sum of score times weight. Traces that failed
     (`ok` false), that belong to an agent that is not trained, or that have no sampled tokens are left out. A row that
-    is a trace by itself, as verifiers saves them, is an episode of one; its group is its task. And `TokenExporter`
-    (`trainer/rl/token_export.py`): token_ids, loss_mask, inference_logprobs, advantages per sequence; these files have
-    no rewards and no groups.
+    is a trace by itself, as verifiers saves them, is an episode of one; its group is its task.
     """
 
-    def __init__(self, row: Row, given: Mapping[str, str], layout: object = None) -> None:
+    def __init__(self, row: Row, given: Mapping[str, str], layout: Format) -> None:
         _only(given)
-        self.is_export = "token_ids" in row
         self.left_out = 0
 
     def about(self) -> str:
         """Describe which field was read as what."""
-        if self.is_export:
-            return (
-                "token export: tokens=token_ids, log_probs=inference_logprobs, advantage=advantages; it has no rewards"
-            )
         return "episodes: group=group.id, policy_version=run.work.policy.start, reward=sum of traces[].rewards"
 
     def read(self, row: Row) -> list[Rollout]:
-        """Return the rollouts of one episode, or of one exported sequence.
+        """Return the rollouts of one episode.
 
         Raises:
             DataError: a field is missing or of a wrong kind.
         """
-        if self.is_export:
-            return self._exported(row)
         if "nodes" in row:
             task = json.dumps(row.get("task"), sort_keys=True, default=str)
             row = {"traces": [row], "group": {"id": task}, "env": {"id": row.get("env_id")}}
         work = (row.get("run") or {}).get("work") or {}
         version = (work.get("policy") or {}).get("start", work.get("step", 0))
         group = (row.get("group") or {}).get("id", ONE_ROW)
+        env = row.get("env") or {}
         made: list[Rollout] = []
         for trace in as_list(field_of(row, "traces"), "traces"):
             agent = trace.get("agent") or {}
@@ -127,72 +120,107 @@ class PrimeRLReader:
                 branch.group = group
                 branch.policy_version = as_int(version, "run.work.policy.start")
                 branch.meta = {
-                    "env": (row.get("env") or {}).get("name") or (row.get("env") or {}).get("id"),
+                    "env": env.get("name") or env.get("id"),
                     "agent": agent.get("name"),
                     "trace": trace.get("id"),
                     "stop_condition": trace.get("stop_condition"),
                 }
-                made.append(branch)
+            made += kept
         return made
 
     def _branch(self, trace: Row, path: Sequence[Row]) -> Rollout | None:
         tokens: list[int] = []
         mask: list[bool] = []
-        scores: list[float | None] = []
-        ref: list[float | None] = []
+        scores: list[Any] = []
+        ref: list[Any] = []
         for node in path:
-            ids, sampled = as_ids(node.get("token_ids") or [], "token_ids"), list(node.get("mask") or [])
+            ids, sampled = as_ids(node.get("token_ids") or [], "token_ids"), as_mask(node.get("mask") or [], "mask")
             if len(sampled) != len(ids):
                 raise DataError(f"a node has {len(ids)} token_ids and {len(sampled)} in its mask.")
             tokens += ids
-            mask += [bool(item) for item in sampled]
-            scores += _spread(as_scores(node.get("logprobs") or [], "logprobs"), sampled, "logprobs")
-            ref += _spread(as_scores(node.get("reference_logprobs") or [], "reference_logprobs"), sampled, "reference")
-        if not any(mask):
-            return None
-        start = mask.index(True)
+            mask += sampled
+            scores += _spread(node, "logprobs", sampled)
+            ref += _spread(node, "reference_logprobs", sampled)
         said = [message_text(node.get("message") or {}) for node in path]
         first = next((i for i, node in enumerate(path) if any(node.get("mask") or [])), len(path))
         calls = [call for call in trace.get("calls") or [] if call.get("finish_reason")]
-        credit = next((node["advantages"][0] for node in path if node.get("advantages")), None)
         values = [reward for reward in (trace.get("rewards") or {}).values() if reward is not None]
-        return Rollout(
+        return _masked(
+            tokens,
+            mask,
+            scores,
+            None if all(item is None for item in ref) else ref,
+            credit=next((node["advantages"][0] for node in path if node.get("advantages")), None),
             prompt="\n\n".join(said[:first]),
             completion="\n\n".join(said[first:]),
-            prompt_ids=tokens[:start],
-            completion_ids=tokens[start:],
-            completion_mask=mask[start:],
-            log_probs=scores[start:],
-            ref_log_probs=None if all(item is None for item in ref) else ref[start:],
             reward=as_reward(sum(map(_weighed, values)), "rewards") if values else math.nan,
-            advantage=math.nan if credit is None else as_reward(credit, "advantages"),
             finish_reason=str(calls[-1]["finish_reason"]) if calls else "",
             answer=as_answer(((trace.get("task") or {}).get("data") or {}).get("answer")),
         )
 
-    def _exported(self, row: Row) -> list[Rollout]:
-        ids = as_ids(field_of(row, "token_ids"), "token_ids")
-        mask = [bool(item) for item in as_list(field_of(row, "loss_mask"), "loss_mask")]
-        scores = as_scores(field_of(row, "inference_logprobs"), "inference_logprobs")
-        if not len(ids) == len(mask) == len(scores):
-            raise DataError(f"{len(ids)} token_ids, {len(mask)} in loss_mask, {len(scores)} inference_logprobs.")
-        if not any(mask):
-            self.left_out += 1
-            return []
-        start = mask.index(True)
-        credit = (row.get("advantages") or [None] * len(ids))[start]
-        return [
-            Rollout(
-                prompt_ids=ids[:start],
-                completion_ids=ids[start:],
-                completion_mask=mask[start:],
-                log_probs=[score if on else None for score, on in zip(scores[start:], mask[start:], strict=True)],
-                advantage=as_reward(credit, "advantages"),
-                policy_version=as_int(row.get("step", 0), "step"),
-                group=ONE_ROW,
-                meta={"env": row.get("env_name"), "rank": row.get("rank")},
+
+class MaskedReader:
+    """Sequences as a trainer learns from them: token ids, a mask of those that have a loss, values per token.
+
+    The format's table names the fields: `tokens` up to `length`, `completion_mask`, `log_probs`, `reward`, `advantage`,
+    `policy_version`; `counts`, which is 0 for a sequence that is not learned from; `texts`, the prompt's and last the
+    completion's; and those that go to `meta`. Sequences without a token to learn from are left out.
+
+    Args:
+        row: the first row.
+        given: the user's `--field` options.
+        layout: what the format fixes.
+        group: of each row; None groups rows in turn with one prompt.
+    """
+
+    def __init__(self, row: Row, given: Mapping[str, str], layout: Format, *, group: str | None = None) -> None:
+        _only(given)
+        self.fields = layout.fields
+        self.group = group
+        self.left_out = 0
+
+    def about(self) -> str:
+        """Describe which field was read as what."""
+        reward = "" if "reward" in self.fields else "; it has no rewards"
+        return ", ".join(f"{target}={'+'.join(names)}" for target, names in self.fields.items()) + reward
+
+    def _value(self, row: Row, target: str, default: Any = None) -> Any:
+        return row.get(self.fields[target][0], default) if target in self.fields else default
+
+    def read(self, row: Row) -> list[Rollout]:
+        """Return the rollout of one row.
+
+        Raises:
+            DataError: a field is missing, of a wrong kind, or of another length.
+        """
+        (ids_name,), (mask_name,), (scores_name,) = (self.fields[n] for n in ("tokens", "completion_mask", "log_probs"))
+        ids, mask = as_ids(field_of(row, ids_name), ids_name), as_mask(field_of(row, mask_name), mask_name)
+        scores = row.get(scores_name)
+        length = as_int(self._value(row, "length", len(ids)), "length")
+        there = {ids_name: ids, mask_name: mask} | (
+            {} if scores is None else {scores_name: as_list(scores, scores_name)}
+        )
+        if not 0 <= length <= len(ids) or len({len(values) for values in there.values()}) > 1:
+            raise DataError(f"{', '.join(f'{len(values)} {name}' for name, values in there.items())}, length {length}.")
+        reward = field_of(row, self.fields["reward"][0]) if "reward" in self.fields else None
+        said = self._value(row, "texts")
+        texts = [str(text) for text in said] if isinstance(said, list) else []
+        made = None
+        if self._value(row, "counts", 1):
+            made = _masked(
+                ids[:length],
+                mask[:length],
+                None if scores is None else scores[:length],
+                credit=self._value(row, "advantage"),
+                prompt="".join(texts[:-1]),
+                completion="".join(texts[-1:]),
+                reward=as_reward(reward, "reward"),
+                policy_version=as_int(self._value(row, "policy_version", 0), "policy_version"),
+                group=self.group,
+                meta={name: row[name] for name in self.fields.get("meta", ()) if name in row},
             )
-        ]
+        self.left_out += made is None
+        return [] if made is None else [made]
 
 
 class TinkerReader:
@@ -204,7 +232,7 @@ class TinkerReader:
     sample gets the reward of its trajectory. A call is one trajectory: the turns of an episode are rows of one group.
     """
 
-    def __init__(self, row: Row, given: Mapping[str, str], layout: object = None) -> None:
+    def __init__(self, row: Row, given: Mapping[str, str], layout: Format) -> None:
         _only(given)
         self.rewards: dict[tuple[Any, ...], dict[Any, float]] = {}
         """By iteration, group and trajectory: the reward in each split."""
@@ -267,109 +295,6 @@ class TinkerReader:
         return made
 
 
-class NemoReader:
-    """NeMo-RL's training data, `train_data_step{N}.jsonl`: padded token ids with a loss mask, one sequence per row.
-
-    Each row has token_ids, input_lengths, token_loss_mask, rewards, and, by version, sample_loss_mask, advantages,
-    generation_logprobs (of the engine that sampled), prev_logprobs and content. Rows whose sample is masked or that
-    have no token to learn from are left out.
-    """
-
-    def __init__(self, row: Row, given: Mapping[str, str], layout: object = None) -> None:
-        _only(given)
-        self.left_out = 0
-
-    def about(self) -> str:
-        """Describe which field was read as what."""
-        return (
-            "tokens=token_ids to input_lengths, mask=token_loss_mask, reward=rewards, log_probs=generation_logprobs, "
-            "advantage=advantages"
-        )
-
-    def read(self, row: Row) -> list[Rollout]:
-        """Return the rollout of one row.
-
-        Raises:
-            DataError: a field is missing or of a wrong kind.
-        """
-        padded = as_ids(field_of(row, "token_ids"), "token_ids")
-        length = as_int(row.get("input_lengths", len(padded)), "input_lengths")
-        if not 0 <= length <= len(padded):
-            raise DataError(f"input_lengths is {length} for {len(padded)} token_ids.")
-        mask = [bool(item) for item in as_list(field_of(row, "token_loss_mask"), "token_loss_mask")[:length]]
-        if len(mask) != length:
-            raise DataError(f"{len(mask)} values of token_loss_mask for {length} tokens.")
-        if not any(mask) or not row.get("sample_loss_mask", 1):
-            self.left_out += 1
-            return []
-        start = mask.index(True)
-        credit = row.get("advantages")
-        scores = row.get("generation_logprobs")
-        known = None if scores is None else as_scores(scores[start:length], "generation_logprobs")
-        said = row.get("content")
-        texts = [str(text) for text in said] if isinstance(said, list) else []
-        return [
-            Rollout(
-                prompt="".join(texts[:-1]),
-                completion="".join(texts[-1:]),
-                prompt_ids=padded[:start],
-                completion_ids=padded[start:length],
-                completion_mask=mask[start:],
-                log_probs=known and [score if on else None for score, on in zip(known, mask[start:], strict=True)],
-                reward=as_reward(field_of(row, "rewards"), "rewards"),
-                advantage=as_reward(credit[start] if isinstance(credit, list) else credit, "advantages"),
-                meta={name: row[name] for name in ("idx", "agent_ref") if name in row},
-            )
-        ]
-
-
-class SkyRLBatchReader:
-    """Batches of SkyRL's generator: prompt_token_ids, response_ids, rewards, loss_masks, one item per trajectory.
-
-    Rewards per token are summed. A group is what shares `instance_id` in trajectory_ids, else trajectories in turn with
-    one prompt.
-    """
-
-    def __init__(self, row: Row, given: Mapping[str, str], layout: object = None) -> None:
-        _only(given)
-
-    def about(self) -> str:
-        """Describe which field was read as what."""
-        return "prompt_ids=prompt_token_ids, completion_ids=response_ids, reward=rewards, log_probs=rollout_logprobs"
-
-    def read(self, row: Row) -> list[Rollout]:
-        """Return the rollouts of one batch.
-
-        Raises:
-            DataError: a field is missing, of a wrong kind, or of another length.
-        """
-        num = len(as_list(field_of(row, "response_ids"), "response_ids"))
-        names = ("prompt_token_ids", "rewards", "loss_masks", "rollout_logprobs", "stop_reasons", "trajectory_ids")
-        columns: dict[str, list[Any]] = {}
-        for name in names:
-            values = row.get(name)
-            columns[name] = [None] * num if values is None else as_list(values, name)
-            if len(columns[name]) != num:
-                raise DataError(f"field '{name}' has {len(columns[name])} items for {num} responses.")
-        made: list[Rollout] = []
-        for i, ids in enumerate(row["response_ids"]):
-            prompt, reward, mask, scores, reason, trajectory = (columns[name][i] for name in names)
-            instance = trajectory.get("instance_id") if isinstance(trajectory, Mapping) else None
-            values = reward if isinstance(reward, list) else [reward]
-            made.append(
-                Rollout(
-                    prompt_ids=as_ids(prompt, "prompt_token_ids"),
-                    completion_ids=as_ids(ids, "response_ids"),
-                    completion_mask=None if mask is None else [bool(item) for item in as_list(mask, "loss_masks")],
-                    log_probs=None if scores is None else as_scores(scores, "rollout_logprobs"),
-                    reward=as_reward(sum(as_reward(item, "rewards") for item in values), "rewards"),
-                    finish_reason="" if reason is None else str(reason),
-                    group=None if instance is None else ("instance", str(instance)),
-                )
-            )
-        return made
-
-
 def _weighed(item: Any) -> float:
     return as_reward(field_of(item, "score"), "score") * as_reward(item.get("weight", 1.0), "weight")
 
@@ -382,18 +307,6 @@ def _only(given: Mapping[str, str], *allowed: str) -> None:
             raise DefinitionError(
                 f"--field {target}={given[target]}: this format knows its fields; --field is {known}."
             )
-
-
-def field_of(row: Any, name: str) -> Any:
-    """Return a field that must be there.
-
-    Raises:
-        DataError: it is not, or `row` is no object.
-    """
-    if not isinstance(row, Mapping) or name not in row:
-        there = ", ".join(sorted(map(str, row))) if isinstance(row, Mapping) else shown(row)
-        raise DataError(f"there is no field '{name}' (here are: {there}).")
-    return row[name]
 
 
 def _leaves(nodes: Any) -> list[list[Row]]:
@@ -416,11 +329,46 @@ def _leaves(nodes: Any) -> list[list[Row]]:
     return paths
 
 
-def _spread(scores: list[float | None], mask: Sequence[Any], name: str) -> list[float | None]:
-    """Widen scores of the sampled tokens to all tokens of a node."""
+def _spread(node: Row, name: str, mask: Sequence[bool]) -> list[Any]:
+    """Return the log-probs of a node's tokens, given for its sampled tokens only; None for the others."""
+    scores = as_list(node.get(name) or [], name)
     if not scores:
         return [None] * len(mask)
-    if len(scores) != sum(map(bool, mask)):
-        raise DataError(f"a node has {sum(map(bool, mask))} sampled tokens and {len(scores)} {name}.")
+    if len(scores) != sum(mask):
+        raise DataError(f"a node has {sum(mask)} sampled tokens and {len(scores)} {name}.")
     values = iter(scores)
     return [next(values) if on else None for on in mask]
+
+
+def _masked(
+    tokens: Sequence[int],
+    mask: Sequence[bool],
+    log_probs: Sequence[Any] | None,
+    ref_log_probs: Sequence[Any] | None = None,
+    *,
+    credit: Any,
+    **more: Any,
+) -> Rollout | None:
+    """Return a sequence as a rollout whose completion starts with the first sampled token; None without one.
+
+    Values per token have the length of `tokens`; `credit` is one advantage, or one per token.
+    """
+    if not any(mask):
+        return None
+    start = list(mask).index(True)
+
+    def scored(values: Sequence[Any] | None, name: str) -> list[float | None] | None:
+        if values is None:
+            return None
+        pairs = zip(values[start:], mask[start:], strict=True)
+        return as_scores([value if on else None for value, on in pairs], name)
+
+    return Rollout(
+        prompt_ids=tokens[:start],
+        completion_ids=tokens[start:],
+        completion_mask=mask[start:],
+        log_probs=scored(log_probs, "log_probs"),
+        ref_log_probs=scored(ref_log_probs, "ref_log_probs"),
+        advantage=as_reward(credit[start] if isinstance(credit, list) else credit, "advantages"),
+        **more,
+    )

@@ -10,6 +10,9 @@ from typing import Any
 
 from rlhf_pipeline.errors import DataError
 
+Row = Mapping[str, Any]
+"""One row of a file, as JSON or Arrow gives it."""
+
 ONE_ROW = "one row"
 """The group of a rollout whose row holds its whole group."""
 
@@ -189,6 +192,15 @@ def as_list(value: Any, name: str) -> list[Any]:
     return value
 
 
+def as_mask(value: Any, name: str) -> list[bool]:
+    """Return a field as one flag per token.
+
+    Raises:
+        DataError: it is not a list.
+    """
+    return [bool(item) for item in as_list(value, name)]
+
+
 def as_scores(value: Any, name: str) -> list[float | None]:
     """Return a field as one log-prob per token; None where there is none (null or NaN).
 
@@ -233,3 +245,15 @@ def shown(value: Any) -> str:
     except ValueError:  # Python does not spell out integers of more than a few thousand digits
         text = f"of {value.bit_length():,} bits"
     return f"{type(value).__name__} {text[:57] + '...' if len(text) > 60 else text}"
+
+
+def field_of(row: Any, name: str) -> Any:
+    """Return a field that must be there.
+
+    Raises:
+        DataError: it is not, or `row` is no object.
+    """
+    if not isinstance(row, Mapping) or name not in row:
+        there = ", ".join(sorted(map(str, row))) if isinstance(row, Mapping) else shown(row)
+        raise DataError(f"there is no field '{name}' (here are: {there}).")
+    return row[name]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlhf_pipeline.errors import DefinitionError, RunExistsError
+from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.exchange.filters import select
+from rlhf_pipeline.exchange.target import appearing_whole, check_absent
 from trajectory_store import TrajectoryStore, copy_rows
 
 Backend = Literal["memmap", "zarr"]
@@ -66,22 +65,15 @@ def copy_store(
         with TrajectoryStore.open(Path(store).expanduser(), mode="r") as opened:
             return copy_store(opened, to, backend=backend, filters=filters, on_rows=on_rows)
     target = Path(to).expanduser()
-    if target.exists():
-        raise RunExistsError(f"{target} exists already. Name another with --to, or remove it.")
+    check_absent(target)
     num_all = len(store)
     ids = select(store, filters)
     if num_all and not len(ids):
         raise DefinitionError(f"none of the {num_all:,} trajectories in {store.path} meets {' and '.join(filters)}.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with TrajectoryStore.create(part, store.schema, backend=backend) as made:
-            copy_rows(store, made, ids, on_rows=on_rows)
-            if backend == "zarr":
-                made.compact()
-            else:
-                made.flush()
-        part.rename(target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with appearing_whole(target) as part, TrajectoryStore.create(part, store.schema, backend=backend) as made:
+        copy_rows(store, made, ids, on_rows=on_rows)
+        if backend == "zarr":
+            made.compact()
+        else:
+            made.flush()
     return CopyReport(path=target, num_trajectories=len(ids), num_left_out=num_all - len(ids))

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
-from rlhf_pipeline.errors import DefinitionError, RunExistsError
+from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.exchange._columns import Values, arrow_type, to_arrow, to_json
 from rlhf_pipeline.exchange._sources import SCHEMA_KEY, Container, need, schema_beside
 from rlhf_pipeline.exchange.filters import Ids, select
-from trajectory_store import Column, Schema, TrajectoryStore
+from rlhf_pipeline.exchange.target import appearing_whole, check_absent
+from trajectory_store import Schema, TrajectoryStore
 
 BATCH_ROWS = 512
 ROW_GROUP_BYTES = 16 << 20
@@ -94,23 +93,15 @@ def export_store(
     if target.suffix and kind is None and found == "hf":
         raise DefinitionError(f"{target}: the ending is none of {', '.join(_KINDS)}. A folder for a dataset has none.")
     beside = schema_beside(target, found)
-    for path in (target, beside) if found == "jsonl" else (target,):
-        if path.exists():
-            raise RunExistsError(f"{path} exists already. Name another with --to, or remove it.")
+    check_absent(target, *([beside] if found == "jsonl" else []))
     schema = store.schema if columns is None else Schema([store.schema[name] for name in columns])
     num_all = len(store)  # a store that others write to may change while it is read
     ids = select(store, filters)
     writer = _writer(found)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
+    with appearing_whole(target) as part:
         writer(part, schema, _batches(store, schema, ids, batch_rows, on_batch))
         if found == "jsonl":
             beside.write_text(json.dumps(schema.to_json(), indent=1), encoding="utf-8")
-        part.rename(target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-        part.unlink(missing_ok=True)
     size = sum(path.stat().st_size for path in ([target] if target.is_file() else target.rglob("*")) if path.is_file())
     return ExportReport(
         path=target,
@@ -142,14 +133,10 @@ def _batches(
             else:
                 found = store.read_scalars(column.name, some)
                 values[column.name] = found.tolist() if column.is_text else found
-        present = {c.name: np.asarray(store.present(c.name, some)) for c in schema if _may_be_absent(c)}
+        present = {c.name: np.asarray(store.present(c.name, some)) for c in schema.optional}
         yield len(some), values, present
         if on_batch is not None:
             on_batch(first + len(some), len(ids))
-
-
-def _may_be_absent(column: Column) -> bool:
-    return column.optional
 
 
 def _writer(kind: Container) -> Callable[[Path, Schema, Iterator[_Batch]], None]:
@@ -212,22 +199,15 @@ def _write_dataset(part: Path, schema: Schema, batches: Iterator[_Batch]) -> Non
 
 
 def _write_jsonl(part: Path, schema: Schema, batches: Iterator[_Batch]) -> None:
-    with part.open("wb") as file:
-        for batch in batches:
-            _write_lines(file, schema, batch)
+    with part.open("w", encoding="utf-8") as file:
+        for num, values, present in batches:
+            file.writelines(_line(schema, values, present, i) for i in range(num))
 
 
-def _write_lines(file: BinaryIO, schema: Schema, batch: _Batch) -> None:
-    num, values, present = batch
-    lines = [_line(schema.columns, values, present, i) for i in range(num)]
-    file.write("".join(lines).encode())
-
-
-def _line(columns: Sequence[Column], values: Values, present: dict[str, Any], i: int) -> str:
-    row: dict[str, Any] = {}
-    for column in columns:
-        if column.name in present and not present[column.name][i]:
-            continue  # the import fills it in again
-        value = values[column.name]
-        row[column.name] = to_json(column, value[i])
+def _line(schema: Schema, values: Values, present: dict[str, Any], i: int) -> str:
+    row = {
+        column.name: to_json(column, values[column.name][i])
+        for column in schema
+        if column.name not in present or present[column.name][i]  # else the import fills it in again
+    }
     return json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"

@@ -2,93 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from functools import partial
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
-from rlhf_pipeline.exchange._flat import FlatReader, OpenInstructReader, TRLReader
-from rlhf_pipeline.exchange._nested import (
-    NemoReader,
-    PrimeRLReader,
-    SkyRLBatchReader,
-    SolutionsReader,
-    TinkerReader,
-    is_solution,
-)
-from rlhf_pipeline.exchange._rollout import Rollout
+from rlhf_pipeline.exchange._fields import Format
+from rlhf_pipeline.exchange._flat import FlatReader, OpenInstructReader, SkyRLBatchReader, TRLReader
+from rlhf_pipeline.exchange._nested import EpisodeReader, MaskedReader, SolutionsReader, TinkerReader, is_solution
+from rlhf_pipeline.exchange._rollout import ONE_ROW, Row
 from rlhf_pipeline.exchange._sources import Container
-
-Row = Mapping[str, Any]
-
-
-class Reader(Protocol):
-    """Turns rows of one file into rollouts."""
-
-    def about(self) -> str:
-        """Describe which field was read as what."""
-        ...
-
-    def read(self, row: Row) -> list[Rollout]:
-        """Return the rollouts of one row."""
-        ...
-
-
-def _always(row: Row) -> bool:
-    return True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Format:
-    """One format: where a tool puts what, from the tool's own source."""
-
-    name: str
-    summary: str
-    """What it is, in a few words."""
-    source: str
-    """Where the tool writes it."""
-    needs: tuple[str, ...] = ()
-    """A row that has all these fields is of this format."""
-    also: Callable[[Row], bool] = _always
-    """And this condition holds."""
-    fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    """Which field holds what is known of a rollout. A target that is not named is looked for under the names
-    that tools use (`rlhf_pipeline.exchange._fields.ALIASES`); one with no names is not in the file."""
-    group_of: tuple[str, ...] = ()
-    """Fields that name a group within a file, if all are there; else rows in turn with one prompt are a group."""
-    as_chat: bool = True
-    """Text prompts go through the chat template; False where the text is the whole prompt already."""
-    per_token: bool = False
-    """A list of rewards is one per token, to be summed."""
-    version_in_path: tuple[str, int] | None = None
-    """Where the path of the file holds the policy version: an expression with one group, and what is added."""
-    make: Callable[[Row, Mapping[str, str], Format], Reader] = FlatReader
-    """Makes a reader from the first row, the user's `--field` options and this."""
-
-    def matches(self, row: Row) -> bool:
-        """Return True if a row looks like it."""
-        return all(name in row for name in self.needs) and self.also(row)
-
-    def reader(self, row: Row, given: Mapping[str, str]) -> Reader:
-        """Return a reader of files whose first row is `row`."""
-        return self.make(row, given, self)
-
-    def version_of(self, path: Path) -> int | None:
-        """Return the policy version that the path of a file tells, or None."""
-        if self.version_in_path is None:
-            return None
-        expression, offset = self.version_in_path
-        found = re.findall(expression, path.as_posix())
-        return int(found[-1]) + offset if found else None
-
-
-def _is_prime_rl(row: Row) -> bool:
-    return any(
-        all(name in row for name in names)
-        for names in (("traces", "task"), ("token_ids", "loss_mask", "inference_logprobs"), ("nodes", "rewards"))
-    )
 
 
 def is_tinker_summary(row: Row) -> bool:
@@ -104,13 +25,9 @@ def _is_trl(row: Row) -> bool:
     return "advantage" in row or isinstance(row["step"], str)
 
 
-def _is_skyrl_dump(row: Row) -> bool:
-    return all(name in row for name in ("input_prompt", "output_response", "score"))
-
-
-def _is_skyrl_batch(row: Row) -> bool:
-    tokens = [row.get(name) for name in ("prompt_token_ids", "response_ids")]
-    return "rewards" in row and all(isinstance(rows, list) and rows and isinstance(rows[0], list) for rows in tokens)
+def _is_batch(row: Row) -> bool:
+    tokens = [row[name] for name in ("prompt_token_ids", "response_ids")]
+    return all(isinstance(rows, list) and rows and isinstance(rows[0], list) for rows in tokens)
 
 
 def is_store_row(row: Row) -> bool:
@@ -126,12 +43,30 @@ FORMATS: tuple[Format, ...] = (
         also=lambda row: any(is_solution(value) for value in row.values()),
         make=SolutionsReader,
     ),
+    *(
+        Format(
+            name="prime-rl",
+            summary="episodes of prime-rl (traces.jsonl), or traces of verifiers",
+            source="prime-rl 559b447 FileMonitor.log_episodes; verifiers a60a606 Episode.to_record",
+            needs=needs,
+            make=EpisodeReader,
+        )
+        for needs in (("traces", "task"), ("nodes", "rewards"))
+    ),
     Format(
         name="prime-rl",
-        summary="episodes (traces.jsonl) or token exports of prime-rl; traces of verifiers",
-        source="prime-rl 559b447 FileMonitor.log_episodes, token_export.py; verifiers a60a606 Episode.to_record",
-        also=_is_prime_rl,
-        make=PrimeRLReader,
+        summary="token exports of prime-rl",
+        source="prime-rl 559b447 trainer/rl/token_export.py TokenExporter",
+        needs=("token_ids", "loss_mask", "inference_logprobs"),
+        fields={
+            "tokens": ("token_ids",),
+            "completion_mask": ("loss_mask",),
+            "log_probs": ("inference_logprobs",),
+            "advantage": ("advantages",),
+            "policy_version": ("step",),
+            "meta": ("env_name", "rank"),
+        },
+        make=partial(MaskedReader, group=ONE_ROW),
     ),
     Format(
         name="verifiers",
@@ -140,6 +75,7 @@ FORMATS: tuple[Format, ...] = (
         needs=("example_id", "prompt", "completion", "reward"),
         fields={"group": (), "reward": ("reward",)},
         group_of=("example_id",),
+        make=FlatReader,
     ),
     Format(
         name="tinker",
@@ -171,14 +107,25 @@ FORMATS: tuple[Format, ...] = (
         summary="NeMo-RL's train_data_step*.jsonl",
         source="NeMo-RL 7ea279a nemo_rl/algorithms/grpo.py, log_batched_dict_as_jsonl",
         needs=("token_ids", "token_loss_mask", "rewards"),
+        fields={
+            "tokens": ("token_ids",),
+            "length": ("input_lengths",),
+            "completion_mask": ("token_loss_mask",),
+            "log_probs": ("generation_logprobs",),  # of the engine that sampled
+            "reward": ("rewards",),
+            "advantage": ("advantages",),
+            "counts": ("sample_loss_mask",),
+            "texts": ("content",),
+            "meta": ("idx", "agent_ref"),
+        },
         version_in_path=(r"train_data_step(\d+)", -1),  # step N is sampled from the weights of N - 1 updates
-        make=NemoReader,
+        make=MaskedReader,
     ),
     Format(
         name="skyrl",
-        summary="SkyRL's dumps of evaluations, or batches of its generator",
-        source="SkyRL a956457 dump_per_dataset_eval_results, generators/base.py GeneratorOutput",
-        also=lambda row: _is_skyrl_dump(row) or _is_skyrl_batch(row),
+        summary="SkyRL's dumps of evaluations",
+        source="SkyRL a956457 dump_per_dataset_eval_results",
+        needs=("input_prompt", "output_response", "score"),
         fields={
             "prompt": ("input_prompt",),
             "completion": ("output_response",),
@@ -188,7 +135,25 @@ FORMATS: tuple[Format, ...] = (
         as_chat=False,
         per_token=True,
         version_in_path=(r"global_step_(\d+)", 0),
-        make=lambda row, given, layout: (SkyRLBatchReader if _is_skyrl_batch(row) else FlatReader)(row, given, layout),
+        make=FlatReader,
+    ),
+    Format(
+        name="skyrl",
+        summary="batches of SkyRL's generator",
+        source="SkyRL a956457 generators/base.py GeneratorOutput",
+        needs=("prompt_token_ids", "response_ids", "rewards"),
+        also=_is_batch,
+        fields={
+            "prompt_ids": ("prompt_token_ids",),
+            "completion_ids": ("response_ids",),
+            "reward": ("rewards",),
+            "completion_mask": ("loss_masks",),
+            "log_probs": ("rollout_logprobs",),
+            "finish_reason": ("stop_reasons",),
+        },
+        per_token=True,
+        version_in_path=(r"global_step_(\d+)", 0),
+        make=SkyRLBatchReader,
     ),
     Format(
         name="trl",
@@ -225,6 +190,7 @@ FORMATS: tuple[Format, ...] = (
         },
         group_of=("step", "input"),
         as_chat=False,
+        make=FlatReader,
     ),
     Format(
         name="openrlhf",
@@ -233,13 +199,19 @@ FORMATS: tuple[Format, ...] = (
         needs=("input", "output", "reward"),
         fields={"prompt": ("input",), "completion": ("output",), "reward": ("reward",)},
         as_chat=False,
+        make=FlatReader,
     ),
-    Format(name="groups", summary="prompts, completions and rewards by their field names", source="any tool"),
+    Format(
+        name="groups",
+        summary="prompts, completions and rewards by their field names",
+        source="any tool",
+        make=FlatReader,
+    ),
 )
 """In the order in which they are tried; the last takes any row that has a prompt, a completion and a reward."""
 
 CONTAINERS: tuple[Container, ...] = ("jsonl", "parquet", "hf")
-NAMES: tuple[str, ...] = ("auto", *CONTAINERS, *(item.name for item in FORMATS[:-1]), "store")
+NAMES: tuple[str, ...] = ("auto", *CONTAINERS, *dict.fromkeys(item.name for item in FORMATS[:-1]), "store")
 """What `--format` takes: a container name reads `groups` by field names; `store` is what `export` writes."""
 
 
@@ -265,11 +237,13 @@ def find_format(name: str, row: Row, *, is_export: bool = False) -> Format | Non
         return next(item for item in FORMATS if item.matches(row))
     if name in CONTAINERS:
         return FORMATS[-1]
-    found = next(item for item in FORMATS if item.name == name)
-    if not found.matches(row):
+    named = [item for item in FORMATS if item.name == name]
+    found = next((item for item in named if item.matches(row)), None)
+    if found is None:
         looks = next(item for item in FORMATS if item.matches(row))
+        summaries = " or ".join(dict.fromkeys(item.summary for item in named))
         raise DefinitionError(
-            f"this is not {found.summary}. It has the fields {', '.join(sorted(map(str, row)))} and looks like "
+            f"this is not {summaries}. It has the fields {', '.join(sorted(map(str, row)))} and looks like "
             f"--format {looks.name if looks is not FORMATS[-1] else 'jsonl'}."
         )
     return found

@@ -13,14 +13,15 @@ import numpy as np
 
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
 from rlhf_pipeline.exchange._encode import Encoder, columns_of, load_tokenizer, meta_of
+from rlhf_pipeline.exchange._fields import Reader
 from rlhf_pipeline.exchange._flat import TRLReader
 from rlhf_pipeline.exchange._nested import TinkerReader
 from rlhf_pipeline.exchange._report import FileReport, ImportReport
 from rlhf_pipeline.exchange._rollout import ONE_ROW, Rollout
 from rlhf_pipeline.exchange._sources import Container, Source, find_sources
 from rlhf_pipeline.exchange._stored import import_stored
-from rlhf_pipeline.exchange._target import Files, open_target
-from rlhf_pipeline.exchange.formats import CONTAINERS, NAMES, Reader, find_format, is_tinker_summary
+from rlhf_pipeline.exchange.formats import CONTAINERS, NAMES, find_format, is_tinker_summary
+from rlhf_pipeline.exchange.target import Files, open_target
 
 BATCH_ROWS = 512
 BATCH_TOKENS = 1 << 20
@@ -146,7 +147,7 @@ def _recognise(sources: Sequence[Source], format: str, fields: Mapping[str, str]
                 plan.append(_Item(source=source, reader=None, report=FileReport(path=source.path, format="store")))
                 continue
             if found.name == "tinker":
-                tinker = tinker or TinkerReader(row, fields)
+                tinker = tinker or TinkerReader(row, fields, found)
                 if is_tinker_summary(row):
                     summaries.append(source)
                     continue

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
+from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange._encode import Encoder, columns_of, load_tokenizer, meta_of
 from rlhf_pipeline.exchange._rewards import weighted
 from rlhf_pipeline.exchange._rollout import Messages, Rollout, as_answer, as_text
-from rlhf_pipeline.exchange._target import SOURCE_BITS
+from rlhf_pipeline.exchange.target import SOURCE_BITS, held, next_base
 from rlhf_pipeline.replay.schema import trajectory_schema
 from trajectory_store import StoreError, StoreExistsError, StoreNotFoundError, TrajectoryStore
 
@@ -28,6 +28,27 @@ _log = logging.getLogger("rlhf_pipeline")
 _LOCK = ".recorder.lock"
 _ANSWERS = ("answer", "ground_truth", "solution", "target")
 RewardFunction = Callable[..., Any]
+
+
+def _as_given(value: Any) -> Any:
+    return value
+
+
+_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "prompts": ("prompt", _as_given),
+    "prompt_ids": ("prompt_ids", _as_given),
+    "completions": ("completion", lambda value: as_text(value, "completion")),
+    "completion_ids": ("completion_ids", _as_given),
+    "completion_masks": ("completion_mask", _as_given),
+    "log_probs": ("log_probs", _as_given),
+    "ref_log_probs": ("ref_log_probs", _as_given),
+    "rewards": ("reward", lambda value: math.nan if value is None else float(value)),
+    "advantages": ("advantage", float),
+    "answers": ("answer", as_answer),
+    "finish_reasons": ("finish_reason", _as_given),
+    "metas": ("meta", dict),
+}
+"""Each argument of `TrajectoryRecorder.record`: its field of a rollout, and how one value becomes that."""
 
 
 class TrajectoryRecorder:
@@ -94,10 +115,17 @@ class TrajectoryRecorder:
         self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         self.world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
         self.store = _open(self.path, durability)
-        self._lock = _share(self.path)
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(
+            held(
+                self.path,
+                shared=True,
+                refusal=f"an import is writing to {self.path}. Wait for it, or record into another store.",
+            )
+        )
         self.num_recorded = 0
         self._seen = self.store.snapshot()
-        self._base = _base(self.store)
+        self._base = next_base(self.store)
         self._offset = 0
         self._name = tokenizer if isinstance(tokenizer, str) else str(getattr(tokenizer, "name_or_path", "given"))
         self._tokenizer = load_tokenizer(str(tokenizer)) if isinstance(tokenizer, (str, Path)) else tokenizer
@@ -158,42 +186,36 @@ class TrajectoryRecorder:
             DefinitionError: token ids are missing and there is no tokenizer.
             StoreError: the store cannot be written.
         """
+        given = {
+            "prompts": prompts,
+            "prompt_ids": prompt_ids,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            "completion_masks": completion_masks,
+            "log_probs": log_probs,
+            "ref_log_probs": ref_log_probs,
+            "rewards": rewards,
+            "advantages": advantages,
+            "answers": answers,
+            "finish_reasons": finish_reasons,
+            "metas": metas,
+        }
         try:
-            given = {
-                "prompt": prompts,
-                "prompt_ids": prompt_ids,
-                "completion_ids": completion_ids,
-                "completion_mask": completion_masks,
-                "log_probs": log_probs,
-                "ref_log_probs": ref_log_probs,
-                "finish_reason": finish_reasons,
-            }
-            return self._write(completions, rewards, given, advantages, answers, metas, policy_version, source)
+            there = {name: values for name, values in given.items() if values is not None}
+            return self._write(len(completions), there, policy_version, source)
         except (DataError, DefinitionError, StoreError) as error:
             if self.on_error == "raise":
                 raise
             _log.error("%s: %d completions were not recorded: %s", self.path, len(completions), error)
             return np.empty(0, np.int64)
 
-    def _write(
-        self,
-        completions: Sequence[Any],
-        rewards: Sequence[float | None],
-        given: Mapping[str, Sequence[Any] | None],
-        advantages: Sequence[float] | None,
-        answers: Sequence[Any] | None,
-        metas: Sequence[Mapping[str, Any]] | None,
-        policy_version: int,
-        source: str,
-    ) -> np.ndarray:
-        num = len(completions)
+    def _write(self, num: int, given: Mapping[str, Sequence[Any]], policy_version: int, source: str) -> np.ndarray:
         # Also where this call fails: the other processes go on, and a group may have members in several of them.
         offset, self._offset = self._offset, self._offset + self.world_size * num
-        sized = {"rewards": rewards, "advantages": advantages, "answers": answers, "metas": metas, **given}
-        for name, values in sized.items():
-            if values is not None and len(values) != num:
+        for name, values in given.items():
+            if len(values) != num:
                 raise DataError(f"{len(values)} {name} for {num} completions.")
-        if given["prompt"] is None and given["prompt_ids"] is None:
+        if "prompts" not in given and "prompt_ids" not in given:
             raise DataError("neither prompts nor prompt_ids are given.")
         if not num:
             return np.empty(0, np.int64)
@@ -202,19 +224,9 @@ class TrajectoryRecorder:
         rollouts: list[Rollout] = []
         now = time.time()
         for i in range(num):
-            fields = {name: values[i] for name, values in given.items() if values is not None}
-            reward = rewards[i]
-            rollout = Rollout(
-                completion=as_text(completions[i], "completion"),
-                reward=math.nan if reward is None else float(reward),
-                advantage=math.nan if advantages is None else float(advantages[i]),
-                answer=None if answers is None else as_answer(answers[i]),
-                policy_version=policy_version,
-                created_at=now,
-                meta={} if metas is None else dict(metas[i]),
-                as_chat=False,  # TRL encodes a text prompt as it is; messages go through the template
-                **fields,
-            )
+            fields = {_FIELDS[name][0]: _FIELDS[name][1](values[i]) for name, values in given.items()}
+            # TRL encodes a text prompt as it is; messages go through the template.
+            rollout = Rollout(policy_version=policy_version, created_at=now, as_chat=False, **fields)
             encoded = encoder.encode(rollout)
             said = {"source": {"recorder": source}} | ({} if encoded is None else {"encoded": encoded})
             more.append(meta_of(rollout, said))
@@ -261,7 +273,7 @@ class TrajectoryRecorder:
             return  # of several ranks each has its own places among the same ids
         new = self.store.read_scalars("trajectory_id", before.later(self.store.ids()))
         if (new >> SOURCE_BITS == self._base >> SOURCE_BITS).any():
-            self._base = _base(self.store)
+            self._base = next_base(self.store)
 
     def _groups(self, rollouts: Sequence[Rollout], places: np.ndarray) -> np.ndarray:
         if self.group_size is not None:
@@ -383,7 +395,7 @@ class TrajectoryRecorder:
         """Close the store; what was recorded stays."""
         if not self.store.closed:
             self.store.close()
-            os.close(self._lock)
+            self._held.close()
 
     def __enter__(self) -> TrajectoryRecorder:
         return self
@@ -416,21 +428,3 @@ def _alone(store: Path) -> Iterator[None]:
     with (store / _LOCK).open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _share(path: Path) -> int:
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(folder)
-        raise RunExistsError(f"an import is writing to {path}. Wait for it, or record into another store.") from error
-    return folder
-
-
-def _base(store: TrajectoryStore) -> int:
-    ids = store.ids()
-    if not len(ids):
-        return 0
-    highest = max(int(store.read_scalars(name, ids).max()) for name in ("trajectory_id", "group_id"))
-    return ((highest >> SOURCE_BITS) + 1) << SOURCE_BITS

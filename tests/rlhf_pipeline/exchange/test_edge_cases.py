@@ -25,10 +25,11 @@ GROUP = {"prompt_ids": [1], "completion_ids": [[2], [3]], "rewards": [0.0, 1.0]}
 
 
 def test_a_file_that_is_named_twice(tmp_path: Path):
-    """A file named twice, or beside its folder or a link to it, is imported once."""
+    """A file named twice, or beside its folder or a link to it, is imported once; a tool's figures are passed over."""
     folder = tmp_path / "dumps"
     folder.mkdir()
     file = write(folder / "a.jsonl", GROUP)
+    write(folder / "aggregated_results.jsonl", {"eval/all/avg_score": 0.5})
     (tmp_path / "link.jsonl").symlink_to(file)
     report = import_files([file, file, folder, tmp_path / "link.jsonl"], tmp_path / "s")
     assert (report.num_imported, len(report.files)) == (2, 1)
@@ -59,18 +60,6 @@ def test_a_mask_that_is_no_list(tmp_path: Path):
         import_files([file], tmp_path / "s")
     with TrajectoryStore.open(tmp_path / "s") as store:
         assert len(store) == 1
-
-
-def test_a_sequence_without_a_token_to_learn_from(tmp_path: Path):
-    """prime-rl exports sequences whose tokens are all masked; they are left out, as episodes of that kind are."""
-    row = {"token_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "inference_logprobs": [0.0, -1.0, -2.0], "step": 3}
-    masked = row | {"loss_mask": [0, 0, 0]}
-    file = write(tmp_path / "rank_0.jsonl", masked, row, masked)
-    report = import_files([file], tmp_path / "s")
-    assert (report.num_imported, report.files[0].num_left_out) == (1, 2)
-    short = write(tmp_path / "rank_1.jsonl", row, row | {"loss_mask": [0, 1]})
-    with pytest.raises(DataError, match=r"rank_1\.jsonl:2: 3 token_ids, 2 in loss_mask, 3 inference_logprobs"):
-        import_files([short], tmp_path / "s")
 
 
 def test_rewards_of_two_splits_are_not_mixed():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from copy import copy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,13 @@ def rows_of(store: Path) -> dict[str, Any]:
 def same(row: np.ndarray, wanted: list[float]) -> bool:
     """Return True if a row of scores is `wanted`, NaN included."""
     return np.array_equal(row, np.array(wanted, np.float32), equal_nan=True)
+
+
+def without_template(tokenizer: Any) -> Any:
+    """Return a tokenizer that has no chat template."""
+    other = copy(tokenizer)
+    other.chat_template = None
+    return other
 
 
 def test_prompts_and_completions_of_any_file(tmp_path: Path, jsonl: Write, tokenizer: Any):
@@ -152,46 +161,164 @@ def test_trl_table(tmp_path: Path, tokenizer: Any):
     assert chosen.reward_sum == 4.0
 
 
-def test_verl_dump(tmp_path: Path, jsonl: Write, chat_tokenizer: Any):
-    """Rows of verl come in any order, so a group is a step's prompt; the template is in the prompt already."""
-    row = {"input": "user\n1+1\nassistant\n", "output": "2", "gts": "2", "score": 1.0, "step": 5, "acc": True}
-    file = jsonl([row, row | {"input": "other"}, row | {"output": "3", "score": 0.0}], "5.jsonl")
-    report = import_files([file], tmp_path / "store", tokenizer=chat_tokenizer)
-    assert report.files[0].format == "verl"
-    rows = rows_of(tmp_path / "store")
-    assert rows["group_id"].tolist() == [0, 1, 0]
-    assert rows["policy_version"].tolist() == [5, 5, 5]
-    assert rows["input_ids"][0].tolist() == [*map(ord, "user\n1+1\nassistant\n2"), 1]
-    meta = json.loads(rows["meta"][0])
-    assert (meta["answer"], meta["prompt"]) == ("2", {"acc": True})
+@dataclass(kw_only=True)
+class Dump:
+    """Rows as a tool writes them, and what the store must hold of them."""
+
+    name: str
+    rows: list[dict[str, Any]]
+    file: str = "rollouts.jsonl"
+    left_out: int = 0
+    columns: dict[str, list[Any]]
+    """Whole columns: scalars, or a list per trajectory."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """What the first trajectory's `meta` holds of the row."""
 
 
-def test_open_instruct_shard(tmp_path: Path, jsonl: Write):
-    """Token ids, log-probs and advantages of open-instruct are kept; a group is a step's prompt index."""
-    record = {
-        "step": 3,
-        "sample_idx": 0,
-        "prompt_idx": 0,
-        "prompt_tokens": [5, 6],
-        "response_tokens": [7, 1],
-        "reward": 10.0,
-        "advantage": 0.7,
-        "finish_reason": "stop",
-        "dataset": "math",
-        "ground_truth": [9, 9],
-        "request_info": None,
-        "logprobs": [-0.1, -0.2],
+def dumps() -> list[Dump]:
+    """One dump of each format whose reader is a row of the table of formats."""
+    verl = {"input": "user\n1+1\nassistant\n", "output": "2", "gts": "2", "score": 1.0, "step": 5, "acc": True}
+    shard = {
+        **{"step": 3, "sample_idx": 0, "prompt_idx": 0, "prompt_tokens": [5, 6], "response_tokens": [7, 1]},
+        **{"reward": 10.0, "advantage": 0.7, "finish_reason": "stop", "dataset": "math", "ground_truth": [9, 9]},
+        **{"request_info": None, "logprobs": [-0.1, -0.2]},
     }
-    file = jsonl([record, record | {"sample_idx": 1, "logprobs": None}, record | {"step": 4}])
-    report = import_files([file], tmp_path / "store")
-    assert report.files[0].format == "open-instruct"
-    assert report.num_without_log_probs == 1
+    export = {
+        **{"schema_version": 1, "step": 2, "rank": 0, "env_name": "sums", "token_ids": [1, 2, 3]},
+        **{"loss_mask": [False, True, True], "advantages": [0.0, 0.5, 0.5], "inference_logprobs": [0.0, -1.0, -2.0]},
+    }
+    graded = {"question": "1+1=", "ground_truth": "A: 2", "a": {"is_correct": False, "solution": "3"}}
+    graded["b"] = {"is_correct": True, "solution": "2"}
+    evaluation = {"input_prompt": "1+1=", "output_response": "2", "score": [0.0, 1.0], "stop_reason": "stop"}
+    evaluation |= {"env_class": "gsm8k", "env_extras": {}, "data_source": "gsm8k"}
+    batch = {
+        "prompt_token_ids": [[1, 2], [1, 2], [1, 2]],
+        "response_ids": [[3, 4], [5], [6]],
+        "rewards": [[0.0, 1.0], [0.5], [0.0]],
+        "loss_masks": [[1, 0], [1], [1]],
+        "rollout_logprobs": [[-0.5, -1.0], [-0.25], [-2.0]],
+        "stop_reasons": ["stop", "length", "stop"],
+        "trajectory_ids": [{"instance_id": name, "repetition_id": 0} for name in ("a", "a", "b")],
+    }
+    padded = {
+        **{"content": ["1+1=", "2"], "rewards": 1.0, "input_lengths": 5, "token_ids": [1, 2, 3, 4, 5, 0, 0]},
+        **{"token_loss_mask": [0, 0, 1, 0, 1, 0, 0], "sample_loss_mask": 1.0, "prev_logprobs": [0.0] * 7, "idx": 0},
+        "advantages": [0.0, 0.0, 0.7, 0.7, 0.7, 0.0, 0.0],
+        "generation_logprobs": [0.0, 0.0, -0.5, 0.0, -0.25, 0.0, 0.0],
+    }
+    return [
+        Dump(  # rows come in any order, so a group is a step's prompt; the chat template is in the prompt already
+            name="verl",
+            rows=[verl, verl | {"input": "other"}, verl | {"output": "3", "score": 0.0}],
+            file="5.jsonl",
+            columns={
+                "group_id": [0, 1, 0],
+                "policy_version": [5, 5, 5],
+                "input_ids": [
+                    [*map(ord, text), 1] for text in ("user\n1+1\nassistant\n2", "other2", "user\n1+1\nassistant\n3")
+                ],
+            },
+            meta={"answer": "2", "prompt": {"acc": True}},
+        ),
+        Dump(  # a group is a step's prompt index
+            name="open-instruct",
+            rows=[shard, shard | {"sample_idx": 1, "logprobs": None}, shard | {"step": 4}],
+            columns={
+                "group_id": [0, 0, 1],
+                "log_probs": [[NAN, NAN, -0.1, -0.2], [NAN] * 4, [NAN, NAN, -0.1, -0.2]],
+                "policy_version": [3, 3, 4],
+                "advantage": [0.7, 0.7, 0.7],
+            },
+        ),
+        Dump(  # no rewards and no groups; a sequence without a token to learn from is left out
+            name="prime-rl",
+            rows=[export, export | {"loss_mask": [False] * 3}, export],
+            left_out=1,
+            columns={
+                "log_probs": [[NAN, -1.0, -2.0]] * 2,
+                "advantage": [0.5, 0.5],
+                "task_reward": [NAN, NAN],
+                "group_id": [0, 1],
+                "policy_version": [2, 2],
+            },
+        ),
+        Dump(  # a line is a group: one completion per model
+            name="gsm8k-solutions",
+            rows=[graded, graded],
+            columns={"task_reward": [0.0, 1.0] * 2, "group_id": [0, 0, 1, 1], "completion": ["3", "2"] * 2},
+            meta={"answer": "A: 2", "prompt": {"model": "a"}},
+        ),
+        Dump(  # rewards per token are summed, and the step is in the path
+            name="skyrl",
+            rows=[evaluation, evaluation | {"output_response": "3", "score": 0.5}],
+            file="global_step_7_evals/gsm8k.jsonl",
+            columns={"task_reward": [1.0, 0.5], "policy_version": [7, 7], "group_id": [0, 0]},
+        ),
+        Dump(  # token ids and masks as they are, groups by instance
+            name="skyrl",
+            rows=[batch],
+            columns={
+                "task_reward": [1.0, 0.5, 0.0],
+                "group_id": [0, 0, 1],
+                "assistant_mask": [[False, False, True, False], [False, False, True], [False, False, True]],
+                "log_probs": [[NAN, NAN, -0.5, NAN], [NAN, NAN, -0.25], [NAN, NAN, -2.0]],
+                "finish_reason": ["stop", "length", "stop"],
+            },
+            meta={"prompt": {}},
+        ),
+        Dump(  # ids are cut to their length, tool output is masked, the version is the step before the file's
+            name="nemo-rl",
+            rows=[padded, padded | {"rewards": 0.0}, padded | {"sample_loss_mask": 0.0}],
+            file="train_data_step4.jsonl",
+            left_out=1,
+            columns={
+                "input_ids": [[1, 2, 3, 4, 5]] * 2,
+                "log_probs": [[NAN, NAN, -0.5, NAN, -0.25]] * 2,
+                "policy_version": [3, 3],
+                "advantage": [0.7, 0.7],
+                "prompt": ["1+1="] * 2,
+                "completion": ["2", "2"],
+                "task_reward": [1.0, 0.0],
+            },
+            meta={"prompt": {"idx": 0}},
+        ),
+    ]
+
+
+@pytest.mark.parametrize("dump", dumps(), ids=lambda dump: f"{dump.name}-{dump.file}")
+def test_dumps_of_other_tools(tmp_path: Path, jsonl: Write, chat_tokenizer: Any, dump: Dump):
+    """Each format is recognised, and each of its fields comes where it belongs."""
+    file = jsonl(dump.rows, dump.file)
+    tokenizer = chat_tokenizer if dump.name == "verl" else without_template(chat_tokenizer)
+    report = import_files([file], tmp_path / "store", tokenizer=tokenizer)
+    assert (report.files[0].format, report.files[0].num_left_out) == (dump.name, dump.left_out)
     rows = rows_of(tmp_path / "store")
-    assert rows["group_id"].tolist() == [0, 0, 1]
-    assert same(rows["log_probs"][0], [NAN, NAN, -0.1, -0.2])
-    assert rows["policy_version"].tolist() == [3, 3, 4]
-    assert same(rows["advantage"], [0.7, 0.7, 0.7])
-    assert json.loads(rows["meta"][0])["prompt"]["ground_truth"] == [9, 9]
+    for name, wanted in dump.columns.items():
+        found = list(rows[name])
+        assert len(found) == len(wanted), name
+        for i, value in enumerate(wanted):
+            assert np.array_equal(found[i], value) or same(found[i], value), (name, i)
+    meta = json.loads(rows["meta"][0])
+    assert {name: meta[name] for name in dump.meta} == dump.meta
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        (
+            {"prompt_token_ids": [[1], [1]], "response_ids": [[3], [5]], "rewards": [1.0]},
+            r":1: field 'rewards' has 1 items for 2 completions",
+        ),
+        (
+            {"token_ids": [5, 6, 7], "loss_mask": [0, 1], "inference_logprobs": [0.0, -1.0, -2.0]},
+            r":1: 3 token_ids, 2 loss_mask, 3 inference_logprobs",
+        ),
+    ],
+)
+def test_lists_of_other_lengths_are_named(tmp_path: Path, jsonl: Write, row: dict[str, Any], wanted: str):
+    """Lists that must fit each other and do not are named with their lengths."""
+    with pytest.raises(DataError, match=wanted):
+        import_files([jsonl([row])], tmp_path / "store")
 
 
 def episode(group: str, score: float, *, ok: bool = True) -> dict[str, Any]:
@@ -240,26 +367,6 @@ def test_prime_rl_episodes(tmp_path: Path, jsonl: Write):
     assert json.loads(rows["meta"][0])["answer"] == "2"
 
 
-def test_prime_rl_token_export(tmp_path: Path, jsonl: Write):
-    """A token export has log-probs and advantages and no rewards."""
-    record = {
-        "schema_version": 1,
-        "step": 2,
-        "rank": 0,
-        "env_name": "sums",
-        "token_ids": [1, 2, 3],
-        "loss_mask": [False, True, True],
-        "advantages": [0.0, 0.5, 0.5],
-        "inference_logprobs": [0.0, -1.0, -2.0],
-    }
-    report = import_files([jsonl([record, record])], tmp_path / "store")
-    assert report.num_without_reward == 2
-    rows = rows_of(tmp_path / "store")
-    assert same(rows["log_probs"][0], [NAN, -1.0, -2.0])
-    assert rows["advantage"].tolist() == [0.5, 0.5]
-    assert rows["group_id"].tolist() == [0, 1]
-
-
 def test_tinker_samples_and_summaries(tmp_path: Path, jsonl: Write):
     """Samples take the rewards of the rollout summaries named in the same command, whatever the order."""
 
@@ -290,17 +397,6 @@ def test_tinker_samples_and_summaries(tmp_path: Path, jsonl: Write):
     assert rows["created_at"].tolist() == [12.5] * 3
     with pytest.raises(DefinitionError, match=r"rewards and no tokens.*sample\.jsonl"):
         import_files([rewards], tmp_path / "none")
-
-
-def test_graded_solutions(tmp_path: Path, jsonl: Write, tokenizer: Any):
-    """A line is a group: one completion per model, its grade the reward."""
-    line = {"question": "1+1=", "ground_truth": "A: 2", "a": {"is_correct": False, "solution": "3"}}
-    line["b"] = {"is_correct": True, "solution": "2"}
-    import_files([jsonl([line, line])], tmp_path / "store", tokenizer=tokenizer)
-    rows = rows_of(tmp_path / "store")
-    assert rows["task_reward"].tolist() == [0.0, 1.0] * 2
-    assert rows["group_id"].tolist() == [0, 0, 1, 1]
-    assert [json.loads(meta)["prompt"]["model"] for meta in rows["meta"]] == ["a", "b"] * 2
 
 
 @pytest.mark.slow
@@ -418,68 +514,6 @@ def test_a_list_of_columns_that_is_none(tmp_path: Path, jsonl: Write, written: s
     file.with_name(f"{file.name}.schema.json").write_text(written)
     with pytest.raises(DataError, match=r"rollouts\.jsonl: the list of its columns.*cannot be read"):
         import_files([file], tmp_path / "store")
-
-
-def test_skyrl_evaluation(tmp_path: Path, jsonl: Write, tokenizer: Any):
-    """Rewards per token are summed, the step is in the path, and the file of figures beside it is passed over."""
-    row = {"input_prompt": "1+1=", "output_response": "2", "score": [0.0, 1.0], "stop_reason": "stop"}
-    row |= {"env_class": "gsm8k", "env_extras": {}, "data_source": "gsm8k"}
-    file = jsonl([row, row | {"output_response": "3", "score": 0.5}], "global_step_7_evals/gsm8k.jsonl")
-    jsonl([{"eval/all/avg_score": 0.5}], "global_step_7_evals/aggregated_results.jsonl")
-    report = import_files([file.parent], tmp_path / "store", tokenizer=tokenizer)
-    assert [item.format for item in report.files] == ["skyrl"]
-    rows = rows_of(tmp_path / "store")
-    assert rows["task_reward"].tolist() == [1.0, 0.5]
-    assert rows["policy_version"].tolist() == [7, 7]
-    assert rows["group_id"].tolist() == [0, 0]
-
-
-def test_skyrl_batches(tmp_path: Path, jsonl: Write):
-    """A batch of SkyRL's generator: token ids and masks as they are, groups by instance."""
-    batch = {
-        "prompt_token_ids": [[1, 2], [1, 2], [1, 2]],
-        "response_ids": [[3, 4], [5], [6]],
-        "rewards": [[0.0, 1.0], [0.5], [0.0]],
-        "loss_masks": [[1, 0], [1], [1]],
-        "rollout_logprobs": [[-0.5, -1.0], [-0.25], [-2.0]],
-        "stop_reasons": ["stop", "length", "stop"],
-        "trajectory_ids": [{"instance_id": name, "repetition_id": 0} for name in ("a", "a", "b")],
-    }
-    assert import_files([jsonl([batch])], tmp_path / "store").files[0].format == "skyrl"
-    rows = rows_of(tmp_path / "store")
-    assert rows["task_reward"].tolist() == [1.0, 0.5, 0.0]
-    assert rows["group_id"].tolist() == [0, 0, 1]
-    assert rows["assistant_mask"][0].tolist() == [False, False, True, False]
-    assert same(rows["log_probs"][0], [NAN, NAN, -0.5, NAN])
-    assert rows["finish_reason"] == ["stop", "length", "stop"]
-    short = jsonl([batch | {"rewards": [1.0]}], "short.jsonl")
-    with pytest.raises(DataError, match=r"short\.jsonl:1: field 'rewards' has 1 items for 3 responses"):
-        import_files([short], tmp_path / "short")
-
-
-def test_nemo_rl_training_data(tmp_path: Path, jsonl: Write):
-    """Padded ids are cut to their length, tool output is masked, and the version is the step before the file's."""
-    row = {
-        "content": ["1+1=", "2"],
-        "rewards": 1.0,
-        "input_lengths": 5,
-        "token_ids": [1, 2, 3, 4, 5, 0, 0],
-        "token_loss_mask": [0, 0, 1, 0, 1, 0, 0],
-        "sample_loss_mask": 1.0,
-        "advantages": [0.0, 0.0, 0.7, 0.7, 0.7, 0.0, 0.0],
-        "generation_logprobs": [0.0, 0.0, -0.5, 0.0, -0.25, 0.0, 0.0],
-        "prev_logprobs": [0.0] * 7,
-        "idx": 0,
-    }
-    file = jsonl([row, row | {"rewards": 0.0}, row | {"sample_loss_mask": 0.0}], "train_data_step4.jsonl")
-    report = import_files([file], tmp_path / "store")
-    assert (report.files[0].format, report.files[0].num_left_out) == ("nemo-rl", 1)
-    rows = rows_of(tmp_path / "store")
-    assert rows["input_ids"][0].tolist() == [1, 2, 3, 4, 5]
-    assert same(rows["log_probs"][0], [NAN, NAN, -0.5, NAN, -0.25])
-    assert rows["policy_version"].tolist() == [3, 3]
-    assert same(rows["advantage"], [0.7, 0.7])
-    assert rows["completion"] == ["2", "2"]
 
 
 def test_openrlhf_lists_of_rewards(tmp_path: Path, jsonl: Write, tokenizer: Any):

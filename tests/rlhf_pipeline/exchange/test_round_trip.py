@@ -25,6 +25,8 @@ EXTRA = [
     Column("experts", "uint8", ragged=True, axis="layers"),
     Column("half", "float16", fill=0.5),
     Column("wide", "float64", ragged=True, axis="wide", fill=0.0),
+    Column("spans", "int64", ragged=True, axis="spans", shape=(2,), fill=0),
+    Column("pairs", "float32", ragged=True, axis="spans", shape=(2, 1), fill=math.nan),
     Column("count", "uint64", fill=0),
     Column("note", "str"),
 ]
@@ -56,7 +58,17 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
         "experts": ragged(rows(st.integers(0, 255), other), "uint8"),
         "note": scalars(TEXT),
     }
+    pairs = sum(other)
     more: dict[str, Any] = {
+        "spans": lambda: RaggedArray(
+            np.array(
+                draw(st.lists(st.tuples(*[st.integers(-5, 5)] * 2), min_size=pairs, max_size=pairs)), "int64"
+            ).reshape(-1, 2),
+            other,
+        ),
+        "pairs": lambda: RaggedArray(
+            np.array(draw(st.lists(FLOATS, min_size=2 * pairs, max_size=2 * pairs)), "float32").reshape(-1, 2, 1), other
+        ),
         "assistant_mask": lambda: ragged(rows(st.booleans(), lengths), "bool"),
         "log_probs": lambda: ragged(rows(FLOATS, lengths), "float32"),
         "top_k": lambda: ragged(rows(st.integers(-(2**15), 2**15 - 1), lengths), "int16"),
@@ -76,7 +88,7 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
 def bits(store: TrajectoryStore, column: Column) -> bytes:
     """Return the bytes of a column of numbers, all NaN alike."""
     if column.axis is not None:
-        values = np.concatenate([store.read_ragged(column.name).values, np.zeros(0, column.dtype)])
+        values = store.read_ragged(column.name).values
     else:
         values = store.read_scalars(column.name).copy()
     if values.dtype.kind == "f":

@@ -1,10 +1,11 @@
-"""The store that an import writes to: which rows of which file are in it already, and the next ids."""
+"""What an exchange writes to: new files that appear whole; a store, what is in it already, and the next ids."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,57 @@ from trajectory_store import Schema, StoreNotFoundError, TrajectoryStore
 Ids = npt.NDArray[np.int64]
 SOURCE_BITS = 40
 """Trajectory and group ids are the number of the file in the store, shifted by this, plus the place in the file."""
+
+
+def check_absent(*paths: Path) -> None:
+    """Refuse to write where something is.
+
+    Raises:
+        RunExistsError: something is there.
+    """
+    for path in paths:
+        if path.exists():
+            raise RunExistsError(f"{path} exists already. Name another with --to, or remove it.")
+
+
+@contextmanager
+def appearing_whole(target: Path) -> Iterator[Path]:
+    """Give a path to write a file or a folder at; it becomes `target` at the end, or is removed after an error."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        yield part
+        part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def held(store: Path, *, shared: bool = False, refusal: str) -> Iterator[None]:
+    """Hold the lock on the folder of a store: recorders share it, imports and compactions have it alone.
+
+    Raises:
+        RunExistsError: somebody else holds it; says `refusal`.
+    """
+    folder = os.open(store, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(folder, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunExistsError(refusal) from error
+        yield
+    finally:
+        os.close(folder)
+
+
+def next_base(store: TrajectoryStore) -> int:
+    """Return what to add to places for trajectory and group ids that nothing in the store has."""
+    ids = store.ids()
+    if not len(ids):
+        return 0
+    highest = max(int(store.read_scalars(name, ids).max()) for name in ("trajectory_id", "group_id"))
+    return ((highest >> SOURCE_BITS) + 1) << SOURCE_BITS
 
 
 @contextmanager
@@ -43,25 +95,21 @@ def open_target(path: Path, schema: Schema | None = None, *, durability: Any = N
     except StoreNotFoundError:
         path.parent.mkdir(parents=True, exist_ok=True)
         store = TrajectoryStore.create(path, wanted, durability=durability or "process")
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    refusal = f"another import is writing to {path}. Wait for it, or name another store."
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunExistsError(f"another import is writing to {path}. Wait for it, or name another store.") from error
-        store.refresh()
-        lacking = [column for column in wanted if column.name not in store.schema]
-        if lacking:
-            fixed = [column.name for column in lacking if not column.optional]
-            if fixed:
-                raise DefinitionError(
-                    f"the store at {path} has no column {', '.join(fixed)}, which the import writes. Name a new folder."
-                )
-            store.close()
-            store = TrajectoryStore.open(path, mode="a", durability=durability, add_columns=lacking)
-        yield store
+        with held(path, refusal=refusal):
+            store.refresh()
+            lacking = [column for column in wanted if column.name not in store.schema]
+            if lacking:
+                fixed = ", ".join(column.name for column in lacking if not column.optional)
+                if fixed:
+                    raise DefinitionError(
+                        f"the store at {path} has no column {fixed}, which the import writes. Name a new folder."
+                    )
+                store.close()
+                store = TrajectoryStore.open(path, mode="a", durability=durability, add_columns=lacking)
+            yield store
     finally:
-        os.close(folder)
         store.close()
 
 
@@ -75,15 +123,12 @@ class Files:
     def __init__(self, store: TrajectoryStore) -> None:
         self.store = store
         self._ids = np.asarray(store.ids())
-        empty = np.empty(0, np.int64)
-        self._named = store.read_scalars("trajectory_id", self._ids) if len(self._ids) else empty
-        groups = store.read_scalars("group_id", self._ids) if len(self._ids) else empty
+        self._named = store.read_scalars("trajectory_id", self._ids) if len(self._ids) else np.empty(0, np.int64)
         numbers, firsts = np.unique(self._named >> SOURCE_BITS, return_index=True)
         metas = store.read(self._ids[firsts], ["meta"])["meta"] if len(firsts) else []
         files = [(source_of(meta), number) for meta, number in zip(metas, numbers.tolist(), strict=True)]
         self._numbers = {file: number for file, number in files if file is not None and number >= 0}
-        highest = max((int(values.max()) for values in (self._named, groups) if len(values)), default=-1)
-        self._next = 0 if highest < 0 else (highest >> SOURCE_BITS) + 1
+        self._next = next_base(store) >> SOURCE_BITS
 
     def known(self, path: Path) -> Known:
         """Return what the store holds of a file; a new file gets the next number."""
