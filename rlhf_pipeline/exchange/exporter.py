@@ -70,7 +70,7 @@ def export_store(
         StoreError: the store cannot be read.
 
     >>> import tempfile
-    >>> from trajectory_store import diff
+    >>> from trajectory_store import Column, diff
     >>> from rlhf_pipeline.exchange import import_files
     >>> folder = Path(tempfile.mkdtemp())
     >>> schema = Schema([Column("input_ids", "int32", ragged=True), Column("trajectory_id", "int64")])
