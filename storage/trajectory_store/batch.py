@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.errors import BatchError, UnknownColumnError, did_you_mean
-from trajectory_store.ragged import Int64Array, RaggedArray
+from trajectory_store.format import PRESENT, SegmentMeta, offsets_name
+from trajectory_store.ragged import Int64Array, RaggedArray, offsets_of
 from trajectory_store.schema import Column, Schema
 
 
@@ -54,6 +55,15 @@ class Batch:
             elif column.name in self.values and column.name not in self.filled:
                 all_rows |= 1 << i
         return bits | np.uint64(all_rows)
+
+    def arrays(self, meta: SegmentMeta) -> dict[str, npt.NDArray[Any]]:
+        """The values of these rows for every array of a segment, in the order of the format; offsets begin with 0."""
+        schema = meta.schema
+        out: dict[str, npt.NDArray[Any]] = {column.name: self.values[column.name] for column in schema}
+        out |= {offsets_name(axis): offsets_of(self.lengths[axis]) for axis in schema.axes}
+        if meta.has_present:
+            out[PRESENT] = self.present(schema)
+        return out | {name: self.extra[name] for name in meta.internal_rows()}
 
     def put(self, column: Column, values: npt.NDArray[Any], given: npt.NDArray[np.bool_]) -> None:
         """Set the values of a column, and note which rows were given one beside those that were before."""

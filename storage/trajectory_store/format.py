@@ -96,13 +96,17 @@ def per_name(found: Any, most: Mapping[str, int]) -> dict[str, int]:
 
 
 class ArraySpec(NamedTuple):
-    """One array of a segment: `capacity` elements of `shape` values each."""
+    """One array of a segment: `capacity` elements of `shape` values each.
+
+    They are along an axis, or one per row; `edges` are the offsets of an axis: where its rows begin and end.
+    """
 
     name: str
     dtype: np.dtype[Any]
     capacity: int
-    dimension: str
-    fill: Fill
+    axis: str | None = None
+    edges: bool = False
+    fill: Fill = 0
     shape: tuple[int, ...] = ()
 
     @property
@@ -164,17 +168,14 @@ class SegmentMeta:
         """Every array but the commits: columns, offsets per axis, presence, internal rows."""
         out: list[ArraySpec] = []
         for column in self.schema:
-            size, dimension = self.rows_cap, "rows"
-            if column.axis is not None:
-                size, dimension = self.elems_cap[column.axis], column.axis
+            size = self.rows_cap if column.axis is None else self.elems_cap[column.axis]
             fill = 0 if column.is_text else column.fill_value
-            out.append(ArraySpec(column.name, column.np_dtype, size, dimension, fill, column.shape))
+            out.append(ArraySpec(column.name, column.np_dtype, size, column.axis, fill=fill, shape=column.shape))
         int64 = np.dtype("<i8")
-        edges = self.rows_cap + 1
-        out.extend(ArraySpec(offsets_name(axis), int64, edges, "row_edges", 0) for axis in self.schema.axes)
+        out.extend(ArraySpec(offsets_name(a), int64, self.rows_cap + 1, a, edges=True) for a in self.schema.axes)
         if self.has_present:
-            out.append(ArraySpec(PRESENT, np.dtype("<u8"), self.rows_cap, "rows", 0))
-        out.extend(ArraySpec(n, int64, self.rows_cap, "rows", 0) for n in self.internal_rows())
+            out.append(ArraySpec(PRESENT, np.dtype("<u8"), self.rows_cap))
+        out.extend(ArraySpec(name, int64, self.rows_cap) for name in self.internal_rows())
         return out
 
     @functools.cached_property
@@ -301,7 +302,10 @@ def array_json(
 
 def spec_json(spec: ArraySpec, *, zstd: int | None = None, indent: int | None = 1) -> bytes:
     """The zarr.json of one array of a segment."""
-    dimensions = [spec.dimension, *(f"{spec.name}.{i}" for i in range(len(spec.shape)))]
+    dimensions = [
+        "row_edges" if spec.edges else spec.axis or "rows",
+        *(f"{spec.name}.{i}" for i in range(len(spec.shape))),
+    ]
     return array_json([spec.capacity, *spec.shape], spec.dtype, dimensions, spec.fill, zstd=zstd, indent=indent)
 
 

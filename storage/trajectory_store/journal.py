@@ -7,7 +7,6 @@ named does not count, whatever lies in the folder, and one that is named and mis
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -286,22 +285,20 @@ class Journal:
         return False
 
     def _prune(self, number: int) -> None:
-        if number % (KEPT // 4) == 0 and number > KEPT:
+        """Remove what nobody asks for; some more is left, as somebody may be listing the records now."""
+        if number % (KEPT // 4) == 0 and number > 2 * KEPT:
             keys = self._bucket.keys(f"{CATALOG}/")
-            self._bucket.delete(k for k in keys if (n := number_of(k)) is not None and n < number - KEPT)
+            self._bucket.delete(k for k in keys if (n := number_of(k)) is not None and n < number - 2 * KEPT)
 
     def missing(self) -> list[str]:
         """Records that should be there and are not, and damaged ones, in words: for `verify`."""
         keys = [key for key in self._bucket.keys(f"{CATALOG}/") if number_of(key) is not None]
-        numbers = sorted(number_of(key) or 0 for key in keys)
+        numbers = {number_of(key) or 0 for key in keys}
         problems = list(self.problems)
-        for before, after in itertools.pairwise(numbers):
-            if after - before == 2:
-                problems.append(f"{self._bucket.where}/{record_key(before + 1)} is missing")
-            elif after - before > 2:
-                problems.append(f"{self._bucket.where}/{CATALOG}: records {before + 1} to {after - 1} are missing")
-        if numbers and numbers[0] > 0 and numbers[-1] - numbers[0] < KEPT:
-            problems.append(f"{self._bucket.where}/{record_key(numbers[0] - 1)} is missing")
+        newest = max(numbers, default=-1)  # what is far behind it may be gone, or left by a process that slept
+        for first, last in runs_of([n for n in range(max(0, newest - KEPT), newest) if n not in numbers]):
+            which = record_key(first) + " is" if first == last else f"{CATALOG}: records {first} to {last} are"
+            problems.append(f"{self._bucket.where}/{which} missing")
         for key, raw in zip(keys, self._bucket.get_many(keys), strict=True):
             if raw is None:
                 continue

@@ -16,53 +16,77 @@ from trajectory_store.segment import Segment
 from trajectory_store.verify import Findings
 
 
-class SegmentWriter(Protocol):
+class SegmentWriter(ABC):
     """Appends commits to one segment of this process.
 
-    Attributes:
+    Args:
         ordinal: of the segment.
         meta: what the segment says about itself.
+
+    Attributes:
         rows: rows committed so far.
         records: commits so far.
+        ends: per axis the elements so far.
+        last_time: of the last commit.
     """
 
-    ordinal: int
-    meta: SegmentMeta
-    rows: int
-    records: int
+    def __init__(self, ordinal: int, meta: SegmentMeta) -> None:
+        self.ordinal = ordinal
+        self.meta = meta
+        self.rows: int = 0
+        self.records: int = 0
+        self.ends: dict[str, int] = dict.fromkeys(meta.schema.axes, 0)
+        self.last_time: int = 0
+        self.specs = {spec.name: spec for spec in meta.arrays()}
 
     @property
     def in_doubt(self) -> bool:
         """Whether the outcome of the last commit is not known."""
-        ...
+        return False
 
     def has_room(self, batch: Batch) -> bool:
         """Whether a batch still fits."""
-        ...
+        if self.rows + batch.n_rows > self.meta.rows_cap:
+            return False
+        for axis, columns in self.meta.schema.axes.items():  # every column of an axis has its elements
+            given = next((c for c in columns if c.name in batch.values), None)
+            if given is None:
+                new = int(batch.fitted(self.meta.schema).lengths[axis].sum())
+            else:
+                new = len(batch.values[given.name]) // given.width
+            if self.ends[axis] + new > self.meta.elems_cap[axis]:
+                return False
+        return True
 
+    @abstractmethod
     def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
-        """Write a batch that fits, and return its first row; readers see it then."""
-        ...
+        """Write a batch that fits, and return its first row; readers see it then.
+
+        Raises:
+            OSError: nothing of the batch became visible, unless it is in doubt.
+            SealedError: the segment was ended by another process; nothing of the batch is in it.
+        """
 
     def resolve(self, batch: Batch) -> int | None:
-        """Find out what became of a commit in doubt; its first row, if it holds just these rows and is there now."""
-        ...
+        """Find out what became of a commit in doubt; its first row, if it holds just these rows and is there now.
 
-    def wait_durable(self, records: int) -> None:
+        Raises:
+            WriteFailedError: it still cannot be found out.
+        """
+        return None
+
+    def wait_durable(self, records: int) -> None:  # noqa: B027 - most commits are safe when they are made
         """Return once that many commits have the durability that was promised."""
-        ...
 
-    def sync(self) -> None:
+    def sync(self) -> None:  # noqa: B027
         """Wait until everything written so far is on the disk."""
-        ...
 
+    @abstractmethod
     def finish(self) -> None:
         """Say that nothing follows, and close."""
-        ...
 
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027
         """Close without a word: after a fork the segment belongs to the parent."""
-        ...
 
 
 class SealedError(StoreError):

@@ -7,12 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from trajectory_store import fs
 from trajectory_store.batch import Batch
@@ -21,7 +21,6 @@ from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreErro
 from trajectory_store.format import (
     KIND_END,
     KIND_ROWS,
-    PRESENT,
     RECORD_SIZE,
     TEMPORARY,
     Record,
@@ -44,7 +43,7 @@ from trajectory_store.format import (
 )
 from trajectory_store.journal import CATALOG, Entry, State
 from trajectory_store.maps import Io, choose
-from trajectory_store.medium import Claim, Medium
+from trajectory_store.medium import Claim, Medium, SegmentWriter
 from trajectory_store.ragged import Int64Array
 from trajectory_store.root import Root, fill_root, taken
 from trajectory_store.segment import LocalSegment, Segment
@@ -262,7 +261,7 @@ def write_segment(folder: Path, meta: SegmentMeta) -> tuple[int, int]:
     return fd, crc32c(raw)
 
 
-class LocalWriter:
+class LocalWriter(SegmentWriter):
     """Appends commits to one segment on a local disk.
 
     Args:
@@ -273,23 +272,15 @@ class LocalWriter:
         meta_crc: the checksum of its zarr.json.
     """
 
-    in_doubt = False
-
     def __init__(self, folder: Path, ordinal: int, meta: SegmentMeta, log_fd: int, meta_crc: int) -> None:
+        super().__init__(ordinal, meta)
         self.folder = folder
-        self.ordinal = ordinal
-        self.meta = meta
-        self.rows: int = 0
-        self.records: int = 0
-        self.elements: dict[str, int] = dict.fromkeys(meta.schema.axes, 0)
-        self._last_time: int = 0
         self._catalog = 0
         self._meta_crc = meta_crc
         self._log_fd = log_fd
         self._mark_fd = fs.open_fd(mark_path(folder), os.O_WRONLY)
-        self._specs = {spec.name: spec for spec in meta.arrays()}
         self._fds = {
-            name: fs.open_fd(chunk_path(folder, name, spec.shape), os.O_WRONLY) for name, spec in self._specs.items()
+            name: fs.open_fd(chunk_path(folder, name, spec.shape), os.O_WRONLY) for name, spec in self.specs.items()
         }
         self._pool: ThreadPoolExecutor | None = None
         self._files = threading.Lock()
@@ -298,41 +289,28 @@ class LocalWriter:
         self._syncing = False
         self._company = False
 
-    def has_room(self, batch: Batch) -> bool:
-        """Whether a batch still fits."""
-        if self.rows + batch.n_rows > self.meta.rows_cap:
-            return False
-        for axis, columns in self.meta.schema.axes.items():  # every column of an axis has its elements
-            given = next((c for c in columns if c.name in batch.values), None)
-            if given is None:
-                new = int(batch.fitted(self.meta.schema).lengths[axis].sum())
-            else:
-                new = len(batch.values[given.name]) // given.width
-            if self.elements[axis] + new > self.meta.elems_cap[axis]:
-                return False
-        return True
-
     def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
-        """Write a batch that fits and return its first row; on return readers see it.
-
-        Raises:
-            OSError: nothing of the batch became visible, unless the last sync failed.
-        """
+        """Write a batch that fits and return its first row; a sync of the record that fails leaves it visible."""
         first = self.rows
         durable = self.meta.durability == "power" and not self.meta.merged
         touched, ends, crc = self._write_data(batch)
         if durable:
             self._datasync([self._fds[name] for name in touched])
         self._catalog = catalog
-        time_ns = max(time_ns, self._last_time + 1)
+        time_ns = max(time_ns, self.last_time + 1)
         self._put_record(KIND_ROWS, first + batch.n_rows, batch.n_rows, sum(ends.values()), time_ns, crc)
-        self.rows, self.elements, self._last_time = first + batch.n_rows, ends, time_ns
+        self.rows, self.ends, self.last_time = first + batch.n_rows, ends, time_ns
         self.records += 1
         if durable:
             fs.datasync(self._log_fd)
         if self.meta.durability != "group":
-            fs.pwrite(self._mark_fd, pack_mark(self.records), 0)
+            self._acknowledge(self.records)
         return first
+
+    def _acknowledge(self, records: int) -> None:
+        """Note how many commits are acknowledged; they are there whether the note can be written or not."""
+        with suppress(OSError):
+            fs.pwrite(self._mark_fd, pack_mark(records), 0)
 
     def _put_record(self, kind: int, rows_end: int, n_rows: int, elements: int, time_ns: int, crc: int) -> None:
         record = Record(
@@ -350,38 +328,22 @@ class LocalWriter:
         fs.pwrite(self._log_fd, pack(record, self.meta.salt), self.records * RECORD_SIZE)
 
     def _write_data(self, batch: Batch) -> tuple[list[str], dict[str, int], int]:
-        schema, first, crc = self.meta.schema, self.rows, 0
+        """Write the values behind those before; returns the arrays touched, the new ends and the checksum."""
         touched: list[str] = []
-        for column in schema:
-            array = batch.values[column.name]
-            if not len(array):
-                continue
-            raw = array.view(np.uint8)
-            start = first if column.axis is None else self.elements[column.axis]
-            fs.pwrite(self._fds[column.name], raw, start * self._specs[column.name].itemsize)
-            crc = crc32c(raw, crc)  # after the write: the values are in the processor's cache then
-            touched.append(column.name)
-        ends = dict(self.elements)
-        for axis in schema.axes:
-            edges = np.cumsum(batch.lengths[axis])
-            edges += ends[axis]
-            ends[axis] = int(edges[-1])
-            name, raw = offsets_name(axis), edges.view(np.uint8)
-            crc = crc32c(raw, crc)
-            fs.pwrite(self._fds[name], raw, (first + 1) * 8)
-            touched.append(name)
-        internal: dict[str, npt.NDArray[Any]] = {PRESENT: batch.present(schema)} if self.meta.has_present else {}
-        internal |= {name: batch.extra[name] for name in self.meta.internal_rows()}
-        for name, array in internal.items():
-            raw = array.view(np.uint8)
-            crc = crc32c(raw, crc)
-            fs.pwrite(self._fds[name], raw, first * 8)
-            touched.append(name)
+        ends, crc = dict(self.ends), 0
+        for name, values in batch.arrays(self.meta).items():
+            spec, start = self.specs[name], self.rows
+            if spec.axis is not None:
+                start = self.ends[spec.axis]
+                if spec.edges:
+                    values, start = values[1:] + start, self.rows + 1
+                    ends[spec.axis] = int(values[-1])
+            if len(values):
+                raw = values.view(np.uint8)
+                fs.pwrite(self._fds[name], raw, start * spec.itemsize)
+                crc = crc32c(raw, crc)  # after the write: the values are in the processor's cache then
+                touched.append(name)
         return touched, ends, crc
-
-    def resolve(self, batch: Batch) -> int | None:
-        """Nothing is ever in doubt on a local disk."""
-        return None
 
     def wait_durable(self, records: int) -> None:
         """With durability "group", return once that many records are on the disk; one waiting thread syncs for all."""
@@ -416,7 +378,7 @@ class LocalWriter:
             fs.datasync(self._log_fd)
             self._synced = max(self._synced, done)
             if self.meta.durability == "group":
-                fs.pwrite(self._mark_fd, pack_mark(self._synced), 0)
+                self._acknowledge(self._synced)
 
     def _datasync(self, fds: list[int]) -> None:
         """Sync several files; at the same time they share the journal's commit and the disk's flush."""
@@ -442,8 +404,8 @@ class LocalWriter:
         if self._log_fd < 0:
             return
         try:
-            now = max(time.time_ns(), self._last_time + 1)
-            self._put_record(KIND_END, self.rows, 0, sum(self.elements.values()), now, 0)
+            now = max(time.time_ns(), self.last_time + 1)
+            self._put_record(KIND_END, self.rows, 0, sum(self.ends.values()), now, 0)
         except OSError:
             pass
         finally:

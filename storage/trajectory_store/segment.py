@@ -441,9 +441,8 @@ class LocalSegment(Segment):
         """The bytes of an array that hold values; None while more may come."""
         if not self.finished:
             return None
-        axis = self.schema[spec.name].axis if spec.name in self.schema else None
-        edges = self.rows + (spec.dimension == "row_edges")
-        count = edges if axis is None else int(self.offsets(axis)[self.rows])
+        along = spec.axis is not None and not spec.edges
+        count = int(self.offsets(spec.axis or "")[self.rows]) if along else self.rows + spec.edges
         return min(max(count, 0), spec.capacity) * spec.itemsize
 
     def commits(self, start: int = 0) -> npt.NDArray[Any]:

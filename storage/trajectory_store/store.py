@@ -14,7 +14,7 @@ import numpy as np
 from trajectory_store import fs
 from trajectory_store.batch import Batch, prepare
 from trajectory_store.catalog import Catalog
-from trajectory_store.errors import BatchError, ReadFailedError, ReadOnlyError, SchemaError, SegmentGoneError
+from trajectory_store.errors import BatchError, ReadOnlyError, SchemaError, SegmentGoneError
 from trajectory_store.format import DURABILITIES, ORDINAL_SHIFT, TARGET, Durability
 from trajectory_store.gather import Gather
 from trajectory_store.journal import State
@@ -25,7 +25,7 @@ from trajectory_store.ragged import Int64Array
 from trajectory_store.reads import Ids, StoreReads, as_ids, following
 from trajectory_store.root import Root, read_root
 from trajectory_store.schema import Column, Schema
-from trajectory_store.upkeep import Background, CompactReport, compact, evict
+from trajectory_store.upkeep import Background, CompactReport, compact
 from trajectory_store.verify import VerifyReport, verify
 from trajectory_store.writer import FIRST_ELEMENTS, MAX_ELEMENTS, MAX_ROWS, WHOLE_ELEMENTS, WHOLE_ROWS, Stream
 
@@ -271,7 +271,7 @@ class TrajectoryStore(StoreReads):
         ordinal, first = self._stream.append(batch, self.schema)
         self._catalog.refresh_segment(ordinal)
         if ordinal != known:
-            self._tidy()
+            self._background.tidy(self._catalog)
         start = (ordinal << ORDINAL_SHIFT) + first
         return np.arange(start, start + batch.n_rows, dtype=np.int64)
 
@@ -311,7 +311,7 @@ class TrajectoryStore(StoreReads):
         ordinal, _ = stream.append(batch, schema)
         self._catalog.refresh_segment(ordinal)
         if ordinal != known:
-            self._tidy()
+            self._background.tidy(self._catalog)
 
     @following
     def _update_batch(self, schema: Schema, ids: Int64Array, values: Mapping[str, Any]) -> Batch:
@@ -324,18 +324,6 @@ class TrajectoryStore(StoreReads):
                 _same_lengths(column, batch.lengths[column.axis], gather.base_lengths(column.axis))
         batch.extra = {TARGET: np.ascontiguousarray(ids)}
         return batch
-
-    def _tidy(self) -> None:
-        """After a new segment was begun: what the limits no longer cover goes, and small segments are merged.
-
-        The rows are committed by then. Where another process is at it at the same moment, it is left to that one, or to
-        the next new segment.
-        """
-        try:
-            evict(self._catalog, self._root)
-            self._background.poke(self._catalog)
-        except (SegmentGoneError, ReadFailedError):
-            self._catalog.refresh()
 
     def flush(self) -> None:
         """Wait until everything this process appended is on the disk."""

@@ -19,7 +19,7 @@ import numpy as np
 from trajectory_store import fs
 from trajectory_store.batch import Batch
 from trajectory_store.catalog import Catalog
-from trajectory_store.errors import StoreError
+from trajectory_store.errors import SegmentGoneError, StoreError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_TIME, TARGET, SegmentMeta
 from trajectory_store.gather import Gather
 from trajectory_store.journal import Entry, State, owners_of
@@ -466,7 +466,7 @@ def _take_lease(catalog: Catalog, owner: str) -> bool:
 
 
 class Background:
-    """Merges small segments in a thread of its own, while the process appends.
+    """Tidies up beside a process that appends: small segments are merged in a thread of its own.
 
     Args:
         look_in: opens a catalog of its own.
@@ -479,18 +479,27 @@ class Background:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def poke(self, catalog: Catalog) -> None:
-        """Begin to merge where there is enough, and nobody is at it."""
-        if (self._thread is None or not self._thread.is_alive()) and is_due(catalog, self._root):
-            self._thread = threading.Thread(target=self._run, name="trajectory-upkeep", daemon=True)
-            self._thread.start()
+    def tidy(self, catalog: Catalog) -> None:
+        """After a new segment was begun: what the limits no longer cover goes, and merging begins where it is due.
+
+        The rows that began the segment are committed by then, so nothing that fails here may look as if they were not.
+        """
+        try:
+            evict(catalog, self._root)
+            if (self._thread is None or not self._thread.is_alive()) and is_due(catalog, self._root):
+                self._thread = threading.Thread(target=self._run, name="trajectory-upkeep", daemon=True)
+                self._thread.start()
+        except SegmentGoneError:  # another process is at it
+            return
+        except (StoreError, OSError) as error:
+            log.warning("tidying up failed, and is tried again with the next new segment: %s", error)
 
     def _run(self) -> None:
         try:
             with self._look_in() as catalog:
                 fold(catalog, self._root, self._stop.is_set)
         except (StoreError, OSError) as error:
-            log.warning("merging small segments failed, and is tried again later: %s", error)
+            log.warning("merging small segments failed, and is tried again with the next new segment: %s", error)
 
     def pause(self) -> None:
         """Wait for the merge that is under way; the next one begins when there is enough again."""

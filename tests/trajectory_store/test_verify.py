@@ -186,3 +186,21 @@ def test_other_folders_and_versions_are_named(tmp_path, store_path):
         meta.write_text(json.dumps(doc))
         with pytest.raises(FormatVersionError, match=advice):
             TrajectoryStore.open(store_path)
+
+
+def test_a_record_left_far_behind_is_no_gap(tmp_path):
+    """A process that slept while its number was used and removed puts a record nobody asks for; one missing is named."""
+    path = tmp_path / "s"
+    TrajectoryStore.create(path, example_schema()).close()
+    with TrajectoryStore.open(path, "a") as store:
+        slept = path / "catalog" / "000000000003.rec"
+        for _ in range(180):
+            store._catalog.journal.change(lambda state: state)
+            if store._catalog.journal.state.number == 3:
+                shutil.copy(slept, tmp_path)
+        assert not slept.exists()
+        shutil.copy(tmp_path / slept.name, slept)
+        assert store.verify().ok, store.verify()
+        records = sorted((path / "catalog").glob("*.rec"))
+        records[-9].unlink()
+        assert f"{records[-9].name} is missing" in str(store.verify())

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trajectory_store import Column, Schema, StoreError, TrajectoryStore, WriteFailedError
+from trajectory_store import Column, Schema, StoreError, TrajectoryStore, WriteFailedError, fs
 
 STORAGE = Path(__file__).resolve().parents[2] / "storage"
 
@@ -93,6 +93,39 @@ def test_a_full_disk_is_an_error_and_the_writer_goes_on_afterwards(tmp_path, mon
     with TrajectoryStore.open(tmp_path / "s") as reader:
         assert reader.read_scalars("n").tolist() == kept
         assert reader.verify().ok
+
+
+def test_a_failure_after_the_commit_does_not_look_like_one_of_it(tmp_path, monkeypatch):
+    """Where the mark of what was acknowledged, or eviction, meets an error, the rows are in: append gives their ids."""
+    schema = Schema([Column("n", "int64")])
+    with TrajectoryStore.create(tmp_path / "s", schema, max_trajectories=4, segment_rows=2) as store:
+        for i in range(5):
+            store.append({"n": [2 * i, 2 * i + 1]})
+        segments = len(list((tmp_path / "s").glob("seg-*")))
+        real = {name: getattr(fs, name) for name in ("pwrite", "link")}
+        links = []
+
+        def no_mark(fd, data, offset):
+            if isinstance(data, bytes) and len(data) == 16 and data[0]:
+                raise OSError(errno.EIO, "Input/output error")
+            real["pwrite"](fd, data, offset)
+
+        def one_record(source, target):
+            links.append(target)
+            if len(links) > 1:  # the first one names the new segment, the second one removes another
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real["link"](source, target)
+
+        monkeypatch.setattr(fs, "pwrite", no_mark)
+        monkeypatch.setattr(fs, "link", one_record)
+        ids = store.append({"n": [10, 11]})
+        assert len(links) > 1
+        monkeypatch.undo()
+        assert store.read(ids)["n"].tolist() == [10, 11]
+        assert store.read_scalars("n").tolist() == [8, 9, 10, 11]
+        store.append({"n": [12, 13]})  # what was not removed then is removed now
+        assert len(list((tmp_path / "s").glob("seg-*"))) == segments
+        assert store.verify().ok
 
 
 def test_a_path_that_cannot_be_made(tmp_path):

@@ -21,13 +21,11 @@ from trajectory_store.bucket import Bucket, FolderBucket, Transient
 from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, WriteFailedError
 from trajectory_store.format import (
     MAX_CRC,
-    PRESENT,
     ArraySpec,
     Durability,
     SegmentMeta,
     crc32c,
     group_json,
-    offsets_name,
     ordinal_of,
     pack_verified,
     parse_verified,
@@ -38,7 +36,7 @@ from trajectory_store.format import (
     whole,
 )
 from trajectory_store.journal import Entry, State
-from trajectory_store.medium import Claim, Medium, SealedError
+from trajectory_store.medium import Claim, Medium, SealedError, SegmentWriter
 from trajectory_store.memmap import create_folder
 from trajectory_store.objects.archive import (
     BLOCK,
@@ -55,7 +53,6 @@ from trajectory_store.objects.archive import (
 from trajectory_store.objects.remote import open_bucket
 from trajectory_store.objects.segment import Cache, ObjectSegment
 from trajectory_store.objects.sharded import ShardWriter, sharded_json
-from trajectory_store.ragged import offsets_of
 from trajectory_store.root import Root, fill_root, read_root
 from trajectory_store.segment import Segment
 from trajectory_store.verify import Findings
@@ -413,7 +410,7 @@ def _wrong_in(raw: bytes, segment: ObjectSegment, seq: int, report: Findings) ->
 # A writer
 
 
-class ObjectWriter:
+class ObjectWriter(SegmentWriter):
     """Appends commits to one segment in a bucket.
 
     Args:
@@ -425,17 +422,11 @@ class ObjectWriter:
     """
 
     def __init__(self, bucket: Bucket, ordinal: int, meta: SegmentMeta, own: list[Commit], *, compress: bool) -> None:
-        self.ordinal = ordinal
-        self.meta = meta
-        self.rows: int = 0
-        self.records: int = 0
+        super().__init__(ordinal, meta)
         self._bucket = bucket
         self._own = own
         self._compress = compress
         self._name = segment_name(ordinal)
-        self._last_time: int = 0
-        self._ends: dict[str, int] = dict.fromkeys(meta.schema.axes, 0)
-        self._specs = {spec.name: spec for spec in meta.arrays()}
         self._pending: tuple[Commit, bytes] | None = None
 
     @property
@@ -443,49 +434,46 @@ class ObjectWriter:
         """Whether the outcome of the last commit is not known."""
         return self._pending is not None
 
-    def has_room(self, batch: Batch) -> bool:
-        """Whether a batch still fits."""
-        fitted = batch.fitted(self.meta.schema)
-        inside = (self._ends[a] + int(fitted.lengths[a].sum()) <= self.meta.elems_cap[a] for a in self._ends)
-        return self.rows + batch.n_rows <= self.meta.rows_cap and all(inside)
-
     def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
         """Put the object of a commit; returns its first row."""
-        arrays = self._arrays(batch)
-        starts, ends = dict(self._ends), dict(self._ends)
-        for axis in ends:
-            ends[axis] += int(batch.lengths[axis].sum())
-        commit = Commit(
+        arrays = batch.arrays(self.meta)
+        ends = {axis: end + int(batch.lengths[axis].sum()) for axis, end in self.ends.items()}
+        crc = {name: crc32c(values.view(np.uint8)) for name, values in arrays.items()}
+        time_ns = max(time_ns, self.last_time + 1)
+        commit = self._next(time_ns, batch.n_rows, ends, catalog=catalog, crc=crc)
+        shaped = {name: (self._exact(name, values), values) for name, values in arrays.items()}
+        self._pending = commit, build(commit, shaped, compress=self._compress)
+        return self._settle()
+
+    def _next(self, time_ns: int, n_rows: int, ends: Mapping[str, int], **more: Any) -> Commit:
+        """The record of the next commit, or of the end."""
+        return Commit(
             ordinal=self.ordinal,
             seq=self.records,
             salt=self.meta.salt,
-            time_ns=max(time_ns, self._last_time + 1),
-            n_rows=batch.n_rows,
-            rows_end=self.rows + batch.n_rows,
-            starts=starts,
+            time_ns=time_ns,
+            n_rows=n_rows,
+            rows_end=self.rows + n_rows,
+            starts=dict(self.ends),
             ends=ends,
-            catalog=catalog,
-            crc={name: crc32c(values.view(np.uint8)) for name, (_, values) in arrays.items()},
             before=self._block(),
+            **more,
         )
-        self._pending = commit, build(commit, arrays, compress=self._compress)
-        return self._settle()
+
+    def _exact(self, name: str, values: npt.NDArray[Any]) -> ArraySpec:
+        """What an array is that holds just these values."""
+        spec = self.specs[name]
+        return spec._replace(capacity=len(values) * spec.dtype.itemsize // spec.itemsize)
 
     def resolve(self, batch: Batch) -> int | None:
-        """Find out what became of a commit in doubt; its first row, if it holds just these rows and is there now.
-
-        Raises:
-            WriteFailedError: it still cannot be found out.
-        """
+        """Put the object again until somebody's is there, and read whose it is."""
         if self._pending is None:
             return None
         commit = self._pending[0]
         first = self._settle()
-        arrays = self._arrays(batch.fitted(self.meta.schema))
-        same = commit.n_rows == batch.n_rows and all(
-            commit.crc[name] == crc32c(values.view(np.uint8)) for name, (_, values) in arrays.items()
-        )
-        return first if same else None
+        arrays = batch.fitted(self.meta.schema).arrays(self.meta)
+        same = all(commit.crc[name] == crc32c(values.view(np.uint8)) for name, values in arrays.items())
+        return first if commit.n_rows == batch.n_rows and same else None
 
     def _settle(self) -> int:
         commit, raw = self._pending or (None, b"")
@@ -495,7 +483,7 @@ class ObjectWriter:
             self._pending = None
             raise SealedError(f"{self._name} was ended by another process")
         self._pending = None
-        self.rows, self._ends, self._last_time = commit.rows_end, dict(commit.ends), commit.time_ns
+        self.rows, self.ends, self.last_time = commit.rows_end, dict(commit.ends), commit.time_ns
         self.records += 1
         self._own.append(commit)
         return commit.rows_end - commit.n_rows
@@ -505,52 +493,16 @@ class ObjectWriter:
             return []
         return [[c.n_rows, c.time_ns, *c.ends.values()] for c in self._own[1 - BLOCK :]]
 
-    def _arrays(self, batch: Batch) -> dict[str, tuple[ArraySpec, npt.NDArray[Any]]]:
-        """Every array of a commit: columns, offsets from 0, presence, internal rows."""
-        schema = self.meta.schema
-        values: dict[str, npt.NDArray[Any]] = {column.name: batch.values[column.name] for column in schema}
-        for axis in schema.axes:
-            values[offsets_name(axis)] = offsets_of(batch.lengths[axis])
-        if self.meta.has_present:
-            values[PRESENT] = batch.present(schema)
-        for name in self.meta.internal_rows():
-            values[name] = batch.extra[name]
-        out: dict[str, tuple[ArraySpec, npt.NDArray[Any]]] = {}
-        for name, array in values.items():
-            spec = self._specs[name]
-            width = spec.itemsize // spec.dtype.itemsize
-            out[name] = spec._replace(capacity=len(array) // width), array
-        return out
-
-    def wait_durable(self, records: int) -> None:
-        """A put that was answered has the promise of its bucket."""
-
-    def sync(self) -> None:
-        """Everything that was acknowledged is safe already."""
-
     def finish(self) -> None:
         """Put the end of the segment; one that cannot be put is put by whoever tidies up."""
         if self._pending is not None or not self.records:
             return
-        end = Commit(
-            ordinal=self.ordinal,
-            seq=self.records,
-            salt=self.meta.salt,
-            time_ns=self._last_time + 1,
-            n_rows=0,
-            rows_end=self.rows,
-            starts=dict(self._ends),
-            ends=dict(self._ends),
-            before=self._block(),
-        )
+        end = self._next(self.last_time + 1, 0, dict(self.ends))
         try:
             if self._bucket.settle(f"{self._name}/{end.seq:08d}.zip", build(end, {}, compress=False)):
                 self._own.append(end)
         except StoreError:
             return
-
-    def abandon(self) -> None:
-        """Nothing is open."""
 
 
 class ObjectMerge:
@@ -567,38 +519,26 @@ class ObjectMerge:
         self._meta = meta
         self._name = segment_name(ordinal, merged=True)
         self.entry = Entry(ordinal, meta.kind, meta.salt, merged=True)
-        self._writers: dict[str, ShardWriter] = {}
-        self._specs = {spec.name: spec for spec in meta.arrays()}
+        self._writers = {spec.name: (spec, ShardWriter(self._name, spec, bucket.put)) for spec in meta.arrays()}
         self._rows = 0
         self._ends = dict.fromkeys(meta.schema.axes, 0)
 
     def write(self, batch: Batch, time_ns: int) -> None:
         """Write some rows behind those before."""
-        schema = self._meta.schema
-        batch = batch.fitted(schema)
-        for column in schema:
-            self._write(column.name, batch.values[column.name])
-        for axis in schema.axes:
-            edges = offsets_of(batch.lengths[axis]) + self._ends[axis]
-            self._write(offsets_name(axis), edges if not self._rows else edges[1:])
-            self._ends[axis] = int(edges[-1])
-        if self._meta.has_present:
-            self._write(PRESENT, batch.present(schema))
-        for name in self._meta.internal_rows():
-            self._write(name, batch.extra[name])
+        for name, values in batch.fitted(self._meta.schema).arrays(self._meta).items():
+            spec, writer = self._writers[name]
+            if spec.edges:
+                axis = spec.axis or ""
+                values = values[bool(self._rows) :] + self._ends[axis]
+                self._ends[axis] = int(values[-1])
+            writer.write(values)
         self._rows += batch.n_rows
-
-    def _write(self, name: str, values: npt.NDArray[Any]) -> None:
-        writer = self._writers.get(name)
-        if writer is None:
-            writer = self._writers[name] = ShardWriter(self._name, self._specs[name], self._bucket.put)
-        writer.write(values)
 
     def finish(self) -> Entry:
         """Put what is left, and the metadata last."""
-        for writer in self._writers.values():
+        for _, writer in self._writers.values():
             writer.finish()
-        sealed = {"rows": self._rows, "ends": self._ends, "crc": {n: w.crc for n, w in self._writers.items()}}
+        sealed = {"rows": self._rows, "ends": self._ends, "crc": {n: w.crc for n, (_, w) in self._writers.items()}}
         exact = replace(self._meta, rows_cap=self._rows, elems_cap=self._ends)
         raw = group_json({**exact.to_attributes(), "sealed": sealed})
         if not self._bucket.settle(f"{self._name}/{HEADER}", raw):

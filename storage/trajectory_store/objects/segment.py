@@ -390,8 +390,8 @@ class ObjectSegment(Segment):
                 place = self._place(key, places, spec)
                 chunk = raw[place[0] : place[1]] if raw is not None else self.bucket.ranges(key, [place])[0]
                 values = decode(chunk, size, crcs.get(name, -1), f"object {key}").view(spec.dtype)
-                if name.endswith(".offsets"):  # these count from the start of the segment there
-                    values = values + self.history[seq].starts[self._axes.index(name.removesuffix(".offsets"))]
+                if spec.edges:  # these count from the start of the segment there
+                    values = values + self.history[seq].starts[self._axes.index(spec.axis or "")]
                 fs.pwrite(fd, values.view(np.uint8), start * spec.itemsize)
                 total += size
             self._note_fetched(name, seq)
@@ -458,11 +458,10 @@ class ObjectSegment(Segment):
     def extent(self, spec: ArraySpec, seq: int) -> tuple[int, int]:
         """How many elements of an array a commit has, and where they begin in the segment."""
         brief = self.history[seq]
-        first = brief.rows_end - brief.n_rows
-        if spec.name in self.schema and (axis := self.schema[spec.name].axis) is not None:
-            at = self._axes.index(axis)
+        if spec.axis is not None and not spec.edges:
+            at = self._axes.index(spec.axis)
             return brief.ends[at] - brief.starts[at], brief.starts[at]
-        return brief.n_rows + (spec.dimension == "row_edges"), first
+        return brief.n_rows + spec.edges, brief.rows_end - brief.n_rows
 
     def _fetch_sealed(self, name: str, sealed: Mapping[str, Any]) -> int:
         values = self.sealed_values(name, sealed)
