@@ -147,28 +147,26 @@ class FolderBucket(Bucket):
         path = self.root / key
         for attempt in range(TRIES):
             temporary = path.with_name(f"{PARTIAL}{os.getpid()}-{fs.token(8)}")
-            try:
-                return self._link(path, temporary, data)
-            except OSError as error:
-                with suppress(OSError):
-                    fs.remove_file(temporary)
-                if isinstance(error, StoreError):
-                    raise
-                if not isinstance(error, FileNotFoundError) or attempt == TRIES - 1:
-                    raise fs.failed(error, path, "writing") from error
-            self._make_folder(path.parent)  # it is not there yet, or whoever tidies up removed it while it was empty
+            with fs.said(path, "writing"):
+                try:
+                    return self._link(path, temporary, data)
+                except FileNotFoundError:  # the folder is not there yet, or whoever tidies up found it empty
+                    if attempt == TRIES - 1:
+                        raise
+                self._make_folder(path.parent)
         raise AssertionError(TRIES)
 
     def _link(self, path: Path, temporary: Path, data: bytes) -> bool:
-        fs.write_file(temporary, data)
-        if self.durable:
-            fs.sync_path(temporary)
         try:
+            fs.write_file(temporary, data)
+            if self.durable:
+                fs.sync_path(temporary)
             fs.link(temporary, path)
         except FileExistsError:
             return False
         finally:
-            fs.remove_file(temporary)
+            with suppress(OSError):
+                fs.remove_file(temporary)
         if self.durable:
             fs.sync_path(path.parent)
         return True
@@ -195,16 +193,12 @@ class FolderBucket(Bucket):
     def sync(self, key: str) -> None:
         """Sync a file, or a folder with all that is in it, and its name."""
         path = self.root / key
-        try:
+        with fs.said(path, "syncing"), suppress(FileNotFoundError):  # there are newer records, which are as good
             if path.is_dir():
                 fs.sync_tree(path)
             else:
                 fs.sync_path(path)
             fs.sync_path(path.parent)
-        except FileNotFoundError:  # there are newer records, which are as good
-            return
-        except OSError as error:
-            raise fs.failed(error, self.root / key, "syncing") from error
 
     def is_empty(self) -> bool:
         """Whether the folder is empty or not there."""

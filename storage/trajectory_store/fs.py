@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import numpy.typing as npt
 
-from trajectory_store.errors import CorruptionError, WriteFailedError
+from trajectory_store.errors import CorruptionError, StoreError, WriteFailedError
 
 Data = bytes | memoryview | npt.NDArray[Any]
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -42,6 +42,17 @@ def failed(error: OSError, path: Path | str, doing: str) -> WriteFailedError:
         f"these rows are not in the store. {way_out}."
     )
     return WriteFailedError(error.errno, message, str(path))
+
+
+@contextmanager
+def said(path: Path | str, doing: str) -> Generator[None]:
+    """Say an OSError of the operating system as `failed` does; errors of the store pass."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, StoreError):
+            raise
+        raise failed(error, path, doing) from error
 
 
 def open_fd(path: Path | str, flags: int) -> int:

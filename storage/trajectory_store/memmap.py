@@ -67,25 +67,21 @@ def create_folder(path: Path, root: Root) -> None:
         raise taken(str(path))
     durable = root.durability != "process"
     temporary = path.parent / f".{path.name}.new-{fs.token(6)}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fs.mkdir(temporary)
-        fill_root(FolderBucket(temporary, durable=durable), root)
-        if durable:
-            fs.sync_tree(temporary)
+    with fs.said(path, "creating the store"):
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fs.mkdir(temporary)
+            fill_root(FolderBucket(temporary, durable=durable), root)
+            if durable:
+                fs.sync_tree(temporary)
             fs.rename(temporary, path)
         except OSError as error:
+            fs.remove_tree(temporary)
             if path.exists():
                 raise taken(str(path)) from error
             raise
         if durable:
             fs.sync_path(path.parent)
-    except OSError as error:
-        fs.remove_tree(temporary)
-        if isinstance(error, StoreError):
-            raise
-        raise fs.failed(error, path, "creating the store") from error
 
 
 class Memmap(Medium):
@@ -131,20 +127,19 @@ class Memmap(Medium):
         A rename onto a folder that holds something fails, so two processes never have the same number.
         """
         temporary = self.folder / f"{TEMPORARY}{os.getpid()}-{fs.token(6)}"
-        log_fd, meta_crc = write_segment(temporary, meta)
-        folder = temporary
-        try:
-            while True:
-                ordinal, folder = self._name(folder, least)
-                least = claim(ordinal, meta.salt)
-                if least == ordinal:
-                    return LocalWriter(folder, ordinal, meta, log_fd, meta_crc)
-        except OSError as error:
-            os.close(log_fd)
-            fs.remove_tree(folder)
-            if isinstance(error, StoreError):
+        with fs.said(self.folder, "creating a segment"):
+            log_fd, meta_crc = write_segment(temporary, meta)
+            folder = temporary
+            try:
+                while True:
+                    ordinal, folder = self._name(folder, least)
+                    least = claim(ordinal, meta.salt)
+                    if least == ordinal:
+                        return LocalWriter(folder, ordinal, meta, log_fd, meta_crc)
+            except OSError:
+                os.close(log_fd)
+                fs.remove_tree(folder)
                 raise
-            raise fs.failed(error, folder, "creating a segment") from error
 
     def _name(self, folder: Path, ordinal: int) -> tuple[int, Path]:
         """Give a finished folder the first free number."""
@@ -164,15 +159,16 @@ class Memmap(Medium):
     def make_merged(self, meta: SegmentMeta, ordinal: int) -> LocalMerge:
         """Make a segment for rows that come from other segments."""
         temporary = self.folder / f"{TEMPORARY}{os.getpid()}-{fs.token(6)}"
-        log_fd, meta_crc = write_segment(temporary, meta)
         folder = self.folder / segment_name(ordinal, merged=True)
-        try:
-            fs.rename(temporary, folder)
-            return LocalMerge(LocalWriter(folder, ordinal, meta, log_fd, meta_crc), self.folder)
-        except OSError as error:
-            os.close(log_fd)
-            fs.remove_tree(temporary)
-            raise fs.failed(error, folder, "creating a segment") from error
+        with fs.said(folder, "creating a segment"):
+            log_fd, meta_crc = write_segment(temporary, meta)
+            try:
+                fs.rename(temporary, folder)
+                return LocalMerge(LocalWriter(folder, ordinal, meta, log_fd, meta_crc), self.folder)
+            except OSError:
+                os.close(log_fd)
+                fs.remove_tree(temporary)
+                raise
 
     def remove(self, entry: Entry) -> None:
         """Remove the folder of a segment that no longer counts: whole files, so maps of readers stay valid."""
@@ -230,34 +226,31 @@ def write_segment(folder: Path, meta: SegmentMeta) -> tuple[int, int]:
     Returns:
         The open, locked file of its commits, and the CRC32C of its zarr.json.
     """
+    fd = -1
     try:
         for part in (folder, folder / "commits", folder / "commits" / "c", folder / "commits" / "c" / "0"):
             fs.mkdir(part)
         fs.create_sized(commits_path(folder), commits_cap(meta.rows_cap) * RECORD_SIZE, preallocate=False)
         fd = fs.open_fd(commits_path(folder), os.O_RDWR)
-        try:
-            if not fs.try_lock(fd):
-                raise StoreError(f"{folder} was locked by another process while it was made.")
-            fs.write_file(mark_path(folder), pack_mark(0))
-            fs.write_file(folder / "commits" / "zarr.json", commits_json(meta.rows_cap))
-            for spec in meta.arrays():
-                path = chunk_path(folder, spec.name, spec.shape)
-                for part in [*reversed(path.relative_to(folder).parents)][1:]:
-                    fs.mkdir(folder / part)
-                fs.write_file(folder / spec.name / "zarr.json", spec_json(spec))
-                fs.create_sized(path, spec.capacity * spec.itemsize, meta.preallocated)
-            raw = group_json(meta.to_attributes())
-            fs.write_file(folder / "zarr.json", raw)
-            if meta.durability != "process":
-                fs.sync_tree(folder)
-        except BaseException:
+        if not fs.try_lock(fd):
+            raise StoreError(f"{folder} was locked by another process while it was made.")
+        fs.write_file(mark_path(folder), pack_mark(0))
+        fs.write_file(folder / "commits" / "zarr.json", commits_json(meta.rows_cap))
+        for spec in meta.arrays():
+            path = chunk_path(folder, spec.name, spec.shape)
+            for part in [*reversed(path.relative_to(folder).parents)][1:]:
+                fs.mkdir(folder / part)
+            fs.write_file(folder / spec.name / "zarr.json", spec_json(spec))
+            fs.create_sized(path, spec.capacity * spec.itemsize, meta.preallocated)
+        raw = group_json(meta.to_attributes())
+        fs.write_file(folder / "zarr.json", raw)
+        if meta.durability != "process":
+            fs.sync_tree(folder)
+    except BaseException:
+        if fd >= 0:
             os.close(fd)
-            raise
-    except OSError as error:
         fs.remove_tree(folder)
-        if isinstance(error, StoreError):
-            raise
-        raise fs.failed(error, folder, "creating a segment") from error
+        raise
     return fd, crc32c(raw)
 
 
@@ -445,21 +438,17 @@ class LocalMerge:
 
     def write(self, batch: Batch, time_ns: int) -> None:
         """Write some rows behind those before."""
-        try:
+        with fs.said(self._writer.folder, "merging"):
             self._writer.commit(batch.fitted(self._writer.meta.schema), time_ns, 0)
-        except OSError as error:
-            raise fs.failed(error, self._writer.folder, "merging") from error
 
     def finish(self) -> Entry:
         """Wait until everything is safe."""
         writer = self._writer
-        try:
+        with fs.said(writer.folder, "merging"):
             writer.sync()
             writer.finish()
             fs.sync_tree(writer.folder)
             fs.sync_path(self._root)
-        except OSError as error:
-            raise fs.failed(error, writer.folder, "merging") from error
         return replace(self.entry, rows=writer.rows)
 
     def discard(self) -> None:

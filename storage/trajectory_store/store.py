@@ -328,11 +328,9 @@ class TrajectoryStore(StoreReads):
     def flush(self) -> None:
         """Wait until everything this process appended is on the disk."""
         self._check_writable("flush")
-        try:
+        with fs.said(self.path, "syncing"):
             for stream in (self._stream, *self._update_streams.values()):
                 stream.sync()
-        except OSError as error:
-            raise fs.failed(error, self.path, "syncing") from error
 
     # Care
 

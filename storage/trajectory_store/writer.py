@@ -135,12 +135,11 @@ class Stream:
         writer = self._writer
         if writer is None:
             return
-        try:
-            writer.wait_durable(writer.records)
-        except OSError as error:
-            self._give_up()
-            raise fs.failed(error, self._catalog.medium.where, "syncing") from error
-        self._give_up()
+        with fs.said(self._catalog.medium.where, "syncing"):
+            try:
+                writer.wait_durable(writer.records)
+            finally:
+                self._give_up()
 
     def _roll(self, batch: Batch, schema: Schema) -> SegmentWriter:
         required = {c.name for c in schema if not c.optional} if self.kind == "rows" else set[str]()

@@ -189,7 +189,7 @@ def test_other_folders_and_versions_are_named(tmp_path, store_path):
 
 
 def test_a_record_left_far_behind_is_no_gap(tmp_path):
-    """A process that slept while its number was used and removed puts a record nobody asks for; one missing is named."""
+    """A process that slept may put a record whose number was used and removed; one that is missing is named."""
     path = tmp_path / "s"
     TrajectoryStore.create(path, example_schema()).close()
     with TrajectoryStore.open(path, "a") as store:
