@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.errors import CorruptionError, MissingRowError, SegmentGoneError
-from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK
+from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK
 from trajectory_store.journal import Entry, Journal, State
 from trajectory_store.medium import Medium
 from trajectory_store.order import ArrivalOrder
@@ -21,9 +21,8 @@ from trajectory_store.segment import Segment
 from trajectory_store.updates import Later
 
 _SHIFT = np.uint64(ORDINAL_SHIFT)
-_NOWHERE = -1
+_NOWHERE = _NOT_LEARNT = -1
 NOT_SEEN_YET = 1 << 20
-_MERGED = -1
 
 
 class Address(NamedTuple):
@@ -67,6 +66,8 @@ class Catalog:
         self._failed: dict[int, Entry] = {}
         self._limits: Int64Array = np.zeros(0, np.int64)
         self._homes: Int64Array = np.zeros(0, np.int64)
+        self._bases: Int64Array = np.zeros(0, np.int64)
+        self._moved = False
         self._tables: dict[str, dict[int, Any]] = {}
         self._later: dict[str, Later] = {}
         self._later_generation: dict[str, int] = {}
@@ -158,7 +159,7 @@ class Catalog:
         if size > known:
             more = max(64, 2 * size) - known
             self._homes = np.append(self._homes, np.full(more, _NOWHERE))
-            self._limits = np.append(self._limits, np.zeros(more, np.int64))
+            self._bases, self._limits = (np.append(t, np.zeros(more, np.int64)) for t in (self._bases, self._limits))
 
     def _add(self, entry: Entry, segment: Segment) -> None:
         self._known[entry.ordinal] = entry
@@ -171,13 +172,14 @@ class Catalog:
             self.updates[entry.ordinal] = segment
             return
         self.segments[entry.ordinal] = segment
+        sources = _sources(entry)
+        self._homes[sources] = entry.ordinal
         if not entry.merged:
             self._limits[entry.ordinal] = segment.rows
             return
-        sources = [o for first, last in entry.owners for o in range(first, last + 1)]
-        self._limits[sources] = _MERGED
-        self._homes[sources] = entry.ordinal
-        inside = set(sources)
+        self._limits[sources] = _NOT_LEARNT
+        self._moved = True
+        inside = set(sources.tolist())
         known = [e for e in self._known.values() if e.kind == "rows" and e is not entry]
         self.order.replace([e.ordinal for e in known if (e.owners[0][0] if e.merged else e.ordinal) in inside], segment)
 
@@ -189,8 +191,8 @@ class Catalog:
         self._tables = {}
         if segment is None:
             return
-        sources = np.array([o for a, b in entry.owners for o in range(a, b + 1)] or [ordinal])
-        lost = sources[(self._homes[sources] == ordinal) | (self._homes[sources] == _NOWHERE)]
+        sources = _sources(entry)
+        lost = sources[self._homes[sources] == ordinal]
         if len(lost):
             self._limits[lost] = 0
             self._homes[lost] = _NOWHERE
@@ -279,43 +281,50 @@ class Catalog:
         """
         ordinals, rows = (ids.view(np.uint64) >> _SHIFT).view(np.int64), ids & ROW_MASK
         try:  # a negative id has a large ordinal, because it was shifted as an unsigned number
-            inside = rows < self._limits[ordinals]
+            inside = self._inside(ordinals, rows)
         except IndexError:
             raise self._missing(int(ids[ordinals >= len(self._limits)][0])) from None
-        if np.count_nonzero(inside) == len(ids):
-            return Address(ordinals, rows)
-        ordinals, rows = self._follow_moves(ids, ordinals, rows, ~inside)
-        lost = ordinals < 0
-        if lost.any():
-            raise self._missing(int(ids[lost][0]))
-        return Address(ordinals, rows)
+        if np.count_nonzero(inside) < len(ids):
+            raise self._missing(int(ids[~inside][0]))
+        return self._address(ordinals, rows)
 
     def find(self, ids: Int64Array) -> Address:
         """The same with -1 for rows that are not there."""
         ordinals, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
         known = (ordinals >= 0) & (ordinals < len(self._limits))
-        inside = known & (rows < self._limits[np.where(known, ordinals, 0)])
-        if inside.all():
-            return Address(ordinals, rows)
-        return Address(*self._follow_moves(ids, np.where(known, ordinals, _NOWHERE), rows, ~inside))
+        ordinals = np.where(known, ordinals, 0)
+        inside = known & self._inside(ordinals, rows)
+        found = self._address(ordinals, rows)
+        return found if inside.all() else Address(np.where(inside, found.ordinals, _NOWHERE), found.rows)
 
-    def _follow_moves(
-        self, ids: Int64Array, ordinals: Int64Array, rows: Int64Array, outside: npt.NDArray[np.bool_]
-    ) -> tuple[Int64Array, Int64Array]:
-        ordinals, rows = ordinals.copy(), rows.copy()
-        homes = np.where(outside & (ordinals >= 0), self._homes[ordinals], _NOWHERE)
-        ordinals[outside] = _NOWHERE
-        for home in distinct(homes[outside & (homes >= 0)]):
-            segment = self.segments.get(home)
-            if segment is None or not segment.rows:
-                continue
-            where = np.flatnonzero(homes == home)
-            known = segment.array("row_id")[: segment.rows]
-            found = np.minimum(np.searchsorted(known, ids[where]), segment.rows - 1)
-            right = known[found] == ids[where]
-            rows[where[right]] = found[right]
-            ordinals[where[right]] = home
-        return ordinals, rows
+    def _inside(self, ordinals: Int64Array, rows: Int64Array) -> npt.NDArray[np.bool_]:
+        """Which rows are there."""
+        limits = self._limits[ordinals]
+        moved = limits < 0
+        if moved.any():
+            for home in distinct(self._homes[ordinals[moved]]):
+                self._learn(self.any_segment(home))
+            limits = self._limits[ordinals]
+        return rows < limits
+
+    def _address(self, ordinals: Int64Array, rows: Int64Array) -> Address:
+        if not self._moved:
+            return Address(ordinals, rows)
+        return Address(self._homes[ordinals], rows + self._bases[ordinals])
+
+    def _learn(self, segment: Segment) -> None:
+        """Where the rows of its sources are in a merged segment: it has all of each, one source after another."""
+        ids, sources = segment.array(ROW_ID)[: segment.rows], _sources(self._known[segment.ordinal])
+        sources = sources[self._homes[sources] == segment.ordinal]
+        starts = ids.searchsorted(sources << ORDINAL_SHIFT)
+        counts = ids.searchsorted((sources + 1) << ORDINAL_SHIFT) - starts
+        held = counts > 0
+        if not np.array_equal(ids[(starts + counts - 1)[held]] & ROW_MASK, counts[held] - 1):
+            raise CorruptionError(
+                f"{self.medium.where}: {segment.name}/{ROW_ID} is damaged: ids are not those of whole segments. Run "
+                "verify(), and restore the segment from a copy."
+            )
+        self._bases[sources], self._limits[sources] = starts, counts
 
     def _missing(self, row_id: int) -> MissingRowError:
         ordinal, row = row_id >> ORDINAL_SHIFT, row_id & ROW_MASK
@@ -391,6 +400,11 @@ class Catalog:
         self._later = {}
         self.segments.clear()
         self.updates.clear()
+
+
+def _sources(entry: Entry) -> Int64Array:
+    """The ordinals of the segments whose rows one holds."""
+    return np.array([o for first, last in entry.owners for o in range(first, last + 1)] or [entry.ordinal], np.int64)
 
 
 def _limits_of(segments: Mapping[int, Segment]) -> dict[int, int]:

@@ -26,7 +26,6 @@ from trajectory_store.updates import Later
 Side = Literal["left", "right"]
 _UNSIGNED = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}
 _BYTE = _UNSIGNED[1]
-FEW = 4  # rows of one segment for which looking costs more than it saves
 _EDGES = np.dtype("V16")
 
 
@@ -125,17 +124,13 @@ class Gather:
 
         A tenth of a warm batch's time, a third of one from a store much larger than the processor's caches.
         """
-        places = spans.places
-        if not self._catalog.medium.keeps_arrays:
+        if not self._catalog.medium.keeps_arrays or not spans.heads:
             return
         arrays = self._look_up(
-            f"{column.name}.values", places, lambda s: s.array(column.name) if s.has(column.name) else None
+            f"{column.name}.values", spans.places, lambda s: s.array(column.name) if s.has(column.name) else None
         )
-        at = 0
-        for ordinal, rows in places.runs:
-            firsts = spans.starts[at : at + len(rows)]
-            at += len(rows)
-            array = arrays.get(ordinal) if len(rows) > FEW else None
+        for ordinal, firsts in spans.heads:
+            array = arrays.get(ordinal)
             if array is not None and len(array):
                 array.take(firsts * column.width, mode="clip")  # an empty row may begin at the very end
 

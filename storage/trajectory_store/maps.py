@@ -33,7 +33,7 @@ ALLOCATING_TYPES = frozenset(["tmpfs", "ramfs"])
 written yet ends the process with SIGBUS. A positional read of a hole gives zeros and takes nothing."""
 
 MOUNTS = Path("/proc/self/mountinfo")
-LOADED = 1 << 20
+LOADED = 1 << 16
 """Bytes of a finished file up to which it is loaded and not mapped."""
 
 

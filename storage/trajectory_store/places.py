@@ -13,6 +13,8 @@ import numpy.typing as npt
 from trajectory_store.ragged import Int64Array, offsets_of
 
 T = TypeVar("T")
+FEW = 4
+"""Rows of one segment for which looking at them first costs more than it saves."""
 
 
 class Places:
@@ -112,6 +114,13 @@ class Spans:
     def width(self) -> int:
         """The longest row."""
         return int(self.lengths.max()) if len(self.lengths) else 0
+
+    @cached_property
+    def heads(self) -> list[tuple[int, Int64Array]]:
+        """The first elements of the rows of each segment that has more than a few of them."""
+        edges = itertools.accumulate((len(rows) for _, rows in self.places.runs), initial=0)
+        starts = zip(self.places.runs, itertools.pairwise(edges), strict=True)
+        return [(ordinal, self.starts[a:b]) for (ordinal, _), (a, b) in starts if b - a > FEW]
 
     @cached_property
     def slices(self) -> list[slice]:
