@@ -29,25 +29,31 @@ class Finding:
     text: str
 
 
-def check_store(path: Path) -> Iterator[Finding]:
-    """Check every checksum of a store."""
+def check_store(path: Path, *, part: str = "store", what: str = "trajectory") -> Iterator[Finding]:
+    """Check every checksum of a store.
+
+    Args:
+        path: the store.
+        part: what the findings call it.
+        what: what its rows are, one of them.
+    """
     try:
         with Stored(path) as stored:
             report = stored.store.verify()
     except StoreError as error:
-        yield Finding(part="store", ok=False, text=str(error))
+        yield Finding(part=part, ok=False, text=str(error))
         return
     if report.ok:
-        what = f"{count(report.trajectories, 'trajectory')}, {report.bytes / 1e6:.1f} MB: every checksum holds"
-        yield Finding(part="store", ok=True, text=what)
+        text = f"{count(report.trajectories, what)}, {report.bytes / 1e6:.1f} MB: every checksum holds"
+        yield Finding(part=part, ok=True, text=text)
         return
     for problem in report.problems:
-        yield Finding(part="store", ok=False, text=problem)
+        yield Finding(part=part, ok=False, text=problem)
     damaged = report.damaged_ids
     if len(damaged):
         some = ", ".join(str(row) for row in damaged[:8].tolist()) + (", ..." if len(damaged) > 8 else "")
-        text = f"{count(len(damaged), 'trajectory')} cannot be trusted (ids {some}); all others are good. "
-        yield Finding(part="store", ok=False, text=text + "Restore the segment from a copy, or leave these ids out.")
+        text = f"{count(len(damaged), what)} cannot be trusted (ids {some}); all others are good. "
+        yield Finding(part=part, ok=False, text=text + "Restore the segment from a copy, or leave these ids out.")
 
 
 def check_run(run: RunFolder) -> Iterator[Finding]:
@@ -56,6 +62,8 @@ def check_run(run: RunFolder) -> Iterator[Finding]:
         yield from check_store(run.store_path)
     elif run.came_to_nothing:
         yield Finding(part="store", ok=True, text="nothing is stored yet")
+    if is_store(run.rollouts):
+        yield from check_store(run.rollouts, part=run.rollouts.name, what="rollout")
     for check in (_check_rows, _check_checkpoints, _check_weights):
         found = list(check(run))
         if not all(finding.ok for finding in found):

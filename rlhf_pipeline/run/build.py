@@ -266,7 +266,7 @@ def build_parts(
                 pipeline,
                 models.trained or models.policy,
                 buffer,
-                ledger=Ledger(run.ledger_file),
+                ledger=Ledger(run.ledger_file, metrics=run.metrics),
                 seed=seed,
                 shards=models.shards,
                 reference=_moving_reference(pipeline, models),

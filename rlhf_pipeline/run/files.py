@@ -122,7 +122,7 @@ def folder_problem(folder: Path, *, checksums: bool = True) -> str | None:
     try:
         listed: Any = json.loads((folder / MANIFEST).read_bytes())
         files = {str(name): (int(entry["bytes"]), str(entry["crc32c"])) for name, entry in listed["files"].items()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return f"it has no {MANIFEST}, so it was never finished"
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"its {MANIFEST} is damaged"

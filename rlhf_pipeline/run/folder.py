@@ -341,24 +341,14 @@ class RunFolder:
         if taken and not saved:
             yield f"there is no checkpoint, and {taken} steps were taken"
         if taken or saved:
-            yield from self._missing_store(newest)
+            row = self.ledger.of_step(newest)
+            stored = self._gathered() if row is None else row.get("watermark", 0)
+            yield from _missing_rows(self.store_path, stored, "trajectories")
+        if (taken or saved) and self.is_of_several:
+            begun = -(-newest // self.config.pipeline.get("learn", {}).get("updates_per_rollout", 1))
+            yield from _missing_rows(self.rollouts, begun, "rollouts")
         if len(self.ledger) and "rollout" in self.ledger[-1] and not self.is_of_several and not self.has_chosen:
             yield f"there is no {self.rollouts.name}, where its collectors counted"
-
-    def _missing_store(self, step: int) -> Iterator[str]:
-        from trajectory_store import StoreError, TrajectoryStore
-
-        row = self.ledger.of_step(step)
-        counted = self._gathered() if row is None else row.get("watermark", 0)
-        try:
-            with TrajectoryStore.open(self.store_path) as store:
-                if store.watermark < counted:
-                    yield (
-                        f"{self.store_path.name} has seen {store.watermark} trajectories, and the run had stored "
-                        f"{counted}"
-                    )
-        except StoreError as error:
-            yield f"its store cannot be read ({error})" if self.store_path.exists() else "there is no store"
 
     def _gathered(self) -> int:
         """Return how many trajectories a run over stores has copied; 0 before it has copied them all."""
@@ -468,6 +458,18 @@ class RunFolder:
                     f"{'Free some space' if full else 'Fix that'}, then type the same command with --resume."
                 )
             raise RunStorageError(f"the run folder {self.path} cannot be written: {error}. {advice}") from error
+
+
+def _missing_rows(folder: Path, counted: int, what: str) -> Iterator[str]:
+    """Say that a store of a run is not there, or has seen less than the run had stored."""
+    from trajectory_store import StoreError, TrajectoryStore
+
+    try:
+        with TrajectoryStore.open(folder) as store:
+            if store.watermark < counted:
+                yield f"{folder.name} has seen {store.watermark} {what}, and the run had stored {counted}"
+    except StoreError as error:
+        yield f"{folder.name} cannot be read ({error})" if folder.exists() else f"there is no {folder.name}"
 
 
 _LOOKED_AT: Final = 256

@@ -17,6 +17,8 @@ class Ledger:
 
     Args:
         path: the file; it need not exist yet.
+        metrics: the rows of the same steps in `metrics.jsonl`. Those of a step that is replaced, and of later ones, go
+            before it does: a kill in between leaves no figures of steps that are not in the ledger.
 
     >>> import tempfile
     >>> ledger = Ledger(Path(tempfile.mkdtemp()) / "ledger.jsonl")
@@ -30,9 +32,10 @@ class Ledger:
     [6, 7]
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, metrics: StepRows | None = None) -> None:
         self.rows = StepRows(path)
         """All rows, oldest first."""
+        self.metrics = metrics
 
     def planned(self, step: int) -> dict[str, Any] | None:
         """Return the row of a step that was begun before, or None."""
@@ -48,6 +51,8 @@ class Ledger:
         if before is not None and before["row_ids"] == row["row_ids"]:
             return True
         # What was planned after this step was planned from it.
+        if self.metrics is not None:
+            self.metrics.drop_from(row["step"])
         self.rows.drop_from(row["step"])
         self.rows.append(row)
         if before is None:

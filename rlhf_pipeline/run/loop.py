@@ -127,7 +127,8 @@ class Loop:
         self.on_event = with_logger(learn.logger, run, on_event)
         self.after = after
         self.progress = Progress()
-        self.metrics = StepRows(run.metrics_file)
+        self.metrics = run.metrics
+        self.metrics.refresh()
         self.num_parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
         self._saved: int | None = None
         """The step of the newest checkpoint: what was just loaded or saved is not saved again."""
@@ -207,10 +208,7 @@ class Loop:
         if batch.task_reward is not None:
             progress.note(batch.task_reward, self.learn.stop_window)
         number = progress.step + 1
-        planned = learner.ledger.planned(number)
         figures = learner.step(number, row_ids=batch.row_ids, ages=batch.ages, ledger_fields=batch.ledger_fields)
-        if planned is not None and learner.ledger.planned(number) != planned:
-            self.metrics.drop_from(number)  # its line and later ones are about steps that will not happen
         for notice in learner.take_notices():
             tell(self.on_event, notice)
         row = {"step": number, "task_reward": batch.task_reward, **batch.about, "time": time.time(), **figures}

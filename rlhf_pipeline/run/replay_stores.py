@@ -90,7 +90,9 @@ def replay_stores(
             if gathered(folder) is not None or _gather(gatherer, folder, stop):
                 storage.refresh()
                 buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
-                learner = build_learner(pipeline, policy, buffer, ledger=Ledger(folder.ledger_file), seed=seed)
+                learner = build_learner(
+                    pipeline, policy, buffer, ledger=Ledger(folder.ledger_file, metrics=folder.metrics), seed=seed
+                )
                 loop = Loop(
                     folder,
                     learn=pipeline.learn,

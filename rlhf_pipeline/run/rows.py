@@ -1,9 +1,10 @@
 """JSON lines on disk: whole lines, appended in one write; and one line per optimizer step with an index beside it.
 
 `metrics.jsonl` and `ledger.jsonl` are plain JSON lines in the order of the steps. Beside each lies an index of 24 bytes
-a row (step, start, length, CRC32C of the line): the number of rows, any row and the last one are found in constant
-time, and a line that was cut, changed or taken out is seen. The index is written after the line; whatever it lacks is
-found by reading the lines after the last one that it knows, so no reader loads what it does not show. Imports no torch.
+a row (step, start, length, CRC32C of the line, CRC32C of these): the number of rows, any row and the last one are found
+in constant time, and a line that was cut, changed or taken out is seen. The index is written after the line; whatever
+it lacks is found by reading the lines after the last one that it knows, so no reader loads what it does not show. A
+damaged entry costs the use of the index, and no row. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import errno
 import json
 import math
 import os
+import shlex
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, overload
+from typing import Any, BinaryIO, Final, NamedTuple, overload
 
 import google_crc32c
 
@@ -24,7 +26,9 @@ from rlhf_pipeline.run.files import sync_file
 
 Row = dict[str, Any]
 
-_ENTRY: Final = struct.Struct("<qqII")
+_FIELDS: Final = struct.Struct("<IqII")
+_ENTRY: Final = struct.Struct("<IqIII")
+"""The fields, and their CRC32C."""
 _CHUNK: Final = 1 << 20
 
 
@@ -91,13 +95,17 @@ class StepRows(Sequence[Row]):
             return 0
         size = _size(self.path)
         written = _size(self.index_path) // _ENTRY.size
-        known = written
-        while known and not self._holds(self._indexed(known - 1), size):
+        known, gone, end = written, 0, 0
+        while known:
+            entry = self._indexed(known - 1)
+            if entry is not None and self._holds(entry, size):
+                end = entry.end
+                break
             known -= 1
-        end = self._indexed(known - 1).end if known else 0
+            gone += entry is not None
         if known == self._num_indexed and self._later and self._later[-1].end == size and self._later[0].start == end:
             return len(self)
-        self._num_indexed, self.num_passed_over = known, written - known
+        self._num_indexed, self.num_passed_over = known, gone
         self._later = list(self._scan(end))
         self._torn = size - (self._later[-1].end if self._later else end)
         return len(self)
@@ -128,7 +136,10 @@ class StepRows(Sequence[Row]):
         if not 0 <= at < len(self):
             raise IndexError(place)
         entry = self.entry(at)
-        return self._row(_read(self.path, entry.start, entry.length), at)
+        line = _read(self.path, entry.start, entry.length)
+        if google_crc32c.value(line) != entry.checksum:
+            raise DataError(f"{self.path}: line {at + 1} is not as it was written. {_RESTORE}")
+        return self._row(line, at)
 
     def __iter__(self) -> Iterator[Row]:
         """Yield the rows, oldest first, with one of them in memory at a time."""
@@ -170,10 +181,21 @@ class StepRows(Sequence[Row]):
         return [self[round(i * (len(self) - 1) / (most - 1))] for i in range(most)]
 
     def entry(self, place: int) -> Entry:
-        """Return what is known of the row at a place, from 0."""
+        """Return what is known of the row at a place, from 0.
+
+        Raises:
+            DataError: another process has taken it off.
+        """
         if place == len(self) - 1 and self._last is not None:
             return self._last
-        found = self._indexed(place) if place < self._num_indexed else self._later[place - self._num_indexed]
+        found = self._indexed(place) if place < self._num_indexed else None
+        if found is None and place < self._num_indexed:
+            self._num_indexed, self._mended = 0, False  # what is damaged in one place is not believed
+            self._later = list(self._scan(0))
+        if found is None:
+            if place - self._num_indexed >= len(self._later):
+                raise DataError(f"{self.path} has lost its line {place + 1} meanwhile. Read it again.")
+            found = self._later[place - self._num_indexed]
         if place == len(self) - 1:
             self._last = found
         return found
@@ -185,15 +207,23 @@ class StepRows(Sequence[Row]):
                 f"{self.num_passed_over} lines are not as they were written, from line {self._num_indexed + 1} on: "
                 "they were cut, changed or taken out"
             )
-        with self.path.open("rb") if self.path.exists() else open(os.devnull, "rb") as file:
+        with _opened(self.path) as file, _opened(self.index_path) as index:
             for place in range(len(self)):
-                entry, line = self.entry(place), file.readline()
+                indexed = place < self._num_indexed
+                entry = _entry(index.read(_ENTRY.size)) if indexed else self._later[place - self._num_indexed]
+                if entry is None:
+                    yield (
+                        f"entry {place + 1} of {self.index_path.name} is damaged. Remove it, and it is made again from "
+                        f"the lines: rm {shlex.quote(str(self.index_path))}"
+                    )
+                    return
                 if entry.step != place + 1:
                     yield (
                         f"line {place + 1} is step {entry.step}, expected step {place + 1}: lines are missing, "
                         "repeated or moved"
                     )
                     return
+                line = file.readline()
                 if len(line) != entry.length or google_crc32c.value(line) != entry.checksum:
                     yield f"line {place + 1} is not as it was written: it was cut, changed or moved"
                     return
@@ -213,7 +243,7 @@ class StepRows(Sequence[Row]):
         if _size(self.index_path) != self._num_indexed * _ENTRY.size:
             os.truncate(self.index_path, self._num_indexed * _ENTRY.size)
         if self._later:
-            append_line(self.index_path, b"".join(_ENTRY.pack(*entry) for entry in self._later))
+            append_line(self.index_path, b"".join(_packed(entry) for entry in self._later))
         self._num_indexed, self._later = len(self), []
         self._torn = self.num_passed_over = 0
         self._mended = True
@@ -230,7 +260,7 @@ class StepRows(Sequence[Row]):
         start = self.entry(len(self) - 1).end if len(self) else 0
         append_line(self.path, line)
         added = Entry(row["step"], start, len(line), google_crc32c.value(line))
-        append_line(self.index_path, _ENTRY.pack(*added))
+        append_line(self.index_path, _packed(added))
         self._num_indexed, self._last, self._mended = self._num_indexed + 1, added, True
 
     def drop_from(self, step: int) -> None:
@@ -239,7 +269,9 @@ class StepRows(Sequence[Row]):
         place = self._first_from(step)
         if place == len(self):
             return
-        os.truncate(self.path, self.entry(place).start)
+        start = self.entry(place).start
+        self.mend()  # where the index was found to be damaged on the way
+        os.truncate(self.path, start)
         os.truncate(self.index_path, place * _ENTRY.size)
         self._num_indexed, self._last = place, None
 
@@ -263,8 +295,9 @@ class StepRows(Sequence[Row]):
                 high = middle
         return low
 
-    def _indexed(self, place: int) -> Entry:
-        return Entry(*_ENTRY.unpack(_read(self.index_path, place * _ENTRY.size, _ENTRY.size)))
+    def _indexed(self, place: int) -> Entry | None:
+        """Return an entry of the index, or None if it is damaged."""
+        return _entry(_read(self.index_path, place * _ENTRY.size, _ENTRY.size))
 
     def _holds(self, entry: Entry, size: int) -> bool:
         """Whether the file has the line that the index says."""
@@ -336,6 +369,23 @@ _LOOK_BACK: Final = 4096
 """Rows that may be replaced without a follower missing it; a resumed learner replaces those since a checkpoint."""
 
 _RESTORE: Final = "The file was edited or damaged: restore it from a copy, or start a new run with --out OTHER_FOLDER."
+
+
+def _packed(entry: Entry) -> bytes:
+    return _ENTRY.pack(*entry, google_crc32c.value(_FIELDS.pack(*entry)))
+
+
+def _entry(content: bytes) -> Entry | None:
+    """Return what `_packed` gave, or None if it is damaged."""
+    if len(content) < _ENTRY.size:
+        return None
+    entry = Entry(*_FIELDS.unpack_from(content))
+    return entry if content == _packed(entry) else None
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a file for reading; one that is absent is empty."""
+    return path.open("rb") if path.exists() else open(os.devnull, "rb")
 
 
 def _size(path: Path) -> int:

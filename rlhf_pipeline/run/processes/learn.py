@@ -15,6 +15,7 @@ from rlhf_pipeline.run.loop import Loop, Reason, tell
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.run_files import shared_run
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_problem
+from rlhf_pipeline.run.rows import Row
 from rlhf_pipeline.run.signals import stop_on_signals
 from rlhf_pipeline.run.sources import Arrivals
 from trajectory_store import TrajectoryStore
@@ -101,7 +102,9 @@ def learn(
 class _Publisher:
     """Publishes the weights of each step, and that the run has ended.
 
-    A restarted learner catches up: until it is beyond what it had published before, that stays the newest.
+    A restarted learner catches up: until it is beyond what it had published before, that stays the newest. But where
+    the ledger lacks the step behind those weights (a power loss took it), or has another one in its place (trajectories
+    that it named are gone), they are not weights of this run and are replaced at once.
     """
 
     def __init__(
@@ -110,14 +113,17 @@ class _Publisher:
         self._updates = pipeline.learn.updates_per_rollout
         self._sync = pipeline.buffer.durability != "process"
         self._parts = parts
+        self._ledger = parts.learner.ledger
         self._source = source
         self._folder = run.weights
-        self._newest = self._published_before(on_event)
+        self._published = self._published_before(on_event)
+        """The version that is out, if it is whole, and the ledger's row of the step behind it."""
 
     def publish(self, step: int, reason: Reason | None) -> None:
         """Publish the weights behind a step, unless newer ones are out."""
         finished = None if reason == "interrupted" else reason
-        if finished is None and self._newest is not None and self._newest > step:
+        newest = self._newest
+        if finished is None and newest is not None and newest > step:
             return
         published = Published(
             version=step,
@@ -126,19 +132,27 @@ class _Publisher:
             finished=finished,
             write_path=self._parts.write_path_state(),
         )
-        save = self._parts.policy.save_pretrained if self._newest != step else None
+        save = self._parts.policy.save_pretrained if newest != step else None
         publish(self._folder, published, save=save, sync=self._sync)
-        self._newest = step
+        self._published = step, self._ledger.planned(step)
 
-    def _published_before(self, on_event: EventHandler) -> int | None:
-        """Return the version that collectors use now; None if there is none, or if its files are damaged."""
+    @property
+    def _newest(self) -> int | None:
+        """The version that is out; None if there is none that is whole and of this run."""
+        version, row = self._published
+        return version if version is not None and self._ledger.planned(version) == row else None
+
+    def _published_before(self, on_event: EventHandler) -> tuple[int | None, Row | None]:
         before = read_published(self._folder)
         if before is None:
-            return None
-        problem = weights_problem(self._folder, before.version)
+            return None, None
+        row, problem = self._ledger.planned(before.version), weights_problem(self._folder, before.version)
         if problem is not None:
             tell(on_event, f"the published weights of step {before.version} are damaged: {problem}.")
-            return None
+            return None, None
+        if row is None and before.version:
+            tell(on_event, f"the ledger has no step {before.version}: the weights published after it are replaced.")
+            return None, None
         if before.finished is not None:  # the run goes on
             publish(self._folder, replace(before, finished=None), save=None)
-        return before.version
+        return before.version, row

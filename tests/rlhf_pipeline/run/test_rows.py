@@ -128,6 +128,35 @@ def test_a_line_that_is_no_row_is_named(tmp_path):
             StepRows(path)
 
 
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_a_damaged_index_costs_no_row(written, place):
+    """Whichever byte of it was flipped, every row is found, and only what should go is taken off; `verify` says so."""
+    lines, index = written.path.read_bytes(), written.index_path.read_bytes()
+    for byte in range(24 * place, 24 * place + 24):
+        written.path.write_bytes(lines)
+        written.index_path.write_bytes(index[:byte] + bytes([index[byte] ^ 0x15]) + index[byte + 1 :])
+        again = StepRows(written.path)
+        assert [again.of_step(step) for step in range(1, 6)] == [json.loads(line) for line in lines.splitlines()]
+        assert any("metrics.index is damaged" in text for text in StepRows(written.path).problems()) == (place < 4)
+        again = StepRows(written.path)
+        again.drop_from(4)
+        again.append({"step": 4})
+        assert steps(StepRows(written.path)) == [1, 2, 3, 4]
+    written.index_path.write_bytes(bytes(len(index)))  # a power loss left its length
+    written.path.write_bytes(lines)
+    StepRows(written.path).append({"step": 6})
+    assert steps(StepRows(written.path)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_changed_line_is_not_given_out_as_a_row(written):
+    """A digit that was changed in place leaves valid JSON; its checksum says that it is not what was written."""
+    written.path.write_bytes(written.path.read_bytes().replace(b"0.01", b"0.02"))
+    again = StepRows(written.path)
+    with pytest.raises(DataError, match="line 2 is not as it was written"):
+        again.of_step(2)
+    assert again.of_step(3) == written.of_step(3)
+
+
 def test_rows_behind_damage_are_not_added(written):
     """Where the file was edited, appending would make the damage permanent: it is refused."""
     lines = written.path.read_bytes().splitlines(keepends=True)

@@ -1,0 +1,110 @@
+"""A learner that is started again beside what it had published."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.report.check import check_run
+from rlhf_pipeline.run.checkpoint import checkpoint_path
+from rlhf_pipeline.run.events import Event, Notice, RolloutDone, RunStarted, StepDone
+from rlhf_pipeline.run.files import new_folder
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.processes.collect import collect
+from rlhf_pipeline.run.processes.learn import learn
+from rlhf_pipeline.run.processes.weights import read_published, version_folder
+from tests.rlhf_pipeline.small import tiny
+
+FORGED = b"of a step that did not happen"
+PIPELINE = tiny(buffer__max_staleness="4", learn__updates_per_rollout="1", learn__steps="3")
+
+
+def stop_at(kind: type[Event], number: int = 1) -> Callable[[Event], None]:
+    """Ask to stop, as a service manager does, when an event has come so often."""
+    seen: list[Event] = []
+
+    def look(event: Event) -> None:
+        seen.extend([event] if isinstance(event, kind) else [])
+        if isinstance(event, kind) and len(seen) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return look
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A run of several processes with three rollouts, two of them learned from."""
+    run_dir = tmp_path_factory.mktemp("several") / "run"
+    learn(PIPELINE, run_dir=run_dir, on_event=stop_at(RunStarted))
+    collect(PIPELINE, run_dir=run_dir, on_event=stop_at(RolloutDone, 3))
+    learn(PIPELINE, run_dir=run_dir, on_event=stop_at(StepDone, 2))
+    return run_dir
+
+
+@pytest.fixture
+def run(made, tmp_path) -> RunFolder:
+    return RunFolder(shutil.copytree(made, tmp_path / "run"))
+
+
+def published(run: RunFolder) -> tuple[int, bytes]:
+    """The version that is out, and its weights."""
+    found = read_published(run.weights)
+    assert found is not None
+    return found.version, (version_folder(run.weights, found.version) / "model.safetensors").read_bytes()
+
+
+def forge(run: RunFolder, version: int) -> None:
+    """Put sealed weights of other bytes in place of a version's."""
+    with new_folder(version_folder(run.weights, version)) as made:
+        (made / "model.safetensors").write_bytes(FORGED)
+
+
+def test_weights_of_a_step_that_the_ledger_lacks_are_replaced(run):
+    """A power loss took the rows since the checkpoint; the synced weights are ahead of all that is known."""
+    before = published(run)
+    assert before[0] == 2
+    shutil.rmtree(checkpoint_path(run.checkpoints, 2))
+    for rows in (run.ledger, run.metrics):
+        rows.drop_from(1)
+    events: list[Event] = []
+    stop = stop_at(RunStarted)
+    learn(PIPELINE, run_dir=run.path, on_event=lambda event: (events.append(event), stop(event)))
+    assert published(run)[0] == 0
+    assert any("the ledger has no step 2" in event.message for event in events if isinstance(event, Notice))
+    forge(run, 2)
+    learn(PIPELINE, run_dir=run.path, on_event=stop_at(StepDone, 2))
+    assert published(run) == before  # the same rollouts in the same order
+
+
+def test_weights_of_a_step_that_is_taken_otherwise_are_replaced(run):
+    """The ledger's row of a step names trajectories that are gone: what follows is another run than was published."""
+    shutil.rmtree(checkpoint_path(run.checkpoints, 2))
+    row = run.ledger[1]
+    run.ledger.drop_from(2)
+    run.ledger.append({**row, "row_ids": [10**9]})
+    forge(run, 2)
+    learn(PIPELINE, run_dir=run.path, on_event=stop_at(StepDone, 2))
+    version, weights = published(run)
+    assert version == 2
+    assert weights != FORGED
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be opened")
+@pytest.mark.parametrize("damage", ["emptied", "catalog", "segment"])
+def test_a_run_without_its_rollouts_does_not_go_on(run, damage):
+    """Which rollouts are there is part of the run: `verify` names what is wrong with it, and a resume refuses."""
+    if damage == "emptied":
+        shutil.rmtree(run.rollouts)
+        run.rollouts.mkdir()
+    else:
+        shutil.rmtree(run.rollouts / {"catalog": "catalog", "segment": "seg-00000000"}[damage])
+    problems = [finding.text for finding in check_run(run) if not finding.ok]
+    assert any("rollouts" in text for text in problems)
+    with pytest.raises(PipelineError, match="rollouts"):
+        learn(PIPELINE, run_dir=run.path)
