@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.cli.parser import COMMANDS, module_of, parse
+from tests.rlhf_pipeline.policies.engines.fake_vllm import FakeVLLM
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
@@ -197,6 +198,18 @@ def test_exchange(folder: Path):
     for block in blocks("docs/exchange.md"):
         for line in block:
             run(line.replace("Qwen/Qwen3-0.6B", "model"), folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_engines(folder: Path):
+    """The run of docs/engines.md; the server only answers as vLLM does, which is not among the dependencies."""
+    ((serve, line),) = blocks("docs/engines.md")
+    assert " vllm serve model " in serve
+    with FakeVLLM(folder / "model").serving() as server:
+        run(line.replace("http://127.0.0.1:8000", server.address), folder)
+        assert len(server.requests) == 2 * 8
+    assert len(rewards(folder / "runs" / "first")) > 0
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -131,3 +132,29 @@ def test_slips(cli: Cli, run_dir: Path, args: list[str], wanted: str):
     shown = cli(*args)
     assert shown.code == 2
     assert wanted in shown.err
+
+
+@pytest.mark.skipif(
+    shutil.which("setpriv") is None, reason="root may write everywhere, unless util-linux takes that away"
+)
+def test_a_run_that_can_only_be_read(pieces: Path):
+    """It is one sentence, with the command that makes a compacted copy; that command works."""
+    for folder in [pieces, *(path for path in pieces.rglob("*") if path.is_dir())]:
+        folder.chmod(0o500)
+    command = ["setpriv", "--bounding-set", "-dac_override"] if os.geteuid() == 0 else []
+    command += [sys.executable, "-m", "rlhf_pipeline.cli"]
+
+    def typed(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *words], env=ENV, capture_output=True, text=True, check=False)
+
+    try:
+        refused, copied = typed("compact", str(pieces)), typed("copy", str(pieces), "--to", "copied")
+    finally:
+        for folder in [pieces, *(path for path in pieces.rglob("*") if path.is_dir())]:
+            folder.chmod(0o700)
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        f"rlhf-pipeline: {pieces}/store can only be read, so it cannot be compacted. Make a compacted copy: "
+        f"rlhf-pipeline copy {pieces} --to NEW_STORE\n"
+    )
+    assert copied.returncode == 0, copied.stderr
