@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 HELP = "merge the segments of a store that nobody writes to"
 DETAILS = """\
-Merges finished segments into few, keeps the newest of later values, and gives the space of the old ones
-back. Ids, order and values stay, so a run resumes and replays as before. A zarr store becomes sharded,
+Merges finished segments into few, keeps only the newest of updated values, and frees the space of the
+others. Ids, order and values stay, so a run resumes and replays as before. A zarr store becomes sharded,
 zstd-compressed groups. While it works, both old and new segments are on the disk; it may be stopped at
 any time. Readers are not disturbed; a run, an import or a recorder that writes is refused.
 

@@ -58,7 +58,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add_filter(command)
     command.add_argument("--seed", type=natural, metavar="N", help="seeds weights and batches (default: the run's)")
     command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
-    command.add_argument("--resume", action="store_true", help="go on with a replay that stopped")
+    command.add_argument("--resume", action="store_true", help="continue a replay that stopped")
     add_overrides(command)
     command.add_argument(
         "--from-step",

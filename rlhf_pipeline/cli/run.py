@@ -46,7 +46,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     add_steps(command)
     command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: cpu)")
-    command.add_argument("--resume", action="store_true", help="go on with a run that stopped")
+    command.add_argument("--resume", action="store_true", help="continue a run that stopped")
     add_overrides(command)
     several = command.add_argument_group("collectors and learner as processes of their own (docs/long_running.md)")
     several.add_argument(

@@ -10,8 +10,9 @@ from rlhf_pipeline.report.words import count
 
 HELP = "check a run or a store for damage"
 DETAILS = """\
-Checks every checksum of the store. For a run also: each trajectory that the ledger names is in the
-store, and the steps in metrics.jsonl and ledger.jsonl have no gap. Exit code 1 if something is damaged.
+Compares every checksum: of the store, and of a run's ledger, metrics, checkpoints, rollouts and published
+weights. Of a run also: these parts agree with each other, each trajectory that the ledger names is in the
+store, and no step is missing. A run may be at work meanwhile. Exit code 1 if something is damaged.
 
 examples:
   rlhf-pipeline verify runs/copy_digits

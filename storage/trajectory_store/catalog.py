@@ -80,15 +80,13 @@ class Catalog:
 
     # Following
 
-    def refresh(self) -> bool:
-        """Take in new commits, new segments and removals; returns whether anything changed."""
+    def refresh(self) -> None:
+        """Take in new commits, new segments and removals."""
         with self._lock:
-            before = self.generation
             self.journal.follow()
             if self.journal.state.number != self._taken:
                 self._take_state()
             self._look([s for s in (*self.segments.values(), *self.updates.values()) if not s.finished])
-            return self.generation != before
 
     def follow_state(self) -> None:
         """Take in the record that this process just wrote."""
