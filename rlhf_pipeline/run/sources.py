@@ -125,8 +125,8 @@ class Arrivals:
         """Wait for the next rollout where the step begins one; a step that was begun before is taken as planned."""
         planned, begins = self._parts.learner.ledger.planned(step), self.begins(step)
         if begins or self._current is None:
-            row = planned if begins else self._parts.learner.ledger.planned(step - 1)
-            index = row["rollout"] if row is not None and "rollout" in row else self._wait(stop, step)
+            before = planned if begins else self._parts.learner.ledger.planned(step - 1)
+            index = self._wait(stop, step, planned=None if before is None else before["rollout"])
             if index is None:
                 return None
             self._current = self._arrived(index)
@@ -167,12 +167,17 @@ class Arrivals:
             if rollout not in self.done:
                 self._waiting.setdefault(rollout, row)
 
-    def _wait(self, stop: StopRequest, step: int) -> int | None:
-        """Return the rollout that arrived first among those not learned from; None if the process is to stop."""
+    def _wait(self, stop: StopRequest, step: int, *, planned: int | None = None) -> int | None:
+        """Return the rollout that arrived first among those not learned from; None if the process is to stop.
+
+        Or the one that was planned: its row may be lost to a power loss, and comes again from a collector.
+        """
         pause, alone_at = Pause(), time.monotonic() + _ALONE_S
         while not stop:
             self._look()
-            if self._waiting:
+            if planned is not None and self._row_of(planned) is not None:
+                return planned
+            if planned is None and self._waiting:
                 return next(iter(self._waiting))
             self._heartbeat.beat("waiting for a rollout", step=step - 1)
             if time.monotonic() > alone_at:
@@ -191,14 +196,10 @@ class Arrivals:
 
     def _arrived(self, index: int) -> _Arrived:
         self._parts.buffer.refresh()
-        self._look()
-        row = self._waiting.get(index)
-        if row is None:  # begun before the checkpoint
-            row = int(self._rollouts.ids()[np.flatnonzero(self._rollouts.read_scalars("rollout") == index)[0]])
         store, size = self._parts.buffer.store, self._pipeline.collect.prompts_per_rollout
         row_ids = self._parts.collector.stored.rows(index * size, (index + 1) * size - 1)
         row_ids = row_ids[np.argsort(store.read_scalars("trajectory_id", row_ids), kind="stable")]
-        said = self._rollouts.read(np.asarray([row], np.int64))
+        said = self._rollouts.read(np.asarray([self._row_of(index)], np.int64))
         return _Arrived(
             index=index,
             row_ids=row_ids[np.isfinite(store.read_scalars("task_reward", row_ids))],
@@ -207,6 +208,14 @@ class Arrivals:
             seconds=float(said["seconds"][0]),
             num_tokens=int(said["num_tokens"][0]),
         )
+
+    def _row_of(self, index: int) -> int | None:
+        """Return the row of a rollout, or None if it is not there."""
+        row = self._waiting.get(index)
+        if row is None:  # begun before the checkpoint
+            found = self._rollouts.ids()[self._rollouts.read_scalars("rollout") == index]
+            row = int(found[0]) if len(found) else None
+        return row
 
     def _usable(self, arrived: _Arrived, step: int) -> Ints:
         """Return the trajectories that `step` learns from; say how many of the rollout are too old."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +18,13 @@ from rlhf_pipeline.run.checkpoint import checkpoint_path
 from rlhf_pipeline.run.events import Event, Notice, RolloutDone, RunStarted, StepDone
 from rlhf_pipeline.run.files import new_folder
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.processes.claims import ROLLOUTS_SCHEMA
 from rlhf_pipeline.run.processes.collect import collect
+from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
 from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.processes.weights import read_published, version_folder
 from tests.rlhf_pipeline.small import tiny
+from trajectory_store import TrajectoryStore
 
 FORGED = b"of a step that did not happen"
 PIPELINE = tiny(buffer__max_staleness="4", learn__updates_per_rollout="1", learn__steps="3")
@@ -108,3 +113,28 @@ def test_a_run_without_its_rollouts_does_not_go_on(run, damage):
     assert any("rollouts" in text for text in problems)
     with pytest.raises(PipelineError, match="rollouts"):
         learn(PIPELINE, run_dir=run.path)
+
+
+def test_a_rollout_whose_row_is_lost_is_waited_for(run):
+    """A power loss may leave the ledger and take the row of the rollout that it names: a collector adds it again."""
+    shutil.rmtree(checkpoint_path(run.checkpoints, 2))
+    lost = run.ledger[1]["rollout"]
+    with TrajectoryStore.open(run.rollouts) as rollouts:
+        numbers, ids = rollouts.read_scalars("rollout"), rollouts.ids()
+        kept, gone = rollouts.read(ids[numbers != lost]), rollouts.read(ids[numbers == lost])
+    shutil.rmtree(run.rollouts)
+    with TrajectoryStore.create(run.rollouts, ROLLOUTS_SCHEMA) as rollouts:
+        rollouts.append(kept)
+
+    def add_it_again() -> None:
+        while read_heartbeat(run.processes, "learner").get("state") != "waiting for a rollout":
+            time.sleep(0.01)
+        with TrajectoryStore.open(run.rollouts, "a") as rollouts:
+            rollouts.append(gone)
+
+    collector = threading.Thread(target=add_it_again)
+    collector.start()
+    learn(PIPELINE, run_dir=run.path, on_event=stop_at(StepDone, 2))
+    collector.join()
+    assert run.ledger[1]["rollout"] == lost
+    assert [finding.text for finding in check_run(RunFolder(run.path)) if not finding.ok] == []
