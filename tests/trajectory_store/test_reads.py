@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trajectory_store import Column, Schema, TrajectoryStore
+from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore
 
 TOKENS = Column("tokens_of", "int32", ragged=True)
 LATER = Column("score", "float32", ragged=True, fill=-2.0)
@@ -80,3 +80,23 @@ def test_every_kind_of_pad_value(spread, pad):
     beside = score[0, 1:]
     expected = np.full_like(beside, pad)
     assert np.array_equal(beside.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("backend", ["memmap", "zarr"])
+def test_ids_that_a_merged_segment_never_gave(tmp_path, backend):
+    """An id beyond, between or before the rows of a merged segment is a row that is missing, and nothing else."""
+    schema = Schema([Column("n", "int64")])
+    with TrajectoryStore.create(tmp_path / "s", schema, backend=backend):
+        pass
+    given: list[int] = []
+    for first in range(0, 9, 3):
+        with TrajectoryStore.open(tmp_path / "s", "a") as store:
+            given += store.append({"n": range(first, first + 3)}).tolist()
+    with TrajectoryStore.open(tmp_path / "s", "a") as store:
+        assert store.compact().segments_after == 1
+        assert store.read_scalars("n", given).tolist() == list(range(9))
+        for last in given[2::3]:
+            with pytest.raises(MissingRowError, match=str(last + 1)):
+                store.read([given[0], last + 1])
+        with pytest.raises(MissingRowError):
+            store.read([given[0] - 1])
