@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.errors import DataError, PipelineError
 from rlhf_pipeline.report.check import check_run
+from rlhf_pipeline.run.build import build_policy
 from rlhf_pipeline.run.checkpoint import checkpoint_path
 from rlhf_pipeline.run.events import Event, Notice, RolloutDone, RunStarted, StepDone
 from rlhf_pipeline.run.files import new_folder
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.claims import ROLLOUTS_SCHEMA
-from rlhf_pipeline.run.processes.collect import collect
+from rlhf_pipeline.run.processes.collect import collect, load_policy
 from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
 from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.processes.weights import read_published, version_folder
@@ -68,6 +69,19 @@ def forge(run: RunFolder, version: int) -> None:
     """Put sealed weights of other bytes in place of a version's."""
     with new_folder(version_folder(run.weights, version)) as made:
         (made / "model.safetensors").write_bytes(FORGED)
+
+
+def test_damaged_weights_are_named_refused_and_published_again(run):
+    """One flipped byte: `verify` names the file, a collector does not load it, and a learner that starts mends it."""
+    before, folder = published(run), version_folder(run.weights, 2)
+    (folder / "model.safetensors").write_bytes(before[1][:-5] + bytes([before[1][-5] ^ 1]) + before[1][-4:])
+    problems = [finding.text for finding in check_run(run) if not finding.ok]
+    assert any("of step 2: model.safetensors has other bytes" in text for text in problems)
+    with pytest.raises(DataError, match=r"has other bytes .* learn --run"):
+        load_policy(build_policy(PIPELINE, seed=0, device="cpu"), run.weights, 2)
+    learn(PIPELINE, run_dir=run.path, on_event=stop_at(RunStarted))
+    assert published(run) == before
+    assert [finding.text for finding in check_run(RunFolder(run.path)) if not finding.ok] == []
 
 
 def test_weights_of_a_step_that_the_ledger_lacks_are_replaced(run):
