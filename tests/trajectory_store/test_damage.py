@@ -20,9 +20,10 @@ import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 
+import google_crc32c
 import pytest
 
-from trajectory_store import StoreError, TrajectoryStore
+from trajectory_store import StoreError, TrajectoryStore, format
 from trajectory_store.objects.archive import pack
 
 from ._folders import everything, files, folders, in_memory, make, outcome, rows
@@ -404,3 +405,16 @@ def test_a_flipped_bit_in_an_updated_value_is_named(copies, backend, kind):
             data.seek(at + 6)
             data.write(bytes([struct.pack("<d", 1234.5)[6] ^ 1]))
         assert outcome(path, wanted, f"{file}: bit of byte {at + 6}") != "intact" or kind == "compacted"
+
+
+def test_bytes_that_are_no_record_of_the_segment():
+    """Cut short, of another format, salt or place, or with a byte changed: none of them is taken for a commit."""
+    record = format.Record(3, 9, 20, 5, 40, format.KIND_ROWS, 1, 2, 4, 6)
+    raw, parse = format.pack(record, 77), format.parse
+    assert parse(raw, 77, 3) == record
+    assert parse(raw, 78, 3) is None
+    assert parse(raw, 77, 4) is None
+    assert all(parse(raw[:size], 77, 3) is None for size in range(64))
+    assert all(parse(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :], 77, 3) is None for at in range(64))
+    body = b"TRJ1" + raw[4:60]
+    assert parse(body + struct.pack("<I", google_crc32c.value(body)), 77, 3) is None
