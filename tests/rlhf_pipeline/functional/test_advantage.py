@@ -86,6 +86,19 @@ def test_degenerate_members_do_not_widen_the_batch_spread():
     torch.testing.assert_close(out.advantages, torch.tensor([-1.0, 1.0, 0.0]))
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize(
+    ("size", "apart", "is_flat"), [(1e-9, 1e-9, False), (1e9, 1e-2, False), (1e9, 5e-7, True), (1e-9, 1e-24, True)]
+)
+def test_spread_is_judged_beside_the_size_of_the_returns(estimator, size, apart, is_flat):
+    """A difference counts from the twelfth digit on: a small one of small returns is spread, of large ones rounding."""
+    returns = torch.tensor([size, size + apart], dtype=torch.float64)
+    assert float(returns[1] - returns[0]) > 0
+    found = group_advantage(returns, torch.zeros(2, dtype=torch.int64), estimator, lengths=torch.tensor([1, 1]))
+    assert found.degenerate.tolist() == [is_flat, is_flat]
+    assert (found.advantages == 0).all() == is_flat
+
+
 def test_float32_returns_are_summed_in_float64():
     """A spread of 1 on top of a million comes out exact, which float32 sums would lose."""
     returns = torch.tensor([1e6, 1e6 + 1, 1e6 + 2])
