@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.replay._strategy import Floats, Ints, StoreView, TrajectorySampler
+from rlhf_pipeline.replay._strategy import Floats, Ints, StoreView, TrajectorySampler, gumbel_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,7 @@ def whole_groups(view: StoreView, allowed: Ints, group_size: int | None = None) 
     return Groups(order, np.cumsum(sizes) - sizes, sizes)
 
 
-def gumbel_order(log_weights: Floats, rng: np.random.Generator) -> Ints:
-    """A weighted random permutation; items of weight 0 are dropped."""
-    order = np.argsort(-(log_weights + rng.gumbel(size=len(log_weights))), kind="stable")
-    return order[np.isfinite(log_weights[order])]
-
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class GroupStrategy(TrajectorySampler):
     """Base of the strategies that draw whole groups.
 
@@ -88,16 +83,7 @@ class GroupStrategy(TrajectorySampler):
         seed: of the TorchRL interface.
     """
 
-    def __init__(
-        self,
-        *,
-        group_size: int | None = None,
-        max_staleness: int | None = None,
-        max_uses: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(max_staleness=max_staleness, max_uses=max_uses, seed=seed)
-        self.group_size = group_size
+    group_size: int | None = None
 
     @abc.abstractmethod
     def _rank(self, view: StoreView, groups: Groups, rng: np.random.Generator) -> Ints:
@@ -108,10 +94,10 @@ class GroupStrategy(TrajectorySampler):
         del view
         return rows
 
-    def _choose(self, view: StoreView, allowed: Ints, batch_size: int | None, rng: np.random.Generator) -> Ints:
+    def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
         groups = whole_groups(view, allowed, self.group_size)
         parts: list[Ints] = []
-        left = len(view) if batch_size is None else batch_size
+        left = most
         for group in self._rank(view, groups, rng).tolist():
             rows = self._members(view, groups.rows(group))
             if len(rows) > left and parts:
@@ -123,35 +109,26 @@ class GroupStrategy(TrajectorySampler):
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class GroupSampler(GroupStrategy):
     """Whole groups: all trajectories of a `group_id`, or none.
 
     A group counts only if the limits allow every trajectory of it that is in the view.
 
     Args:
-        group_size: only groups of exactly this size; None takes any.
         order: `uniform` draws groups by chance, `fresh` takes them in the order in which they were completed.
-        max_staleness: largest age in versions.
-        max_uses: uses after which a trajectory is spent.
-        seed: of the TorchRL interface.
+        group_size: as of every strategy of groups, see `GroupStrategy`; likewise the limits.
 
     Raises:
         DefinitionError: if the order is not known.
     """
 
-    def __init__(
-        self,
-        *,
-        group_size: int | None = None,
-        order: str = "uniform",
-        max_staleness: int | None = None,
-        max_uses: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(group_size=group_size, max_staleness=max_staleness, max_uses=max_uses, seed=seed)
-        if order not in ("uniform", "fresh"):
-            raise DefinitionError(f"order is {order!r}; it must be 'uniform' or 'fresh'.")
-        self.order = order
+    order: str = "uniform"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.order not in ("uniform", "fresh"):
+            raise DefinitionError(f"order is {self.order!r}; it must be 'uniform' or 'fresh'.")
 
     def _rank(self, view: StoreView, groups: Groups, rng: np.random.Generator) -> Ints:
         del view
@@ -161,6 +138,7 @@ class GroupSampler(GroupStrategy):
         return np.argsort(completed, kind="stable")
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SuccessSampler(GroupStrategy):
     """Whole groups by their success rate, those of medium difficulty most often.
 
@@ -177,10 +155,7 @@ class SuccessSampler(GroupStrategy):
             out of the rate.
         extremes: draw groups in which all or none succeeded, too.
         tau: age in versions at which the chance of a group has fallen to 1/e; infinity ignores the age.
-        group_size: only groups of exactly this size; None takes any.
-        max_staleness: largest age in versions.
-        max_uses: uses after which a trajectory is spent.
-        seed: of the TorchRL interface.
+        group_size: as of every strategy of groups, see `GroupStrategy`; likewise the limits.
 
     Raises:
         DefinitionError: if a number is out of range.
@@ -189,28 +164,20 @@ class SuccessSampler(GroupStrategy):
     [0, 1, 2, 3, 3]
     """
 
-    def __init__(
-        self,
-        *,
-        buckets: int = 4,
-        target: float = 0.5,
-        spread: float = 0.25,
-        threshold: float = 0.5,
-        extremes: bool = False,
-        tau: float = math.inf,
-        group_size: int | None = None,
-        max_staleness: int | None = None,
-        max_uses: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(group_size=group_size, max_staleness=max_staleness, max_uses=max_uses, seed=seed)
-        if buckets < 1 or not spread > 0 or not tau > 0 or not 0 <= target <= 1:
+    buckets: int = 4
+    target: float = 0.5
+    spread: float = 0.25
+    threshold: float = 0.5
+    extremes: bool = False
+    tau: float = math.inf
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.buckets < 1 or not self.spread > 0 or not self.tau > 0 or not 0 <= self.target <= 1:
             raise DefinitionError(
-                f"buckets ({buckets}) must be at least 1, spread ({spread}) and tau ({tau}) above 0, and target "
-                f"({target}) between 0 and 1."
+                f"buckets ({self.buckets}) must be at least 1, spread ({self.spread}) and tau ({self.tau}) above 0, "
+                f"and target ({self.target}) between 0 and 1."
             )
-        self.buckets, self.target, self.spread, self.tau = int(buckets), float(target), float(spread), float(tau)
-        self.threshold, self.extremes = float(threshold), bool(extremes)
 
     def success_buckets(self, rates: Floats) -> Ints:
         """The bucket of each success rate, int64 `[g]`; the last one holds 1 too."""
@@ -234,6 +201,7 @@ class SuccessSampler(GroupStrategy):
         return gumbel_order(self.log_weights(view, groups), rng)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class VarianceSampler(GroupStrategy):
     """Whole groups with chances of `variance^alpha * exp(-age / tau)` of their task rewards.
 
@@ -245,30 +213,20 @@ class VarianceSampler(GroupStrategy):
         alpha: how much the variance counts.
         tau: age in versions at which the chance has fallen to 1/e; infinity ignores the age.
         members: trajectories of each group, at least 2; None takes all.
-        group_size: only groups of exactly this size; None takes any.
-        max_staleness: largest age in versions.
-        max_uses: uses after which a trajectory is spent.
-        seed: of the TorchRL interface.
+        group_size: as of every strategy of groups, see `GroupStrategy`; likewise the limits.
 
     Raises:
         DefinitionError: if a number is out of range.
     """
 
-    def __init__(
-        self,
-        *,
-        alpha: float = 1.0,
-        tau: float = math.inf,
-        members: int | None = None,
-        group_size: int | None = None,
-        max_staleness: int | None = None,
-        max_uses: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(group_size=group_size, max_staleness=max_staleness, max_uses=max_uses, seed=seed)
-        if not tau > 0 or (members is not None and members < 2):
-            raise DefinitionError(f"tau ({tau}) must be above 0, and members ({members}) at least 2 or None.")
-        self.alpha, self.tau, self.members = float(alpha), float(tau), members
+    alpha: float = 1.0
+    tau: float = math.inf
+    members: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.tau > 0 or (self.members is not None and self.members < 2):
+            raise DefinitionError(f"tau ({self.tau}) must be above 0, and members ({self.members}) at least 2 or None.")
 
     def log_weights(self, view: StoreView, groups: Groups) -> Floats:
         """Logarithm of the unnormalised chance of each group, `[g]`; -inf where it is never drawn."""

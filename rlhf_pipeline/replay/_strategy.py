@@ -65,6 +65,12 @@ class StoreView:
         return np.maximum(newest - versions, 0)
 
 
+def gumbel_order(log_weights: Floats, rng: np.random.Generator) -> Ints:
+    """A weighted random permutation; items of weight 0 are dropped."""
+    order = np.argsort(-(log_weights + rng.gumbel(size=len(log_weights))), kind="stable")
+    return order[np.isfinite(log_weights[order])]
+
+
 def step_generator(seed: int, step: int) -> np.random.Generator:
     """The random numbers of one step: a counter-based generator, the same on every machine.
 
@@ -74,6 +80,7 @@ def step_generator(seed: int, step: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[seed % (1 << 64), step % (1 << 64)]))
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class TrajectorySampler(Sampler):
     """Base of the strategies, and a TorchRL sampler over `TrajectoryStorage`.
 
@@ -92,16 +99,17 @@ class TrajectorySampler(Sampler):
         DefinitionError: if a limit is out of range.
     """
 
-    def __init__(self, *, max_staleness: int | None = None, max_uses: int | None = None, seed: int = 0) -> None:
-        if max_staleness is not None and max_staleness < 0:
-            raise DefinitionError(f"max_staleness is {max_staleness}; it must not be negative.")
-        if max_uses is not None and max_uses < 1:
-            raise DefinitionError(f"max_uses is {max_uses}; it must be at least 1.")
-        self.max_staleness = max_staleness
-        self.max_uses = max_uses
-        self.seed = int(seed)
-        self.version: int | None = None
-        self._draws = 0
+    max_staleness: int | None = None
+    max_uses: int | None = None
+    seed: int = 0
+    version: int | None = field(default=None, init=False)
+    _draws: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise DefinitionError(f"max_staleness is {self.max_staleness}; it must not be negative.")
+        if self.max_uses is not None and self.max_uses < 1:
+            raise DefinitionError(f"max_uses is {self.max_uses}; it must be at least 1.")
 
     def eligible(self, view: StoreView) -> Ints:
         """Positions in the view that the limits allow, in the order of arrival."""
@@ -129,10 +137,12 @@ class TrajectorySampler(Sampler):
         allowed = self.eligible(view)
         if not len(allowed):
             return allowed
-        return self._choose(view, allowed, batch_size, step_generator(seed, step))
+        most = len(allowed) if batch_size is None else batch_size
+        return self._choose(view, allowed, most, step_generator(seed, step))
 
     @abc.abstractmethod
-    def _choose(self, view: StoreView, allowed: Ints, batch_size: int | None, rng: np.random.Generator) -> Ints: ...
+    def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
+        """Choose at most so many of the allowed positions, of which there is one at least."""
 
     # -- TorchRL's interface -----------------------------------------------------------------------------------
 
@@ -196,3 +206,11 @@ class TrajectorySampler(Sampler):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_staleness={self.max_staleness}, max_uses={self.max_uses})"
+
+
+class UniformSampler(TrajectorySampler):
+    """Every allowed trajectory with the same chance, none twice in a batch."""
+
+    def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
+        del view
+        return rng.choice(allowed, min(most, len(allowed)), replace=False)

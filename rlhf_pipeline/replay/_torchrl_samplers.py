@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ import torch
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.replay._claims import claiming
-from rlhf_pipeline.replay._strategy import Ints, StoreView, TrajectorySampler
+from rlhf_pipeline.replay._strategy import Ints, StoreView, TrajectorySampler, UniformSampler, gumbel_order
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class StalenessAwareSampler(TrajectorySampler):
     """Newer trajectories more often, those too old never; the names are TorchRL's.
 
@@ -42,16 +44,12 @@ class StalenessAwareSampler(TrajectorySampler):
     4
     """
 
-    def __init__(
-        self,
-        max_staleness: int | None = None,
-        staleness_weight_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        *,
-        max_uses: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(max_staleness=None if max_staleness == -1 else max_staleness, max_uses=max_uses, seed=seed)
-        self.staleness_weight_fn = staleness_weight_fn
+    max_staleness: int | None = field(default=None, kw_only=False)
+    staleness_weight_fn: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, kw_only=False)
+
+    def __post_init__(self) -> None:
+        self.max_staleness = None if self.max_staleness == -1 else self.max_staleness
+        super().__post_init__()
         self.version = 0
 
     @property
@@ -67,7 +65,7 @@ class StalenessAwareSampler(TrajectorySampler):
         """The learner has made a new version."""
         self.version = self.consumer_version + 1
 
-    def _choose(self, view: StoreView, allowed: Ints, batch_size: int | None, rng: np.random.Generator) -> Ints:
+    def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
         age = view.age[allowed].astype(np.int64)
         if self.staleness_weight_fn is None:
             weights = 1.0 / (age + 1.0)
@@ -76,16 +74,15 @@ class StalenessAwareSampler(TrajectorySampler):
         if weights.shape != age.shape or not bool((weights >= 0).all()):
             raise DataError(f"staleness_weight_fn must give one weight >= 0 for each of {len(age)} rows: {weights[:4]}")
         allowed, weights = allowed[weights > 0], weights[weights > 0]
-        n = len(allowed) if batch_size is None else min(batch_size, len(allowed))
-        order = np.argsort(-(np.log(weights) + rng.gumbel(size=len(allowed))), kind="stable")
-        return allowed[order[:n]]
+        return allowed[gumbel_order(np.log(weights), rng)[:most]]
 
     def info(self, view: StoreView, chosen: Ints) -> dict[str, Any]:
         """The staleness of each row drawn, float32 `[n]`, as TorchRL's sampler gives it."""
         return {"staleness": torch.from_numpy(view.age[chosen].astype(np.float32))}
 
 
-class ConsumingSampler(TrajectorySampler):
+@dataclass(kw_only=True, eq=False, repr=False)
+class ConsumingSampler(UniformSampler):
     """Every trajectory at most so many times: what is drawn counts as used, in the store.
 
     The count is the column `use_count`, so it outlives the process, and rows stay on disk when they are consumed.
@@ -105,15 +102,14 @@ class ConsumingSampler(TrajectorySampler):
     ConsumingSampler(max_staleness=None, max_uses=2)
     """
 
-    def __init__(self, max_sample_count: int = 1, *, max_staleness: int | None = None, seed: int = 0) -> None:
-        super().__init__(max_staleness=max_staleness, max_uses=max_sample_count, seed=seed)
+    max_sample_count: int = field(default=1, kw_only=False)
+    max_uses: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.max_uses = self.max_sample_count
+        super().__post_init__()
         self._ran_out = False
         self._lock = threading.Lock()
-
-    @property
-    def max_sample_count(self) -> int:
-        """How often a trajectory may be drawn."""
-        return self.max_uses or 1
 
     @property
     def ran_out(self) -> bool:
@@ -123,11 +119,6 @@ class ConsumingSampler(TrajectorySampler):
     @ran_out.setter
     def ran_out(self, value: bool) -> None:
         self._ran_out = value
-
-    def _choose(self, view: StoreView, allowed: Ints, batch_size: int | None, rng: np.random.Generator) -> Ints:
-        del view
-        n = len(allowed) if batch_size is None else min(batch_size, len(allowed))
-        return rng.choice(allowed, n, replace=False)
 
     def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draw slots of a `TrajectoryStorage` and count the use before they are returned.
@@ -154,15 +145,12 @@ class ConsumingSampler(TrajectorySampler):
         ids = storage.row_ids()
         return len(self.eligible(StoreView(storage.store, ids[ids >= 0], version=self.version)))
 
-    def add(self, index: Any) -> None:
-        """There is something new to draw."""
-        del index
-        self._ran_out = False
-
     def extend(self, index: Any) -> None:
         """There is something new to draw."""
         del index
         self._ran_out = False
+
+    add = extend
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put back what `state_dict` returned; the counts are in the store."""

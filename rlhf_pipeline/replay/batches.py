@@ -1,12 +1,14 @@
-"""From rows of the store to one padded batch: what is on disk, and reward, penalty and advantage per token beside it.
+"""From rows of the store to one batch: what is on disk, and reward, penalty and advantage per token beside it.
 
-Padded arrays are mostly padding, and fresh memory costs more than the arithmetic, so everything works in place or in
-reused buffers, positions outside the response are reached through their indices, and constant runs are repeated.
+A batch is padded, or has `torch.jagged` leaves, for which no padding is read, made or moved. Padded arrays are mostly
+padding, and fresh memory costs more than the arithmetic, so everything works in place or in reused buffers, positions
+outside the response are reached through their indices, and constant runs are repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -31,7 +33,7 @@ from rlhf_pipeline.data.keys import (
     TOKENS,
     Key,
 )
-from rlhf_pipeline.data.trajectories import text_stack
+from rlhf_pipeline.data.trajectories import Flat, jagged, last_position, text_stack
 from rlhf_pipeline.replay.schema import INTERNAL, REWARD_COLUMN, column_name, key_of
 from trajectory_store import BufferPool, Schema, TrajectoryStore
 
@@ -122,9 +124,10 @@ def padded_columns(
         if keys is not None and ATTENTION_MASK not in keys:
             spare.add(ATTENTION_MASK)
     if lengths is not None and ASSISTANT_MASK in flat and len(ids):
-        rewarded, penalised = keys is None or REWARD in keys, keys is not None and KL_PENALTY in keys
-        derive(flat, lengths, pool, rewarded=rewarded, penalised=penalised)
-        if keys is not None and not penalised:
+        places = padded_places(flat[ASSISTANT_MASK], lengths, flat.get(NUM_PROMPT_TOKENS))
+        advantage = flat.get(ADVANTAGE)
+        derive(flat, places, pool, keys, spread_advantage=advantage is not None and advantage.ndim == 1)
+        if keys is not None and KL_PENALTY not in keys:
             spare.add(KL_PENALTY)
     if RETURN in flat:  # exact on disk, so that a group that waits can be completed later
         flat[RETURN] = flat[RETURN].astype(np.float32)
@@ -188,8 +191,25 @@ def _wrap(tree: dict[str, Any], batch_size: torch.Size) -> TensorDict:
     return TensorDict._new_unsafe(items, batch_size=batch_size)
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the tokens of a batch are in arrays with one value per position.
+
+    Attributes:
+        last: int64 `[B]`, the flat index of each row's last assistant token, of its last token where there is none.
+        other: int64, the flat indices of the real tokens that are not the assistant's.
+        each: makes of one value per row, `[B]`, an array that broadcasts over all positions.
+        said: makes of one value per row an array with it at the assistant's tokens, and 0 elsewhere.
+    """
+
+    last: npt.NDArray[np.int64]
+    other: npt.NDArray[np.int64]
+    each: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+    said: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+
+
 def derive(
-    flat: dict[Key, Any], lengths: npt.NDArray[np.int64], pool: BufferPool, *, rewarded: bool, penalised: bool
+    flat: dict[Key, Any], places: Places, pool: BufferPool, keys: Sequence[Key] | None, *, spread_advantage: bool
 ) -> None:
     """Fill the gaps of the log-probs and add what is per token, in place.
 
@@ -198,32 +218,30 @@ def derive(
     advantage of the trajectory stands on every assistant token.
 
     Args:
-        flat: padded columns `[B, T]` and scalars `[B]` by key; changed.
-        lengths: tokens of each row.
+        flat: columns with one value per position, and scalars `[B]`, by key; changed.
+        places: of the tokens.
         pool: where the memory of the new columns comes from.
-        rewarded: derive the reward, and the penalty if a row's reward has one.
-        penalised: derive the penalty in any case.
+        keys: what is asked for; None for all. The penalty is derived where it is asked for, or a row's reward has one.
+        spread_advantage: the advantage is one per trajectory.
     """
     mask: npt.NDArray[np.bool_] = flat[ASSISTANT_MASK]
-    starts = np.arange(0, mask.size, mask.shape[1]) if mask.size else np.zeros(len(lengths), np.int64)
-    other, head = _outside(mask, lengths, starts, flat.get(NUM_PROMPT_TOKENS))
-    last = starts + last_assistant(mask, lengths)
     log_probs, ref = flat.get(LOG_PROBS), flat.get(REF_LOG_PROBS)
-    if ref is not None and bool(np.isnan(ref.reshape(-1)[last]).all()):
+    if ref is not None and bool(np.isnan(ref.reshape(-1)[places.last]).all()):
         del flat[REF_LOG_PROBS]  # no row of the batch was ever scored by a reference
         ref = None
     for values in (log_probs, ref):
         if values is not None:
             line = values.reshape(-1)
-            there = line[other]
-            line[other] = np.where(np.isnan(there), _FLOAT.type(0.0), there)
+            there = line[places.other]
+            line[places.other] = np.where(np.isnan(there), _FLOAT.type(0.0), there)
     penalty, coef = None, flat.get(KL_COEF)
+    rewarded, penalised = keys is None or REWARD in keys, keys is not None and KL_PENALTY in keys
     counts = rewarded and (coef is None or coef.any())
     if log_probs is not None and ref is not None and (penalised or counts):
         penalty = pool.take(log_probs.shape, _FLOAT)
         np.subtract(log_probs, ref, out=penalty)
         line = penalty.reshape(-1)
-        line[other] = 0.0
+        line[places.other] = 0.0
         if not np.isfinite(np.dot(line, line)):
             np.nan_to_num(penalty, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
         flat[KL_PENALTY] = penalty
@@ -234,11 +252,102 @@ def derive(
         if penalty is None or coef is None or not coef.any():
             reward.fill(0.0)
         else:
-            np.multiply(penalty, -coef[:, None], out=reward)
+            np.multiply(penalty, places.each(-coef), out=reward)
         task: npt.NDArray[np.float32] = flat[TASK_REWARD]
-        reward.reshape(-1)[last] += task if np.isfinite(task).all() else np.nan_to_num(task)
+        reward.reshape(-1)[places.last] += task if np.isfinite(task).all() else np.nan_to_num(task)
         flat[REWARD] = reward
-    _spread_advantage(flat, mask, lengths, head)
+    if spread_advantage and np.isnan(flat[ADVANTAGE]).all():
+        del flat[ADVANTAGE]  # nothing computed one
+    elif spread_advantage:
+        flat[ADVANTAGE] = places.said(flat[ADVANTAGE])
+
+
+def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], prompt: Any) -> Places:
+    """Return where the tokens are of a right padded batch.
+
+    Args:
+        mask: `[B, T]`, the assistant's tokens.
+        lengths: `[B]`, tokens of each row.
+        prompt: int `[B]`, tokens of each prompt, where they are known: the mask then need not be searched.
+    """
+    starts = np.arange(0, mask.size, mask.shape[1]) if mask.size else np.zeros(len(lengths), np.int64)
+    other, head = _outside(mask, lengths, starts, prompt)
+
+    def said(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if head is None:
+            return np.where(mask, values[:, None], _FLOAT.type(0.0))
+        runs = np.empty((len(lengths), 3), np.int64)  # of each row its prompt, its response, its padding
+        runs[:, 0] = head
+        np.subtract(lengths, head, out=runs[:, 1])
+        np.subtract(mask.shape[1], lengths, out=runs[:, 2])
+        spread = np.zeros(3 * len(lengths), np.float32)
+        spread[1::3] = values
+        return np.repeat(spread, runs.reshape(-1)).reshape(mask.shape)
+
+    return Places(starts + last_assistant(mask, lengths), other, lambda values: values[:, None], said)
+
+
+def jagged_batch(
+    store: TrajectoryStore, ids: np.ndarray, *, keys: Sequence[Key] | None = None, text: bool = False
+) -> TensorDict:
+    """Read rows into one TensorDict `[B]` whose token columns are jagged `[B, j]`.
+
+    Args:
+        store: where to read.
+        ids: int64 `[B]`, the row ids.
+        keys: TensorDict keys or column names; None reads all numbers and derives reward and penalty.
+        text: read the text columns too.
+
+    Returns:
+        The values that `padded_batch` has at the real tokens, and its scalars; there is no attention mask, as there is
+        no padding. Leaves of equal lengths share their offsets.
+    """
+    flat: dict[Key, Any] = {ROW_ID: np.array(ids, dtype=np.int64)}
+    known: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    axes: dict[Key, str] = {}
+    for name in columns_for(store.schema, None if keys is None else tuple(keys), text=text):
+        column, key = store.schema[name], key_of(name)
+        if column.is_text:
+            flat[key] = store.read(ids, [name])[name]
+        elif not column.ragged:
+            flat[key] = _widened(store.read_scalars(name, ids))
+        else:
+            found = store.read_ragged(name, ids)
+            axis = axes[key] = str(column.axis)
+            if axis not in known:
+                lengths = torch.from_numpy(np.array(found.lengths, dtype=np.int64))
+                known[axis] = lengths, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            flat[key] = _widened(found.values)
+    if ASSISTANT_MASK in axes and len(ids):
+        axis = axes.get(TOKENS, axes[ASSISTANT_MASK])
+        spread_advantage = ADVANTAGE in flat and ADVANTAGE not in axes
+        places = _flat_places(flat[ASSISTANT_MASK], known[axis][0])
+        derive(flat, places, BufferPool(), keys, spread_advantage=spread_advantage)
+        axes |= {key: axis for key in (KL_PENALTY, REWARD, ADVANTAGE) if key in flat and key not in axes}
+    if RETURN in flat:
+        flat[RETURN] = flat[RETURN].astype(np.float32)
+    if keys is not None:
+        wanted = {*keys, ROW_ID} | {key_of(k) for k in keys if isinstance(k, str)}
+        flat = {key: value for key, value in flat.items() if key in wanted}
+    for key in flat.keys() & axes.keys():
+        lengths, offsets = known[axes[key]]
+        flat[key] = jagged(Flat(torch.from_numpy(flat[key]), lengths), offsets)
+    return nest(flat, len(ids))
+
+
+def _flat_places(mask: npt.NDArray[np.bool_], lengths: torch.Tensor) -> Places:
+    counts = lengths.numpy()
+    last = last_position(torch.from_numpy(mask), lengths).numpy()
+
+    def each(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return np.repeat(values, counts)
+
+    return Places(last, np.flatnonzero(~mask), each, lambda values: np.where(mask, each(values), _FLOAT.type(0.0)))
+
+
+def _widened(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a copy, int32 as int64."""
+    return np.array(values, dtype=np.int64 if values.dtype == np.int32 else values.dtype)
 
 
 def attention_mask(shape: tuple[int, int], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -269,27 +378,6 @@ def _outside(
         if np.count_nonzero(mask) == int(lengths.sum()) - total and not mask.reshape(-1)[index].any():
             return index, head
     return np.flatnonzero(attention_mask(mask.shape, lengths) & ~mask), None
-
-
-def _spread_advantage(
-    flat: dict[Key, Any], mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], head: Any
-) -> None:
-    advantage = flat.get(ADVANTAGE)
-    if advantage is None or advantage.ndim != 1:
-        return
-    if np.isnan(advantage).all():
-        del flat[ADVANTAGE]  # nothing computed one
-        return
-    if head is None:
-        flat[ADVANTAGE] = np.where(mask, advantage[:, None], _FLOAT.type(0.0))
-        return
-    runs = np.empty((len(lengths), 3), np.int64)  # of each row its prompt, its response, its padding
-    runs[:, 0] = head
-    np.subtract(lengths, head, out=runs[:, 1])
-    np.subtract(mask.shape[1], lengths, out=runs[:, 2])
-    values = np.zeros(3 * len(lengths), np.float32)
-    values[1::3] = advantage
-    flat[ADVANTAGE] = np.repeat(values, runs.reshape(-1)).reshape(mask.shape)
 
 
 def last_assistant(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -9,14 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.replay._group_samplers import GroupSampler, SuccessSampler, VarianceSampler
-from rlhf_pipeline.replay._strategy import Floats, Ints, StoreView, TrajectorySampler, step_generator
+from rlhf_pipeline.replay._strategy import (
+    Floats,
+    Ints,
+    StoreView,
+    TrajectorySampler,
+    UniformSampler,
+    gumbel_order,
+    step_generator,
+)
 from rlhf_pipeline.replay._torchrl_samplers import ConsumingSampler, StalenessAwareSampler
 
 __all__ = [
@@ -41,6 +50,7 @@ __all__ = [
 ]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class FreshSampler(TrajectorySampler):
     """The oldest trajectories that are fresh enough and not used up, in the order of arrival. Deterministic.
 
@@ -53,23 +63,15 @@ class FreshSampler(TrajectorySampler):
     FreshSampler(max_staleness=1, max_uses=1)
     """
 
-    def __init__(self, *, max_staleness: int | None = 0, max_uses: int | None = 1, seed: int = 0) -> None:
-        super().__init__(max_staleness=max_staleness, max_uses=max_uses, seed=seed)
+    max_staleness: int | None = 0
+    max_uses: int | None = 1
 
-    def _choose(self, view: StoreView, allowed: Ints, batch_size: int | None, rng: np.random.Generator) -> Ints:
+    def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
         del view, rng
-        return allowed if batch_size is None else allowed[:batch_size]
+        return allowed[:most]
 
 
-class UniformSampler(TrajectorySampler):
-    """Every allowed trajectory with the same chance, none twice in a batch."""
-
-    def _choose(self, view: StoreView, allowed: Ints, batch_size: int | None, rng: np.random.Generator) -> Ints:
-        del view
-        n = len(allowed) if batch_size is None else min(batch_size, len(allowed))
-        return rng.choice(allowed, n, replace=False)
-
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class PrioritySampler(TrajectorySampler):
     """Chances of `(|priority| + eps)^alpha * exp(-age / tau)`, none twice in a batch.
 
@@ -84,32 +86,22 @@ class PrioritySampler(TrajectorySampler):
             may not, so that a step drawn again later is the same.
         beta: how far importance weights undo the chances, `(N p)^-beta` over the largest of the batch; TorchRL's
             `sample` puts them under `_weight`. None gives no weights.
-        max_staleness: largest age in versions.
-        max_uses: uses after which a trajectory is spent.
-        seed: of the TorchRL interface.
+        max_staleness: as of every strategy, see `TrajectorySampler`; likewise `max_uses` and `seed`.
 
     Raises:
         DefinitionError: if `tau` or `eps` is not above 0.
     """
 
-    def __init__(
-        self,
-        *,
-        alpha: float = 1.0,
-        tau: float = math.inf,
-        eps: float = 1e-6,
-        column: str = "priority",
-        beta: float | None = None,
-        max_staleness: int | None = None,
-        max_uses: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(max_staleness=max_staleness, max_uses=max_uses, seed=seed)
-        if not tau > 0 or not eps > 0:
-            raise DefinitionError(f"tau ({tau}) and eps ({eps}) must be above 0.")
-        self.alpha, self.tau, self.eps = float(alpha), float(tau), float(eps)
-        self.column = column
-        self.beta = None if beta is None else float(beta)
+    alpha: float = 1.0
+    tau: float = math.inf
+    eps: float = 1e-6
+    column: str = "priority"
+    beta: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.tau > 0 or not self.eps > 0:
+            raise DefinitionError(f"tau ({self.tau}) and eps ({self.eps}) must be above 0.")
 
     def log_weights(self, view: StoreView, allowed: Ints) -> Floats:
         """Logarithm of the unnormalised chances."""
@@ -121,10 +113,8 @@ class PrioritySampler(TrajectorySampler):
             out -= view.age[allowed] / self.tau
         return out
 
-    def _choose(self, view: StoreView, allowed: Ints, batch_size: int | None, rng: np.random.Generator) -> Ints:
-        n = len(allowed) if batch_size is None else min(batch_size, len(allowed))
-        keys = self.log_weights(view, allowed) + rng.gumbel(size=len(allowed))
-        return allowed[np.argsort(-keys, kind="stable")[:n]]
+    def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
+        return allowed[gumbel_order(self.log_weights(view, allowed), rng)[:most]]
 
     def weights(self, view: StoreView, chosen: Ints) -> Floats | None:
         """Importance weights of chosen rows, the largest 1; None without `beta`.
@@ -142,6 +132,7 @@ class PrioritySampler(TrajectorySampler):
         return np.exp(log_weight - log_weight.max())
 
 
+@dataclass(eq=False, repr=False)
 class MixSampler(TrajectorySampler):
     """A part of every batch by one strategy, the rest by another, no row twice.
 
@@ -158,57 +149,41 @@ class MixSampler(TrajectorySampler):
     0.75
     """
 
-    def __init__(
-        self,
-        fresh: TrajectorySampler | None = None,
-        replay: TrajectorySampler | None = None,
-        *,
-        fraction: float = 0.5,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(seed=seed)
-        if not 0 <= fraction <= 1:
-            raise DefinitionError(f"fraction is {fraction}; it must lie between 0 and 1.")
-        self.fresh, self.replay = fresh or FreshSampler(), replay or UniformSampler()
-        self.fraction = float(fraction)
+    fresh: TrajectorySampler = field(default_factory=FreshSampler)
+    replay: TrajectorySampler = field(default_factory=UniformSampler)
+    fraction: float = field(default=0.5, kw_only=True)
+    max_staleness: int | None = field(default=None, init=False)
+    max_uses: int | None = field(default=None, init=False)
 
-    def _choose(self, view: StoreView, allowed: Ints, batch_size: int | None, rng: np.random.Generator) -> Ints:
-        n = len(allowed) if batch_size is None else batch_size
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.fraction <= 1:
+            raise DefinitionError(f"fraction is {self.fraction}; it must lie between 0 and 1.")
+
+    def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
+        del allowed
         first = self.fresh.eligible(view)
         if len(first):
-            first = self.fresh._choose(view, first, round(n * self.fraction), rng)
+            first = self.fresh._choose(view, first, round(most * self.fraction), rng)
         second = np.setdiff1d(self.replay.eligible(view), first)
-        if len(second) and n > len(first):
-            second = self.replay._choose(view, second, n - len(first), rng)
+        if len(second) and most > len(first):
+            second = self.replay._choose(view, second, most - len(first), rng)
         else:
             second = second[:0]
         return np.concatenate([first, second])
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class RecencySampler(PrioritySampler):
     """Newer trajectories more often: chances of `exp(-age / tau)`.
 
     Args:
         tau: age in versions at which the chance has fallen to 1/e.
-        max_staleness: largest age in versions.
-        max_uses: uses after which a trajectory is spent.
-        seed: of the TorchRL interface.
+        max_staleness: as of every strategy, see `TrajectorySampler`; likewise `max_uses` and `seed`.
     """
 
-    def __init__(
-        self, *, tau: float = 4.0, max_staleness: int | None = None, max_uses: int | None = None, seed: int = 0
-    ) -> None:
-        super().__init__(alpha=0.0, tau=tau, max_staleness=max_staleness, max_uses=max_uses, seed=seed)
-
-
-def _fresh(*, max_staleness: int | None = None, max_uses: int | None = None, seed: int = 0) -> FreshSampler:
-    return FreshSampler(max_staleness=max_staleness, max_uses=max_uses, seed=seed)
-
-
-def _priority(
-    *, alpha: float = 1.0, tau: float = math.inf, column: str = "advantage", **limits: Any
-) -> PrioritySampler:
-    return PrioritySampler(alpha=alpha, tau=tau, column=column, **limits)
+    alpha: float = field(default=0.0, init=False)
+    tau: float = 4.0
 
 
 def _mix(
@@ -239,10 +214,10 @@ class Strategy:
 
 
 STRATEGIES: Final[Mapping[str, Strategy]] = {
-    "fresh": Strategy(_fresh),
+    "fresh": Strategy(partial(FreshSampler, max_staleness=None, max_uses=None)),
     "uniform": Strategy(UniformSampler),
     "recency": Strategy(RecencySampler, ("tau",)),
-    "priority": Strategy(_priority, ("alpha", "tau"), ("eps", "column", "beta")),
+    "priority": Strategy(partial(PrioritySampler, column="advantage"), ("alpha", "tau"), ("eps", "column", "beta")),
     "group": Strategy(GroupSampler, (), ("group_size", "order")),
     "success": Strategy(
         SuccessSampler, ("tau",), ("buckets", "target", "spread", "threshold", "extremes", "group_size")

@@ -16,12 +16,11 @@ from rlhf_pipeline.data.keys import Key
 from rlhf_pipeline.data.trajectories import Trajectories, is_stack, rows_of, trajectories_of
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
 from rlhf_pipeline.replay._copy import copy_rows, dump_store, find_dump
-from rlhf_pipeline.replay._jagged import jagged_batch
 from rlhf_pipeline.replay._scalar_view import ScalarView
 from rlhf_pipeline.replay._slots import UNBOUNDED, SlotMap
 from rlhf_pipeline.replay._stack import stack_data
 from rlhf_pipeline.replay._write import append_data
-from rlhf_pipeline.replay.batches import padded_batch, padded_columns, single
+from rlhf_pipeline.replay.batches import jagged_batch, padded_batch, padded_columns, single
 from rlhf_pipeline.replay.schema import (
     FAILED_MEMBERS,
     NEWEST_VERSION,
@@ -274,8 +273,7 @@ class TrajectoryStorage(Storage):
             layout: `padded` or `jagged`; None as the storage was made.
 
         Returns:
-            A TensorDict `[B]`, see `padded_batch` in `rlhf_pipeline.replay.batches` and `jagged_batch` in
-            `rlhf_pipeline.replay._jagged`.
+            A TensorDict `[B]`, see `padded_batch` and `jagged_batch` in `rlhf_pipeline.replay.batches`.
 
         Raises:
             DefinitionError: if the layout is not known.
