@@ -8,9 +8,8 @@ import shlex
 import time
 from typing import TYPE_CHECKING, Final
 
-from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.cli.parser import add_process_options
-from rlhf_pipeline.cli.process import TRY_AGAIN, import_torch, signals_seen, stopped_code, view_of_stdout
+from rlhf_pipeline.cli.process import attend, import_torch, view_of_stdout
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import RewardError, RunExistsError, RunStorageError
 from rlhf_pipeline.report.words import count, duration, number
@@ -50,40 +49,28 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Collect until the run ends; 130 or 143 if a signal stopped it, 3 if a retry may help."""
-    from rlhf_pipeline import definitions
     from rlhf_pipeline.cli.plan import make_joining_plan
     from trajectory_store import StoreError
 
-    plan = make_joining_plan(args)
-    view, seen = view_of_stdout(), list[int]()
+    plan, view = make_joining_plan(args), view_of_stdout()
     view.say(f"{plan.pipeline.name}: collector, seed {plan.seed}, on {plan.device}; importing torch ...")
-    lines = _Lines(view, plan)
-    try:
-        with signals_seen(seen):
-            import_torch(plan.device)
-            from rlhf_pipeline.run.processes.collect import collect
+    return attend(
+        view,
+        lambda: _collect(args, plan, _Lines(view, plan)),
+        stopped=lambda: f"stopped at once; the rollout is taken up by another collector, or again by: {plan.again}",
+        retryable=(RewardError, RunExistsError, RunStorageError, StoreError),
+        debug=args.debug,
+    )[1]
 
-            definitions.share_with_workers()
-            finished = collect(
-                plan.pipeline,
-                run_dir=plan.out,
-                seed=plan.seed,
-                device=plan.device,
-                name=args.name,
-                parent=args.parent,
-                definition=plan.definition,
-                overrides=plan.overrides,
-                on_event=lines,
-            )
-    except KeyboardInterrupt:
-        view.say(f"stopped at once; the rollout is taken up by another collector, or again by: {plan.again}")
-        return stopped_code(seen)
-    except (RewardError, RunExistsError, RunStorageError, StoreError) as error:
-        if args.debug:
-            raise
-        warn(f"rlhf-pipeline: {error}")
-        return TRY_AGAIN
-    return stopped_code(seen) if finished.reason == "interrupted" else 0
+
+def _collect(args: argparse.Namespace, plan: Plan, lines: _Lines) -> CollectorFinished:
+    from rlhf_pipeline import definitions
+
+    import_torch(plan.device)
+    from rlhf_pipeline.run.processes.collect import collect
+
+    definitions.share_with_workers()
+    return collect(plan.pipeline, name=args.name, parent=args.parent, on_event=lines, **plan.inputs)
 
 
 class _Lines:

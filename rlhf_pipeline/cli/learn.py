@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.cli.parser import add_process_options, add_steps
-from rlhf_pipeline.cli.process import TRY_AGAIN, import_torch, signals_seen, stopped_code, view_of_stdout
+from rlhf_pipeline.cli.process import attend, import_torch, view_of_stdout
 from rlhf_pipeline.errors import RunExistsError, RunStorageError
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.cli.plan import Plan
+    from rlhf_pipeline.cli.progress import RunView
+    from rlhf_pipeline.run.events import RunFinished
 
 HELP = "learn from what collectors store, in a process of its own"
 DETAILS = """\
@@ -31,43 +36,32 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Learn from what collectors store; 130 or 143 if a signal stopped it, 3 if a retry may help."""
-    from rlhf_pipeline import definitions
     from rlhf_pipeline.cli.closing import finish
     from rlhf_pipeline.cli.plan import make_joining_plan
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.processes.weights import reopen
     from trajectory_store import StoreError
 
-    plan = make_joining_plan(args)
-    view, seen = view_of_stdout(), list[int]()
+    plan, view = make_joining_plan(args), view_of_stdout()
     reopen(RunFolder(plan.out))
     view.say(f"{plan.pipeline.name}: learner, seed {plan.seed}, on {plan.device}; importing torch ...")
-    try:
-        with signals_seen(seen):
-            import_torch(plan.device)
-            from rlhf_pipeline.run.processes.learn import learn
-
-            definitions.share_with_workers()
-            finished = learn(
-                plan.pipeline,
-                run_dir=plan.out,
-                seed=plan.seed,
-                device=plan.device,
-                parent=args.parent,
-                definition=plan.definition,
-                overrides=plan.overrides,
-                on_event=view,
-            )
-    except KeyboardInterrupt:
-        view.say(f"stopped at once. Go on from the last checkpoint: {plan.again}")
-        return stopped_code(seen)
-    except (RunExistsError, RunStorageError, StoreError) as error:
-        if args.debug:
-            raise
-        warn(f"rlhf-pipeline: {error}")
-        return TRY_AGAIN
-    finally:
-        view.close()
-    if args.parent is None:  # else the supervisor says it
+    finished, code = attend(
+        view,
+        lambda: _learn(args, plan, view),
+        stopped=lambda: f"stopped at once. Go on from the last checkpoint: {plan.again}",
+        retryable=(RunExistsError, RunStorageError, StoreError),
+        debug=args.debug,
+    )
+    if finished is not None and args.parent is None:  # else the supervisor says it
         finish(finished, plan, view)
-    return stopped_code(seen) if finished.reason == "interrupted" else 0
+    return code
+
+
+def _learn(args: argparse.Namespace, plan: Plan, view: RunView) -> RunFinished:
+    from rlhf_pipeline import definitions
+
+    import_torch(plan.device)
+    from rlhf_pipeline.run.processes.learn import learn
+
+    definitions.share_with_workers()
+    return learn(plan.pipeline, parent=args.parent, on_event=view, **plan.inputs)

@@ -7,6 +7,7 @@ import shlex
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlhf_pipeline import definitions
 from rlhf_pipeline.cli import preflight
@@ -17,6 +18,8 @@ from rlhf_pipeline.run.folder import RunFolder, is_run
 from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
 
 _POLL_S = 0.25
+Overrides = tuple[tuple[str, str], ...]
+"""What `--set` says: a field's path and its text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,11 +28,11 @@ class Plan:
 
     pipeline: Pipeline
     definition: str
-    overrides: tuple[tuple[str, str], ...]
+    overrides: Overrides
     out: Path
     seed: int
     device: str
-    resume: bool
+    resume: bool = False
     command: str
     """What to type to start this run, without `--resume`."""
     collectors: int = 0
@@ -38,9 +41,30 @@ class Plan:
     """Whether this is one process of several, which continues by the same command."""
 
     @property
+    def inputs(self) -> dict[str, Any]:
+        """What every kind of run takes beside its pipeline, by name."""
+        names = ("seed", "device", "definition", "overrides")
+        return {"run_dir": self.out, **{name: getattr(self, name) for name in names}}
+
+    @property
     def again(self) -> str:
         """What to type to go on."""
         return self.command if self.joins else f"{self.command} --resume"
+
+
+def plan_of(
+    definition: definitions.Definition, overrides: Overrides, out: Path, *, seed: int, device: str, **more: Any
+) -> Plan:
+    """Return the plan of a definition with overrides; `more` are the further fields of a `Plan`."""
+    return Plan(
+        pipeline=definition.pipeline(overrides),
+        definition=definition.name,
+        overrides=overrides,
+        out=out,
+        seed=seed,
+        device=device,
+        **more,
+    )
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
@@ -71,20 +95,8 @@ def make_joining_plan(args: argparse.Namespace) -> Plan:
         example = shlex.join(["rlhf-pipeline", args.command, "long_running", "--run", args.run])
         raise DefinitionError(f"{out} is not a run yet, so say what to run, for example: {example}")
     preflight.check_new_folder(out, command, option="--run")
-    definition = definitions.find(args.definition)
-    return checked(
-        Plan(
-            pipeline=definition.pipeline(overrides),
-            definition=definition.name,
-            overrides=overrides,
-            out=out,
-            seed=args.seed or 0,
-            device=args.device or "cpu",
-            resume=False,
-            command=command,
-            joins=True,
-        )
-    )
+    definition, device = definitions.find(args.definition), args.device or "cpu"
+    return checked(plan_of(definition, overrides, out, seed=args.seed or 0, device=device, command=command, joins=True))
 
 
 def _wait_for_run(out: Path) -> None:
@@ -104,7 +116,7 @@ def _wait_for_run(out: Path) -> None:
         time.sleep(_POLL_S)
 
 
-def _overrides(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+def _overrides(args: argparse.Namespace) -> Overrides:
     steps = getattr(args, "steps", None)
     return (*args.overrides, *([("learn.steps", str(steps))] if steps is not None else []))
 
@@ -124,7 +136,7 @@ def checked(plan: Plan) -> Plan:
     return plan
 
 
-def _new(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -> Plan:
+def _new(args: argparse.Namespace, overrides: Overrides) -> Plan:
     if args.definition is None:
         raise DefinitionError("name what to run, for example: rlhf-pipeline run copy_digits (`rlhf-pipeline list`)")
     if is_run(Path(args.definition).expanduser()):
@@ -134,20 +146,18 @@ def _new(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -> Pl
     out = Path(args.out).expanduser() if args.out else Path("runs") / definition.function
     command = _command(args.definition, args.out, args.collectors)
     preflight.check_new_folder(out, command)
-    return Plan(
-        pipeline=definition.pipeline(overrides),
-        definition=definition.name,
-        overrides=overrides,
-        out=out,
+    return plan_of(
+        definition,
+        overrides,
+        out,
         seed=args.seed or 0,
         device=args.device or "cpu",
-        resume=False,
         command=command,
         collectors=args.collectors or 0,
     )
 
 
-def _resumed(args: argparse.Namespace, overrides: tuple[tuple[str, str], ...]) -> Plan:
+def _resumed(args: argparse.Namespace, overrides: Overrides) -> Plan:
     """Take definition, overrides, seed and device from the run; options that were typed win."""
     named = args.definition
     if named is not None and not args.out and is_run(Path(named).expanduser()):
@@ -170,7 +180,7 @@ def recorded_plan(
     args: argparse.Namespace,
     out: Path,
     named: str | None,
-    overrides: tuple[tuple[str, str], ...],
+    overrides: Overrides,
     command: str,
     otherwise: str = "leave --resume out and choose another --out",
 ) -> Plan:
@@ -193,29 +203,30 @@ def recorded_plan(
             f"{out} was started with seed {config.seed}, not {args.seed}. Leave --seed out to go on with it, "
             f"or {otherwise}."
         )
-    definition = definitions.find(named) if named else _recorded_definition(config.definition, out)
+    moved = f"name its new place: rlhf-pipeline run FILE.py:function --resume --out {shlex.quote(str(out))}"
+    definition = definitions.find(named) if named else recorded_definition(out, moved)
     merged = tuple({**dict(config.overrides), **dict(overrides)}.items())
-    pipeline = definition.pipeline(merged)
-    RunFolder.open(out).check_unchanged(pipeline, config.seed)
-    return Plan(
-        pipeline=pipeline,
-        definition=definition.name,
-        overrides=merged,
-        out=out,
-        seed=config.seed,
-        device=args.device or config.device,
-        resume=True,
-        command=command,
-    )
+    device = args.device or config.device
+    plan = plan_of(definition, merged, out, seed=config.seed, device=device, command=command, resume=True)
+    RunFolder.open(out).check_unchanged(plan.pipeline, config.seed)
+    return plan
 
 
-def _recorded_definition(name: str, out: Path) -> definitions.Definition:
+def recorded_definition(run: Path, moved: str) -> definitions.Definition:
+    """Return the definition that a run was started with.
+
+    Args:
+        run: its folder.
+        moved: what to do where its file has moved, for the message.
+
+    Raises:
+        MissingPathError: it is gone.
+    """
     try:
-        return definitions.find(name)
+        return definitions.find(RunFolder.open(run).config.definition)
     except MissingPathError as error:
         raise MissingPathError(
-            f"the definition that {out} was started with is gone: {error} If the file has moved, name its new place: "
-            f"rlhf-pipeline run FILE.py:function --resume --out {shlex.quote(str(out))}"
+            f"the definition that {run} was started with is gone: {error} If the file has moved, {moved}"
         ) from error
 
 

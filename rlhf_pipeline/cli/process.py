@@ -7,10 +7,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
+from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.words import count
@@ -18,6 +19,55 @@ from rlhf_pipeline.run.signals import STOPPING
 
 TRY_AGAIN: Final = 3
 """The exit code of `collect` and `learn` after a failure that a retry may overcome: a full disk, a reward service."""
+
+
+class Finished(Protocol):
+    """What a process ended with."""
+
+    @property
+    def reason(self) -> str:
+        """Why it ended; `interrupted` after a signal."""
+        ...
+
+
+FinishedT = TypeVar("FinishedT", bound=Finished)
+
+
+def attend(
+    view: RunView,
+    work: Callable[[], FinishedT],
+    *,
+    stopped: Callable[[], str],
+    retryable: tuple[type[Exception], ...] = (),
+    debug: bool = False,
+) -> tuple[FinishedT | None, int]:
+    """Do the work of a process until it ends or a signal stops it.
+
+    Args:
+        view: closed at the end.
+        work: what to do.
+        stopped: what to say when a signal stopped it at once.
+        retryable: errors that a retry may overcome; they are printed.
+        debug: raise them.
+
+    Returns:
+        What the work ended with, None if it did not; and the exit code: 0, `TRY_AGAIN`, or that of a signal.
+    """
+    seen: list[int] = []
+    try:
+        with signals_seen(seen):
+            finished = work()
+    except KeyboardInterrupt:
+        view.say(stopped())
+        return None, stopped_code(seen)
+    except retryable as error:
+        if debug:
+            raise
+        warn(f"rlhf-pipeline: {error}")
+        return None, TRY_AGAIN
+    finally:
+        view.close()
+    return finished, stopped_code(seen) if finished.reason == "interrupted" else 0
 
 
 def view_of_stdout(log_name: str = "log.txt") -> RunView:

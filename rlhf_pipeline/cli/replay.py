@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.cli.parser import above_zero, add_filter, add_overrides, add_steps, natural, positive
-from rlhf_pipeline.errors import DefinitionError, MissingPathError
+from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.words import count
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.config import Pipeline
     from rlhf_pipeline.run.folder import RunConfig
 
 HELP = "learn from stores alone; or take a run's steps again and compare"
@@ -99,10 +98,11 @@ def _check_rerun(args: argparse.Namespace) -> None:
 def replay_run(folder: Path, *, from_step: int, num_steps: int | None, device: str | None) -> int:
     """Print each step's recorded and recomputed loss; 1 if one differs."""
     from rlhf_pipeline.cli import preflight
+    from rlhf_pipeline.cli.plan import recorded_definition
     from rlhf_pipeline.run.folder import RunFolder
 
     config = RunFolder.open(folder).config
-    pipeline = _recorded_pipeline(config, folder)
+    pipeline = recorded_definition(folder, "put it back").pipeline(config.overrides)
     RunFolder.open(folder).check_unchanged(pipeline, config.seed, inputs=False)  # nothing is sampled
     device = device or config.device
     preflight.check_device(device)
@@ -144,15 +144,6 @@ def _result(found) -> str:  # noqa: ANN001 - a retake.Retaken, whose module need
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else repr(value)
-
-
-def _recorded_pipeline(config: RunConfig, folder: Path) -> Pipeline:
-    from rlhf_pipeline import definitions
-
-    try:
-        return definitions.find(config.definition).pipeline(config.overrides)
-    except MissingPathError as error:
-        raise MissingPathError(f"the definition that {folder} was started with is gone: {error}") from error
 
 
 def _advice(config: RunConfig) -> str:

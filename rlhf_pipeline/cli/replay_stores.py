@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_pipeline import definitions
 from rlhf_pipeline.cli import preflight, sharded
-from rlhf_pipeline.cli.plan import Plan, checked, recorded_plan
+from rlhf_pipeline.cli.plan import Overrides, Plan, checked, plan_of, recorded_definition, recorded_plan
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.cli.run import run_plan
 from rlhf_pipeline.errors import DefinitionError, MissingPathError
@@ -44,54 +43,35 @@ def _new(args: argparse.Namespace) -> Plan:
         open_run_or_store(path)  # or an error that names what is there
     out, first = _out(args), Path(args.paths[0]).expanduser()
     preflight.check_new_folder(out, _command(args))
-    base = _of_a_run(args, first) if args.definition is None and is_run(first) else None
-    if base is None:
-        base = _Base(definitions.find(args.definition or _DEFAULT), (), 0, "cpu")
-    overrides = (*base.overrides, *_typed(args))
+    definition, overrides, seed, device = definitions.find(args.definition or _DEFAULT), (), 0, "cpu"
+    if args.definition is None and is_run(first):
+        definition = recorded_definition(first, "name its new place: --definition FILE.py[:function]")
+        config = RunFolder.open(first).config
+        overrides, seed, device = _of_a_run(args, RunFolder.open(first)), config.seed, config.device
     return checked(
-        Plan(
-            pipeline=base.definition.pipeline(overrides),
-            definition=base.definition.name,
-            overrides=overrides,
-            out=out,
-            seed=base.seed if args.seed is None else args.seed,
-            device=args.device or base.device,
-            resume=False,
+        plan_of(
+            definition,
+            (*overrides, *_typed(args)),
+            out,
+            seed=seed if args.seed is None else args.seed,
+            device=args.device or device,
             command=_command(args),
         )
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """What a replay takes over."""
-
-    definition: definitions.Definition
-    overrides: tuple[tuple[str, str], ...]
-    seed: int
-    device: str
-
-
-def _of_a_run(args: argparse.Namespace, folder: Path) -> _Base:
-    """Adopt a run's definition, overrides and seed, and its order unless another was asked for."""
-    run = RunFolder.open(folder)
-    try:
-        definition = definitions.find(run.config.definition)
-    except MissingPathError as error:
-        raise MissingPathError(
-            f"the definition that {folder} was started with is gone: {error} Name its new place: --definition "
-            "FILE.py[:function]"
-        ) from error
+def _of_a_run(args: argparse.Namespace, run: RunFolder) -> Overrides:
+    """Return a run's overrides, and its order unless another was asked for."""
     overrides = [pair for pair in run.config.overrides if not pair[0].startswith("replay.")]
     collected = run.config.pipeline.get("replay") is None
     if collected and len(args.paths) == 1 and not (args.filters or args.weights or args.epochs):
         overrides.append(("replay.recorded_order", "true"))
         if run.metrics:
             overrides.append(("learn.steps", str(run.metrics[-1]["step"])))
-    return _Base(definition, tuple(overrides), run.config.seed, run.config.device)
+    return tuple(overrides)
 
 
-def _typed(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+def _typed(args: argparse.Namespace) -> Overrides:
     """Return the typed overrides, with the stores' folders as absolute paths."""
     stores = [str(Path(path).expanduser().absolute()) for path in args.paths]
     for text in (*stores, *args.filters):

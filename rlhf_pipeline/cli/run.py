@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.parser import add_overrides, add_steps, natural, positive, seconds
-from rlhf_pipeline.cli.process import import_torch, signals_seen, stopped_code, view_of_stdout
+from rlhf_pipeline.cli.process import attend, import_torch, view_of_stdout
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.report.words import duration
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.report.words import count, duration
 from rlhf_pipeline.run.events import RunFinished
 
 if TYPE_CHECKING:
@@ -76,15 +77,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Run a pipeline; 130 or 143 if a signal stopped it."""
-    from rlhf_pipeline.cli import sharded, supervised
+    from rlhf_pipeline.cli import sharded
     from rlhf_pipeline.cli.plan import make_plan
 
     if sharded.is_follower():
         return sharded.follow(args)
     plan = make_plan(args)
-    if plan.collectors:
-        return supervised.execute(args, plan)
-    return run_plan(sharded.joined(plan))
+    return _supervise(args, plan) if plan.collectors else run_plan(sharded.joined(plan))
 
 
 def run_plan(plan: Plan, *, then: Callable[[RunView], int] = lambda view: 0) -> int:
@@ -103,42 +102,60 @@ def run_plan(plan: Plan, *, then: Callable[[RunView], int] = lambda view: 0) -> 
 
     view = view_of_stdout()
     view.say(f"{plan.pipeline.name}: starting, seed {plan.seed}, on {plan.device}; importing torch ...")
-    started = time.perf_counter()
-    seen: list[int] = []
-    try:
-        finished = _run(plan, view, started, seen)
-    except KeyboardInterrupt:
+
+    def stopped() -> str:
         if plan.resume or is_run(plan.out):
-            view.say(f"stopped at once. Go on from the last checkpoint: {plan.again}")
-        else:
-            view.say("stopped before the run began; nothing was written.")
-        return stopped_code(seen)
+            return f"stopped at once. Go on from the last checkpoint: {plan.again}"
+        return "stopped before the run began; nothing was written."
+
+    try:
+        finished, code = attend(view, lambda: _run(plan, view, time.perf_counter()), stopped=stopped)
     finally:
-        view.close()
         sharded.leave()
+    if finished is None:
+        return code
     finish(finished, plan, view)
-    return stopped_code(seen) if finished.reason == "interrupted" else then(view)
+    return code or then(view)
 
 
-def _run(plan: Plan, view: RunView, started: float, seen: list[int]) -> RunFinished:
-    """Import torch and run; `seen` collects the signals that arrived."""
+def _run(plan: Plan, view: RunView, started: float) -> RunFinished:
+    """Import torch and run."""
     from rlhf_pipeline import definitions
     from rlhf_pipeline.cli import sharded
 
-    with signals_seen(seen):
-        import_torch(plan.device)
-        from rlhf_pipeline.run import start
+    import_torch(plan.device)
+    from rlhf_pipeline.run import start
 
-        definitions.share_with_workers()
-        view.say(f"torch is there ({duration(time.perf_counter() - started)}); building the model and the store ...")
-        return start.run(
-            plan.pipeline,
-            run_dir=plan.out,
-            seed=plan.seed,
-            device=plan.device,
-            resume=plan.resume,
-            parent=os.getppid() if sharded.is_one_of_several() else None,  # torchrun
-            definition=plan.definition,
-            overrides=plan.overrides,
-            on_event=view,
-        )
+    definitions.share_with_workers()
+    view.say(f"torch is there ({duration(time.perf_counter() - started)}); building the model and the store ...")
+    parent = os.getppid() if sharded.is_one_of_several() else None  # torchrun
+    return start.run(plan.pipeline, resume=plan.resume, parent=parent, on_event=view, **plan.inputs)
+
+
+def _supervise(args: argparse.Namespace, plan: Plan) -> int:
+    """Keep collectors and a learner alive, each a process of its own."""
+    from rlhf_pipeline.cli.closing import finish
+    from rlhf_pipeline.run.processes.supervise import SupervisorConfig, supervise
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise DefinitionError("--collectors and torchrun do not go together yet; leave one of them out.")
+    config = SupervisorConfig(
+        collectors=plan.collectors,
+        max_failures=args.max_failures,
+        hang_timeout_s=args.hang_timeout,
+        progress_timeout_s=args.progress_timeout,
+    )
+    view = view_of_stdout("supervisor.log")
+    view.say(
+        f"{plan.pipeline.name}: {count(plan.collectors, 'collector')} and a learner, seed {plan.seed}, "
+        f"on {plan.device}; they import torch ..."
+    )
+    finished, code = attend(
+        view,
+        lambda: supervise(plan.pipeline, config=config, on_event=view, **plan.inputs),
+        stopped=lambda: f"stopped at once. Go on from the last checkpoint: {plan.again}",
+    )
+    if finished is not None:
+        finish(finished, plan, view)
+        view.say(f"what happened to the processes: {plan.out / 'supervisor.log'}")
+    return code
