@@ -17,18 +17,17 @@ from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.errors import (
     DataError,
     DefinitionError,
-    MissingPathError,
     PipelineError,
     RunExistsError,
     RunStorageError,
     did_you_mean,
 )
 from rlhf_pipeline.exchange.filters import select
+from rlhf_pipeline.policies.folder import resolve_source
 from rlhf_pipeline.report.stored import Stored, open_run_or_store
 from rlhf_pipeline.run.folder import RunFolder, is_run, not_found
 
 _DEVICES = ("cpu", "cuda", "mps")
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
 def check_new_folder(out: Path, command: str, *, option: str = "--out") -> None:
@@ -136,7 +135,7 @@ def check_pipeline(pipeline: Pipeline, seed: int) -> None:
         DefinitionError: the prompt source or the reward function does not have the required form.
     """
     if isinstance(pipeline.policy, PretrainedPolicy):
-        check_model_folder(pipeline.policy.path)
+        resolve_source(pipeline.policy.path)
     if pipeline.replay is not None:
         return  # nothing is sampled or graded
     check_reward(pipeline)
@@ -211,33 +210,6 @@ def first_prompt(pipeline: Pipeline, seed: int) -> Prompt:
             "rlhf_pipeline.Prompt(text=..., answer=..., meta=...)."
         )
     return prompt
-
-
-def check_model_folder(path: str) -> None:
-    """Refuse a checkpoint path that is no folder and cannot be a name on a hub, which has the form `owner/name`.
-
-    Raises:
-        MissingPathError: the folder, its config or its weights are not there.
-    """
-    folder = Path(path).expanduser()
-    if not folder.exists():
-        on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) and not folder.parent.is_dir()
-        if on_hub:
-            return
-        raise MissingPathError(
-            f"there is no model folder at {path}. Make one: rlhf-pipeline new-model {shlex.quote(path)} --text FILE. "
-            "Or name one you have: --set policy.path=FOLDER (a name on the hub has the form owner/name)."
-        )
-    if not folder.is_dir():
-        raise MissingPathError(
-            f"{path} is a file; policy.path names the folder that holds config.json and the weights."
-        )
-    if not (folder / "config.json").is_file():
-        raise MissingPathError(
-            f"{path} holds no config.json, so it is not a model folder as save_pretrained writes it."
-        )
-    if not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
-        raise MissingPathError(f"{path} holds no weights ({', '.join(_WEIGHTS)}). Is a download incomplete?")
 
 
 def _free_folder(out: Path) -> Path:

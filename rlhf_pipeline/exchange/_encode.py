@@ -84,12 +84,9 @@ class Encoder:
 
     def _completion(self, rollout: Rollout) -> tuple[list[int], bool]:
         tokenizer = self._need()
-        try:
-            ids = [int(i) for i in tokenizer.encode(rollout.completion, add_special_tokens=False)]
-        except Exception as error:
-            if "Missing [UNK] token" not in str(error):  # the tokenizers package raises a bare Exception
-                raise
-            raise DataError("the completion has a character that the tokenizer does not know.") from error
+        from rlhf_pipeline.policies.chat import encode_text
+
+        ids = encode_text(tokenizer, rollout.completion, add_special_tokens=False)
         end = getattr(tokenizer, "eos_token_id", None) if self.eos else None
         if ids and ids[-1] == end:  # the text has its special tokens
             rollout.finish_reason = rollout.finish_reason or "stop"

@@ -58,15 +58,10 @@ class Source:
                 with need("pyarrow.parquet").ParquetFile(self.path) as file:
                     yield from file.iter_batches(batch_size=ROWS_PER_READ)
             else:
-                yield from self._dataset().with_format("arrow").iter(batch_size=ROWS_PER_READ)
+                found = need("datasets").load_from_disk(str(self.path))
+                yield from found.with_format("arrow").iter(batch_size=ROWS_PER_READ)
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{self.path} cannot be read as {self.container}: {str(error).splitlines()[0]}") from error
-
-    def _dataset(self) -> Any:
-        found = need("datasets").load_from_disk(str(self.path))
-        if isinstance(found, dict):
-            raise DefinitionError(f"{self.path} holds several splits. Name one: {self.path / next(iter(found))}")
-        return found
 
     def schema_json(self) -> str | None:
         """Return the store's columns that an export wrote down, or None."""

@@ -10,6 +10,7 @@ import torch
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.exchange._rewards import weighted
+from rlhf_pipeline.policies.model_parts import evaluated
 
 if TYPE_CHECKING:
     from rlhf_pipeline.exchange.recorder import TrajectoryRecorder
@@ -101,14 +102,8 @@ def _computed(trainer: Any, prompts: Sequence[np.ndarray], ids: Sequence[Sequenc
         mask[i, left - len(prompt) : left + len(completion)] = 1
     size = trainer.args.per_device_train_batch_size
     # Without dropout: it would draw from the generator that the trainer samples with, and change its numbers.
-    modes = [(module, module.training) for module in trainer.model.modules()]
-    trainer.model.eval()
-    try:
-        with torch.no_grad():
-            found = getattr(trainer, _SCORES)(trainer.model, tokens.to(device), mask.to(device), right, batch_size=size)
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with evaluated(trainer.model), torch.no_grad():
+        found = getattr(trainer, _SCORES)(trainer.model, tokens.to(device), mask.to(device), right, batch_size=size)
     return found[0]
 
 

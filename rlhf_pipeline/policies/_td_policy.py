@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -34,9 +34,12 @@ _ALIASES = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
 class TensorDictPolicy(LLMWrapperBase):
     """What `CausalLMPolicy` adds to its tensor methods so that it works on TensorDicts, with TorchRL's arguments."""
 
+    # To be given by the policy.
     tokenizer: Any
     temperature: float
     pad_token_id: int
+    log_probs: Callable[..., Tensor]
+    generate_ragged: Callable[..., RaggedCompletions]
 
     def _set_wrapper_options(
         self,
@@ -103,25 +106,6 @@ class TensorDictPolicy(LLMWrapperBase):
             return self.input_key
         container = {"tokens": self.tokens_key, "text": self.text_key, "history": self.history_key}[self.input_mode]
         return _sub(container, "prompt" if self.generate else "full")
-
-    # To be given by the policy.
-
-    def log_probs(self, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None = None) -> Tensor:
-        """Score tokens, `[B, T]`."""
-        raise NotImplementedError
-
-    def generate_ragged(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        group_size: int = 1,
-        max_new_tokens: int | Sequence[int] | None = None,
-        temperature: float | None = None,
-        seed: int,
-        stream_ids: Sequence[int] | None = None,
-    ) -> RaggedCompletions:
-        """Sample completions."""
-        raise NotImplementedError
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -20,6 +20,7 @@ from rlhf_pipeline.policies.encoding import tokenizer_with_template
 from rlhf_pipeline.policies.engines.completions import Completion, RaggedCompletions
 from rlhf_pipeline.policies.engines.protocol import Engine, Request, WeightRefresh
 from rlhf_pipeline.policies.engines.slots import SlotEngine
+from rlhf_pipeline.policies.folder import resolve_source
 from rlhf_pipeline.policies.loading import (
     as_dtype,
     as_id_tuple,
@@ -28,7 +29,6 @@ from rlhf_pipeline.policies.loading import (
     load_tokenizer,
     padding_id,
     quiet_progress,
-    resolve_source,
 )
 from rlhf_pipeline.policies.model_parts import ModelParts, find_parts, set_recomputation, switch_recomputation
 from rlhf_pipeline.policies.packed import LayoutScorer
@@ -421,7 +421,16 @@ class CausalLMPolicy(TensorDictPolicy):
 
     # Generation
 
-    def generate_groups(
+    def generate_groups(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Completion]:
+        """Sample `group_size` completions of every prompt: `generate_ragged` with one object per completion.
+
+        Args:
+            prompts: token ids, one sequence per prompt, without padding.
+            **options: the keyword arguments of `generate_ragged`.
+        """
+        return list(self.generate_ragged(prompts, **options))
+
+    def generate_ragged(
         self,
         prompts: Sequence[Sequence[int]],
         *,
@@ -430,7 +439,8 @@ class CausalLMPolicy(TensorDictPolicy):
         temperature: float | None = None,
         seed: int,
         stream_ids: Sequence[int] | None = None,
-    ) -> list[Completion]:
+        refresh: WeightRefresh | None = None,
+    ) -> RaggedCompletions:
         """Sample `group_size` completions of every prompt.
 
         The random number behind a token is a pure function of (seed, stream id, member, token index), so what is
@@ -446,39 +456,14 @@ class CausalLMPolicy(TensorDictPolicy):
                 temperature 1.
             seed: any integer.
             stream_ids: one integer per prompt that names its random stream; the prompt's index when None.
+            refresh: takes up newer weights on the way.
 
         Returns:
-            Completions, prompt-major and member-minor.
+            Completions, prompt-major and member-minor, in flat arrays: what a store appends without a loop.
 
         Raises:
             DataError: a prompt is empty, too long, or has ids outside the vocabulary; or the logits are not finite.
             DefinitionError: an argument is out of range, or slots cannot hold this model's kind of cache.
-        """
-        return list(
-            self.generate_ragged(
-                prompts,
-                group_size=group_size,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                seed=seed,
-                stream_ids=stream_ids,
-            )
-        )
-
-    def generate_ragged(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        group_size: int = 1,
-        max_new_tokens: int | Sequence[int] | None = None,
-        temperature: float | None = None,
-        seed: int,
-        stream_ids: Sequence[int] | None = None,
-        refresh: WeightRefresh | None = None,
-    ) -> RaggedCompletions:
-        """`generate_groups` with the result in flat arrays: what a store appends without a loop.
-
-        `refresh` takes up newer weights on the way.
         """
         if self._checkpointing:
             # A layer that recomputes drops the cache.

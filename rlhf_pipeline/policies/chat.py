@@ -64,15 +64,25 @@ def encode_prompt(
             _messages(prompt), add_generation_prompt=True, tokenize=True, return_dict=False, tools=tools
         )
     else:
-        ids = _encode_text(codec, str(prompt))
+        ids = encode_text(codec, str(prompt))
     if not ids:
         raise DataError(f"The prompt {prompt!r} gives no tokens. Check the prompt field of the data.")
     return [int(i) for i in ids]
 
 
-def _encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
+def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """Return the token ids of a text, as they are.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        text: what to encode.
+        **options: handed to the tokenizer.
+
+    Raises:
+        DataError: a character has no token.
+    """
     try:
-        return tokenizer.encode(text, **options)
+        return [int(i) for i in tokenizer.encode(text, **options)]
     except Exception as error:
         # The tokenizers package raises a bare Exception for a character without a token.
         if "Missing [UNK] token" not in str(error):
@@ -133,7 +143,7 @@ def encode_reply(
             f"The chat template renders an assistant's turn {text.count(_MARK)} times before a reply; it must be once. "
             "Use a template that keeps the assistant's content as it is."
         )
-    ids = [int(i) for i in _encode_text(codec, text.split(_MARK)[1], add_special_tokens=False)]
+    ids = encode_text(codec, text.split(_MARK)[1], add_special_tokens=False)
     said = int(completion_ids[-1]) if len(completion_ids) else None
     # A special token that ended the turn was sampled: the template's own stands for the same one.
     ended = said is not None and ids[:1] == [said] and said in set(codec.all_special_ids)

@@ -7,6 +7,7 @@ no padding; TorchRL's private names call them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,15 @@ __all__ = [
     "Text",
     "Tokens",
 ]
+
+
+def _calls(name: str) -> Callable[..., D.Distribution]:
+    """Return a method that calls the one of a name, so that one that is overridden counts."""
+
+    def method(self: LLMWrapperBase, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
+        return getattr(self, name)(tensordict, *args, **kwargs)
+
+    return method
 
 
 class LLMWrapperBase(_TorchRLWrapperBase):
@@ -246,28 +256,11 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         wanted = pad_like(mask, batch, "mask").bool()
         return self.token_distribution(batch.input_ids, batch.attention_mask, wanted & batch.attention_mask)
 
-    # TorchRL's own names, which its losses call. They dispatch, so an overridden public method counts for them too.
-
-    def _get_sft_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
-        return self.get_sft_dist(tensordict, *args, **kwargs)
-
-    def _get_rlhf_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
-        return self.get_rlhf_dist(tensordict, *args, **kwargs)
-
-    def _get_generic_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
-        return self.get_generic_dist(tensordict, *args, **kwargs)
-
-    def _get_dist_with_prompt_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
-        return self.get_sft_dist(tensordict, *args, **kwargs)
-
-    def _get_dist_with_assistant_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
-        return self.get_rlhf_dist(tensordict, *args, **kwargs)
-
-    def _get_dist_with_attention_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
-        return self.get_generic_dist(tensordict, *args, **kwargs)
-
-    def _get_dist_with_custom_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
-        return self.get_dist_with_custom_mask(tensordict, *args, **kwargs)
+    # TorchRL's own names, which its losses call.
+    _get_sft_dist = _get_dist_with_prompt_mask = _calls("get_sft_dist")
+    _get_rlhf_dist = _get_dist_with_assistant_mask = _calls("get_rlhf_dist")
+    _get_generic_dist = _get_dist_with_attention_mask = _calls("get_generic_dist")
+    _get_dist_with_custom_mask = _calls("get_dist_with_custom_mask")
 
     def log_prob(self, data: TensorDictBase, **get_kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Score the tokens of `data` and return the log-probs of the responses.

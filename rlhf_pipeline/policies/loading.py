@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -17,58 +15,7 @@ from transformers.utils import logging as hf_logging
 
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 
-# "organisation/name": what may also be a model on the hub. A bare name is a folder: the few models that the hub still
-# knows by a bare name have the long form too ("openai-community/gpt2").
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
-def resolve_source(source: str | os.PathLike[str]) -> tuple[str, bool]:
-    """Return (folder or hub name, whether it is a local folder).
-
-    Raises:
-        MissingPathError: it reads like a path and there is no such folder.
-        DataError: it is a file, or a folder without a model.
-    """
-    name = os.fspath(source)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        _check_folder(path)
-        return str(path), True
-    if path.exists():
-        raise DataError(f"{path} is a file. Name the folder that save_pretrained wrote.")
-    # A relative name with one slash may be a folder or a hub name; where its parent is here, it is a folder.
-    if not _HUB_NAME.fullmatch(name) or path.parent.is_dir():
-        raise MissingPathError(_missing(path))
-    return name, False
-
-
-def _missing(path: Path) -> str:
-    near = f" Its parent folder holds: {_listing(path.parent)}." if path.parent.is_dir() else ""
-    return (
-        f"There is no checkpoint folder at {path}.{near} Make a small one with "
-        f"`rlhf-pipeline new-model {path} --text FILE`, or name a folder that save_pretrained wrote, or a hub model as "
-        "organisation/name."
-    )
-
-
-def _listing(folder: Path) -> str:
-    names = sorted(p.name for p in folder.iterdir())
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
-
-
-def _check_folder(path: Path) -> None:
-    if not (path / "config.json").is_file():
-        raise DataError(
-            f"{path} is not a model checkpoint: it has no config.json (it holds: {_listing(path)}). "
-            "Name a folder that save_pretrained wrote."
-        )
-    if not any(True for pattern in _WEIGHTS for _ in path.glob(pattern)):
-        raise DataError(
-            f"{path} has a config.json and no weights (it holds: {_listing(path)}). "
-            "Copy model.safetensors into it, or save the model again."
-        )
 
 
 @contextmanager

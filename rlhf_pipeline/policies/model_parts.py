@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,6 +179,19 @@ def rounding(weight: Tensor, *, fine: float, coarse: float) -> float:
         return coarse
     rounded = weight.is_cuda and torch.get_float32_matmul_precision() != "highest"
     return max(fine, coarse / 10) if rounded else fine
+
+
+@contextmanager
+def evaluated(module: Any) -> Iterator[None]:
+    """Put a module in eval mode (dropout off) and restore each part's mode afterwards."""
+    modes = [(part, part.training) for part in module.modules()] if isinstance(module, nn.Module) else []
+    for part, _ in modes:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def switch_recomputation(model: nn.Module, enabled: bool, options: dict[str, Any]) -> None:

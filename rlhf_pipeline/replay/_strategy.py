@@ -178,9 +178,7 @@ class TrajectorySampler(Sampler):
         """Write priorities to the store; TorchRL calls this after a learner step."""
         if storage is None:
             raise DefinitionError("priorities live in the store: pass storage=")
-        ids = storage.row_ids(index)
-        values = torch.as_tensor(priority, dtype=torch.float32).reshape(-1).expand(len(ids))
-        storage.update(ids, priority=values)
+        storage.set_priority(index, priority)
         return None
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,17 +7,44 @@ and tensors, frees slots for overwriting, and forgets what was consumed with the
 
 from __future__ import annotations
 
+import fcntl
+import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.replay._claims import claiming
 from rlhf_pipeline.replay._strategy import Ints, StoreView, TrajectorySampler, UniformSampler, gumbel_order
+from trajectory_store import TrajectoryStore
+
+LOCK = "claims.lock"
+"""The file in the store's folder that is locked; it holds nothing and may be deleted while nobody reads."""
+
+
+@contextmanager
+def claiming(store: TrajectoryStore) -> Iterator[None]:
+    """Keep out all other processes that claim rows of the store, and the other threads of this one.
+
+    The kernel drops the lock when its holder dies. Where the store is not in a local folder there is no lock, and only
+    one process may claim. On a network file system `flock` must reach all of them, as for writers.
+    """
+    folder = Path(str(store.path))
+    if not folder.is_dir():
+        yield
+        return
+    # A descriptor of its own for each claim: processes and threads that share one would share the lock.
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

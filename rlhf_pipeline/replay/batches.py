@@ -72,18 +72,9 @@ def columns_for(schema: Schema, keys: tuple[Key, ...] | None, *, text: bool) -> 
     return found
 
 
-def padded_batch(
-    store: TrajectoryStore,
-    ids: np.ndarray,
-    *,
-    keys: Sequence[Key] | None = None,
-    text: bool = False,
-    pad_to_multiple_of: int = 1,
-    pool: BufferPool | None = None,
-) -> TensorDict:
-    """Read rows into one TensorDict `[B]`, right padded; see `padded_columns`, and text comes as stacks."""
-    columns = padded_columns(store, ids, keys=keys, text=text, pad_to_multiple_of=pad_to_multiple_of, pool=pool)
-    return nest(columns, len(ids))
+def padded_batch(store: TrajectoryStore, ids: np.ndarray, **options: Any) -> TensorDict:
+    """Read rows into one TensorDict `[B]`, right padded; `options` as of `padded_columns`, and text comes as stacks."""
+    return nest(padded_columns(store, ids, **options), len(ids))
 
 
 def padded_columns(

@@ -173,17 +173,20 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         transform: Any = self._transform
         return list(transform) if isinstance(transform, Compose) else [transform]
 
-    def _group_transform(self) -> tuple[int, MCAdvantage]:
-        for i, transform in enumerate(self._transforms()):
-            if isinstance(transform, MCAdvantage):
-                return i, transform
-        raise DefinitionError("the write path has no MCAdvantage, so there are no groups that wait.")
+    def _advantage(self) -> MCAdvantage | None:
+        return next((transform for transform in self._transforms() if isinstance(transform, MCAdvantage)), None)
+
+    def _group_transform(self) -> MCAdvantage:
+        advantage = self._advantage()
+        if advantage is None:
+            raise DefinitionError("the write path has no MCAdvantage, so there are no groups that wait.")
+        return advantage
 
     @property
     def batch_groups(self) -> int | None:
         """Groups that the write path writes together only, as one batch; None where each group is written alone."""
-        found = (transform for transform in self._transforms() if isinstance(transform, MCAdvantage))
-        return next((advantage.batch_groups for advantage in found), None)
+        advantage = self._advantage()
+        return None if advantage is None else advantage.batch_groups
 
     def append_transform(self, transform: Transform, *, invert: bool = False) -> TrajectoryReplayBuffer:
         """Add a transform to the write path; a stack that is written to runs from the last to the first.
@@ -324,11 +327,11 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
 
     def _close(self, how: Callable[[MCAdvantage], TensorDictBase | None]) -> torch.Tensor:
         """Write the groups that a call of the group transform closes."""
-        at, _ = self._group_transform()
-        with self._call() as advantage:
-            assert advantage is not None
+        transforms, advantage = self._transforms(), self._group_transform()
+        with self._call():
             done = how(advantage)
-            written = self._write(None if done is None else self._through(done, self._transforms()[:at]))
+            before = transforms[: transforms.index(advantage)]
+            written = self._write(None if done is None else self._through(done, before))
             return self._settle(advantage, written)
 
     def waiting(self, key: Key = TRAJECTORY_ID) -> list[Any]:
@@ -338,11 +341,11 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             DefinitionError: if the write path has no `MCAdvantage`.
         """
         self.close_overdue()  # groups that are complete do not wait
-        return self._group_transform()[1].waiting_values(key)
+        return self._group_transform().waiting_values(key)
 
     def _keep_groups(self) -> MCAdvantage | None:
         """Let incomplete groups wait in the store, where it can hold them; returns the group transform."""
-        advantage = next((t for t in self._transforms() if isinstance(t, MCAdvantage)), None)
+        advantage = self._advantage()
         if advantage is None:
             return None
         storage = self._storage
@@ -367,11 +370,11 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         with advantage.call():
             yield advantage
 
-    def mark_used(self, row_ids: Any, times: int = 1) -> None:
+    def mark_used(self, row_ids: Any) -> None:
         """Add to the use count of rows, each as often as it is named; visible to all processes at once."""
         ids, named = np.unique(np.asarray(row_ids, dtype=np.int64).reshape(-1), return_counts=True)
         if len(ids):
-            self.store.update(ids, use_count=self.store.read_scalars("use_count", ids) + named * times)
+            self.store.update(ids, use_count=self.store.read_scalars("use_count", ids) + named)
 
     def update_priority(self, index: Any, priority: Any) -> None:
         """Give trajectories their priorities, which are a column of the store, whatever the sampler.
@@ -380,9 +383,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             index: slots, as `sample` gives them under `index`.
             priority: one number each, or one for all.
         """
-        ids = self.trajectories.row_ids(index)
-        values = torch.as_tensor(priority, dtype=torch.float32).detach().cpu().reshape(-1).expand(len(ids))
-        self.trajectories.update(ids, priority=values)
+        self.trajectories.set_priority(index, priority)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Take the priorities of a sampled batch from its `priority_key` (`td_error`), the largest of each trajectory.

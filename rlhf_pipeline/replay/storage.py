@@ -316,6 +316,12 @@ class TrajectoryStorage(Storage):
         if not all(self.store.schema[name].mutable for name in arrays):
             self._bump_mutation_revision()
 
+    def set_priority(self, index: Any, priority: Any) -> None:
+        """Give trajectories their priorities, one number each or one for all; `index` names their slots."""
+        ids = self.row_ids(index)
+        values = torch.as_tensor(priority, dtype=torch.float32).detach().cpu().reshape(-1).expand(len(ids))
+        self.update(ids, priority=values)
+
     def row_ids(self, index: Any = None) -> np.ndarray:
         """The store's ids of some slots, int64 `[B]`; of all slots when None.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_pipeline.report.words import flat_fields
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rows import Row, StepRows
 
@@ -57,21 +58,13 @@ class StepsDifference:
 
 def compare_configs(left: RunFolder, right: RunFolder) -> tuple[FieldDifference, ...]:
     """Return the fields of `config.json` that differ."""
-    mine, theirs = (dict(_flat("", json.loads(run.config_file.read_bytes()))) for run in (left, right))
+    mine, theirs = (dict(flat_fields(json.loads(run.config_file.read_bytes()))) for run in (left, right))
     names = [*mine, *(name for name in theirs if name not in mine)]
     return tuple(
         FieldDifference(name=name, left=mine.get(name), right=theirs.get(name))
         for name in names
         if name.split(".")[0] not in _NOT_COMPARED and mine.get(name) != theirs.get(name)
     )
-
-
-def _flat(prefix: str, data: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(data, dict):
-        for name, value in data.items():
-            yield from _flat(f"{prefix}.{name}" if prefix else str(name), value)
-    else:
-        yield prefix, data
 
 
 def compare_steps(left: RunFolder, right: RunFolder) -> StepsDifference:

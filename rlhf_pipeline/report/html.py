@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rlhf_pipeline.report.samples import Trajectory, read_trajectories, typical_
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.svg import line_chart
 from rlhf_pipeline.report.tokens import TokenTexts
-from rlhf_pipeline.report.words import count, number
+from rlhf_pipeline.report.words import count, flat_fields, number
 from rlhf_pipeline.run.files import write_atomically
 from rlhf_pipeline.run.folder import RunFolder
 
@@ -228,18 +228,10 @@ def _cell(name: str, value: Any) -> str:
 def _config_table(run: RunFolder) -> Iterator[str]:
     changed = dict(run.config.overrides)
     yield '<h2>Definition</h2><div class="card wide"><table class="fields"><tbody>'
-    for path, value in _flat("", run.config.pipeline):
+    for path, value in flat_fields(run.config.pipeline):
         mark = " (--set)" if path in changed else ""
         yield f"<tr><td>{escape(path)}</td><td>{escape(str(value))}{mark}</td></tr>"
     yield "</tbody></table></div>"
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _flat(f"{prefix}.{name}" if prefix else name, inner)
-    else:
-        yield prefix, value
 
 
 def _data(shown: Sequence[Trajectory]) -> str:

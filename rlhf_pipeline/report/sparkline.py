@@ -10,21 +10,12 @@ _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _ASCII = "_.-=+*%#"
 
 
-def sparkline(
-    values: Sequence[float | None],
-    *,
-    width: int = 20,
-    low: float | None = None,
-    high: float | None = None,
-    ascii_only: bool = False,
-) -> str:
+def sparkline(values: Sequence[float | None], *, width: int = 20, ascii_only: bool = False) -> str:
     """Return `values` as one character each, higher is fuller; more values than `width` are averaged in buckets.
 
     Args:
         values: in order; None and NaN leave a gap.
         width: characters at most.
-        low: the value of the lowest character; the smallest value if None.
-        high: the value of the highest character; the largest value if None.
         ascii_only: use ASCII, for terminals that show nothing else.
 
     >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7], ascii_only=True)
@@ -36,8 +27,8 @@ def sparkline(
     known = [value for value in buckets if math.isfinite(value)]
     if not known:
         return " " * len(buckets)
-    bottom = min(known) if low is None else low
-    span = (max(known) if high is None else high) - bottom
+    bottom = min(known)
+    span = max(known) - bottom
     blocks = _ASCII if ascii_only else _BLOCKS
     top = len(blocks) - 1
 
@@ -45,7 +36,7 @@ def sparkline(
         if not math.isfinite(value):
             return " "
         level = round((value - bottom) / span * top) if span > 0 else 0
-        return blocks[min(max(level, 0), top)]
+        return blocks[level]
 
     return "".join(map(block, buckets))
 

@@ -41,7 +41,6 @@ def line_chart(
     points: Sequence[Point],
     *,
     title: str,
-    x_label: str = "optimizer step",
     y_label: str = "",
     target: float | None = None,
     y_range: tuple[float, float] | None = None,
@@ -51,9 +50,8 @@ def line_chart(
     """Return an SVG picture of one curve: the values thin, their moving average bold.
 
     Args:
-        points: `(x, y)` in order of x; values that are not finite are left out.
+        points: `(step, y)` in order; values that are not finite are left out.
         title: the line above the curve.
-        x_label: what x is.
         y_label: what y is.
         target: a dashed horizontal line, for example the reward at which the run stops.
         y_range: the least range that the y axis covers.
@@ -102,7 +100,7 @@ def line_chart(
                 f'<text x="{at_x(tick):.1f}" y="{floor + 19}" text-anchor="middle">{_label(tick, x_ticks)}</text>'
             )
     parts.append(f'<line class="axis" x1="{_LEFT}" y1="{floor}" x2="{right}" y2="{floor}"/>')
-    parts.append(f'<text x="{(_LEFT + right) / 2:.0f}" y="{height - 10}" text-anchor="middle">{escape(x_label)}</text>')
+    parts.append(f'<text x="{(_LEFT + right) / 2:.0f}" y="{height - 10}" text-anchor="middle">optimizer step</text>')
     middle = (_TOP + floor) / 2
     parts.append(
         f'<text x="16" y="{middle:.0f}" text-anchor="middle" transform="rotate(-90 16 {middle:.0f})">'

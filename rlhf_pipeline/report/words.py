@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rlhf_pipeline.errors import plain
 
@@ -21,6 +23,19 @@ def one_line(text: str, width: int) -> str:
     head = max((width - 3 + 1) // 2, 0)
     tail = max(width - 3 - head, 0)
     return f"{line[:head]}...{line[len(line) - tail :]}"
+
+
+def flat_fields(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested objects, each with its dotted path.
+
+    >>> list(flat_fields({"learn": {"lr": 0.1}, "seed": 0}))
+    [('learn.lr', 0.1), ('seed', 0)]
+    """
+    if isinstance(data, Mapping):
+        for name, value in data.items():
+            yield from flat_fields(value, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, data
 
 
 def count(number: int, noun: str) -> str:

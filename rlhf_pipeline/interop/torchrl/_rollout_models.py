@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +13,8 @@ from rlhf_pipeline.interop.torchrl._rollout_views import completion_lengths, end
 from rlhf_pipeline.interop.torchrl.wrappers import EnginePolicy, as_policy, is_torchrl_wrapper
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.distortions import OFF, find_distortion
-from rlhf_pipeline.policies.loading import as_id_tuple, end_token_ids
+from rlhf_pipeline.policies.loading import as_id_tuple, end_token_ids, padding_id
+from rlhf_pipeline.policies.model_parts import evaluated
 
 _TOKENS_PER_PASS = 8192
 
@@ -26,19 +25,6 @@ class Sampling(NamedTuple):
     temperature: float
     greedy: bool
     config: Any
-
-
-@contextmanager
-def evaluated(module: Any) -> Iterator[None]:
-    """Put a module in eval mode (dropout off) and restore each part's mode afterwards."""
-    modes = [(part, part.training) for part in module.modules()] if isinstance(module, nn.Module) else []
-    for part, _ in modes:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 def device_of(module: Any, default: torch.device) -> torch.device:
@@ -64,14 +50,8 @@ class RolloutModel:
         self.policy: CausalLMPolicy | EnginePolicy | None = model if self.is_policy else _scorer(model)
         defaults = getattr(model, "generation_config", None)
         self.eos_token_ids = model.eos_token_ids if self.is_policy else end_token_ids(model, None)
-        named = (
-            getattr(model, "pad_token_id", None),
-            getattr(defaults, "pad_token_id", None),
-            getattr(getattr(model, "config", None), "pad_token_id", None),
-            *self.eos_token_ids,
-            0,
-        )
-        self.pad_token_id = int(next(value for value in named if value is not None))
+        own = getattr(model, "pad_token_id", None)
+        self.pad_token_id = padding_id(model, defaults, given=own, ends=tuple(self.eos_token_ids))
         positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         self.max_positions: int | None = positions if self.policy is None else self.policy.max_positions
 

@@ -15,8 +15,9 @@ from torch.nn.functional import pad
 from torchrl.data.llm.utils import KLControllerBase
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.interop.torchrl._rollout_models import RolloutModel, device_of, evaluated, labels_log_probs
+from rlhf_pipeline.interop.torchrl._rollout_models import RolloutModel, device_of, labels_log_probs
 from rlhf_pipeline.interop.torchrl._rollout_views import completion_lengths, prefix_windows, prompt_rows, start_aligned
+from rlhf_pipeline.policies.model_parts import evaluated
 from rlhf_pipeline.transforms.kl_controllers import KLController
 
 __all__ = ["RolloutFromModel"]

@@ -100,3 +100,6 @@ def test_known_log_probs_know_their_tokens() -> None:
         dist.log_prob(tokens[:1])
     with pytest.raises(DataError, match="mask has shape"):
         LogProbDistribution(log_probs, MASK[:1])
+    for unknown in (dist.sample, dist.entropy):
+        with pytest.raises(NotImplementedError):
+            unknown()

@@ -12,7 +12,6 @@ from torchrl.data.llm import History
 from rlhf_pipeline import (
     CausalLMPolicy,
     ChatHistory,
-    LogProbDistribution,
     LogProbs,
     Masks,
     RetrieveLogProb,
@@ -109,18 +108,6 @@ def test_the_retrieve_log_prob_example_of_the_older_document():
         RetrieveLogProb(policy, tokenizer_kwargs={"truncation": True})
     with pytest.raises(DefinitionError, match="chat_template_name is 'qwan'"):
         RetrieveLogProb(policy, tokenizer_kwargs={"chat_template_name": "qwan"})
-
-
-def test_known_log_probs_as_a_distribution():
-    """Positional mask; another shape is an error; what cannot be known is not implemented."""
-    scores = torch.tensor([[-1.0, -2.0]])
-    dist = LogProbDistribution(scores, torch.tensor([[True, False]]))
-    assert dist.log_prob(torch.zeros(1, 2, dtype=torch.int64)).tolist() == [[-1.0, 0.0]]
-    with pytest.raises(ValueError, match="shape"):
-        dist.log_prob(torch.zeros(1, 3, dtype=torch.int64))
-    for method in (dist.sample, dist.entropy):
-        with pytest.raises(NotImplementedError):
-            method()
 
 
 def test_every_argument_of_the_base_class():
@@ -221,7 +208,7 @@ def test_the_rest_of_the_base_class():
     assert policy.log_prob(td.clone()).shape == (2, 2)  # of the responses
     sampler = policy.get_new_version(generate=True)
     for method in (sampler.log_prob, sampler.get_dist, sampler.get_sft_dist, sampler.get_rlhf_dist):
-        with pytest.raises(DefinitionError, match=r"get_new_version\(generate=False\)"):
+        with pytest.raises(NotImplementedError, match=r"get_new_version\(generate=False\)"):  # as TorchRL raises
             method(td)
     assert policy.collector is None
 
@@ -255,9 +242,3 @@ def test_arguments_of_distributions_are_not_swallowed():
     td["mine"] = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 0]]).bool()
     dist: Any = policy.get_sft_dist(td, attention_mask_key="mine")
     assert dist.mask.tolist() == [[False, False, False, True, False], [False, False, True, True, False]]
-
-
-def test_a_policy_that_generates_has_no_distribution():
-    """Refused with the way out, as the kind of error that TorchRL raises."""
-    with pytest.raises(NotImplementedError, match="get_new_version"):
-        chat_policy(generate=True).get_rlhf_dist(token_batch())

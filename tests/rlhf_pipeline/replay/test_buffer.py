@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import lazy_stack
 from torchrl.data.replay_buffers import LazyStackStorage
-from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.envs.transforms import Compose, Transform
 
 from rlhf_pipeline.data import keys
@@ -280,17 +279,6 @@ def test_seeded_samples(make_buffer, make_rows):
         draws.append([rb.sample(4)["index"].tolist() for _ in range(3)])
     assert draws[0] == draws[1] != draws[2]
     assert len(make_buffer(name="a").sample(50)) == 50
-
-
-def test_torchrl_samplers_and_prefetch(make_buffer, make_rows):
-    """Samplers, iteration and prefetching of TorchRL work on it."""
-    rb = make_buffer(sampler=SamplerWithoutReplacement(), batch_size=4, prefetch=2)
-    rb.extend(lazy_stack(make_rows([4] * 8)))
-    seen = sorted(i for batch in (rb.sample(), rb.sample()) for i in batch[keys.TRAJECTORY_ID].tolist())
-    assert seen == list(range(8))
-    own = make_buffer(name="own", sampler="uniform", batch_size=4)
-    own.extend(lazy_stack(make_rows([4] * 8)))
-    assert len(set(own.sample()[keys.TRAJECTORY_ID].tolist())) == 4
 
 
 def test_sample_step_is_pure(make_buffer, make_rows):

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import logging
-import pickle
 
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
-from torchrl.data import ReplayBuffer
-from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
@@ -357,24 +354,6 @@ def test_a_dump_cut_short_is_not_there(storage, make_rows, tmp_path):
     loaded.close()
 
 
-def test_pickle_reopens(storage, make_rows):
-    """A copy in another process reads the same rows."""
-    put(storage, lazy_stack(make_rows([4, 5])))
-    copy = pickle.loads(pickle.dumps(storage))  # noqa: S301
-    assert copy.get([0, 1])[keys.TRAJECTORY_ID].tolist() == [0, 1]
-    copy.close()
-
-
-def test_empty_hides_the_rows(storage, make_rows):
-    """`empty` starts again at slot 0; the rows stay on disk."""
-    put(storage, lazy_stack(make_rows([4, 5])))
-    storage._empty()
-    assert (len(storage), storage.next_slot) == (0, 0)
-    put(storage, lazy_stack(make_rows([6], first_group=3)))
-    assert storage[:][keys.GROUP_ID].tolist() == [3]
-    assert len(storage.store) == 3
-
-
 def test_multi_step_trajectories_become_one_row(storage):
     """The last step holds the conversation; rewards add up, and earlier turns keep their log-probs."""
     nan = float("nan")
@@ -405,25 +384,6 @@ def test_multi_step_trajectories_become_one_row(storage):
     assert row[keys.LOG_PROBS].tolist() == [0.0, -0.5, 0.0, -0.25]
     assert row[keys.TASK_REWARD].item() == 1.25
     assert row["prompt"] == "first"
-
-
-def test_incomplete_trajectory_is_refused(storage, make_rows):
-    """Nothing vanishes: a trailing trajectory without done is an error, and nothing is written."""
-    rows = make_rows([4, 5, 6])
-    rows[2]["next", "done"] = torch.tensor(False)
-    with pytest.raises(DataError, match="steps 2 to 2 of 3"):
-        put(storage, lazy_stack(rows))
-    assert len(storage.store) == 0
-
-
-def test_token_level_batch(storage, make_rows, to_form):
-    """A `[B, T]` TensorDict whose second dimension is the token."""
-    td = to_form(make_rows([4, 6]), "padded").select(
-        keys.TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.LOG_PROBS
-    )
-    td.batch_size = [2, 6]
-    storage.set(torch.tensor([0, 1]), td)
-    assert storage.get([0, 1])[keys.ATTENTION_MASK].sum(1).tolist() == [4, 6]
 
 
 def test_prompt_length_and_mask_follow_from_each_other(storage, make_rows):
@@ -542,28 +502,3 @@ def test_arguments_that_contradict(tmp_path):
     TrajectoryStorage(tmp_path / "c").close()
     with pytest.raises(DefinitionError, match="mine"):
         TrajectoryStorage(tmp_path / "c", schema=trajectory_schema([Column("mine", "int32")]))
-
-
-@pytest.mark.peer
-def test_torchrl_prompt_groups(storage, make_rows):
-    """TorchRL's group sampler finds whole groups through the scalars of a slice."""
-    from torchrl.data.replay_buffers.samplers import PromptGroupSampler
-
-    put(storage, lazy_stack(make_rows([4] * 8)))
-    rb = ReplayBuffer(
-        storage=storage,
-        sampler=PromptGroupSampler(num_groups=2, group_key="group_id"),
-        batch_size=4,
-        collate_fn=lambda x: x,
-    )
-    groups = rb.sample()[keys.GROUP_ID].tolist()
-    assert len(set(groups)) == 2
-
-
-def test_plain_torchrl_buffer(storage, make_rows):
-    """A TorchRL buffer with TorchRL's sampler and writer works on it."""
-    rb = ReplayBuffer(storage=storage, sampler=SamplerWithoutReplacement(), batch_size=2, collate_fn=lambda x: x)
-    rb.extend(lazy_stack(make_rows([4, 5, 6, 7])))
-    seen = [i for batch in (rb.sample(), rb.sample()) for i in batch[keys.TRAJECTORY_ID].tolist()]
-    assert sorted(seen) == [0, 1, 2, 3]
-    assert rb[1][keys.TRAJECTORY_ID].item() == 1

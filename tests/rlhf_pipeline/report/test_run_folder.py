@@ -23,39 +23,6 @@ def test_reads_what_a_run_wrote(run_dir: Path):
     assert run.ledger[0]["row_ids"] == list(range(8))
 
 
-def test_torn_last_line(run_dir: Path):
-    """A line that a kill cut short is left out, in every file."""
-    for name in ("metrics.jsonl", "ledger.jsonl"):
-        file = run_dir / name
-        file.write_bytes(file.read_bytes()[:-20])
-    run = RunFolder.open(run_dir)
-    assert len(run.metrics) == 11
-    assert len(run.ledger) == 11
-
-
-def test_damaged_line_in_the_middle(run_dir: Path):
-    """A line that is not JSON is named with its number."""
-    file = run_dir / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join([*lines[:3], '{"step": 4, "lo\n', *lines[4:]]))
-    with pytest.raises(DataError, match=r"metrics\.jsonl:4: this line is not JSON"):
-        RunFolder.open(run_dir).metrics  # noqa: B018 - read on access
-
-
-def test_line_without_step(run_dir: Path):
-    """A line without a step is named with its number."""
-    file = run_dir / "metrics.jsonl"
-    file.write_text(file.read_text() + '{"loss": 1}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl:13: this line has no whole number 'step'"):
-        RunFolder.open(run_dir).metrics  # noqa: B018 - read on access
-
-
-def test_missing_run_names_the_runs_there(run_dir: Path):
-    """A path that is no run names the nearest run."""
-    with pytest.raises(MissingPathError, match=r"does not exist\. Did you mean '.*/demo'\?"):
-        RunFolder.open(run_dir.with_name("dem"))
-
-
 def test_no_runs_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Where there is no run at all, the way to make one is said."""
     monkeypatch.chdir(tmp_path)

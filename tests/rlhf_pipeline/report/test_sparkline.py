@@ -28,9 +28,3 @@ def test_gaps():
 def test_equal_values():
     """A flat curve is flat, not an error."""
     assert sparkline([2, 2, 2], ascii_only=True) == "___"
-
-
-def test_fixed_range():
-    """With a given range a value has the same height in every curve."""
-    assert sparkline([1.0], low=0, high=1, ascii_only=True) == "#"
-    assert sparkline([5.0], low=0, high=1, ascii_only=True) == "#"

@@ -1,0 +1,57 @@
+"""Whether a path can be a checkpoint of a model. Imports no torch, so that a command says it at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+from rlhf_pipeline.errors import DataError, MissingPathError
+
+# "organisation/name": what may also be a model on the hub. A bare name is a folder: the few models that the hub still
+# knows by a bare name have the long form too ("openai-community/gpt2").
+_HUB_NAME = re.compile(r"[A-Za-z0-9_-][\w.-]*/[A-Za-z0-9_-][\w.-]*")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+
+
+def resolve_source(source: str | os.PathLike[str]) -> tuple[str, bool]:
+    """Return (folder or hub name, whether it is a local folder).
+
+    Raises:
+        MissingPathError: it reads like a path and there is no such folder.
+        DataError: it is a file, or a folder without a model.
+    """
+    name = os.fspath(source)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        _check_folder(path)
+        return str(path), True
+    if path.exists():
+        raise DataError(f"{path} is a file. Name the folder that holds config.json and the weights.")
+    # A relative name with one slash may be a folder or a hub name; where its parent is here, it is a folder.
+    if not _HUB_NAME.fullmatch(name) or path.parent.is_dir():
+        near = f" Its parent folder holds: {_listing(path.parent)}." if path.parent.is_dir() else ""
+        raise MissingPathError(
+            f"there is no model folder at {name}. Make one: rlhf-pipeline new-model {shlex.quote(name)} --text FILE. "
+            "Or name one you have, as save_pretrained wrote it (--set policy.path=FOLDER); a model on the hub has the "
+            f"form owner/name.{near}"
+        )
+    return name, False
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(p.name for p in folder.iterdir())
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
+
+
+def _check_folder(path: Path) -> None:
+    if not (path / "config.json").is_file():
+        raise DataError(
+            f"{path} holds no config.json, so it is not a model folder as save_pretrained writes it (it holds: "
+            f"{_listing(path)})."
+        )
+    if not any(True for pattern in _WEIGHTS for _ in path.glob(pattern)):
+        raise DataError(
+            f"{path} holds no weights ({', '.join(_WEIGHTS)}); it holds: {_listing(path)}. Is a download incomplete?"
+        )
