@@ -119,21 +119,6 @@ def test_a_run_or_a_recorder_is_not_disturbed(cli: Cli, pieces: Path):
         assert "an import or a recorder writes to recorded" in shown.err
 
 
-@pytest.mark.parametrize(
-    ("args", "wanted"),
-    [
-        (["compact", "runs/dmo"], "Did you mean 'runs/demo'?"),
-        (["compact", "runs"], "there is no run or store at runs: the folder is not one"),
-        (["compcat", "runs/demo"], "Did you mean 'compact'?"),
-    ],
-)
-def test_slips(cli: Cli, run_dir: Path, args: list[str], wanted: str):
-    """A slip is answered with what to type."""
-    shown = cli(*args)
-    assert shown.code == 2
-    assert wanted in shown.err
-
-
 @pytest.mark.skipif(
     shutil.which("setpriv") is None, reason="root may write everywhere, unless util-linux takes that away"
 )

@@ -40,24 +40,3 @@ def test_a_part(cli: Cli, run_dir: Path, backend: str):
     assert shown.out.startswith(f"some: 8 trajectories, 40 left out by the filter, {backend}, ")
     with TrajectoryStore.open("some") as store:
         assert store.read_scalars("group_id").tolist() == [0] * 4 + [1] * 4
-
-
-@pytest.mark.parametrize(
-    ("args", "wanted"),
-    [
-        (["copy", "runs/dmo", "--to", "x"], "Did you mean 'runs/demo'?"),
-        (["copy", "runs/demo", "--to", "runs/demo"], "exists already. Name another with --to"),
-        (["copy", "runs/demo", "--to", "x", "--filter", "rewrad>1"], "Did you mean 'reward'?"),
-        (["copy", "runs/demo", "--to", "x", "--filter", "group<0"], "none of the 48 trajectories in"),
-        (["copy", "runs/demo", "--to", "x", "--backend", "zar"], "Did you mean 'zarr'?"),
-        (["copy", "runs/demo"], "--to"),
-        (["cpoy", "runs/demo"], "Did you mean 'copy'?"),
-    ],
-)
-def test_slips(cli: Cli, run_dir: Path, args: list[str], wanted: str):
-    """A slip is answered with what to type, and nothing is left behind."""
-    before = sorted(Path().iterdir())
-    shown = cli(*args)
-    assert shown.code == 2
-    assert wanted in shown.err
-    assert sorted(Path().iterdir()) == before

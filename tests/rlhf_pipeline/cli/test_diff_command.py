@@ -130,21 +130,6 @@ def test_stores_without_ids(cli: Cli, run_dir: Path):
     assert "  columns only on the left: x\n" in cli("diff", "a", "c").out
 
 
-@pytest.mark.parametrize(
-    ("args", "wanted"),
-    [
-        (["runs/demo", "runs/dmo"], "Did you mean 'runs/demo'?"),
-        (["runs/demo", "runs/demo", "--ignore", "use_cout"], "Did you mean 'use_count'?"),
-        (["runs/demo"], "RIGHT"),
-    ],
-)
-def test_trouble(cli: Cli, run_dir: Path, args: list[str], wanted: str):
-    """What cannot be compared is exit code 2."""
-    shown = cli("diff", *args)
-    assert (shown.code, shown.out) == (2, "")
-    assert wanted in shown.err
-
-
 def test_damaged_ledger(cli: Cli, run_dir: Path, twin: Path):
     """A torn last line is left out; a line that is no row is named."""
     with (twin / "ledger.jsonl").open("a") as file:

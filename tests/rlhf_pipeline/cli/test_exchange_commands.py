@@ -56,28 +56,3 @@ def test_export_of_a_run(cli: Cli, run_dir: Path, tmp_path: Path):
     assert "left out by the filter, 2 columns" in shown.out
     first = json.loads((tmp_path / "x.jsonl").read_text().splitlines()[0])
     assert list(first) == ["prompt", "meta"]
-
-
-@pytest.mark.parametrize(
-    ("args", "wanted"),
-    [
-        (["import", "{file}", "--into", "{dir}/s", "--format", "verll"], "Did you mean 'verl'?"),
-        (["import", "{file}", "--into", "{dir}/s", "--format", "trl"], "looks like --format jsonl"),
-        (["import", "{file}", "--into", "{dir}/s", "--field", "reward"], "For example: --field prompt=question"),
-        (["import", "{file}", "--into", "{dir}/s", "--field", "reward=rewrds"], "Did you mean 'rewards'?"),
-        (["import", "{dir}/none.jsonl", "--into", "{dir}/s"], "there is no file or folder at"),
-        (["import", "{file}", "--into", "{dir}/s", "--tokenzier", "x"], "Did you mean '--tokenizer'?"),
-        (["import", "{file}", "--into", "{run}"], "is a run, whose store is its own. Name a new folder"),
-        (["import", "{file}", "--into", "{run}/store"], "is a run, whose store is its own. Name a new folder"),
-        (["export", "{dir}", "--to", "{dir}/x.jsonl"], "run or store"),
-        (["export", "{run}", "--to", "{dir}/x.jsonl", "--filter", "rewrad>1"], "Did you mean 'reward'?"),
-        (["export", "{run}", "--to", "{file}"], "exists already"),
-    ],
-)
-def test_slips(cli: Cli, rollouts: Path, run_dir: Path, tmp_path: Path, args: list[str], wanted: str):
-    """A slip is answered with what to type, exit code 2, and no store is made."""
-    typed = [arg.format(file=rollouts, dir=tmp_path, run=run_dir) for arg in args]
-    shown = cli(*typed)
-    assert shown.code == 2
-    assert wanted in shown.err
-    assert not (tmp_path / "s").exists()

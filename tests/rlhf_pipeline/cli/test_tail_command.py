@@ -58,24 +58,6 @@ def test_tail_of_a_store(cli: Cli, run_dir: Path):
     assert cli("tail", "alone", "--filter", "version>99").out.splitlines()[1:] == []
 
 
-@pytest.mark.parametrize(
-    ("args", "wanted"),
-    [
-        (["tail", "runs/dmo"], "Did you mean 'runs/demo'?"),
-        (["tail", "runs/dmo", "-f"], "Did you mean 'runs/demo'?"),
-        (["tail", "runs/demo", "--filter", "rewrad>1"], "Did you mean 'reward'?"),
-        (["tail", "runs/demo", "--folow"], "Did you mean '--follow'?"),
-        (["tail", "runs/demo", "-n", "-1"], "'-1' is not a whole number from 0 up"),
-        (["tial", "runs/demo"], "Did you mean 'tail'?"),
-    ],
-)
-def test_slips(cli: Cli, run_dir: Path, args: list[str], wanted: str):
-    """A slip is answered with what to type, also where it would wait otherwise."""
-    shown = cli(*args)
-    assert shown.code == 2
-    assert wanted in shown.err
-
-
 class Follower:
     """A `tail --follow` in a process of its own, read line by line."""
 

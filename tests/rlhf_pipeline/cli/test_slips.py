@@ -1,0 +1,63 @@
+"""A slip in any command is answered with what to type, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .conftest import Cli
+
+SLIPS = (
+    ("compact runs/dmo", "Did you mean 'runs/demo'?"),
+    ("compact runs", "there is no run or store at runs: the folder is not one"),
+    ("compcat runs/demo", "Did you mean 'compact'?"),
+    ("copy runs/dmo --to x", "Did you mean 'runs/demo'?"),
+    ("copy runs/demo --to runs/demo", "exists already. Name another with --to"),
+    ("copy runs/demo --to x --filter rewrad>1", "Did you mean 'reward'?"),
+    ("copy runs/demo --to x --filter group<0", "none of the 48 trajectories in"),
+    ("copy runs/demo --to x --backend zar", "Did you mean 'zarr'?"),
+    ("copy runs/demo", "--to"),
+    ("cpoy runs/demo", "Did you mean 'copy'?"),
+    ("diff runs/demo runs/dmo", "Did you mean 'runs/demo'?"),
+    ("diff runs/demo runs/demo --ignore use_cout", "Did you mean 'use_count'?"),
+    ("diff runs/demo", "RIGHT"),
+    ("export . --to x.jsonl", "run or store"),
+    ("export runs/demo --to x.jsonl --filter rewrad>1", "Did you mean 'reward'?"),
+    ("export runs/demo --to rollouts.jsonl", "exists already"),
+    ("import rollouts.jsonl --into s --format verll", "Did you mean 'verl'?"),
+    ("import rollouts.jsonl --into s --format trl", "looks like --format jsonl"),
+    ("import rollouts.jsonl --into s --field reward", "For example: --field prompt=question"),
+    ("import rollouts.jsonl --into s --field reward=rewrds", "Did you mean 'rewards'?"),
+    ("import none.jsonl --into s", "there is no file or folder at"),
+    ("import rollouts.jsonl --into s --tokenzier x", "Did you mean '--tokenizer'?"),
+    ("import rollouts.jsonl --into runs/demo", "is a run, whose store is its own. Name a new folder"),
+    ("import rollouts.jsonl --into runs/demo/store", "is a run, whose store is its own. Name a new folder"),
+    ("inspect runs/dmo", "Did you mean 'runs/demo'?"),
+    ("report runs/dmo", "Did you mean 'runs/demo'?"),
+    ("report runs/demo --out no/where.html", "there is no folder"),
+    ("show runs/dmo", "Did you mean 'runs/demo'?"),
+    ("show runs/demo --id 99", "there is no trajectory 99"),
+    ("show runs/demo --group 99", "there is no group 99 in runs/demo/store; groups go from 0 to 11"),
+    ("show runs/demo --step 99", "has no step 99; it has steps 1 to 12"),
+    ("tail runs/dmo", "Did you mean 'runs/demo'?"),
+    ("tail runs/dmo -f", "Did you mean 'runs/demo'?"),  # where it would wait otherwise
+    ("tail runs/demo --filter rewrad>1", "Did you mean 'reward'?"),
+    ("tail runs/demo --folow", "Did you mean '--follow'?"),
+    ("tail runs/demo -n -1", "'-1' is not a whole number from 0 up"),
+    ("verify runs/dmo", "Did you mean 'runs/demo'?"),
+)
+
+
+@pytest.mark.parametrize(("line", "wanted"), SLIPS, ids=[line for line, _ in SLIPS])
+def test_slips(cli: Cli, run_dir: Path, line: str, wanted: str):
+    """Exit code 2, the word that was meant or what to type instead, nothing on standard output, no file made."""
+    row = {"prompt_ids": [0], "completion_ids": [[1], [2, 3]], "rewards": [1, 0]}
+    Path("rollouts.jsonl").write_text(json.dumps(row) + "\n")
+    before = sorted(Path().iterdir())
+    shown = cli(*line.split())
+    assert (shown.code, shown.out) == (2, "")
+    assert wanted in shown.err
+    assert "Traceback" not in shown.err
+    assert sorted(Path().iterdir()) == before
