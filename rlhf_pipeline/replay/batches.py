@@ -262,7 +262,18 @@ def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], p
         prompt: int `[B]`, tokens of each prompt, where they are known: the mask then need not be searched.
     """
     starts = np.arange(0, mask.size, mask.shape[1]) if mask.size else np.zeros(len(lengths), np.int64)
-    other, head = _outside(mask, lengths, starts, prompt)
+    other = head = None
+    if prompt is not None:
+        heads = np.minimum(prompt, lengths)
+        ends = heads.cumsum()
+        total = int(ends[-1])
+        index = np.repeat(starts - ends + heads, heads)
+        index += np.arange(total)
+        # As many as the responses have, none in a prompt and none in the padding: they are the responses.
+        if np.count_nonzero(mask) == int(lengths.sum()) - total and not mask.reshape(-1)[index].any():
+            other, head = index, heads
+    if other is None:
+        other = np.flatnonzero(attention_mask(mask.shape, lengths) & ~mask)
 
     def said(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if head is None:
@@ -353,22 +364,6 @@ def attention_mask(shape: tuple[int, int], lengths: npt.NDArray[np.int64]) -> np
     values = np.zeros(2 * shape[0], np.bool_)
     values[::2] = True
     return np.repeat(values, runs.reshape(-1)).reshape(shape)  # a third of the time of a comparison
-
-
-def _outside(
-    mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], prompt: Any
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
-    """Flat indices of the real tokens that are not the assistant's, and the prompt lengths if that is all of them."""
-    if prompt is not None:
-        head = np.minimum(prompt, lengths)
-        ends = head.cumsum()
-        total = int(ends[-1])
-        index = np.repeat(starts - ends + head, head)
-        index += np.arange(total)
-        # As many as the responses have, none in a prompt and none in the padding: they are the responses.
-        if np.count_nonzero(mask) == int(lengths.sum()) - total and not mask.reshape(-1)[index].any():
-            return index, head
-    return np.flatnonzero(attention_mask(mask.shape, lengths) & ~mask), None
 
 
 def last_assistant(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
