@@ -82,7 +82,7 @@ def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
         DataError: a character has no token.
     """
     try:
-        return [int(i) for i in tokenizer.encode(text, **options)]
+        return list(map(int, tokenizer.encode(text, **options)))
     except Exception as error:
         # The tokenizers package raises a bare Exception for a character without a token.
         if "Missing [UNK] token" not in str(error):

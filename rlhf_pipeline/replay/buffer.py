@@ -174,7 +174,10 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         return list(transform) if isinstance(transform, Compose) else [transform]
 
     def _advantage(self) -> MCAdvantage | None:
-        return next((transform for transform in self._transforms() if isinstance(transform, MCAdvantage)), None)
+        for transform in self._transforms():
+            if isinstance(transform, MCAdvantage):
+                return transform
+        return None
 
     def _group_transform(self) -> MCAdvantage:
         advantage = self._advantage()
