@@ -202,6 +202,7 @@ class StepRows(Sequence[Row]):
 
     def problems(self) -> Iterator[str]:
         """Say what does not fit: every line is read and compared with the index."""
+        self.refresh()  # what was read before may have found the index damaged, and gone by the lines since
         if self.num_passed_over:
             yield (
                 f"{self.num_passed_over} lines are not as they were written, from line {self._num_indexed + 1} on: "

@@ -137,7 +137,7 @@ def test_a_damaged_index_costs_no_row(written, place):
         written.index_path.write_bytes(index[:byte] + bytes([index[byte] ^ 0x15]) + index[byte + 1 :])
         again = StepRows(written.path)
         assert [again.of_step(step) for step in range(1, 6)] == [json.loads(line) for line in lines.splitlines()]
-        assert any("metrics.index is damaged" in text for text in StepRows(written.path).problems()) == (place < 4)
+        assert any("metrics.index is damaged" in text for text in again.problems()) == (place < 4)
         again = StepRows(written.path)
         again.drop_from(4)
         again.append({"step": 4})
