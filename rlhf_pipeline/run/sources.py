@@ -200,6 +200,13 @@ class Arrivals:
         row_ids = self._parts.collector.stored.rows(index * size, (index + 1) * size - 1)
         row_ids = row_ids[np.argsort(store.read_scalars("trajectory_id", row_ids), kind="stable")]
         said = self._rollouts.read(np.asarray([self._row_of(index)], np.int64))
+        lost = int(said["num_trajectories"][0]) - len(row_ids)
+        if lost > 0 and self._pipeline.buffer.max_trajectories is None and self._pipeline.write.zero_variance != "drop":
+            tell(
+                self._on_event,
+                f"rollout {index} had {lost + len(row_ids)} trajectories, and {lost} of them are not in the store: a "
+                "power loss can take what buffer.durability=process has not synced. The others are learned from.",
+            )
         return _Arrived(
             index=index,
             row_ids=row_ids[np.isfinite(store.read_scalars("task_reward", row_ids))],

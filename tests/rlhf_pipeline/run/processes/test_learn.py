@@ -152,3 +152,20 @@ def test_a_rollout_whose_row_is_lost_is_waited_for(run):
     collector.join()
     assert run.ledger[1]["rollout"] == lost
     assert [finding.text for finding in check_run(RunFolder(run.path)) if not finding.ok] == []
+
+
+def test_trajectories_that_a_power_loss_took_are_missed(run):
+    """The row of a rollout says how many trajectories it had; a step on fewer of them says so."""
+    for step in (1, 2):
+        shutil.rmtree(checkpoint_path(run.checkpoints, step), ignore_errors=True)
+    with TrajectoryStore.open(run.store_path) as store:
+        schema, ids = store.schema, store.ids()
+        rows = store.read(ids[:-5])
+    shutil.rmtree(run.store_path)
+    with TrajectoryStore.create(run.store_path, schema) as store:
+        assert store.append(rows).tolist() == ids[:-5].tolist()
+    events: list[Event] = []
+    learn(PIPELINE, run_dir=run.path, on_event=events.append)
+    (said,) = [event.message for event in events if isinstance(event, Notice)]
+    assert "rollout 2 had 12 trajectories, and 5 of them are not in the store" in said
+    assert [len(row["row_ids"]) for row in run.ledger] == [12, 12, 7]
