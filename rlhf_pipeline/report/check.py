@@ -12,6 +12,7 @@ from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.words import count
 from rlhf_pipeline.run.checkpoint import list_checkpoints
+from rlhf_pipeline.run.choice import Choice
 from rlhf_pipeline.run.files import folder_problem
 from rlhf_pipeline.run.folder import RunFolder, is_store
 from rlhf_pipeline.run.processes.weights import read_published, weights_problem
@@ -64,12 +65,23 @@ def check_run(run: RunFolder) -> Iterator[Finding]:
         yield Finding(part="store", ok=True, text="nothing is stored yet")
     if is_store(run.rollouts):
         yield from check_store(run.rollouts, part=run.rollouts.name, what="rollout")
-    for check in (_check_rows, _check_checkpoints, _check_weights):
+    for check in (_check_choice, _check_rows, _check_checkpoints, _check_weights):
         found = list(check(run))
         if not all(finding.ok for finding in found):
             # A step, a checkpoint or weights may have come between two reads: damage is there at a second look, too.
             found = list(check(RunFolder(run.path)))
         yield from found
+
+
+def _check_choice(run: RunFolder) -> Iterator[Finding]:
+    """Check what a run over stores has written down about what it learns from."""
+    try:
+        choice = Choice.load(run)
+    except DataError as error:
+        yield Finding(part=run.choice_file.name, ok=False, text=str(error))
+        return
+    if choice is not None:
+        yield Finding(part=run.choice_file.name, ok=True, text=f"{count(len(choice), 'trajectory')} were chosen")
 
 
 def _check_rows(run: RunFolder) -> Iterator[Finding]:

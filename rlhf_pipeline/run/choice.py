@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
@@ -99,15 +99,32 @@ class Choice:
         table, content = np.stack([self.source, self.row, self.trajectory_id, self.group_id]), io.BytesIO()
         np.save(content, table, allow_pickle=False)
         write_atomically(run.choice_table, content.getvalue())
-        _write_state(run, {"ends": self.ends.tolist(), "sources": [_as_json(s) for s in self.sources]})
+        run.choose(
+            {
+                "format": 1,
+                "table_crc32c": google_crc32c.value(content.getvalue()),
+                "ends": self.ends.tolist(),
+                "sources": [_as_json(s) for s in self.sources],
+            }
+        )
 
     @classmethod
     def load(cls, run: RunFolder) -> Choice | None:
-        """Read what `save` wrote; None where nothing was chosen yet."""
+        """Read what `save` wrote; None where nothing was chosen yet.
+
+        Raises:
+            DataError: it is not as it was written.
+        """
         state = run.chosen()
         if state is None:
             return None
-        table = np.load(run.choice_table, allow_pickle=False)
+        content = run.choice_table.read_bytes() if run.choice_table.is_file() else b""
+        if google_crc32c.value(content) != state["table_crc32c"]:
+            raise DataError(
+                f"{run.choice_table} {'is not as it was written' if content else 'is not there'}. Restore it from a "
+                "copy, or start the run again with --out OTHER_FOLDER."
+            )
+        table = np.load(io.BytesIO(content), allow_pickle=False)
         return cls(
             sources=tuple(Source(**item) for item in state["sources"]),
             source=table[0],
@@ -120,16 +137,12 @@ class Choice:
 
 def mark_gathered(run: RunFolder, counts: dict[str, int]) -> None:
     """Record that every chosen trajectory is in the run's store."""
-    _write_state(run, {**(run.chosen() or {}), "gathered": counts})
+    run.choose({**(run.chosen() or {}), "gathered": counts})
 
 
 def gathered(run: RunFolder) -> dict[str, int] | None:
     """Return what `mark_gathered` recorded, or None while gathering is not finished."""
     return (run.chosen() or {}).get("gathered")
-
-
-def _write_state(run: RunFolder, state: dict[str, Any]) -> None:
-    write_atomically(run.choice_file, json.dumps({"format": 1, **state}).encode())
 
 
 def _as_json(source: Source) -> dict[str, Any]:

@@ -31,6 +31,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
+import google_crc32c
+
 from rlhf_pipeline import __version__
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.config_text import to_json
@@ -196,8 +198,26 @@ class RunFolder:
         return self.choice_file.is_file()
 
     def chosen(self) -> dict[str, Any] | None:
-        """Return what a run over stores has written down about what it learns from; None where it has not."""
-        return json.loads(self.choice_file.read_bytes()) if self.has_chosen else None
+        """Return what a run over stores has written down about what it learns from; None where it has not.
+
+        Raises:
+            DataError: it is not as it was written.
+        """
+        if not self.has_chosen:
+            return None
+        try:
+            state = json.loads(self.choice_file.read_bytes())
+            whole = state.pop("crc32c") == google_crc32c.value(_canonical(state))
+        except (ValueError, KeyError, AttributeError):
+            whole = False
+        if not whole:
+            raise DataError(f"{self.choice_file} is not as it was written. {_RESTORE}")
+        return state
+
+    def choose(self, state: Mapping[str, Any]) -> None:
+        """Write down what a run over stores learns from, JSON-ready, whole or not at all."""
+        checked = {**state, "crc32c": google_crc32c.value(_canonical(state))}
+        write_atomically(self.choice_file, json.dumps(checked).encode())
 
     @property
     def is_of_several(self) -> bool:
@@ -471,6 +491,12 @@ def _missing_rows(folder: Path, counted: int, what: str) -> Iterator[str]:
     except StoreError as error:
         yield f"{folder.name} cannot be read ({error})" if folder.exists() else f"there is no {folder.name}"
 
+
+def _canonical(state: Mapping[str, Any]) -> bytes:
+    return json.dumps(state, sort_keys=True).encode()
+
+
+_RESTORE: Final = "Restore it from a copy, or start the run again with --out OTHER_FOLDER."
 
 _LOOKED_AT: Final = 256
 """Steps at each end of a run in which its first and its last reward are looked for."""

@@ -15,6 +15,7 @@ import pytest
 from rlhf_pipeline import Replay
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, DefinitionError, RunMismatchError
+from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.report.replayed import compare
 from rlhf_pipeline.run.events import Event, Notice, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
@@ -154,6 +155,25 @@ def test_what_was_gathered_is_said_and_recorded(tmp_path):
     assert (source["path"], source["num_stored"], source["num_chosen"]) == (str(store), 4, 3)
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["inputs"]["replay.stores"] == {str(store): str(store)}
+
+
+@pytest.mark.parametrize("name", ["gather.json", "gather.npy"])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda content: b"", lambda content: content[:-7], lambda content: content[:60] + b"7" + content[61:]],
+    ids=["emptied", "cut", "changed"],
+)
+def test_what_was_chosen_is_checked(tmp_path, name, damage):
+    """Which trajectories were chosen is read as it was written, or `verify` and a resume name the file."""
+    pipeline, run_dir = offline(make_store(tmp_path / "store"), steps=2), tmp_path / "run"
+    replay_stores(pipeline, run_dir=run_dir)
+    before = (run_dir / name).read_bytes()
+    (run_dir / name).write_bytes(damage(before))
+    assert (run_dir / name).read_bytes() != before
+    problems = [finding.text for finding in check_run(RunFolder.open(run_dir)) if not finding.ok]
+    assert any(name in text for text in problems)
+    with pytest.raises(DataError, match=name):
+        replay_stores(pipeline, run_dir=run_dir, resume=True)
 
 
 def test_recorded_order_without_the_first_versions_is_refused(tmp_path):
