@@ -205,6 +205,7 @@ class RunFolder:
         """
         if not self.has_chosen:
             return None
+        state: Any = None
         try:
             state = json.loads(self.choice_file.read_bytes())
             whole = state.pop("crc32c") == google_crc32c.value(_canonical(state))

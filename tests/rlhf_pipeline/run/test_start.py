@@ -108,6 +108,16 @@ def test_a_resumed_run_equals_the_straight_one(tmp_path):
         assert len(read_rows(folder / "ledger.jsonl")) == 6
 
 
+def test_the_random_numbers_of_a_run_are_its_own(tmp_path):
+    """What torch's generator held before a run has no part in what it holds after it, which the checkpoint keeps."""
+    states = []
+    for before in (1, 2):
+        torch.manual_seed(before)
+        run(tiny(learn__steps="1"), run_dir=tmp_path / str(before))
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
 def test_the_token_budget_does_not_change_what_is_learned(tmp_path):
     """Many micro-batches or one: the same gradient up to float32 rounding."""
     found = []
