@@ -368,6 +368,8 @@ class RunFolder:
         if (taken or saved) and self.is_of_several:
             begun = -(-newest // self.config.pipeline.get("learn", {}).get("updates_per_rollout", 1))
             yield from _missing_rows(self.rollouts, begun, "rollouts")
+        if (taken or saved) and self.config.pipeline.get("replay") is not None and not self.has_chosen:
+            yield f"there is no {self.choice_file.name}, which says what it learns from"
         if len(self.ledger) and "rollout" in self.ledger[-1] and not self.is_of_several and not self.has_chosen:
             yield f"there is no {self.rollouts.name}, where its collectors counted"
 
