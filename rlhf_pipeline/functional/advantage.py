@@ -8,6 +8,7 @@ import torch
 
 from rlhf_pipeline.config import Estimator
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
+from rlhf_pipeline.functional.policy_loss import segment_sum
 
 __all__ = [
     "BATCH_ESTIMATORS",
@@ -38,11 +39,6 @@ class GroupAdvantage(NamedTuple):
 
     advantages: torch.Tensor
     degenerate: torch.Tensor
-
-
-def _group_sum(values: torch.Tensor, index: torch.Tensor, groups: int) -> torch.Tensor:
-    """Sum [N] float64 values by group index; [groups]."""
-    return values.new_zeros(groups).index_add_(0, index, values)
 
 
 def _batch_std(centred: torch.Tensor) -> torch.Tensor:
@@ -161,14 +157,14 @@ def group_advantage(
         return GroupAdvantage(returns.to(dtype), torch.zeros_like(returns, dtype=torch.bool))
     index = _numbers(group_ids)
     groups = int(index.max()) + 1
-    size = _group_sum(torch.ones_like(r), index, groups)[index]
-    centred = r - _group_sum(r, index, groups)[index] / size
-    std = (_group_sum(centred.square(), index, groups)[index] / (size - 1).clamp_min(1)).sqrt()
-    scale = _group_sum(r.abs(), index, groups)[index] / size
+    size = segment_sum(torch.ones_like(r), index, groups)[index]
+    centred = r - segment_sum(r, index, groups)[index] / size
+    std = (segment_sum(centred.square(), index, groups)[index] / (size - 1).clamp_min(1)).sqrt()
+    scale = segment_sum(r.abs(), index, groups)[index] / size
     degenerate = (size < 2) | (std <= RELATIVE_SPREAD_FLOOR * scale)
     if task_rewards is not None and rounding is not None:
         flat = _all_equal(task_rewards.double(), index, groups)
-        flat &= _group_sum((centred.abs() > rounding.double()).double(), index, groups) == 0
+        flat &= segment_sum((centred.abs() > rounding.double()).double(), index, groups) == 0
         degenerate = degenerate | flat[index]
 
     if estimator == "grpo":
@@ -209,10 +205,10 @@ def _length_baseline(r: torch.Tensor, index: torch.Tensor, groups: int, lengths:
             f"estimator 'opo' weighs returns by completion length: pass lengths [{r.numel()}]; got {seen}."
         )
     weight = lengths.double()
-    total = _group_sum(weight, index, groups)[index]
+    total = segment_sum(weight, index, groups)[index]
     weight = torch.where(total > 0, weight, torch.ones_like(weight))
-    total = _group_sum(weight, index, groups)[index]
-    return _group_sum(weight * r, index, groups)[index] / total
+    total = segment_sum(weight, index, groups)[index]
+    return segment_sum(weight * r, index, groups)[index] / total
 
 
 def whitened_step_rewards(rewards: torch.Tensor, group_ids: torch.Tensor, lengths: torch.Tensor) -> GroupAdvantage:

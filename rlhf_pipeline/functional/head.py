@@ -192,14 +192,10 @@ class HeadPass:
             self.grad_weight = new(weight.shape, **make)
         self.grad_bias = torch.zeros(self.vocab, **make) if need_bias else None
 
-    def rows(self, start: int, end: int) -> torch.Tensor:
-        """The hidden rows of a chunk in the operand dtype."""
-        return self.hidden[start:end].to(self.operand)
-
     def logits(self, start: int, end: int) -> torch.Tensor:
         """The tempered logits [end - start, V] of a chunk, in the buffer that the next call reuses."""
         x = self._buffer[: end - start]
-        h = self.rows(start, end)
+        h = self.hidden[start:end].to(self.operand)
         if self.operand == self.result:
             torch.mm(h if self.inverse == 1.0 else h * self.inverse, self.weight.t(), out=x)
         else:
@@ -307,7 +303,7 @@ class HeadPass:
             factor = -self.inverse if row_scale is None else (row_scale * -self.inverse)[:, None]
             self.grad_hidden[start:end] = product * factor
         if self.grad_weight is not None:
-            h = self.rows(start, end)
+            h = self.hidden[start:end].to(self.operand)
             if row_scale is not None:
                 h = (h * row_scale[:, None]).to(self.operand)
             beta, alpha = (0.0 if start == 0 else 1.0), -self.inverse
@@ -321,14 +317,9 @@ class HeadPass:
             self.grad_bias.addmv_(x.t(), scale, alpha=-self.inverse)
         return product
 
-    def free(self) -> None:
-        """Free the chunk buffers before the gradients are handed on."""
-        self._buffer = self._buffer[:0]
-        self._slope = None
-        self._scratch = None
-
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """The collected gradients of (hidden, weight, bias) in the dtypes of the inputs."""
+        """The collected gradients of (hidden, weight, bias) in the dtypes of the inputs; frees the chunk buffers."""
+        self._buffer, self._slope, self._scratch = self._buffer[:0], None, None
         weight = None if self.grad_weight is None else self.grad_weight.to(self.weight_dtype)
         bias = None
         if self.grad_bias is not None and self.bias_dtype is not None:
@@ -393,7 +384,6 @@ def head_backward(
         g = torch.zeros_like(log_probs) if g is None else g
         head.entropy_gradient_(x, t, g, grad_entropy[start:end].to(x.dtype), entropy)
         head.accumulate(x, start, end, None)
-    head.free()
     return head.gradients()
 
 
@@ -636,8 +626,8 @@ class _FusedTokenLoss(torch.autograd.Function):
                 else:
                     product = head.accumulate(x, start, end, g)
                     _entropy_from_product(head, x, part, product, log_probs[part], ent)
-            head.free()
-        ctx.collected = head.gradients() if any(needs) else None
+            collected = head.gradients()
+        ctx.collected = collected if any(needs) else None
         ctx.settings, ctx.objective = settings, objective
         ctx.save_for_backward(hidden, weight, bias, targets, log_probs, entropy, *rows)
         ctx.mark_non_differentiable(log_probs, entropy)

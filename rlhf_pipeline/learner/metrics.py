@@ -221,7 +221,11 @@ class StepMeter:
             peak_flops: of one device, or None.
             processes: devices that shared the step.
         """
-        _wait(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            peak = torch.cuda.max_memory_allocated(self.device)
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         seconds = time.perf_counter() - self._started
         tokens = int(plan.lengths.sum())
         rate = None
@@ -237,13 +241,6 @@ class StepMeter:
             "num_unscored_tokens": int((plan.produced - plan.scored).sum()),
             "update_tokens_per_s": tokens / seconds if tokens else None,
             "mfu": rate,
-            "peak_memory_mb": _peak_memory(self.device) / 1e6,
+            "peak_memory_mb": peak / 1e6,
             "update_s": seconds,
         }
-
-
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

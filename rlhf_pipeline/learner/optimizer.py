@@ -101,7 +101,8 @@ class PolicyOptimizer:
 
     def step(self, lr: float) -> None:
         """Take one step at this learning rate, round the masters back to the parameters, and drop the gradients."""
-        self._set_lr([lr] * len(self.inner.param_groups))
+        for group in self.inner.param_groups:
+            _set_lr(group, lr)
         for name, master in self.masters.items():
             gradient = self._gradients.get(name)
             master.grad = None if gradient is None else gradient.to(master.device)
@@ -132,23 +133,23 @@ class PolicyOptimizer:
     def make_state(self) -> None:
         """Make the moments, as a first step does, and change nothing: a checkpoint is then loaded into them."""
         kept = [(float(group["lr"]), group["weight_decay"]) for group in self.inner.param_groups]
-        self._set_lr([0.0] * len(kept))
         for group in self.inner.param_groups:
+            _set_lr(group, 0.0)
             group["weight_decay"] = 0.0
         for tensor in self.stepped.values():
             tensor.grad = torch.zeros_like(tensor)
         self.inner.step()
         self.zero_grad()
-        self._set_lr([lr for lr, _ in kept])
-        for group, (_, weight_decay) in zip(self.inner.param_groups, kept, strict=True):
+        for group, (lr, weight_decay) in zip(self.inner.param_groups, kept, strict=True):
+            _set_lr(group, lr)
             group["weight_decay"] = weight_decay
 
-    def _set_lr(self, values: list[float]) -> None:
-        for group, value in zip(self.inner.param_groups, values, strict=True):
-            if isinstance(group["lr"], Tensor):  # compiled optimizers keep it in a tensor
-                group["lr"].fill_(value)
-            else:
-                group["lr"] = value
+
+def _set_lr(group: dict[str, Any], lr: float) -> None:
+    if isinstance(group["lr"], Tensor):  # compiled optimizers keep it in a tensor
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
 
 
 def _move_gradient(gradients: dict[str, Tensor], name: str, parameter: Tensor) -> None:

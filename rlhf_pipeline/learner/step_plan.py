@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.functional.aggregation import contributes, step_counts, token_weights
+from rlhf_pipeline.functional.aggregation import contributes, token_weights
 from rlhf_pipeline.losses.grpo import GRPOLoss
 from rlhf_pipeline.policies.packed import plan_micro_batches
 from rlhf_pipeline.replay.samplers import STRATEGIES, TrajectorySampler, as_sampler
@@ -64,7 +64,8 @@ class StepPlan:
             max_completion_tokens: as for `plan_step`.
         """
         scored = self.scored - lost
-        return dataclasses.replace(self, scored=scored, weights=_weights(scored, loss, max_completion_tokens))
+        weights = token_weights(scored, loss.aggregation, max_completion_tokens=max_completion_tokens)
+        return dataclasses.replace(self, scored=scored, weights=weights)
 
     def without_gradient(self) -> StepPlan:
         """The same step with every row measured and none learned from."""
@@ -125,17 +126,11 @@ def plan_step(
         lengths=lengths,
         produced=produced,
         scored=scored,
-        weights=_weights(scored, loss, max_completion_tokens),
+        weights=token_weights(scored, loss.aggregation, max_completion_tokens=max_completion_tokens),
         learns=useful,
         batches=batches,
         measured=cut(~useful)[0],
         positions=positions,
-    )
-
-
-def _weights(scored: Tensor, loss: GRPOLoss, max_completion_tokens: int) -> Tensor:
-    return token_weights(
-        scored, loss.aggregation, counts=step_counts(scored), max_completion_tokens=max_completion_tokens
     )
 
 
@@ -236,14 +231,15 @@ class UseCounts:
         """Return how many of the steps before `step` learned from each trajectory, int64 `[n]`."""
         first = 1 if self._window is None else max(step - self._window, 1)
         if self._up_to >= step:
-            self._keep(np.zeros(len(self._ids), bool))
+            self._ids = self._counts = self._last = np.empty(0, np.int64)
             self._up_to = 0
         for earlier in range(max(self._up_to + 1, first), step):
             row = self._ledger.planned(earlier)
             if row is not None:
                 self._count(np.asarray(row["trajectory_ids"], np.int64), earlier)
         self._up_to = step - 1
-        self._keep(self._last >= first)
+        young = self._last >= first
+        self._ids, self._counts, self._last = self._ids[young], self._counts[young], self._last[young]
         places = np.searchsorted(self._ids, trajectory_ids)
         found = np.append(self._ids, -1)[places] == trajectory_ids
         return np.where(found, np.append(self._counts, 0)[places], 0)
@@ -256,9 +252,6 @@ class UseCounts:
         """Take up what `state` returned, so that the ledger is read from there on."""
         self._up_to = int(state[0, 0])
         self._ids, self._counts, self._last = state[0, 1:], state[1, 1:], state[2, 1:]
-
-    def _keep(self, kept: npt.NDArray[np.bool_]) -> None:
-        self._ids, self._counts, self._last = self._ids[kept], self._counts[kept], self._last[kept]
 
     def _count(self, used: Ints, step: int) -> None:
         new = np.setdiff1d(used, self._ids)

@@ -2,7 +2,7 @@
 
 Most batches need nothing derived: every leaf is a column of the store, ragged leaves have one dimension, and every row
 ends its trajectory. Such a stack is flattened here in one pass, without the columns in between that transforms work
-on. Everything else goes the general way of `rlhf_pipeline.replay._write`, which gives the same data and says what is
+on. Everything else goes the general way of `rlhf_pipeline.replay.storage`, which gives the same data and says what is
 wrong.
 """
 

@@ -329,7 +329,8 @@ class MCAdvantage(Transform):
             return None
         with self._lock:
             self._current()
-            self._refuse_rows("inv", "extend")
+            if self._rows is not None and self._settling is None:
+                raise self._elsewhere("inv", "extend")
             if not tensordict.numel():
                 done = self._finish(self._queue.close_overdue(self._now()))
                 return None if done is None else done.in_form_of(tensordict)
@@ -398,8 +399,15 @@ class MCAdvantage(Transform):
                     f"the last trajectory of the batch is not complete: steps {bounds[-1]} to {n - 1} of {n} have no "
                     f"{self.done_key!r}. Pass whole trajectories, so that nothing is lost."
                 )
-        key, identity = self._identity(batch)
-        groups = group_ids(identity, bounds[:-1], key, numbers=self._rows is not None)
+        named = (self.group_key,) if self.group_key is not None else (GROUP_ID, self.prompt_key)
+        named = (GROUP_ID, *_PROMPT_KEYS) if named == (GROUP_ID, None) else named
+        key = next((key for key in named if key is not None and key in batch), None)
+        if key is None:
+            raise MissingKeyError(
+                "no trajectory says which group it belongs to: looked for "
+                f"{[key for key in named if key is not None]}. Set group_id, or pass group_key=."
+            )
+        groups = group_ids(batch[key], bounds[:-1], key, numbers=self._rows is not None)
         self._queue.unique = key == GROUP_ID
         reward_key = self.rewards_key if isinstance(batch.get(self.rewards_key), Flat) else TASK_REWARD
         reward = batch.get(reward_key)
@@ -407,19 +415,6 @@ class MCAdvantage(Transform):
             raise MissingKeyError(f"the batch has neither {self.rewards_key!r} nor {TASK_REWARD!r}, to rank by")
         scores = scores_of(batch, reward, bounds, self.trajectory_return, torch.finfo(self.scored_in).eps)
         return Arrived(batch, bounds, groups, reward_key, scores)
-
-    def _identity(self, batch: Trajectories) -> tuple[Key, Any]:
-        keys = (self.group_key,) if self.group_key is not None else (GROUP_ID, self.prompt_key)
-        if self.group_key is None and self.prompt_key is None:
-            keys = (GROUP_ID, *_PROMPT_KEYS)
-        for key in keys:
-            column = None if key is None else batch.get(key)
-            if key is not None and column is not None:
-                return key, column
-        raise MissingKeyError(
-            f"no trajectory says which group it belongs to: looked for {[k for k in keys if k is not None]}. "
-            "Set group_id, or pass group_key=."
-        )
 
     # -- groups ------------------------------------------------------------------------------------------------
 
@@ -506,17 +501,19 @@ class MCAdvantage(Transform):
     def _begin(self, method: str) -> GroupQueue:
         """Get ready to close groups."""
         queue = self._current()
-        if self._rows is not None:
-            self._refuse_rows(method, method)
-            queue = self._meet()
-        return queue
+        if self._rows is None:
+            return queue
+        if self._settling is None:
+            raise self._elsewhere(method, method)
+        return self._meet()
 
-    def _refuse_rows(self, called: str, instead: str) -> None:
-        if self._rows is not None and self._settling is None:
-            raise DefinitionError(
-                f"the groups of this MCAdvantage wait in {self._rows.store.path}, where MCAdvantage.{called} cannot "
-                f"write. Call {instead} of the TrajectoryReplayBuffer."
-            )
+    def _elsewhere(self, called: str, instead: str) -> DefinitionError:
+        """What to say where the groups wait in a store and no buffer writes to it."""
+        where = None if self._rows is None else self._rows.store.path
+        return DefinitionError(
+            f"the groups of this MCAdvantage wait in {where}, where MCAdvantage.{called} cannot write. Call {instead} "
+            "of the TrajectoryReplayBuffer."
+        )
 
     def _out(self, closed: list[Closed]) -> TensorDictBase | None:
         """What closing groups outside the write path gives; with a store, `settle` does it."""
@@ -538,7 +535,14 @@ class MCAdvantage(Transform):
             early: whether members were missing; None where all came.
         """
         stats, codes, batches = self._stats, torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)), None
-        self._count_lengths(scores.lengths, None if early is None else torch.tensor(early)[codes])
+        lengths, short = scores.lengths, torch.zeros(0, dtype=torch.int64)
+        if early is not None:  # of groups with members missing
+            hurried = torch.tensor(early)[codes]
+            lengths, short = lengths[~hurried], lengths[hurried]
+        stats["full_tokens"] += float(lengths.sum())
+        stats["full_trajectories"] += lengths.numel()
+        stats["early_closed_tokens"] += float(short.sum())
+        stats["early_closed_trajectories"] += short.numel()
         if self.batch_groups is not None:
             batches = torch.tensor([self._queue.batch_of(group) for group in groups])[codes]
         graded = graded_groups(scores, codes, self.estimator, batches)
@@ -707,9 +711,9 @@ class MCAdvantage(Transform):
 
     def _write_rows(self, arrived: Arrived, now: float) -> Trajectories | None:
         """The rows to append: groups that came whole with their advantages, then the trajectories that wait."""
-        self._refuse_rows("write", "extend")
         call = self._settling
-        assert call is not None
+        if call is None:
+            raise self._elsewhere("write", "extend")
         whole = self._queue.whole(arrived.groups, now)
         if whole is None:
             return self._write_some(call, arrived, now)
@@ -904,17 +908,6 @@ class MCAdvantage(Transform):
         if name in _STATS:
             return self.__dict__["_stats"][name]
         return super().__getattr__(name)
-
-    def _count_lengths(self, lengths: Tensor, early: Tensor | None) -> None:
-        """Take in the completion lengths of what is written, and which of it belongs to groups that closed early."""
-        stats, total, count = self._stats, float(lengths.sum()), lengths.numel()
-        if early is not None:
-            found = lengths[early]
-            stats["early_closed_tokens"] += float(found.sum())
-            stats["early_closed_trajectories"] += found.numel()
-            total, count = total - float(found.sum()), count - found.numel()
-        stats["full_tokens"] += total
-        stats["full_trajectories"] += count
 
     @property
     def queued_groups(self) -> int:

@@ -463,7 +463,7 @@ def make_plain(folder):
 
 def test_what_is_not_kept_is_said_with_the_way_to_keep_it(tmp_path, noted, caplog, monkeypatch):
     """Once per key, with the argument that keeps it; parts of the tokens can be derived and are not reported."""
-    monkeypatch.setattr("rlhf_pipeline.replay._write._reported", set())
+    monkeypatch.setattr("rlhf_pipeline.replay.storage._reported", set())
     for row in noted:
         row["tokens", "response"] = row["tokens", "full"][2:]
         row["weights"] = torch.ones(len(row["tokens", "full"]))
