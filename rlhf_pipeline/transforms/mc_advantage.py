@@ -1118,7 +1118,7 @@ def advantage_values(reward: Flat, mask: Flat | None, advantages: Tensor, groups
         return values
     if mask.lengths is not lengths and not torch.equal(mask.lengths, lengths):
         return values
-    return values * mask.values.to(torch.bool).reshape(-1, *(1 for _ in shape[1:]))
+    return values.mul_(mask.values.to(torch.bool).reshape(-1, *(1 for _ in shape[1:])))
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, LOG_PROBS, NUM_PROMPT_TOKENS, TOKENS
-from rlhf_pipeline.data.padding import pad_flat
+from rlhf_pipeline.data.padding import length_mask
 from rlhf_pipeline.data.trajectories import Flat, Trajectories, per_token
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.policies.adapters import policy_of
@@ -108,23 +108,18 @@ def score(
     out = torch.full(tokens.values.shape, fill, dtype=torch.float32, device=home)
     starts = lengths.cumsum(0) - lengths
     for rows in plan_batches(lengths, max(token_budget, int(lengths.max()))):
-        row_lengths = lengths[rows]
-        ends = row_lengths.cumsum(0)
-        offset = torch.repeat_interleave(starts[rows] - (ends - row_lengths), row_lengths)
-        index = torch.arange(int(ends[-1])) + offset
-        wanted = scored[index]
-        if not bool(wanted.any()):
+        real = length_mask(lengths[rows])
+        at = torch.where(
+            real, starts[rows, None] + torch.arange(real.shape[1]), 0
+        )  # where each place is in the flat ids
+        targets = scored[at] & real
+        if not bool(targets.any()):
             continue
-        ids = pad_flat(tokens.values[index].to(torch.int64), row_lengths)
-        attention = pad_flat(torch.ones_like(index, dtype=torch.bool), row_lengths)
-        targets = pad_flat(wanted, row_lengths)
-        found = model.log_probs(ids.to(device), attention.to(device), targets.to(device))
+        ids = torch.where(real, tokens.values[at], 0).to(torch.int64)
+        found = model.log_probs(ids.to(device), real.to(device), targets.to(device))
         picked = found[targets.to(found.device)].to(device=home, dtype=torch.float32)
-        out = (
-            out.index_put((index[wanted],), picked)
-            if picked.requires_grad
-            else out.index_copy_(0, index[wanted], picked)
-        )
+        index = at[targets]
+        out = out.index_put((index,), picked) if picked.requires_grad else out.index_copy_(0, index, picked)
     return out
 
 
