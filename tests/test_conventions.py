@@ -56,6 +56,47 @@ def test_modules_with_an_underscore_stay_in_their_package():
     assert not found, found
 
 
+def test_private_attributes_of_tensordict_are_touched_in_one_module():
+    """Where another library's objects are read past their public names, `data/trajectories.py` does it.
+
+    The rest: a hook of TorchRL's buffer that has no other way, and settings of transformers and argparse.
+    """
+    allowed = {
+        "data/trajectories.py": {"_tensordict", "_new_unsafe"},
+        "replay/storage.py": {"_init_collate_fn"},
+        "policies/_packed_attention.py": {"_attn_implementation"},
+        "learner/optimizer.py": {"_foreach_copy_", "_foreach_mul_"},  # documented functions of torch
+        "cli/parser.py": {"_SubParsersAction", "_actions"},
+    }
+    package = ROOT / "rlhf_pipeline"
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")}
+    own = {"_replace", "_fields", "_asdict"}  # of named tuples, where they are public
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+                own.add(node.attr)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                own |= {target.id for target in targets if isinstance(target, ast.Name)}
+    found = [
+        f"{path.relative_to(package)}:{node.lineno} {ast.unparse(node)}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and re.match("_[^_]", node.attr)
+        and not _is_self(node.value)
+        and node.attr not in own | allowed.get(str(path.relative_to(package)), set())
+        and ast.unparse(node.value) != "ReplayBuffer"  # the class above ours
+    ]
+    assert not found, found
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
 def test_ci_runs_the_readmes_test_command():
     """The README has one command for the main job and one for the tests, and CI takes the latter from it."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -7,9 +7,10 @@ trajectory costs more than the arithmetic, so every form is flattened once per c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ TOKEN_KEYS: tuple[Key, ...] = (TOKENS, ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS)
 
 RAGGED_KEYS: tuple[Key, ...] = (*TOKEN_KEYS, REWARD, KL_PENALTY, ADVANTAGE, ATTENTION_MASK)
 """Keys that stay ragged even where every trajectory of a batch has the same length."""
+
+T = TypeVar("T", bound=TensorDict)
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.bool: np.bool_}
 
@@ -298,6 +301,24 @@ def _check_same_keys(entries: Sequence[dict[str, Any]], prefix: tuple[str, ...])
 def entries_of(row: Any) -> dict[str, Any]:
     """The top-level entries of a TensorDict or tensorclass, not to be changed."""
     return row._tensordict if type(row) is TensorDict else dict(row.items())
+
+
+plain_entries: Callable[[TensorDict], dict[str, Any]] = attrgetter("_tensordict")
+"""`entries_of` a plain TensorDict, without a look at its type."""
+
+
+def unchecked(
+    items: dict[str, Any], batch_size: torch.Size, *, device: torch.device | None = None, kind: type[T] = TensorDict
+) -> T:
+    """A TensorDict of leaves that are known to have this batch size, and inner TensorDicts too: nothing is checked.
+
+    Args:
+        items: by name.
+        batch_size: of all of them.
+        device: of all of them, where it is to be known.
+        kind: TensorDict, or a class derived from it.
+    """
+    return kind._new_unsafe(items, batch_size=batch_size, device=device)
 
 
 def leaves_of(rows: Sequence[Any], key: Key) -> list[Any] | None:
@@ -777,7 +798,7 @@ def _with(td: Any, new: Mapping[Key, Tensor]) -> TensorDictBase:
     for name, inner in nested.items():
         items[name] = _with(items.get(name, TensorDict(batch_size=td.batch_size)), inner)
     # The leaves belong to a TensorDict of the same batch size, so nothing needs checking again.
-    return TensorDict._new_unsafe(items, batch_size=td.batch_size)
+    return unchecked(items, td.batch_size)
 
 
 def per_token(batch: Trajectories, key: Key, like: Flat | None = None) -> Flat | None:

@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,8 @@ class PolicyOptimizer:
         # As clip_grad_norm_ does it: scaled by 1 where nothing is to be clipped, and no synchronisation on a GPU.
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         # One kernel for many tensors; a shard's own part is scaled.
-        own: list[Any] = [getattr(gradient, "_local_tensor", gradient) for gradient in found]
+        with torch.no_grad():
+            own = [g.to_local() if hasattr(g, "to_local") else g for g in cast(list[Any], found)]
         if own:
             torch._foreach_mul_(own, scale.to(own[0].device))  # pyright: ignore[reportPrivateImportUsage]
         return norm

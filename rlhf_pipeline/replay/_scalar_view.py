@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from rlhf_pipeline.data.keys import KL_PENALTY, LOG_PROBS, REWARD, ROW_ID, TOKENS, Key
 from rlhf_pipeline.data.padding import pad_rows
+from rlhf_pipeline.data.trajectories import unchecked
 from rlhf_pipeline.errors import DataError, MissingKeyError
 from rlhf_pipeline.replay.batches import scalar_batch
 from rlhf_pipeline.replay.schema import column_name
@@ -35,7 +36,7 @@ class ScalarView(TensorDict):
             rows: int64 `[n]`, the row ids.
         """
         plain = scalar_batch(storage.store, rows, text=storage.text)
-        out = cls._new_unsafe(dict(plain.items()), batch_size=plain.batch_size)
+        out = unchecked(dict(plain.items()), plain.batch_size, kind=cls)
         out._home = (storage, np.array(rows, dtype=np.int64))
         return out
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,12 @@ from tensordict.tensorclass import NonTensorData
 from torch import Tensor
 
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, CREATED_AT, DONE, NUM_PROMPT_TOKENS, REWARD, TOKENS, Key
-from rlhf_pipeline.data.trajectories import Text
+from rlhf_pipeline.data.trajectories import Text, plain_entries
 from rlhf_pipeline.replay.schema import column_of_key
 from trajectory_store import Column, RaggedArray, Schema
 
 Leaves = dict[Key, list[Any] | tuple[Any, ...]]
 _NUMBERS = {"i": int, "b": bool}
-_ENTRIES = attrgetter("_tensordict")
 _COMPLETE: frozenset[Key] = frozenset({TOKENS, ASSISTANT_MASK, NUM_PROMPT_TOKENS})
 
 
@@ -45,7 +44,7 @@ def stack_data(rows: Sequence[Any], schema: Schema) -> dict[str, Any] | None:
         return None
     leaves: Leaves = {}
     try:
-        _collect(list(map(_ENTRIES, rows)), (), leaves)
+        _collect(list(map(plain_entries, rows)), (), leaves)
         # A key that is no column may be one to derive from, or one to report; rewards per token are to be summed.
         complete = _COMPLETE <= leaves.keys() <= plan.keys() and REWARD not in leaves
         if not complete or not leaves[TOKENS][0].is_cpu:
@@ -62,7 +61,7 @@ def _collect(level: list[dict[str, Any]], prefix: tuple[str, ...], out: Leaves) 
     columns = zip(*map(itemgetter(*names), level), strict=True) if len(names) > 1 else _only(level, names)
     for name, leaves in zip(names, columns, strict=True):
         if type(leaves[0]) is TensorDict:
-            _collect(list(map(_ENTRIES, leaves)), (*prefix, name), out)
+            _collect(list(map(plain_entries, leaves)), (*prefix, name), out)
         else:
             out[(*prefix, name) if prefix else name] = leaves
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from rlhf_pipeline.data.trajectories import entries_of, is_jagged
+from rlhf_pipeline.data.trajectories import entries_of, is_jagged, unchecked
 from rlhf_pipeline.errors import DefinitionError
 
 _ALIGN = 64
@@ -123,7 +123,7 @@ def unpack(batch: TensorDict, places: Places, memory: torch.Tensor) -> TensorDic
             items[name] = leaf.to(memory.device) if place is None else _view(memory, place[0], leaf)
         else:
             items[name] = leaf
-    return TensorDict._new_unsafe(items, batch_size=batch.batch_size, device=memory.device)
+    return unchecked(items, batch.batch_size, device=memory.device)
 
 
 def _view(memory: torch.Tensor, start: int, leaf: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ from rlhf_pipeline.data.keys import (
     TOKENS,
     Key,
 )
-from rlhf_pipeline.data.trajectories import Flat, jagged, last_position, text_stack
+from rlhf_pipeline.data.trajectories import Flat, jagged, last_position, text_stack, unchecked
 from rlhf_pipeline.replay.schema import INTERNAL, REWARD_COLUMN, column_name, key_of
 from trajectory_store import BufferPool, Schema, TrajectoryStore
 
@@ -179,7 +179,7 @@ def nest(flat: dict[Key, Any], n: int) -> TensorDict:
 
 def _wrap(tree: dict[str, Any], batch_size: torch.Size) -> TensorDict:
     items = {k: _wrap(v, batch_size) if isinstance(v, dict) else v for k, v in tree.items()}
-    return TensorDict._new_unsafe(items, batch_size=batch_size)
+    return unchecked(items, batch_size)
 
 
 @dataclass(frozen=True, slots=True)
