@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from rlhf_pipeline.config import Sample
 from rlhf_pipeline.learner.step_plan import StepPlan
-from rlhf_pipeline.losses.batch import LossBatch
+from rlhf_pipeline.losses.loss_batch import LossBatch
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.replay.ess_guard import ess_guard
 

@@ -22,8 +22,8 @@ from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, write_tensors
 from rlhf_pipeline.learner.step_plan import StepLedger, StepPlan, UseCounts, check_reduction, plan_step, sampler_of
-from rlhf_pipeline.losses.batch import LossBatch
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
+from rlhf_pipeline.losses.loss_batch import LossBatch
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.model_parts import rounding
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.policies.weights import copy_into, load_weights
+from rlhf_pipeline.policies.weight_files import copy_into, load_weights
 
 SHARDS: Final = "shards"
 """The folder of what several processes wrote together."""

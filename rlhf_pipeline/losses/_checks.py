@@ -8,7 +8,7 @@ from typing import Any, get_args
 from rlhf_pipeline.config import GRPO, Level
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.functional.aggregation import canonical_aggregation
-from rlhf_pipeline.losses.batch import MaskingStrategy
+from rlhf_pipeline.losses.loss_batch import MaskingStrategy
 
 __all__ = ["REFUSED", "check_arguments"]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.functional.head import entropy_of
-from rlhf_pipeline.losses.batch import LossBatch, MaskingStrategy
+from rlhf_pipeline.losses.loss_batch import LossBatch, MaskingStrategy
 from rlhf_pipeline.policies.adapters import actor_of, methods_are_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.model_parts import refuse_other_directions, rounding

@@ -25,7 +25,7 @@ from rlhf_pipeline.functional.head import fused_token_loss, token_log_probs
 from rlhf_pipeline.functional.kl import clamped_log_ratio, kl_loss
 from rlhf_pipeline.losses._checks import REFUSED, check_arguments
 from rlhf_pipeline.losses.actors import Actor, HeadRows, Scores, adapt_actor
-from rlhf_pipeline.losses.batch import LossBatch, MaskingStrategy, read_batch
+from rlhf_pipeline.losses.loss_batch import LossBatch, MaskingStrategy, read_batch
 
 __all__ = ["GRPOLoss", "GRPOLossOutput"]
 

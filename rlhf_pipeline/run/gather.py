@@ -30,7 +30,7 @@ from rlhf_pipeline.run.choice import Choice, Limits, check_vocabulary, open_sour
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.loop import tell
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
-from rlhf_pipeline.transforms.scoring import score
+from rlhf_pipeline.transforms.scorer import score
 from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore
 
 if TYPE_CHECKING:

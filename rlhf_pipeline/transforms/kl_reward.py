@@ -26,7 +26,7 @@ from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError, re
 from rlhf_pipeline.functional.kl import kl_figures, kl_k1
 from rlhf_pipeline.transforms.base import ColumnTransform, declare_per_token, in_next
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController, KLController
-from rlhf_pipeline.transforms.scoring import as_scorer, score, scored_positions
+from rlhf_pipeline.transforms.scorer import as_scorer, score, scored_positions
 
 
 class KLRewardTransform(ColumnTransform):

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from rlhf_pipeline.interop.torchrl.actor_kl_reward import ActorKLRewardTransform, is_actor
-from rlhf_pipeline.interop.torchrl.chat import ChatTrajectories
+from rlhf_pipeline.interop.torchrl.chat_trajectories import ChatTrajectories
 from rlhf_pipeline.interop.torchrl.wrappers import EnginePolicy, WrapperAdapter, as_policy
 from rlhf_pipeline.policies.adapters import register
 from rlhf_pipeline.transforms.kl_reward import register_form

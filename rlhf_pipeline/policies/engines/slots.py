@@ -36,7 +36,7 @@ from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, SlotCache
 from rlhf_pipeline.policies.engines.static import StaticRun, mask_form
 from rlhf_pipeline.policies.engines.uniforms import stream_keys, uniforms
 from rlhf_pipeline.policies.model_parts import ModelParts
-from rlhf_pipeline.policies.weights import load_weights
+from rlhf_pipeline.policies.weight_files import load_weights
 
 __all__ = ["SlotEngine"]
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.learner.state import read_state, write_state
-from rlhf_pipeline.policies.weights import load_weights
+from rlhf_pipeline.policies.weight_files import load_weights
 
 
 class Holder:
