@@ -29,8 +29,8 @@ from rlhf_pipeline.replay.schema import INTERNAL, REWARD_COLUMN, SLOT, WAITING, 
 from rlhf_pipeline.run.choice import Choice, Limits, check_vocabulary, open_sources
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.loop import tell
+from rlhf_pipeline.transforms.base import score
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
-from rlhf_pipeline.transforms.scorer import score
 from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore
 
 if TYPE_CHECKING:

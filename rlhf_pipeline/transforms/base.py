@@ -1,18 +1,37 @@
-"""What the transforms of the write path share: TensorDicts are taken apart at the door, the work is on flat columns."""
+"""What the transforms of the write path share.
+
+TensorDicts are taken apart at the door, the work is on flat columns; and a model scores ragged trajectories by token
+budget, sorted by length, from stored token ids.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor, nn
 from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Transform
 
-from rlhf_pipeline.data.keys import Key
-from rlhf_pipeline.data.trajectories import Flat, Trajectories, attach, columns_of, put, ragged_tokens, token_level
+from rlhf_pipeline.data.keys import ASSISTANT_MASK, LOG_PROBS, NUM_PROMPT_TOKENS, TOKENS, Key
+from rlhf_pipeline.data.padding import length_mask
+from rlhf_pipeline.data.trajectories import (
+    Flat,
+    Trajectories,
+    attach,
+    columns_of,
+    per_token,
+    put,
+    ragged_tokens,
+    token_level,
+)
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
+from rlhf_pipeline.policies.adapters import policy_of
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.packed import plan_batches
 
 
 class ColumnTransform(Transform):
@@ -102,3 +121,117 @@ def in_next(key: Key) -> Key:
     if isinstance(key, str) or key[0] != "next":
         return key
     return key[1] if len(key) == 2 else key[1:]
+
+
+class Scorer(Protocol):
+    """What gives log-probs of tokens; `CausalLMPolicy` does."""
+
+    def log_probs(self, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None = None) -> Tensor:
+        """float32 `[B, T]`, 0 where not scored."""
+        ...
+
+
+def as_scorer(model: Any, owner: str) -> Scorer:
+    """Return a model with `log_probs`; a transformers model, or a wrapper of TorchRL, is taken as a policy.
+
+    Raises:
+        DefinitionError: if the model cannot score tokens.
+    """
+    model = policy_of(model, owner)
+    if callable(getattr(model, "log_probs", None)):
+        return model
+    if isinstance(model, nn.Module) and hasattr(model, "config"):
+        return CausalLMPolicy(model)
+    raise DefinitionError(
+        f"{owner} got a {type(model).__name__}, which has no log_probs(input_ids, attention_mask, score_mask). "
+        "Pass a CausalLMPolicy or a causal language model of transformers."
+    )
+
+
+def scored_positions(batch: Trajectories, like: Flat, assistant_only: bool) -> Tensor:
+    """bool, flat: the tokens that have or get a log-prob.
+
+    Raises:
+        DataError: if nothing tells the assistant's tokens from the prompt's.
+    """
+    lengths = like.lengths
+    if lengths is None:
+        raise MissingKeyError(f"the batch has no ragged token column to score: pass {TOKENS!r} per trajectory")
+    starts = lengths.cumsum(0) - lengths
+    first = starts[lengths > 0]  # no token has a log-prob without one before it
+    mask = per_token(batch, ASSISTANT_MASK, like) if assistant_only else None
+    if mask is not None:
+        out = mask.values.to(torch.bool, copy=True)
+    elif not assistant_only:
+        out = torch.ones(int(lengths.sum()), dtype=torch.bool)
+    else:
+        out = _responses(batch, like, starts, lengths)
+    out[first] = False
+    return out
+
+
+def _responses(batch: Trajectories, like: Flat, starts: Tensor, lengths: Tensor) -> Tensor:
+    """The assistant's tokens where no mask tells them."""
+    prompt = batch.get(NUM_PROMPT_TOKENS)
+    if isinstance(prompt, Flat):
+        response = starts + prompt.values.reshape(-1)
+        return torch.arange(int(lengths.sum())) >= torch.repeat_interleave(response, lengths)
+    scored = per_token(batch, LOG_PROBS, like)
+    if scored is not None and bool(scored.values.isnan().any()):
+        return scored.values.isfinite()
+    raise DataError(
+        f"nothing tells the assistant's tokens from the prompt's: pass {ASSISTANT_MASK!r} or "
+        f"{NUM_PROMPT_TOKENS!r}, or set assistant_only=False"
+    )
+
+
+def score(
+    model: Scorer,
+    tokens: Flat,
+    scored: Tensor,
+    *,
+    token_budget: int,
+    fill: float = float("nan"),
+    device: torch.device | None = None,
+) -> Tensor:
+    """Log-probs of the scored tokens.
+
+    Args:
+        model: the scorer.
+        tokens: ragged token ids.
+        scored: bool, flat, where a log-prob is wanted.
+        token_budget: padded tokens of one forward pass; a longer trajectory passes alone.
+        fill: value of the other positions.
+        device: where the model runs; None asks the model.
+
+    Returns:
+        float32, flat, on the tokens' device.
+    """
+    lengths = tokens.lengths
+    if lengths is None:
+        raise DataError("token ids must be ragged or padded, one row per trajectory")
+    home = tokens.values.device
+    device = device or _device_of(model) or home
+    out = torch.full(tokens.values.shape, fill, dtype=torch.float32, device=home)
+    starts = lengths.cumsum(0) - lengths
+    for rows in plan_batches(lengths, max(token_budget, int(lengths.max()))):
+        real = length_mask(lengths[rows])
+        at = torch.where(
+            real, starts[rows, None] + torch.arange(real.shape[1]), 0
+        )  # where each place is in the flat ids
+        targets = scored[at] & real
+        if not bool(targets.any()):
+            continue
+        ids = torch.where(real, tokens.values[at], 0).to(torch.int64)
+        found = model.log_probs(ids.to(device), real.to(device), targets.to(device))
+        picked = found[targets.to(found.device)].to(device=home, dtype=torch.float32)
+        index = at[targets]
+        out = out.index_put((index,), picked) if picked.requires_grad else out.index_copy_(0, index, picked)
+    return out
+
+
+def _device_of(model: Any) -> torch.device | None:
+    if isinstance(model, nn.Module):
+        parameter = next(model.parameters(), None)
+        return None if parameter is None else parameter.device
+    return None

@@ -24,9 +24,15 @@ from rlhf_pipeline.data.keys import (
 from rlhf_pipeline.data.trajectories import Flat, Trajectories, holds, last_position, per_token, segment_sum
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError, refuse_unknown
 from rlhf_pipeline.functional.kl import kl_figures, kl_k1
-from rlhf_pipeline.transforms.base import ColumnTransform, declare_per_token, in_next
+from rlhf_pipeline.transforms.base import (
+    ColumnTransform,
+    as_scorer,
+    declare_per_token,
+    in_next,
+    score,
+    scored_positions,
+)
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController, KLController
-from rlhf_pipeline.transforms.scorer import as_scorer, score, scored_positions
 
 
 class KLRewardTransform(ColumnTransform):

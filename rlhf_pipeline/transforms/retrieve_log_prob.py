@@ -14,8 +14,14 @@ from rlhf_pipeline.data.padding import Side
 from rlhf_pipeline.data.trajectories import Flat, Trajectories, holds, per_token
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.policies.encoding import tokenizer_with_template, with_tokens
-from rlhf_pipeline.transforms.base import ColumnTransform, declare_per_token, in_next
-from rlhf_pipeline.transforms.scorer import as_scorer, score, scored_positions
+from rlhf_pipeline.transforms.base import (
+    ColumnTransform,
+    as_scorer,
+    declare_per_token,
+    in_next,
+    score,
+    scored_positions,
+)
 
 
 class RetrieveLogProb(ColumnTransform):

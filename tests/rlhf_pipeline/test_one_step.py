@@ -1,5 +1,6 @@
 """How much of this project one optimizer step passes through: what a reader has to know to follow a trajectory.
 
+A comprehension belongs to the function that it is written in: from Python 3.12 on it has no frame of its own.
 `python -m tests.rlhf_pipeline.test_one_step [FIELD=VALUE...]` prints the files and functions.
 """
 
@@ -33,11 +34,12 @@ PACKAGES = tuple(str(Path(package.__file__ or "").parent) + "/" for package in (
 @contextmanager
 def calls_of_the_project() -> Iterator[Counter[CodeType]]:
     """Count the calls of each function of the project while the block runs."""
+    parts = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
     found: Counter[CodeType] = Counter()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGES):
+        if event == "call" and code.co_filename.startswith(PACKAGES) and code.co_name not in parts:
             found[code] += 1
 
     before = sys.getprofile()
@@ -79,8 +81,8 @@ def figures(found: Counter[CodeType]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("changes", "files", "functions"),
     [
-        pytest.param({}, 68, 486, id="default"),
-        pytest.param({"write.kl_coef": "0.05"}, 74, 514, id="kl_in_the_reward"),
+        pytest.param({}, 59, 392, id="default"),
+        pytest.param({"write.kl_coef": "0.05"}, 64, 416, id="kl_in_the_reward"),
     ],
 )
 def test_a_step_stays_within_its_bounds(changes: dict[str, str], files: int, functions: int, tmp_path: Path):
