@@ -93,6 +93,27 @@ def test_private_attributes_of_tensordict_are_touched_in_one_module():
     assert not found, found
 
 
+def test_every_formula_is_the_one_that_runs():
+    """Each public function of `functional` is called by the package itself: no tested copy beside the one in use."""
+    package = ROOT / "rlhf_pipeline"
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")}
+    used = {
+        name
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        for name in (getattr(node, "id", None), getattr(node, "attr", None))
+        if isinstance(name, str)
+    }
+    formulas = {
+        node.name
+        for path, tree in trees.items()
+        if path.parent.name == "functional"
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert not formulas - used, formulas - used
+
+
 def _is_self(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
