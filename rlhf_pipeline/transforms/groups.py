@@ -1,10 +1,11 @@
-"""Groups of trajectories: who arrived, who failed, since when the others wait, and when a group closes."""
+"""Groups of trajectories: who arrived and who failed, who waits, when a group closes, and its advantages."""
 
 from __future__ import annotations
 
 import hashlib
 import heapq
 import json
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -16,10 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.data.keys import ASSISTANT_MASK, KL_COEF, LOG_PROBS, TASK_REWARD, Key
+from rlhf_pipeline.data.keys import ASSISTANT_MASK, DEGENERATE, KL_COEF, LOG_PROBS, PRIORITY, RETURN, TASK_REWARD, Key
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, concat, segment_sum, spread, step_sum
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.functional.advantage import penalty_rounding
+from rlhf_pipeline.functional.advantage import group_advantage, penalty_rounding, whitened_step_rewards
 
 Ints = npt.NDArray[np.int64]
 
@@ -27,6 +28,8 @@ MOST_LATE = 4096
 """Groups that closed early and are remembered, so that their stragglers do not begin a new group."""
 
 _NUMBERS = 1 << 61
+
+_log = logging.getLogger("rlhf_pipeline")
 
 
 class Scores(NamedTuple):
@@ -223,6 +226,30 @@ class Closed(NamedTuple):
     early: bool
 
 
+class Closing(NamedTuple):
+    """Groups that close together, one after the other.
+
+    Attributes:
+        sizes: trajectories of each.
+        groups: their identities.
+        early: whether members were missing; None where all came.
+    """
+
+    sizes: list[int]
+    groups: list[Any]
+    early: list[bool] | None = None
+
+    @classmethod
+    def of(cls, closed: Sequence[Closed]) -> Closing:
+        """Closed groups with members."""
+        early = [group.early for group in closed]
+        return cls(
+            [len(group.members) for group in closed],
+            [group.members[0].group for group in closed],
+            early if any(early) else None,
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloseRules:
     """When a group closes.
@@ -301,7 +328,7 @@ class GroupQueue:
             return sorted(members.values(), key=itemgetter(-1))
         batches: dict[int, list[Any]] = {}
         for group in members:
-            batches.setdefault(self.batch_of(group), []).append(group)
+            batches.setdefault(batch_of(group, rules.batch_groups), []).append(group)
         if any(len(found) != rules.batch_groups for found in batches.values()):
             return None
         together = sorted(batches.values(), key=lambda batch: max(members[group][-1] for group in batch))
@@ -327,7 +354,7 @@ class GroupQueue:
             return []
         if self.rules.batch_groups is None:
             return self.complete(group)
-        first = self.batch_of(group) * self.rules.batch_groups
+        first = batch_of(group, self.rules.batch_groups) * self.rules.batch_groups
         names = range(first, first + self.rules.batch_groups)
         if not all(name in self.waiting and self._is_due(self.waiting[name]) for name in names):
             return []
@@ -339,20 +366,6 @@ class GroupQueue:
             return True  # nothing of it will come, and the rest of its batch need not wait for it
         enough = rules.least if waiting.overdue else rules.enough
         return arrived > 0 and (arrived >= enough or arrived + waiting.failed >= rules.enough)
-
-    def batch_of(self, group: Hashable) -> int:
-        """The batch of a group.
-
-        Raises:
-            DataError: the group has no number.
-        """
-        assert self.rules.batch_groups is not None
-        if not isinstance(group, int):
-            raise DataError(
-                f"batch_groups={self.rules.batch_groups} counts groups by an integer group_id, and a trajectory's "
-                f"group is {group!r}. Number the groups, or use an estimator that needs no batch."
-            )
-        return group // self.rules.batch_groups
 
     def close_overdue(self, now: float) -> list[Closed]:
         """Close the groups whose time is up and that have enough members; the others close when they have."""
@@ -457,6 +470,20 @@ class GroupQueue:
         return out
 
 
+def batch_of(group: Hashable, batch_groups: int) -> int:
+    """The batch of a group.
+
+    Raises:
+        DataError: the group has no number.
+    """
+    if not isinstance(group, int):
+        raise DataError(
+            f"batch_groups={batch_groups} counts groups by an integer group_id, and a trajectory's group is {group!r}. "
+            "Number the groups, or use an estimator that needs no batch."
+        )
+    return group // batch_groups
+
+
 def repoint(members: Sequence[Member], arrived: Arrived) -> None:
     """Let members be the trajectories of `arrived`, in order."""
     for i, member in enumerate(members):
@@ -502,6 +529,176 @@ def gather(members: Iterable[Member]) -> Arrived:
         found[0].reward_key,
         Scores.join([part.scores for part in found]).take(torch.tensor(order)),
     )
+
+
+class Graded(NamedTuple):
+    """Trajectories of whole groups.
+
+    Attributes:
+        advantages: float64 `[k]`.
+        degenerate: bool `[k]`, whether the group has no spread, or the return is not finite.
+        codes: int64 `[k]`, the group.
+    """
+
+    advantages: Tensor
+    degenerate: Tensor
+    codes: Tensor
+
+    @classmethod
+    def nothing(cls) -> Graded:
+        """No trajectories."""
+        return cls(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.bool), torch.zeros(0).long())
+
+    def take(self, index: Tensor) -> Graded:
+        """Some of them."""
+        return Graded(*(values[index] for values in self))
+
+    def followed_by(self, more: int) -> Graded:
+        """With trajectories behind them that have no advantage yet."""
+        code = int(self.codes.max()) + 1 if self.codes.numel() else 0
+        return Graded(
+            torch.cat([self.advantages, torch.full((more,), torch.nan, dtype=torch.float64)]),
+            torch.cat([self.degenerate, torch.zeros(more, dtype=torch.bool)]),
+            torch.cat([self.codes, torch.full((more,), code)]),
+        )
+
+
+def graded_groups(scores: Scores, codes: Tensor, estimator: str, batches: Tensor | None) -> Graded:
+    """The advantages of groups; a return that is not finite counts for nobody.
+
+    Args:
+        scores: of each trajectory.
+        codes: int64 `[n]`, its group.
+        estimator: one of `functional.advantage.ESTIMATORS`.
+        batches: int64 `[n]`, the batch of each, where the estimator looks at batches; None for one of all.
+    """
+    finite = scores.returns.isfinite()
+    if batches is None and bool(finite.all()):
+        parts: list[Any] = [slice(None)]
+    else:
+        parts = [finite] if batches is None else [finite & (batches == batch) for batch in batches.unique().tolist()]
+    advantages, degenerate = torch.zeros_like(scores.returns), torch.ones_like(finite)
+    for part in parts:
+        returns, lengths, task, rounding = scores.take(part)
+        advantages[part], degenerate[part] = group_advantage(
+            returns, codes[part], estimator, lengths=lengths, task_rewards=task, rounding=rounding
+        )
+    return Graded(advantages, degenerate, codes)
+
+
+class Grader:
+    """Gives closed groups their advantages.
+
+    Args:
+        estimator: one of `functional.advantage.ESTIMATORS`.
+        zero_variance: what becomes of groups without spread: `keep`, `mark` or `drop`.
+        trajectory_return: how rewards become returns; None whitens them step by step instead.
+        advantage_key: where advantages go.
+        batch_groups: see `CloseRules`.
+        stats: counters, which go on.
+        verbose: log a line for every batch of groups.
+    """
+
+    def __init__(
+        self,
+        *,
+        estimator: str,
+        zero_variance: str,
+        trajectory_return: str | None,
+        advantage_key: Key,
+        batch_groups: int | None,
+        stats: dict[str, float],
+        verbose: bool,
+    ) -> None:
+        self.estimator = estimator
+        self.zero_variance = zero_variance
+        self.trajectory_return = trajectory_return
+        self.advantage_key = advantage_key
+        self.batch_groups = batch_groups
+        self.stats = stats
+        self.verbose = verbose
+
+    def grade(self, scores: Scores, closing: Closing) -> tuple[Graded, Tensor | None]:
+        """The advantages of groups.
+
+        Args:
+            scores: of their members, group after group.
+            closing: the groups.
+
+        Returns:
+            What is learned from, and where it stands among the members, int64; None where that is all of them.
+        """
+        stats, sizes = self.stats, closing.sizes
+        codes, batches = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)), None
+        lengths, short = scores.lengths, torch.zeros(0, dtype=torch.int64)
+        if closing.early is not None:
+            hurried = torch.tensor(closing.early)[codes]
+            lengths, short = lengths[~hurried], lengths[hurried]
+        stats["full_tokens"] += float(lengths.sum())
+        stats["full_trajectories"] += lengths.numel()
+        stats["early_closed_tokens"] += float(short.sum())
+        stats["early_closed_trajectories"] += short.numel()
+        if self.batch_groups is not None:
+            batches = torch.tensor([batch_of(group, self.batch_groups) for group in closing.groups])[codes]
+        graded = graded_groups(scores, codes, self.estimator, batches)
+        flat = int(codes[graded.degenerate].unique().numel()) if bool(graded.degenerate.any()) else 0
+        dropped = flat if self.zero_variance == "drop" else 0
+        if self.verbose:
+            message = "%d groups of %d to %d trajectories: mean return %.4g, %d of them without spread"
+            _log.info(message, len(sizes), min(sizes), max(sizes), scores.returns.nanmean().item(), flat)
+        stats["degenerate_groups"] += flat
+        stats["written_groups"] += len(sizes) - dropped
+        stats["dropped_groups"] += dropped
+        if not dropped:
+            return graded, None
+        kept = torch.nonzero(~graded.degenerate).reshape(-1)
+        return graded.take(kept), kept
+
+    def columns(self, arrived: Arrived, graded: Graded) -> dict[Key, Flat]:
+        """The columns that trajectories get, by step."""
+        batch, reward, bounds = arrived.steps, arrived.rewards, arrived.bounds
+        mask, returns, degenerate = batch.get(ASSISTANT_MASK), arrived.scores.returns, graded.degenerate
+        advantages, codes = graded.advantages, graded.codes
+        if len(bounds) != bounds[-1] + 1:
+            owner = arrived.owners()
+            returns, degenerate, advantages, codes = (x[owner] for x in (returns, degenerate, advantages, codes))
+        values = self.values(reward, mask if isinstance(mask, Flat) else None, advantages, codes)
+        columns: dict[Key, Flat] = {
+            self.advantage_key: Flat(values, reward.lengths, reward.shapes),
+            RETURN: Flat(returns.to(torch.float32)),
+            DEGENERATE: Flat(degenerate),
+        }
+        if self.zero_variance == "mark" and bool(degenerate.any()):
+            old = batch.get(PRIORITY)
+            base = old.values.to(torch.float32) if isinstance(old, Flat) else torch.ones(batch.n)
+            columns[PRIORITY] = Flat(torch.where(degenerate, 0.0, base))
+        return columns
+
+    def values(self, reward: Flat, mask: Flat | None, advantages: Tensor, codes: Tensor) -> Tensor:
+        """The advantage in the shape of the rewards, float32, 0 outside the assistant's tokens.
+
+        Args:
+            reward: of `n` steps.
+            mask: the assistant's tokens; used where it has the rewards' lengths.
+            advantages: `[n]`, of each step's trajectory.
+            codes: int64 `[n]`, its group.
+        """
+        shape, lengths = reward.values.shape, reward.lengths
+        if self.trajectory_return is None:
+            flat = reward.values.detach().double().nan_to_num(0.0, 0.0, 0.0).reshape(-1)
+            each = torch.ones(len(codes), dtype=torch.int64) if lengths is None else lengths
+            each = each * (flat.numel() // max(shape[0], 1))
+            values = whitened_step_rewards(flat, codes, each).advantages.to(torch.float32).reshape(shape)
+        else:
+            values = advantages.to(torch.float32)
+            values = values if lengths is None else spread(values, lengths)
+            if len(shape) > 1:
+                values = values.reshape(-1, *(1 for _ in shape[1:])).expand(shape).contiguous()
+        if mask is None or mask.lengths is None or lengths is None:
+            return values
+        if mask.lengths is not lengths and not torch.equal(mask.lengths, lengths):
+            return values
+        return values.mul_(mask.values.to(torch.bool).reshape(-1, *(1 for _ in shape[1:])))
 
 
 def group_ids(column: Flat | Text, first: Sequence[int], key: Key, *, numbers: bool) -> list[Hashable]:

@@ -7,35 +7,29 @@ import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
-from torch import Tensor
 from torchrl.envs.transforms import Transform
 from torchrl.objectives.llm import MCAdvantageSelector
 
 from rlhf_pipeline.data.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
-    CREATED_AT,
-    DEGENERATE,
     DONE,
-    FAILED_MEMBERS,
     GROUP_ID,
     KL_COEF,
     LOG_PROBS,
     PRIORITY,
     PROMPT,
-    RETURN,
     REWARD,
     ROW_ID,
     TASK_REWARD,
     TRAJECTORY_ID,
-    WAITING,
     Key,
 )
 from rlhf_pipeline.data.trajectories import (
@@ -50,32 +44,30 @@ from rlhf_pipeline.data.trajectories import (
     ends,
     in_form_of,
     is_stack,
-    last_position,
     some_steps_of,
-    spread,
     stack_of,
     td_of,
     whole,
 )
 from rlhf_pipeline.errors import DataError, DefinitionError, IncompleteError, MissingKeyError
-from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, group_advantage, whitened_step_rewards
+from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
 from rlhf_pipeline.transforms.groups import (
     Arrived,
     Closed,
     CloseRules,
+    Closing,
+    Grader,
     GroupQueue,
     Member,
-    Scores,
     Waiting,
     gather,
+    graded_groups,
     group_ids,
     hashable,
     number_of_group,
-    repoint,
     scores_of,
-    scores_together,
 )
-from rlhf_pipeline.transforms.waiting_rows import Later, WaitingRows
+from rlhf_pipeline.transforms.waiting_rows import Later, StoreCall, WaitingRows
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
 
@@ -240,10 +232,17 @@ class MCAdvantage(Transform):
         self.reset_stats()
         self._queue = self._new_queue()
         self._lock = threading.RLock()
+        self._grader = Grader(
+            estimator=estimator,
+            zero_variance=zero_variance,
+            trajectory_return=trajectory_return,
+            advantage_key=advantage_key,
+            batch_groups=batch_groups,
+            stats=self._stats,
+            verbose=verbose,
+        )
         self._rows: WaitingRows | None = None
-        self._held: set[int] = set()
-        self._known = True
-        self._settling: _Settling | None = None
+        self._store_call: StoreCall | None = None
 
     def _check_arguments(self, *, both: bool) -> None:
         """Refuse what is out of range or contradicts itself; `both` or neither of the close policy's were given."""
@@ -329,7 +328,7 @@ class MCAdvantage(Transform):
             return None
         with self._lock:
             self._current()
-            if self._rows is not None and self._settling is None:
+            if self._rows is not None and self._store_call is None:
                 raise self._elsewhere("inv", "extend")
             if not tensordict.numel():
                 done = self._finish(self._queue.close_overdue(self._now()))
@@ -387,7 +386,7 @@ class MCAdvantage(Transform):
         seen: dict[Hashable, int] = {}
         codes = torch.tensor([seen.setdefault(group, len(seen)) for group in arrived.groups])
         graded = graded_groups(arrived.scores, codes, self.estimator, None)
-        return attach(along_one_dimension(tensordict), self._columns(arrived, graded))
+        return attach(along_one_dimension(tensordict), self._grader.columns(arrived, graded))
 
     def _arrived(self, batch: Trajectories) -> Arrived:
         n, ended = batch.n, ends(batch, self.done_key)
@@ -462,8 +461,8 @@ class MCAdvantage(Transform):
             waiting, closed = queue.fail(group, int(count), self._now())
             if waiting is None or closed:
                 return self._out(closed)
-            if self._settling is not None:
-                self._settling.failed.append(waiting)
+            if self._store_call is not None:
+                self._store_call.failed.append(waiting)
             if waiting.failed >= self.candidate_group_size and self.batch_groups is None:
                 del queue.waiting[group]
                 return self._out([Closed([], waiting.members, early=False)])
@@ -503,7 +502,7 @@ class MCAdvantage(Transform):
         queue = self._current()
         if self._rows is None:
             return queue
-        if self._settling is None:
+        if self._store_call is None:
             raise self._elsewhere(method, method)
         return self._meet()
 
@@ -517,58 +516,20 @@ class MCAdvantage(Transform):
 
     def _out(self, closed: list[Closed]) -> TensorDictBase | None:
         """What closing groups outside the write path gives; with a store, `settle` does it."""
-        if self._settling is not None:
-            self._settling.closed += closed
+        if self._store_call is not None:
+            self._store_call.closed += closed
             return None
         done = self._finish(closed)
         return None if done is None else td_of(done.batch)
 
     # -- advantages --------------------------------------------------------------------------------------------
 
-    def _grade(self, scores: Scores, sizes: list[int], groups: list[Any], early: list[bool] | None) -> Graded:
-        """Advantages of whole groups, one after the other.
-
-        Args:
-            scores: of their members.
-            sizes: of the groups.
-            groups: their identities.
-            early: whether members were missing; None where all came.
-        """
-        stats, codes, batches = self._stats, torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)), None
-        lengths, short = scores.lengths, torch.zeros(0, dtype=torch.int64)
-        if early is not None:  # of groups with members missing
-            hurried = torch.tensor(early)[codes]
-            lengths, short = lengths[~hurried], lengths[hurried]
-        stats["full_tokens"] += float(lengths.sum())
-        stats["full_trajectories"] += lengths.numel()
-        stats["early_closed_tokens"] += float(short.sum())
-        stats["early_closed_trajectories"] += short.numel()
-        if self.batch_groups is not None:
-            batches = torch.tensor([self._queue.batch_of(group) for group in groups])[codes]
-        graded = graded_groups(scores, codes, self.estimator, batches)
-        flat = int(codes[graded.degenerate].unique().numel()) if bool(graded.degenerate.any()) else 0
-        drop = self.zero_variance == "drop"
-        if self.verbose:
-            message = "%d groups of %d to %d trajectories: mean return %.4g, %d of them without spread; %d groups wait"
-            mean, waiting = scores.returns.nanmean().item(), len(self._queue.waiting)
-            _log.info(message, len(sizes), min(sizes), max(sizes), mean, flat, waiting)
-        stats["degenerate_groups"] += flat
-        stats["written_groups"] += len(sizes) - (flat if drop else 0)
-        stats["dropped_groups"] += flat if drop else 0
-        return graded
-
     def _finish(self, closed: Sequence[Closed]) -> _Finished | None:
         """The trajectories of closed groups that are in memory, with their advantages; None where there are none."""
         groups = [group for group in closed if group.members]
         if not groups:
             return None
-        early = [group.early for group in groups] if any(group.early for group in groups) else None
-        return self._finished(
-            gather([member for group in groups for member in group.members]),
-            [len(group.members) for group in groups],
-            [group.members[0].group for group in groups],
-            early,
-        )
+        return self._finished(gather([member for group in groups for member in group.members]), Closing.of(groups))
 
     def _finish_whole(self, arrived: Arrived, groups: list[list[int]]) -> _Finished | None:
         """The same for groups that came whole in one call, each given by its members."""
@@ -576,48 +537,16 @@ class MCAdvantage(Transform):
             return None
         self._stats["completed_groups"] += len(groups)
         self._stats["selected_trajectories"] += len(arrived.groups)
-        order = [i for members in groups for i in members]
-        identities = [arrived.groups[members[0]] for members in groups]
-        return self._finished(arrived.take(order), [len(members) for members in groups], identities, None)
+        closing = Closing([len(members) for members in groups], [arrived.groups[members[0]] for members in groups])
+        return self._finished(arrived.take([i for members in groups for i in members]), closing)
 
-    def _finished(
-        self, arrived: Arrived, sizes: list[int], groups: list[Any], early: list[bool] | None
-    ) -> _Finished | None:
-        graded = self._grade(arrived.scores, sizes, groups, early)
-        if self.zero_variance == "drop" and bool(graded.degenerate.any()):
-            keep = torch.nonzero(~graded.degenerate).reshape(-1)
-            if not keep.numel():
-                return None
-            arrived, graded = arrived.take(keep.tolist()), graded.take(keep)
-        return _Finished(arrived.steps, self._columns(arrived, graded), len(arrived.groups))
-
-    def _columns(self, arrived: Arrived, graded: Graded) -> dict[Key, Flat]:
-        """The columns that trajectories get, by step."""
-        batch, reward, bounds = arrived.steps, arrived.rewards, arrived.bounds
-        mask, returns, degenerate = batch.get(ASSISTANT_MASK), arrived.scores.returns, graded.degenerate
-        owner = (
-            None
-            if len(bounds) == bounds[-1] + 1
-            else spread(torch.arange(len(bounds) - 1), torch.tensor(bounds).diff())
-        )
-        values = advantage_values(
-            reward,
-            mask if isinstance(mask, Flat) else None,
-            graded.advantages if owner is None else graded.advantages[owner],
-            None if self.trajectory_return is not None else graded.codes if owner is None else graded.codes[owner],
-        )
-        if owner is not None:
-            returns, degenerate = returns[owner], degenerate[owner]
-        columns: dict[Key, Flat] = {
-            self.advantage_key: Flat(values, reward.lengths, reward.shapes),
-            RETURN: Flat(returns.to(torch.float32)),
-            DEGENERATE: Flat(degenerate),
-        }
-        if self.zero_variance == "mark" and bool(degenerate.any()):
-            old = batch.get(PRIORITY)
-            base = old.values.to(torch.float32) if isinstance(old, Flat) else torch.ones(batch.n)
-            columns[PRIORITY] = Flat(torch.where(degenerate, 0.0, base))
-        return columns
+    def _finished(self, arrived: Arrived, closing: Closing) -> _Finished | None:
+        graded, kept = self._grader.grade(arrived.scores, closing)
+        if kept is not None:
+            arrived = arrived.take(kept.tolist())
+        if not arrived.groups:
+            return None
+        return _Finished(arrived.steps, self._grader.columns(arrived, graded), len(arrived.groups))
 
     # -- groups that wait in a store ---------------------------------------------------------------------------
 
@@ -638,7 +567,7 @@ class MCAdvantage(Transform):
                     f"{self.queued_trajectories} trajectories wait in memory in this MCAdvantage. Write them first, or "
                     "give the buffer an MCAdvantage of its own."
                 )
-            self._rows, self._known = rows, rows is None
+            self._rows = rows
             if rows is not None:
                 rows.eps = torch.finfo(self.scored_in).eps
             self._queue = self._new_queue()
@@ -649,10 +578,10 @@ class MCAdvantage(Transform):
 
         What the store did not take is forgotten, and what it took waits there.
         """
-        with self._lock, ExitStack() as stack:
+        with self._lock:
             stats, late = dict(self._stats), dict(self._queue.late)
             before = self._queue.copy() if self._rows is None and self._queue.waiting else None
-            self._settling = None if self._rows is None else _Settling(stack)
+            call = self._store_call = None if self._rows is None else StoreCall(self._rows, self._grader)
             try:
                 yield
             except BaseException:
@@ -660,19 +589,21 @@ class MCAdvantage(Transform):
                 if self._rows is None:
                     self._queue = before or self._new_queue()
                 else:
-                    self._known = False
+                    self._rows.is_known = False
                 self._queue.late = late
                 raise
             finally:
-                self._settling = None
+                self._store_call = None
+                if call is not None:
+                    call.end()
 
     def _new_queue(self) -> GroupQueue:
         return GroupQueue(self._rules, self._stats)
 
     def _current(self) -> GroupQueue:
         """The queue; the first time, of what waits in the store."""
-        if not self._known and self._rows is not None:
-            self._recover(self._rows.look())
+        if self._rows is not None and not self._rows.is_known:
+            self._recover(self._rows, self._rows.look())
         return self._queue
 
     def _waiting(self) -> dict[Hashable, Waiting]:
@@ -682,189 +613,42 @@ class MCAdvantage(Transform):
 
     def _meet(self) -> GroupQueue:
         """Take in what other processes did to the groups, and keep them from doing more until the call ends."""
-        rows, call = self._rows, self._settling
+        rows, call = self._rows, self._store_call
         assert rows is not None
         assert call is not None
-        if not call.alone:
-            call.alone = True
-            call.stack.enter_context(rows.alone())
-            found = rows.look()
-            if not self._known or len(found) != len(self._held) or not self._held.issuperset(found.tolist()):
-                self._recover(found)
+        found = call.alone()
+        if found is not None and not rows.are(found):
+            self._recover(rows, found)
         return self._queue
 
-    def _recover(self, found: np.ndarray) -> None:
+    def _recover(self, rows: WaitingRows, found: np.ndarray) -> None:
         """Let the rows of the store that wait be the groups; failures of groups without a row are kept."""
-        assert self._rows is not None
         before, queue = self._queue, self._new_queue()
         queue.late, queue.unique = before.late, self.group_key in (None, GROUP_ID)
-        arrived, since, failed = self._rows.find(found)
-        for i, group in enumerate(arrived.groups):
-            waiting = queue.waiting.get(group) or queue.open(group, since[i])
-            waiting.members.append(Member(arrived, i))
-            waiting.failed += failed[i]
+        rows.fill(queue, found)
         for group, lost in before.waiting.items():
             if lost.failed and not lost.members:
                 (queue.waiting.get(group) or queue.open(group, self._now())).failed += lost.failed
-        self._queue, self._held = queue, set(found.tolist())
-        self._known, queue.recovered = True, len(found) > 0
+        self._queue = queue
 
     def _write_rows(self, arrived: Arrived, now: float) -> Trajectories | None:
         """The rows to append: groups that came whole with their advantages, then the trajectories that wait."""
-        call = self._settling
+        call = self._store_call
         if call is None:
             raise self._elsewhere("write", "extend")
         whole = self._queue.whole(arrived.groups, now)
-        if whole is None:
-            return self._write_some(call, arrived, now)
+        queue = self._meet() if whole is None else self._queue
         self._count_arrivals(arrived)
+        if whole is None:
+            return call.write(arrived, queue, now)
         done = self._finish_whole(arrived, whole)
-        call.num_whole = call.num_rows = 0 if done is None else done.num
+        call.appends(0 if done is None else done.num)
         return None if done is None else done.batch
 
-    def _write_some(self, call: _Settling, arrived: Arrived, now: float) -> Trajectories | None:
-        """The rows of a call of which some trajectories wait, or complete groups that waited."""
-        queue = self._meet()
-        self._count_arrivals(arrived)
-        ready = queue.arrive(arrived, now)
-        inside = [g for g in ready if g.members and all(m.arrived is arrived for m in (*g.members, *g.left))]
-        outside = [g for g in ready if any(m.arrived is not arrived for m in (*g.members, *g.left))]
-        if self.batch_groups is not None and outside:
-            inside, outside = [], ready  # a batch is graded as one, so all of it waits for the update
-        call.closed += outside
-        chosen, graded = [m.index for g in inside for m in g.members], Graded.nothing()
-        if inside:
-            early = [group.early for group in inside] if any(group.early for group in inside) else None
-            sizes, groups = [len(g.members) for g in inside], [g.members[0].group for g in inside]
-            graded = self._grade(arrived.scores.take(torch.tensor(chosen)), sizes, groups, early)
-            if self.zero_variance == "drop":
-                keep = torch.nonzero(~graded.degenerate).reshape(-1)
-                chosen, graded = [chosen[i] for i in keep.tolist()], graded.take(keep)
-        call.waiting = self._waiting_members(arrived, call.closed)
-        call.num_whole = len(chosen)
-        part = arrived.take([*chosen, *(m.index for m in call.waiting)])
-        call.num_rows = len(part.groups)
-        if not part.groups:
-            return None
-        if call.waiting:
-            call.part = part
-            return self._with_waiting(part, graded, call.waiting, now)
-        return Trajectories(part.steps.n, part.steps | self._columns(part, graded))
-
-    def _waiting_members(self, arrived: Arrived, closed: Sequence[Closed]) -> list[Member]:
-        """Those that came with this call and wait, be it for the update that completes them."""
-        groups = (self._queue.waiting.get(group) for group in dict.fromkeys(arrived.groups))
-        found = [m for waiting in groups if waiting is not None for m in waiting.members if m.arrived is arrived]
-        found += [m for group in closed for m in group.members if m.arrived is arrived]
-        return sorted(found, key=lambda member: member.index)
-
-    def _with_waiting(self, part: Arrived, graded: Graded, waiting: Sequence[Member], now: float) -> Trajectories:
-        """Rows of which the last ones wait, with no advantage, the exact return and the number of their group."""
-        k, more = len(part.groups) - len(waiting), len(waiting)
-        columns = self._columns(part, graded.followed_by(more))
-        owner = part.owners()
-        late = owner >= k
-        value = columns[self.advantage_key]
-        value.values[late if value.lengths is None else spread(late, value.lengths)] = torch.nan
-        returns = part.scores.returns.clone()
-        returns[:k] = returns[:k].to(torch.float32).double()
-        columns[RETURN] = Flat(returns[owner])
-        groups: Any = part.groups[k:]
-        columns[WAITING] = Flat(torch.tensor([-1] * k + groups, dtype=torch.int64)[owner])
-        failed = torch.zeros(k + more, dtype=torch.int32)
-        for i, member in enumerate(waiting, start=k):
-            group = self._queue.waiting.get(part.groups[i])
-            if group is not None and group.failed and group.members[0] is member:
-                failed[i] = group.failed
-        if bool(failed.any()):
-            columns[FAILED_MEMBERS] = Flat(failed[owner])
-        if CREATED_AT not in part.steps:
-            columns[CREATED_AT] = Flat(torch.full((part.steps.n,), now, dtype=torch.float64))
-        return Trajectories(part.steps.n, part.steps | columns)
-
     def settle(self, rows: np.ndarray) -> list[Later]:
-        """What the call does to rows that the store holds, once what it wrote is there.
-
-        Args:
-            rows: int64, the ids of the rows that `write` gave and the store took, in order; empty if there were none.
-
-        Raises:
-            DataError: the store took another number of rows.
-        """
-        call = self._settling
-        assert call is not None
-        if call.num_rows not in (None, len(rows)):
-            raise DataError(
-                f"{len(rows)} rows were stored of {call.num_rows} trajectories that left MCAdvantage. Put transforms "
-                "that change the number of trajectories behind it in the list, so that they run before."
-            )
-        if call.part is not None:
-            late = rows[call.num_whole :]
-            repoint(call.waiting, call.part.take(range(call.num_whole, len(rows))).stored(late))
-            self._held.update(late.tolist())
-        if not call.closed and not call.failed:
-            return []
-        store_rows = self._rows
-        assert store_rows is not None
-        self._held.difference_update(
-            m.row for group in call.closed for m in (*group.members, *group.left) if m.arrived.rows is not None
-        )
-        out: list[Later] = []
-        left = [m.row for group in call.closed for m in group.left if m.arrived.rows is not None]
-        if left:
-            out.append(Later.left_out(np.array(left)))
-        out += self._completed([group for group in call.closed if group.members], store_rows)
-        for waiting in call.failed:
-            if waiting.members and store_rows.column_of(FAILED_MEMBERS):
-                row = np.array([waiting.members[0].row])
-                out.append(Later(row, {"failed_members": np.array([waiting.failed], np.int32)}, complete=False))
-        return out
-
-    def _completed(self, groups: Sequence[Closed], store_rows: WaitingRows) -> list[Later]:
-        """The one update that completes groups whose members the store holds."""
-        if not groups:
-            return []
-        members = [member for group in groups for member in group.members]
-        scores = scores_together(members)
-        rows, returns = np.array([member.row for member in members], np.int64), scores.returns
-        early = [group.early for group in groups] if any(group.early for group in groups) else None
-        sizes, identities = [len(group.members) for group in groups], [group.members[0].group for group in groups]
-        graded = self._grade(scores, sizes, identities, early)
-        out: list[Later] = []
-        if self.zero_variance == "drop" and bool(graded.degenerate.any()):
-            keep = ~graded.degenerate
-            out.append(Later.left_out(rows[~keep.numpy()]))
-            rows, returns, graded = rows[keep.numpy()], returns[keep], graded.take(keep)
-        if not len(rows):
-            return out
-        degenerate = graded.degenerate.numpy()
-        columns: dict[str, Any] = {"return": returns.to(torch.float32).double().numpy(), "degenerate": degenerate}
-        name = store_rows.column_of(self.advantage_key)
-        if name is not None:
-            columns[name] = self._stored_advantage(name, store_rows, rows, graded)
-        if self.zero_variance == "mark" and bool(degenerate.any()):
-            columns["priority"] = np.where(degenerate, np.float32(0.0), store_rows.store.read_scalars("priority", rows))
-        columns = {column: values for column, values in columns.items() if column in store_rows.store.schema}
-        return [*out, Later(rows, columns, complete=True)]
-
-    def _stored_advantage(self, name: str, store_rows: WaitingRows, rows: np.ndarray, graded: Graded) -> Any:
-        """Advantages in the form of their column."""
-        store = store_rows.store
-        ragged, per_step = store.schema[name].ragged, None
-        if self.trajectory_return is not None and not ragged:
-            return graded.advantages.to(torch.float32).numpy()
-        read: Any = store_rows.columns(["assistant_mask", "task_reward"], rows)
-        mask = reward = read[ASSISTANT_MASK]
-        if self.trajectory_return is None:
-            per_step, reward = graded.codes, read[TASK_REWARD]
-            if "reward" in store.schema:
-                reward: Any = store_rows.columns(["reward"], rows)[REWARD]
-        values = advantage_values(reward, mask, graded.advantages, per_step)
-        if not ragged:
-            return (values if reward.lengths is None else values[last_position(mask.values, mask.lengths)]).numpy()
-        if reward.lengths is None:
-            values = torch.where(mask.values, spread(values, mask.lengths), 0.0)
-        return [row.numpy() for row in values.split(mask.lengths.tolist())]
+        """What the call does to rows that the store holds, once what it wrote is there; see `StoreCall.settle`."""
+        assert self._store_call is not None
+        return self._store_call.settle(rows)
 
     # -- figures -----------------------------------------------------------------------------------------------
 
@@ -956,7 +740,7 @@ class MCAdvantage(Transform):
                         f"{self._rows.store.path}. Load it into an MCAdvantage without a store, close its groups, and "
                         "write what comes out."
                     )
-                self._known = False
+                self._rows.is_known = False
                 self._queue = self._new_queue()
             else:
                 self.clear_queues()
@@ -976,7 +760,7 @@ class MCAdvantage(Transform):
         state = super().__getstate__()
         state.pop("_lock", None)
         if self._rows is not None:  # a process that gets a copy finds what waits in the store
-            state |= {"_rows": None, "_known": True, "_queue": self._new_queue()}
+            state |= {"_rows": None, "_queue": self._new_queue()}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -1039,88 +823,6 @@ class MCAdvantage(Transform):
             self._queue = self._new_queue()
 
 
-class Graded(NamedTuple):
-    """Trajectories of whole groups.
-
-    Attributes:
-        advantages: float64 `[k]`.
-        degenerate: bool `[k]`, whether the group has no spread, or the return is not finite.
-        codes: int64 `[k]`, the group.
-    """
-
-    advantages: Tensor
-    degenerate: Tensor
-    codes: Tensor
-
-    @classmethod
-    def nothing(cls) -> Graded:
-        """No trajectories."""
-        return cls(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.bool), torch.zeros(0).long())
-
-    def take(self, index: Tensor) -> Graded:
-        """Some of them."""
-        return Graded(*(values[index] for values in self))
-
-    def followed_by(self, more: int) -> Graded:
-        """With trajectories behind them that have no advantage yet."""
-        code = int(self.codes.max()) + 1 if self.codes.numel() else 0
-        return Graded(
-            torch.cat([self.advantages, torch.full((more,), torch.nan, dtype=torch.float64)]),
-            torch.cat([self.degenerate, torch.zeros(more, dtype=torch.bool)]),
-            torch.cat([self.codes, torch.full((more,), code)]),
-        )
-
-
-def graded_groups(scores: Scores, codes: Tensor, estimator: str, batches: Tensor | None) -> Graded:
-    """The advantages of groups; a return that is not finite counts for nobody.
-
-    Args:
-        scores: of each trajectory.
-        codes: int64 `[n]`, its group.
-        estimator: one of `functional.advantage.ESTIMATORS`.
-        batches: int64 `[n]`, the batch of each, where the estimator looks at batches; None for one of all.
-    """
-    finite = scores.returns.isfinite()
-    if batches is None and bool(finite.all()):
-        parts: list[Any] = [slice(None)]
-    else:
-        parts = [finite] if batches is None else [finite & (batches == batch) for batch in batches.unique().tolist()]
-    advantages, degenerate = torch.zeros_like(scores.returns), torch.ones_like(finite)
-    for part in parts:
-        returns, lengths, task, rounding = scores.take(part)
-        advantages[part], degenerate[part] = group_advantage(
-            returns, codes[part], estimator, lengths=lengths, task_rewards=task, rounding=rounding
-        )
-    return Graded(advantages, degenerate, codes)
-
-
-def advantage_values(reward: Flat, mask: Flat | None, advantages: Tensor, groups: Tensor | None) -> Tensor:
-    """The advantage in the shape of the rewards, float32, 0 outside the assistant's tokens.
-
-    Args:
-        reward: of `n` steps.
-        mask: the assistant's tokens; used where it has the rewards' lengths.
-        advantages: `[n]`, of each step's trajectory.
-        groups: int64 `[n]`, where rewards are whitened step by step within their group instead; else None.
-    """
-    shape, lengths = reward.values.shape, reward.lengths
-    if groups is not None:
-        flat = reward.values.detach().double().nan_to_num(0.0, 0.0, 0.0).reshape(-1)
-        each = torch.ones(len(groups), dtype=torch.int64) if lengths is None else lengths
-        each = each * (flat.numel() // max(shape[0], 1))
-        values = whitened_step_rewards(flat, groups, each).advantages.to(torch.float32).reshape(shape)
-    else:
-        values = advantages.to(torch.float32)
-        values = values if lengths is None else spread(values, lengths)
-        if len(shape) > 1:
-            values = values.reshape(-1, *(1 for _ in shape[1:])).expand(shape).contiguous()
-    if mask is None or mask.lengths is None or lengths is None:
-        return values
-    if mask.lengths is not lengths and not torch.equal(mask.lengths, lengths):
-        return values
-    return values.mul_(mask.values.to(torch.bool).reshape(-1, *(1 for _ in shape[1:])))
-
-
 @dataclass(slots=True)
 class _Finished:
     """Complete groups: their steps as they were, the columns that they get, and how many trajectories they are."""
@@ -1140,20 +842,6 @@ class _Finished:
         if isinstance(rows, Text) and (is_stack(td) or td.batch_dims != 1):
             return attach(lazy_stack(rows.items), self.columns)  # pyright: ignore[reportArgumentType]
         return in_form_of(td, self.batch)
-
-
-@dataclass(slots=True)
-class _Settling:
-    """One call of the write path over a store: what is left to do when its rows are there."""
-
-    stack: ExitStack
-    alone: bool = False
-    closed: list[Closed] = field(default_factory=list)
-    failed: list[Waiting] = field(default_factory=list)
-    waiting: list[Member] = field(default_factory=list)
-    num_whole: int = 0
-    num_rows: int | None = None
-    part: Arrived | None = None
 
 
 def _ratio(over: float, under: float) -> float:

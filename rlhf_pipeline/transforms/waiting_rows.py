@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from rlhf_pipeline.data.keys import (
     ASSISTANT_MASK,
     COLUMN_OF_KEY,
     CREATED_AT,
+    FAILED_MEMBERS,
     KEY_OF_COLUMN,
     LEFT_OUT,
     RETURN,
@@ -25,8 +26,22 @@ from rlhf_pipeline.data.keys import (
     WAITING,
     Key,
 )
-from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, segment_sum
-from rlhf_pipeline.transforms.groups import Arrived, Ints, with_penalty
+from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, last_position, segment_sum, spread
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.transforms.groups import (
+    Arrived,
+    Closed,
+    Closing,
+    Graded,
+    Grader,
+    GroupQueue,
+    Ints,
+    Member,
+    Waiting,
+    repoint,
+    scores_together,
+    with_penalty,
+)
 from trajectory_store import TrajectoryStore
 
 _SCORED = ("task_reward", "kl_coef", "log_probs")
@@ -54,20 +69,6 @@ class Later(NamedTuple):
         return cls(rows, {"waiting": np.full(len(rows), LEFT_OUT)}, complete=False)
 
 
-class Found(NamedTuple):
-    """The rows that wait.
-
-    Attributes:
-        arrived: their groups (as numbers) and scores.
-        since: when each came, seconds.
-        failed: members of their groups that are reported failed, noted on one row of each.
-    """
-
-    arrived: Arrived
-    since: list[float]
-    failed: list[int]
-
-
 class WaitingRows:
     """The rows of a store that wait for their group. All processes that write to the store share them.
 
@@ -77,12 +78,16 @@ class WaitingRows:
 
     Attributes:
         eps: of the dtype that log-probs were computed in.
+        held: the rows that are known to wait.
+        is_known: False where what waits has to be looked up again.
     """
 
     def __init__(self, store: TrajectoryStore, look: Callable[[], Ints]) -> None:
         self.store = store
         self.look = look
         self.eps = torch.finfo(torch.float32).eps
+        self.held: set[int] = set()
+        self.is_known = False
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -102,8 +107,12 @@ class WaitingRows:
         finally:
             os.close(descriptor)
 
-    def find(self, rows: Ints) -> Found:
-        """What is known of some rows that wait."""
+    def are(self, found: Ints) -> bool:
+        """Whether these are the rows that are known to wait."""
+        return self.is_known and len(found) == len(self.held) and self.held.issuperset(found.tolist())
+
+    def fill(self, queue: GroupQueue, rows: Ints) -> None:
+        """Let some rows that wait be the members of the groups of a new queue, known by their numbers."""
         read: Any = self.columns(["assistant_mask", *_SCORED, "return", "waiting", "created_at"], rows)
         mask, returns = read[ASSISTANT_MASK], read[RETURN].values.double()
         tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
@@ -118,7 +127,11 @@ class WaitingRows:
         failed = [0] * len(rows)
         if "failed_members" in self.store.schema:
             failed = self.store.read_scalars("failed_members", rows).tolist()
-        return Found(arrived, read[CREATED_AT].values.tolist(), failed)
+        for i, (group, since) in enumerate(zip(arrived.groups, read[CREATED_AT].values.tolist(), strict=True)):
+            waiting = queue.waiting.get(group) or queue.open(group, since)
+            waiting.members.append(Member(arrived, i))
+            waiting.failed += failed[i]
+        self.held, self.is_known, queue.recovered = set(rows.tolist()), True, len(rows) > 0
 
     def column_of(self, key: Key) -> str | None:
         """The column that holds a key, or None."""
@@ -139,3 +152,176 @@ class WaitingRows:
             else:
                 out[key] = Flat(torch.from_numpy(np.array(self.store.read_scalars(name, rows))))
         return out
+
+
+class StoreCall:
+    """One call of the write path over a store: what it appends, and what is left to do when its rows are there.
+
+    Args:
+        rows: those that wait.
+        grader: gives closed groups their advantages.
+
+    Attributes:
+        closed: groups that close and of which the store holds members, from before or from this call.
+        failed: groups of which members failed.
+    """
+
+    def __init__(self, rows: WaitingRows, grader: Grader) -> None:
+        self.closed: list[Closed] = []
+        self.failed: list[Waiting] = []
+        self._rows = rows
+        self._grader = grader
+        self._alone = ExitStack()
+        self._is_alone = False
+        self._num_whole = 0
+        self._num_rows: int | None = None
+        self._part: Arrived | None = None
+        self._waiting: list[Member] = []
+
+    def alone(self) -> Ints | None:
+        """Keep other processes from the groups until the call ends; the rows that wait, the first time."""
+        if self._is_alone:
+            return None
+        self._is_alone = True
+        self._alone.enter_context(self._rows.alone())
+        return self._rows.look()
+
+    def end(self) -> None:
+        """Let other processes go on."""
+        self._alone.close()
+
+    def appends(self, count: int) -> None:
+        """Take in how many rows of groups that came whole are appended."""
+        self._num_whole = self._num_rows = count
+
+    def write(self, arrived: Arrived, queue: GroupQueue, now: float) -> Trajectories | None:
+        """The rows of a call of which some trajectories wait, or complete groups that waited."""
+        grader = self._grader
+        ready = queue.arrive(arrived, now)
+        inside = [g for g in ready if g.members and all(m.arrived is arrived for m in (*g.members, *g.left))]
+        outside = [g for g in ready if any(m.arrived is not arrived for m in (*g.members, *g.left))]
+        if grader.batch_groups is not None and outside:
+            inside, outside = [], ready  # a batch is graded as one, so all of it waits for the update
+        self.closed += outside
+        chosen, graded = [m.index for g in inside for m in g.members], Graded.nothing()
+        if inside:
+            graded, kept = grader.grade(arrived.scores.take(torch.tensor(chosen)), Closing.of(inside))
+            chosen = chosen if kept is None else [chosen[i] for i in kept.tolist()]
+        waiting = self._waiting = self._members_that_wait(arrived, queue)
+        part = arrived.take([*chosen, *(m.index for m in waiting)])
+        self._num_whole, self._num_rows = len(chosen), len(part.groups)
+        if not part.groups:
+            return None
+        if not waiting:
+            return Trajectories(part.steps.n, part.steps | grader.columns(part, graded))
+        self._part = part
+        return self._with_waiting(part, graded, queue, now)
+
+    def _members_that_wait(self, arrived: Arrived, queue: GroupQueue) -> list[Member]:
+        """Those that came with this call and wait, be it for the update that completes them."""
+        groups = (queue.waiting.get(group) for group in dict.fromkeys(arrived.groups))
+        found = [m for waiting in groups if waiting is not None for m in waiting.members if m.arrived is arrived]
+        found += [m for group in self.closed for m in group.members if m.arrived is arrived]
+        return sorted(found, key=lambda member: member.index)
+
+    def _with_waiting(self, part: Arrived, graded: Graded, queue: GroupQueue, now: float) -> Trajectories:
+        """Rows of which the last ones wait, with no advantage, the exact return and the number of their group."""
+        k, more = len(part.groups) - len(self._waiting), len(self._waiting)
+        columns = self._grader.columns(part, graded.followed_by(more))
+        owner = part.owners()
+        late = owner >= k
+        value = columns[self._grader.advantage_key]
+        value.values[late if value.lengths is None else spread(late, value.lengths)] = torch.nan
+        returns = part.scores.returns.clone()
+        returns[:k] = returns[:k].to(torch.float32).double()
+        columns[RETURN] = Flat(returns[owner])
+        groups: Any = part.groups[k:]
+        columns[WAITING] = Flat(torch.tensor([-1] * k + groups, dtype=torch.int64)[owner])
+        failed = torch.zeros(k + more, dtype=torch.int32)
+        for i, member in enumerate(self._waiting, start=k):
+            group = queue.waiting.get(part.groups[i])
+            if group is not None and group.failed and group.members[0] is member:
+                failed[i] = group.failed
+        if bool(failed.any()):
+            columns[FAILED_MEMBERS] = Flat(failed[owner])
+        if CREATED_AT not in part.steps:
+            columns[CREATED_AT] = Flat(torch.full((part.steps.n,), now, dtype=torch.float64))
+        return Trajectories(part.steps.n, part.steps | columns)
+
+    def settle(self, rows: Ints) -> list[Later]:
+        """What the call does to rows that the store holds, once what it wrote is there.
+
+        Args:
+            rows: int64, the ids of the rows that `write` gave and the store took, in order; empty if there were none.
+
+        Raises:
+            DataError: the store took another number of rows.
+        """
+        if self._num_rows not in (None, len(rows)):
+            raise DataError(
+                f"{len(rows)} rows were stored of {self._num_rows} trajectories that left MCAdvantage. Put transforms "
+                "that change the number of trajectories behind it in the list, so that they run before."
+            )
+        held = self._rows.held
+        if self._part is not None:
+            late = rows[self._num_whole :]
+            repoint(self._waiting, self._part.take(range(self._num_whole, len(rows))).stored(late))
+            held.update(late.tolist())
+        if not self.closed and not self.failed:
+            return []
+        held.difference_update(
+            m.row for group in self.closed for m in (*group.members, *group.left) if m.arrived.rows is not None
+        )
+        out: list[Later] = []
+        left = [m.row for group in self.closed for m in group.left if m.arrived.rows is not None]
+        if left:
+            out.append(Later.left_out(np.array(left)))
+        out += self._completed([group for group in self.closed if group.members])
+        for waiting in self.failed:
+            if waiting.members and self._rows.column_of(FAILED_MEMBERS):
+                row = np.array([waiting.members[0].row])
+                out.append(Later(row, {"failed_members": np.array([waiting.failed], np.int32)}, complete=False))
+        return out
+
+    def _completed(self, groups: Sequence[Closed]) -> list[Later]:
+        """The one update that completes groups whose members the store holds."""
+        if not groups:
+            return []
+        members = [member for group in groups for member in group.members]
+        scores, store = scores_together(members), self._rows.store
+        rows, returns = np.array([member.row for member in members], np.int64), scores.returns
+        graded, kept = self._grader.grade(scores, Closing.of(groups))
+        out: list[Later] = []
+        if kept is not None:
+            out.append(Later.left_out(np.delete(rows, kept.numpy())))
+            rows, returns = rows[kept.numpy()], returns[kept]
+        if not len(rows):
+            return out
+        degenerate = graded.degenerate.numpy()
+        columns: dict[str, Any] = {"return": returns.to(torch.float32).double().numpy(), "degenerate": degenerate}
+        name = self._rows.column_of(self._grader.advantage_key)
+        if name is not None:
+            columns[name] = self._stored_advantage(name, rows, graded)
+        if self._grader.zero_variance == "mark" and bool(degenerate.any()):
+            columns["priority"] = np.where(degenerate, np.float32(0.0), store.read_scalars("priority", rows))
+        columns = {column: values for column, values in columns.items() if column in store.schema}
+        return [*out, Later(rows, columns, complete=True)]
+
+    def _stored_advantage(self, name: str, rows: Ints, graded: Graded) -> Any:
+        """Advantages in the form of their column."""
+        store, by_step = self._rows.store, self._grader.trajectory_return is None
+        ragged = store.schema[name].ragged
+        if not by_step and not ragged:
+            return graded.advantages.to(torch.float32).numpy()
+        read: Any = self._rows.columns(["assistant_mask", "task_reward"], rows)
+        mask = reward = read[ASSISTANT_MASK]
+        if by_step:
+            reward = read[TASK_REWARD]
+            if "reward" in store.schema:
+                reward: Any = self._rows.columns(["reward"], rows)[REWARD]
+        values = self._grader.values(reward, mask, graded.advantages, graded.codes)
+        if not ragged:
+            return (values if reward.lengths is None else values[last_position(mask.values, mask.lengths)]).numpy()
+        if reward.lengths is None:
+            values = torch.where(mask.values, spread(values, mask.lengths), 0.0)
+        return [row.numpy() for row in values.split(mask.lengths.tolist())]
