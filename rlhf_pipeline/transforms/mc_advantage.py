@@ -242,7 +242,11 @@ class MCAdvantage(Transform):
             verbose=verbose,
         )
         self._rows: WaitingRows | None = None
+        self._is_writing = False
+        """Whether a buffer is in the middle of a call over the store."""
+        self._num_written: int | None = None
         self._store_call: StoreCall | None = None
+        """What the call does to groups that wait; None where it met none."""
 
     def _check_arguments(self, *, both: bool) -> None:
         """Refuse what is out of range or contradicts itself; `both` or neither of the close policy's were given."""
@@ -328,7 +332,7 @@ class MCAdvantage(Transform):
             return None
         with self._lock:
             self._current()
-            if self._rows is not None and self._store_call is None:
+            if self._rows is not None and not self._is_writing:
                 raise self._elsewhere("inv", "extend")
             if not tensordict.numel():
                 done = self._finish(self._queue.close_overdue(self._now()))
@@ -502,7 +506,7 @@ class MCAdvantage(Transform):
         queue = self._current()
         if self._rows is None:
             return queue
-        if self._store_call is None:
+        if not self._is_writing:
             raise self._elsewhere(method, method)
         return self._meet()
 
@@ -581,7 +585,7 @@ class MCAdvantage(Transform):
         with self._lock:
             stats, late = dict(self._stats), dict(self._queue.late)
             before = self._queue.copy() if self._rows is None and self._queue.waiting else None
-            call = self._store_call = None if self._rows is None else StoreCall(self._rows, self._grader)
+            self._is_writing, self._num_written = self._rows is not None, None
             try:
                 yield
             except BaseException:
@@ -593,9 +597,10 @@ class MCAdvantage(Transform):
                 self._queue.late = late
                 raise
             finally:
-                self._store_call = None
-                if call is not None:
-                    call.end()
+                self._is_writing = False
+                if self._store_call is not None:
+                    self._store_call.end()
+                    self._store_call = None
 
     def _new_queue(self) -> GroupQueue:
         return GroupQueue(self._rules, self._stats)
@@ -613,12 +618,13 @@ class MCAdvantage(Transform):
 
     def _meet(self) -> GroupQueue:
         """Take in what other processes did to the groups, and keep them from doing more until the call ends."""
-        rows, call = self._rows, self._store_call
+        rows = self._rows
         assert rows is not None
-        assert call is not None
-        found = call.alone()
-        if found is not None and not rows.are(found):
-            self._recover(rows, found)
+        if self._store_call is None:
+            self._store_call = StoreCall(rows, self._grader)
+            found = rows.look()
+            if not rows.are(found):
+                self._recover(rows, found)
         return self._queue
 
     def _recover(self, rows: WaitingRows, found: np.ndarray) -> None:
@@ -633,22 +639,34 @@ class MCAdvantage(Transform):
 
     def _write_rows(self, arrived: Arrived, now: float) -> Trajectories | None:
         """The rows to append: groups that came whole with their advantages, then the trajectories that wait."""
-        call = self._store_call
-        if call is None:
+        if not self._is_writing:
             raise self._elsewhere("write", "extend")
         whole = self._queue.whole(arrived.groups, now)
         queue = self._meet() if whole is None else self._queue
         self._count_arrivals(arrived)
-        if whole is None:
-            return call.write(arrived, queue, now)
-        done = self._finish_whole(arrived, whole)
-        call.appends(0 if done is None else done.num)
+        if whole is None and self._store_call is not None:
+            rows = self._store_call.write(arrived, queue, now)
+            self._num_written = self._store_call.num_rows
+            return rows
+        done = self._finish_whole(arrived, whole or [])
+        self._num_written = 0 if done is None else done.num
         return None if done is None else done.batch
 
     def settle(self, rows: np.ndarray) -> list[Later]:
-        """What the call does to rows that the store holds, once what it wrote is there; see `StoreCall.settle`."""
-        assert self._store_call is not None
-        return self._store_call.settle(rows)
+        """What the call does to rows that the store holds, once what it wrote is there.
+
+        Args:
+            rows: int64, the ids of the rows that `write` gave and the store took, in order; empty if there were none.
+
+        Raises:
+            DataError: the store took another number of rows.
+        """
+        if self._num_written not in (None, len(rows)):
+            raise DataError(
+                f"{len(rows)} rows were stored of {self._num_written} trajectories that left MCAdvantage. Put "
+                "transforms that change the number of trajectories behind it in the list, so that they run before."
+            )
+        return [] if self._store_call is None else self._store_call.settle(rows)
 
     # -- figures -----------------------------------------------------------------------------------------------
 

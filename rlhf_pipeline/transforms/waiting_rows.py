@@ -27,7 +27,6 @@ from rlhf_pipeline.data.keys import (
     Key,
 )
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, last_position, segment_sum, spread
-from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.transforms.groups import (
     Arrived,
     Closed,
@@ -155,7 +154,9 @@ class WaitingRows:
 
 
 class StoreCall:
-    """One call of the write path over a store: what it appends, and what is left to do when its rows are there.
+    """One call of the write path that meets groups that wait: what it appends, and what to do when its rows are there.
+
+    Other processes keep their hands off the groups until it ends.
 
     Args:
         rows: those that wait.
@@ -171,28 +172,17 @@ class StoreCall:
         self.failed: list[Waiting] = []
         self._rows = rows
         self._grader = grader
-        self._alone = ExitStack()
-        self._is_alone = False
         self._num_whole = 0
-        self._num_rows: int | None = None
+        self.num_rows: int | None = None
+        """Rows that `write` gave; None before."""
         self._part: Arrived | None = None
         self._waiting: list[Member] = []
-
-    def alone(self) -> Ints | None:
-        """Keep other processes from the groups until the call ends; the rows that wait, the first time."""
-        if self._is_alone:
-            return None
-        self._is_alone = True
-        self._alone.enter_context(self._rows.alone())
-        return self._rows.look()
+        self._alone = ExitStack()
+        self._alone.enter_context(rows.alone())
 
     def end(self) -> None:
         """Let other processes go on."""
         self._alone.close()
-
-    def appends(self, count: int) -> None:
-        """Take in how many rows of groups that came whole are appended."""
-        self._num_whole = self._num_rows = count
 
     def write(self, arrived: Arrived, queue: GroupQueue, now: float) -> Trajectories | None:
         """The rows of a call of which some trajectories wait, or complete groups that waited."""
@@ -209,7 +199,7 @@ class StoreCall:
             chosen = chosen if kept is None else [chosen[i] for i in kept.tolist()]
         waiting = self._waiting = self._members_that_wait(arrived, queue)
         part = arrived.take([*chosen, *(m.index for m in waiting)])
-        self._num_whole, self._num_rows = len(chosen), len(part.groups)
+        self._num_whole, self.num_rows = len(chosen), len(part.groups)
         if not part.groups:
             return None
         if not waiting:
@@ -249,19 +239,7 @@ class StoreCall:
         return Trajectories(part.steps.n, part.steps | columns)
 
     def settle(self, rows: Ints) -> list[Later]:
-        """What the call does to rows that the store holds, once what it wrote is there.
-
-        Args:
-            rows: int64, the ids of the rows that `write` gave and the store took, in order; empty if there were none.
-
-        Raises:
-            DataError: the store took another number of rows.
-        """
-        if self._num_rows not in (None, len(rows)):
-            raise DataError(
-                f"{len(rows)} rows were stored of {self._num_rows} trajectories that left MCAdvantage. Put transforms "
-                "that change the number of trajectories behind it in the list, so that they run before."
-            )
+        """What the call does to rows that the store holds, once what it wrote is there; see `MCAdvantage.settle`."""
         held = self._rows.held
         if self._part is not None:
             late = rows[self._num_whole :]
