@@ -25,10 +25,6 @@ class Transient(Exception):
     """A request failed in a way that another try may not; whether a put arrived is unknown."""
 
 
-def _unreadable(error: OSError, path: str) -> ReadFailedError:
-    return ReadFailedError(error.errno, f"reading failed: {error.strerror}", path)
-
-
 class Bucket(ABC):
     """Where objects are.
 
@@ -206,13 +202,10 @@ class FolderBucket(Bucket):
 
     def _read(self, key: str) -> bytes | None:
         try:
-            return fs.read_file(self.root / key)
+            with self._opened(key) as fd:
+                return fs.read_all(fd)
         except _ABSENT:
             return None
-        except OSError as error:
-            if isinstance(error, StoreError):
-                raise
-            raise _unreadable(error, f"{self.where}/{key}") from error
 
     def tails(self, keys: Sequence[str], size: int) -> list[tuple[bytes, int] | None]:
         """Read the ends of files."""
@@ -242,7 +235,7 @@ class FolderBucket(Bucket):
         except OSError as error:
             if isinstance(error, (StoreError, *_ABSENT)):
                 raise
-            raise _unreadable(error, f"{self.where}/{key}") from error
+            raise ReadFailedError(error.errno, f"reading failed: {error.strerror}", f"{self.where}/{key}") from error
         finally:
             if fd >= 0:
                 os.close(fd)

@@ -22,6 +22,9 @@ from trajectory_store.updates import Later
 
 _SHIFT = np.uint64(ORDINAL_SHIFT)
 _NOWHERE = _NOT_LEARNT = -1
+_ROWS, _HOME, _FIRST = range(3)
+"""Of each segment that was ever written: its rows, the segment that has them now, and where they begin in that."""
+
 NOT_SEEN_YET = 1 << 20
 
 
@@ -56,7 +59,6 @@ class Catalog:
         self.problems: list[str] = []
         self.newest_ns = 0
         self._watermark = 0
-        self._taken = -1
         self._state = self.journal.state
         self.claim: str | None = None
         self.order = ArrivalOrder()
@@ -64,9 +66,7 @@ class Catalog:
         self._lock = threading.RLock()
         self._known: dict[int, Entry] = {}
         self._failed: dict[int, Entry] = {}
-        self._limits: Int64Array = np.zeros(0, np.int64)
-        self._homes: Int64Array = np.zeros(0, np.int64)
-        self._bases: Int64Array = np.zeros(0, np.int64)
+        self._homes: Int64Array = np.zeros((0, 3), np.int64)
         self._moved = False
         self._tables: dict[str, dict[int, Any]] = {}
         self._later: dict[str, Later] = {}
@@ -84,7 +84,7 @@ class Catalog:
         """Take in new commits, new segments and removals."""
         with self._lock:
             self.journal.follow()
-            if self.journal.state.number != self._taken:
+            if self.journal.state.number != self._state.number:
                 self._take_state()
             self._look([s for s in (*self.segments.values(), *self.updates.values()) if not s.finished])
 
@@ -125,57 +125,58 @@ class Catalog:
         opened: dict[int, Segment | Exception] = {}
         while True:  # what is there when the catalog stands still, was not removed while it was opened
             state = self.journal.state
-            wanted = {entry.ordinal: entry for entry in state.entries}
             new = [e for e in state.entries if self._known.get(e.ordinal) is None and e != self._failed.get(e.ordinal)]
             looked = [e for e in new if not isinstance(opened.get(e.ordinal), Segment)]
             opened.update(zip([e.ordinal for e in looked], self.medium.open_segments(looked), strict=True))
             if not new or not self.journal.follow():
                 break
-        self._state = state
-        self._make_room(state.next_ordinal)
-        gone = [ordinal for ordinal in self._known if ordinal not in wanted]
         for entry in new:
             found = opened[entry.ordinal]
             if isinstance(found, Segment) and found.schema != state.schema.only(found.schema.names):
-                found = CorruptionError(f"its columns are not those of the store: {found.schema.names}.")
+                opened[entry.ordinal] = CorruptionError(
+                    f"its columns are not those of the store: {found.schema.names}."
+                )
+            elif isinstance(found, Segment) and entry.rows is not None and found.rows < entry.rows:
+                self.medium.refresh([found])  # its writer ended it after it was opened
+        self._follow_to(state, {entry: opened[entry.ordinal] for entry in new})
+
+    def _follow_to(self, state: State, new: Mapping[Entry, Segment | Exception]) -> None:
+        """Let a record be the one that counts. Nothing is read here, so nothing fails half way."""
+        gone = self._known.keys() - {entry.ordinal for entry in state.entries}
+        homes = np.zeros((max(64, 2 * state.next_ordinal), 3), np.int64)
+        homes[: len(self._homes)] = self._homes[: len(homes)]
+        for entry, found in new.items():
             if isinstance(found, Segment):
-                self._add(entry, found)
-            else:
-                self._failed[entry.ordinal] = entry
-                self._note(f"{entry.name}: cannot be opened: {found}")
+                self._add(entry, found, homes)
+        self._state = state
+        self._homes = homes  # at once: another thread finds rows as they were, or as they are
         for ordinal in gone:
             self._forget(ordinal)
-        for problem in self.journal.problems:
-            self._note(problem)
         self.newest_ns = max(self.newest_ns, state.time_ns)
-        self._taken = state.number
         if new or gone:
             self.generation += 1
+        for entry, found in new.items():
+            if not isinstance(found, Segment):
+                self._failed[entry.ordinal] = entry
+                self._note(f"{entry.name}: cannot be opened: {found}")
+            elif entry.rows is not None and found.rows < entry.rows:
+                self._note(f"{found.name}: has {found.rows} rows; the catalog says {entry.rows}.")
+        for problem in self.journal.problems:
+            self._note(problem)
 
-    def _make_room(self, size: int) -> None:
-        known = len(self._limits)
-        if size > known:
-            more = max(64, 2 * size) - known
-            self._homes = np.append(self._homes, np.full(more, _NOWHERE))
-            self._bases, self._limits = (np.append(t, np.zeros(more, np.int64)) for t in (self._bases, self._limits))
-
-    def _add(self, entry: Entry, segment: Segment) -> None:
+    def _add(self, entry: Entry, segment: Segment, homes: Int64Array) -> None:
         self._known[entry.ordinal] = entry
-        if entry.rows is not None and segment.rows < entry.rows:
-            self.medium.refresh([segment])  # its writer ended it after it was opened
         self.newest_ns = max(self.newest_ns, segment.newest_ns())
-        if entry.rows is not None and segment.rows < entry.rows:
-            self._note(f"{segment.name}: has {segment.rows} rows; the catalog says {entry.rows}.")
         if entry.kind == "update":
             self.updates[entry.ordinal] = segment
             return
         self.segments[entry.ordinal] = segment
         sources = _sources(entry)
-        self._homes[sources] = entry.ordinal
+        homes[sources, _HOME] = entry.ordinal
         if not entry.merged:
-            self._limits[entry.ordinal] = segment.rows
+            homes[entry.ordinal, _ROWS] = segment.rows
             return
-        self._limits[sources] = _NOT_LEARNT
+        homes[sources, _ROWS] = _NOT_LEARNT
         self._moved = True
         inside = set(sources.tolist())
         known = [e for e in self._known.values() if e.kind == "rows" and e is not entry]
@@ -190,16 +191,15 @@ class Catalog:
         if segment is None:
             return
         sources = _sources(entry)
-        lost = sources[self._homes[sources] == ordinal]
+        lost = sources[self._homes[sources, _HOME] == ordinal]
         if len(lost):
-            self._limits[lost] = 0
-            self._homes[lost] = _NOWHERE
+            self._homes[lost] = 0
             self.order.reset()
         self.medium.forget(segment)
 
     def _grew(self, segment: Segment) -> None:
         if segment.ordinal in self.segments and not segment.meta.merged:
-            self._limits[segment.ordinal] = segment.rows
+            self._homes[segment.ordinal, _ROWS] = segment.rows
         self.newest_ns = max(self.newest_ns, segment.newest_ns())
         self.generation += 1
 
@@ -222,7 +222,8 @@ class Catalog:
 
     def total_rows(self) -> int:
         """Rows that can be read."""
-        return sum(s.rows for s in list(self.segments.values()))
+        with self._lock:
+            return sum(s.rows for s in self.segments.values())
 
     def watermark(self) -> int:
         """Rows committed since the store was made, as far as this reader has seen: it never falls."""
@@ -279,41 +280,35 @@ class Catalog:
         """
         ordinals, rows = (ids.view(np.uint64) >> _SHIFT).view(np.int64), ids & ROW_MASK
         try:  # a negative id has a large ordinal, because it was shifted as an unsigned number
-            inside = self._inside(ordinals, rows)
+            homes = self._home(ordinals)
         except IndexError:
-            raise self._missing(int(ids[ordinals >= len(self._limits)][0])) from None
+            raise self._missing(int(ids[ordinals >= len(self._homes)][0])) from None
+        inside = rows < homes[:, _ROWS]
         if np.count_nonzero(inside) < len(ids):
             raise self._missing(int(ids[~inside][0]))
-        return self._address(ordinals, rows)
+        return Address(homes[:, _HOME], rows + homes[:, _FIRST]) if self._moved else Address(ordinals, rows)
 
     def find(self, ids: Int64Array) -> Address:
         """The same with -1 for rows that are not there."""
         ordinals, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
-        known = (ordinals >= 0) & (ordinals < len(self._limits))
-        ordinals = np.where(known, ordinals, 0)
-        inside = known & self._inside(ordinals, rows)
-        found = self._address(ordinals, rows)
-        return found if inside.all() else Address(np.where(inside, found.ordinals, _NOWHERE), found.rows)
+        known = (ordinals >= 0) & (ordinals < len(self._homes))
+        homes = self._home(np.where(known, ordinals, 0))
+        inside = known & (rows < homes[:, _ROWS])
+        return Address(np.where(inside, homes[:, _HOME], _NOWHERE), rows + homes[:, _FIRST])
 
-    def _inside(self, ordinals: Int64Array, rows: Int64Array) -> npt.NDArray[np.bool_]:
-        """Which rows are there."""
-        limits = self._limits[ordinals]
-        moved = limits < 0
-        if moved.any():
-            for home in distinct(self._homes[ordinals[moved]]):
-                self._learn(self.any_segment(home))
-            limits = self._limits[ordinals]
-        return rows < limits
+    def _home(self, ordinals: Int64Array) -> Int64Array:
+        """`[B, 3]`: where the rows of some segments are."""
+        homes = self._homes[ordinals]
+        moved = homes[:, _ROWS] == _NOT_LEARNT
+        if not moved.any():
+            return homes
+        for home in distinct(homes[moved, _HOME]):
+            self._learn(self.any_segment(home), _sources(self._known[home]))
+        return self._homes[ordinals]
 
-    def _address(self, ordinals: Int64Array, rows: Int64Array) -> Address:
-        if not self._moved:
-            return Address(ordinals, rows)
-        return Address(self._homes[ordinals], rows + self._bases[ordinals])
-
-    def _learn(self, segment: Segment) -> None:
+    def _learn(self, segment: Segment, sources: Int64Array) -> None:
         """Where the rows of its sources are in a merged segment: it has all of each, one source after another."""
-        ids, sources = segment.array(ROW_ID)[: segment.rows], _sources(self._known[segment.ordinal])
-        sources = sources[self._homes[sources] == segment.ordinal]
+        ids = segment.array(ROW_ID)[: segment.rows]
         starts = ids.searchsorted(sources << ORDINAL_SHIFT)
         counts = ids.searchsorted((sources + 1) << ORDINAL_SHIFT) - starts
         held = counts > 0
@@ -322,7 +317,12 @@ class Catalog:
                 f"{self.medium.where}: {segment.name}/{ROW_ID} is damaged: ids are not those of whole segments. Run "
                 "verify(), and restore the segment from a copy."
             )
-        self._bases[sources], self._limits[sources] = starts, counts
+        with self._lock:
+            homes = self._homes.copy()
+            mine = homes[sources, _HOME] == segment.ordinal
+            homes[sources[mine], _ROWS] = counts[mine]
+            homes[sources[mine], _FIRST] = starts[mine]
+            self._homes = homes
 
     def _missing(self, row_id: int) -> MissingRowError:
         ordinal, row = row_id >> ORDINAL_SHIFT, row_id & ROW_MASK

@@ -79,13 +79,18 @@ def read_file(path: Path | str) -> bytes:
     """The content of a small regular file."""
     fd = open_fd(path, os.O_RDONLY)
     try:
-        size = os.fstat(fd).st_size
-        data = os.read(fd, size)
-        while len(data) < size and (more := os.read(fd, size - len(data))):
-            data += more
-        return data
+        return read_all(fd)
     finally:
         os.close(fd)
+
+
+def read_all(fd: int) -> bytes:
+    """The content of an open file."""
+    size = os.fstat(fd).st_size
+    data = os.read(fd, size)
+    while len(data) < size and (more := os.read(fd, size - len(data))):
+        data += more
+    return data
 
 
 def check_folder(path: Path | str) -> None:

@@ -27,6 +27,7 @@ Side = Literal["left", "right"]
 _UNSIGNED = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}
 _BYTE = _UNSIGNED[1]
 _EDGES = np.dtype("V16")
+_NOTHING = np.empty(0, np.uint8)
 
 
 class Gather:
@@ -124,15 +125,16 @@ class Gather:
 
         A tenth of a warm batch's time, a third of one from a store much larger than the processor's caches.
         """
-        if not self._catalog.medium.keeps_arrays or not spans.heads:
+        if not self._catalog.medium.keeps_arrays:
             return
-        arrays = self._look_up(
-            f"{column.name}.values", spans.places, lambda s: s.array(column.name) if s.has(column.name) else None
-        )
+        arrays = self._catalog.table(f"{column.name}.values")
         for ordinal, firsts in spans.heads:
             array = arrays.get(ordinal)
-            if array is not None and len(array):
-                array.take(firsts * column.width, mode="clip")  # an empty row may begin at the very end
+            if array is None:
+                segment = self._catalog.any_segment(ordinal)
+                array = arrays[ordinal] = segment.array(column.name) if segment.has(column.name) else _NOTHING
+            if len(array):  # an empty row may begin at the very end
+                array.take(firsts if column.width == 1 else firsts * column.width, mode="clip")
 
     def present(self, column: Column) -> npt.NDArray[np.bool_]:
         """`[B]` bool: whether a value was given at the append or by an update."""
@@ -277,6 +279,7 @@ class Gather:
     def padded(
         self,
         column: Column,
+        spans: Spans,
         width: int,
         pad: Any,
         side: Side,
@@ -284,7 +287,6 @@ class Gather:
         out: npt.NDArray[Any] | None,
     ) -> npt.NDArray[Any]:
         """`[B, width, *shape]`: the rows of a ragged column with `pad` beside them."""
-        spans = self.spans(column)
         shape, dtype = (len(self._ids), width, *column.shape), column.np_dtype
         target = None if out is None else _fit(out, column, *shape[:2])
         self._touch(column, spans)

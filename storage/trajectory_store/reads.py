@@ -37,6 +37,10 @@ R = TypeVar("R")
 S = TypeVar("S", bound="StoreReads")
 
 
+class _LookedAgain(Exception):
+    """The store took in something new between two columns."""
+
+
 def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Read again where a segment left in between, until the catalog stands still: merged rows have a new place."""
 
@@ -159,9 +163,18 @@ class StoreReads:
         Raises:
             SchemaError: the condition cannot be read, or names a column that is not a scalar.
         """
-        among = self.ids() if ids is None else as_ids(ids)
-        found = evaluate(condition, lambda name: self.read_scalars(name, ids if ids is None else among))
-        return among[np.broadcast_to(found, among.shape)]
+        among, seen = self.ids() if ids is None else as_ids(ids), self._catalog.generation
+
+        def column(name: str) -> npt.NDArray[Any]:
+            values = self.read_scalars(name, ids)
+            if ids is None and self._catalog.generation != seen:  # the rows of this column may be others
+                raise _LookedAgain
+            return values
+
+        try:
+            return among[np.broadcast_to(evaluate(condition, column), among.shape)]
+        except _LookedAgain:
+            return self.where(condition, self.ids())  # slower, and of these rows whatever comes
 
     def batches(self, rows: int, columns: Columns = None, ids: Ids | None = None) -> Iterator[dict[str, Any]]:
         """Yield what `read` gives, some rows at a time, with `"ids"` beside the columns.
@@ -294,7 +307,7 @@ class StoreReads:
             width = -(-spans.width // pad_to_multiple_of) * pad_to_multiple_of
             pad = pad_value if pads is None else pads.get(name, 0)
             given = None if out is None else out.get(name)
-            result[name] = gather.padded(column, width, pad, side, self._pool, given)
+            result[name] = gather.padded(column, spans, width, pad, side, self._pool, given)
             first_axis = first_axis or axis
             lengths["lengths" if axis == first_axis else f"{axis}.lengths"] = spans.lengths
         if self._cold or time.perf_counter() - begin > COLD_COPY_S * (len(selected) * len(gather) + 64):

@@ -27,6 +27,7 @@ from trajectory_store.format import (
     MAGIC,
     ORDINAL_SHIFT,
     PRESENT,
+    RECORD_SIZE,
     ROW_ID,
     ROW_MASK,
     ROW_TIME,
@@ -283,15 +284,8 @@ class LocalSegment(Segment):
     def log(self) -> Log:
         """The commit records."""
         if self._log is None:
-            size = (self.meta.rows_cap + 1) * 64
-            try:
-                self._log = Log(open_file(commits_path(self.folder), size, self._io), self.meta.salt)
-            except FileNotFoundError:
-                raise self._gone("commits") from None
-            except OSError as error:
-                if isinstance(error, StoreError):
-                    raise
-                raise ReadFailedError(error.errno, _why(error), str(commits_path(self.folder))) from None
+            size = (self.meta.rows_cap + 1) * RECORD_SIZE
+            self._log = Log(self._opened(COMMITS, commits_path(self.folder), size), self.meta.salt)
         return self._log
 
     def let_log_go(self) -> None:
@@ -420,22 +414,22 @@ class LocalSegment(Segment):
     def _open(self, name: str) -> memoryview | PreadBytes:
         spec = self.specs[name]
         path = chunk_path(self.folder, name, spec.shape)
+        return self._opened(name, path, spec.capacity * spec.itemsize, self._used(spec))
+
+    def _opened(self, name: str, path: Path, size: int, used: int | None = None) -> memoryview | PreadBytes:
         try:
             for folder in (path.parent.parent, path.parent):
                 fs.check_folder(folder)
-            return open_file(path, spec.capacity * spec.itemsize, self._io, used=self._used(spec))
+            return open_file(path, size, self._io, used=used)
         except FileNotFoundError:
-            raise self._gone(name) from None
+            raise SegmentGoneError(
+                f"segment {self.name} was evicted or compacted away before its array '{name}' was read. "
+                "Call refresh() and take ids from ids()."
+            ) from None
         except OSError as error:
             if isinstance(error, StoreError):
                 raise
             raise ReadFailedError(error.errno, _why(error), str(path)) from None
-
-    def _gone(self, name: str) -> SegmentGoneError:
-        return SegmentGoneError(
-            f"segment {self.name} was evicted or compacted away before its column '{name}' was read. "
-            "Call refresh() and take ids from ids()."
-        )
 
     def _used(self, spec: ArraySpec) -> int | None:
         """The bytes of an array that hold values; None while more may come."""

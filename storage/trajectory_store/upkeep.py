@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from trajectory_store import fs
 from trajectory_store.batch import Batch
@@ -174,7 +175,7 @@ def compact(catalog: Catalog, root: Root) -> CompactReport:
                 moved += sum(s.rows for s in group) if _merge(catalog, group) else 0
         for same in _by_columns([s for s in updates if s.rows]):
             for group in _packed(same, MAX_ROWS, MAX_ELEMENTS):
-                _merge_updates(catalog, group, superseded=True)
+                _merge(catalog, group, superseded=True)
         _sweep(catalog)
         catalog.refresh()
         after = len(catalog.segments) + len(catalog.updates)
@@ -197,14 +198,8 @@ def fold(catalog: Catalog, root: Root, stop: Callable[[], bool] = lambda: False)
             empty = {s.ordinal for s in group if not s.rows}
             _drop(catalog, empty, {})
             group = [s for s in group if s.rows]
-            if not group:
-                done = bool(empty)
-            elif group[0].meta.kind == "rows":
-                done = _merge(catalog, group)
-            else:
-                total = sum(s.rows for s in group)
-                done = _merge_updates(catalog, group, superseded=total >= SUPERSEDED)
-            if not done:
+            total = sum(s.rows for s in group)
+            if not (_merge(catalog, group, superseded=total >= SUPERSEDED) if group else empty):
                 break
             merges += 1
         if merges:
@@ -295,49 +290,41 @@ def _sound(catalog: Catalog, group: list[Segment]) -> bool:
     return report.ok
 
 
-def _merge(catalog: Catalog, group: list[Segment]) -> bool:
-    """Write the rows of some segments to one, and let that one count in their place."""
-    if not _sound(catalog, group):
-        return False
-    for segment in group:
-        segment.want(np.arange(segment.rows))
-    ids = np.concatenate([s.row_ids(0, s.rows) for s in group])
-    times = np.concatenate([s.row_times() for s in group])
-    ordinals = np.repeat([s.ordinal for s in group], [s.rows for s in group])
-    rows = np.concatenate([np.arange(s.rows) for s in group])
-    order = np.argsort(ids)
-    return _write_merged(catalog, group, ordinals[order], rows[order], {ROW_ID: ids[order], ROW_TIME: times[order]})
-
-
-def _merge_updates(catalog: Catalog, group: list[Segment], *, superseded: bool) -> bool:
-    """The same for updates, in the order of their times.
+def _merge(catalog: Catalog, group: list[Segment], *, superseded: bool = False) -> bool:
+    """Write the rows of some segments to one, and let that one count in their place.
 
     Args:
         catalog: where they are.
-        group: segments with the same columns.
+        group: segments of one kind; of updates, with the same columns.
         superseded: leave out updates that a newer one covers, and those of rows that are gone.
     """
     if not _sound(catalog, group):
         return False
     for segment in group:
         segment.want(np.arange(segment.rows))
-    targets = np.concatenate([s.array(TARGET)[: s.rows] for s in group])
     ids = np.concatenate([s.row_ids(0, s.rows) for s in group])
-    times = np.concatenate([s.row_times() for s in group])
+    extra = {ROW_ID: ids, ROW_TIME: np.concatenate([s.row_times() for s in group])}
     ordinals = np.repeat([s.ordinal for s in group], [s.rows for s in group])
     rows = np.concatenate([np.arange(s.rows) for s in group])
-    order = np.lexsort((ids, times))
-    if superseded:
-        last = np.zeros(len(order), bool)  # of each target the last in the order
-        last[len(order) - 1 - np.unique(targets[order][::-1], return_index=True)[1]] = True
-        left = _owners(catalog.row_segments(), catalog.state)
-        owners = targets[order] >> ORDINAL_SHIFT
-        last &= np.isin(owners, np.array(sorted(left), np.int64)) | (owners >= catalog.state.next_ordinal)
-        if len(group) == 1 and group[0].meta.merged and last.all():
-            return False
-        order = order[last]
-    extra = {TARGET: targets[order], ROW_ID: ids[order], ROW_TIME: times[order]}
+    order = np.argsort(ids)
+    if group[0].meta.kind == "update":
+        targets = extra[TARGET] = np.concatenate([s.array(TARGET)[: s.rows] for s in group])
+        order = np.lexsort((ids, extra[ROW_TIME]))
+        if superseded:
+            last = _last_of(catalog, targets[order])
+            if len(group) == 1 and group[0].meta.merged and last.all():
+                return False
+            order = order[last]
+    extra = {name: values[order] for name, values in extra.items()}
     return _write_merged(catalog, group, ordinals[order], rows[order], extra)
+
+
+def _last_of(catalog: Catalog, targets: Int64Array) -> npt.NDArray[np.bool_]:
+    """Which updates are the last ones of their rows, less those whose rows are gone."""
+    last = np.zeros(len(targets), bool)
+    last[len(targets) - 1 - np.unique(targets[::-1], return_index=True)[1]] = True
+    left, owners = _owners(catalog.row_segments(), catalog.state), targets >> ORDINAL_SHIFT
+    return last & (np.isin(owners, np.array(sorted(left), np.int64)) | (owners >= catalog.state.next_ordinal))
 
 
 def _write_merged(

@@ -100,3 +100,22 @@ def test_ids_that_a_merged_segment_never_gave(tmp_path, backend):
                 store.read([given[0], last + 1])
         with pytest.raises(MissingRowError):
             store.read([given[0] - 1])
+
+
+def test_a_condition_sees_the_same_rows_in_every_column(tmp_path, monkeypatch):
+    """Where the store looks again between two columns, the condition is asked of the rows that are there then."""
+    with TrajectoryStore.create(tmp_path / "s", Schema([Column("a", "int64"), Column("b", "int64")])) as store:
+        store.append({"a": [0, 1, 2], "b": [2, 1, 0]})
+        real, calls = TrajectoryStore.read_scalars, []
+
+        def read_scalars(self, column, ids=None):
+            calls.append(column)
+            if len(calls) == 2:
+                with TrajectoryStore.open(tmp_path / "s", "a") as other:
+                    other.append({"a": [9], "b": [0]})
+                store.refresh()
+            return real(self, column, ids)
+
+        monkeypatch.setattr(TrajectoryStore, "read_scalars", read_scalars)
+        assert store.where("a > b").tolist() == store.ids()[[2, 3]].tolist()
+        assert calls == ["a", "b"] * 2
