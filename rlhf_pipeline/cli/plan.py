@@ -14,10 +14,12 @@ from rlhf_pipeline.cli import preflight
 from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError
+from rlhf_pipeline.report.stored import open_run_or_store
 from rlhf_pipeline.run.folder import RunFolder, is_run
 from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
 
 _POLL_S = 0.25
+_DEFAULT_REPLAY = "offline_replay"
 Overrides = tuple[tuple[str, str], ...]
 """What `--set` says: a field's path and its text."""
 
@@ -233,3 +235,87 @@ def recorded_definition(run: Path, moved: str) -> definitions.Definition:
 def _command(definition: str | None, out: str | None, collectors: int | None) -> str:
     parts = ["rlhf-pipeline", "run", *([definition] if definition else []), *(["--out", out] if out else [])]
     return shlex.join([*parts, *(["--collectors", str(collectors)] if collectors else [])])
+
+
+def make_replay_plan(args: argparse.Namespace) -> Plan:
+    """Plan a run over stores: a new one, or one to go on with.
+
+    Raises:
+        PipelineError: as `make_plan`, or a store is not there.
+    """
+    return checked(_resumed_replay(args) if args.resume else _new_replay(args))
+
+
+def _resumed_replay(args: argparse.Namespace) -> Plan:
+    out = _replay_folder(args)
+    if args.paths and not is_run(out):
+        raise MissingPathError(
+            f"there is no replay to go on with at {out}. Start it: leave --resume out. Or name its folder: --out DIR."
+        )
+    preflight.check_resumable(out)
+    return recorded_plan(args, out, args.definition, _typed_for_replay(args), _replay_command(args))
+
+
+def _new_replay(args: argparse.Namespace) -> Plan:
+    if not args.paths:
+        raise DefinitionError("name what to learn from, for example: rlhf-pipeline replay runs/copy_digits")
+    for path in args.paths:
+        open_run_or_store(path)  # or an error that names what is there
+    out, first = _replay_folder(args), Path(args.paths[0]).expanduser()
+    preflight.check_new_folder(out, _replay_command(args))
+    definition, overrides, seed, device = definitions.find(args.definition or _DEFAULT_REPLAY), (), 0, "cpu"
+    if args.definition is None and is_run(first):
+        definition = recorded_definition(first, "name its new place: --definition FILE.py[:function]")
+        config = RunFolder.open(first).config
+        overrides, seed, device = _of_a_run(args, RunFolder.open(first)), config.seed, config.device
+    return plan_of(
+        definition,
+        (*overrides, *_typed_for_replay(args)),
+        out,
+        seed=seed if args.seed is None else args.seed,
+        device=args.device or device,
+        command=_replay_command(args),
+    )
+
+
+def _of_a_run(args: argparse.Namespace, run: RunFolder) -> Overrides:
+    """Return a run's overrides, and its order unless another was asked for."""
+    overrides = [pair for pair in run.config.overrides if not pair[0].startswith("replay.")]
+    collected = run.config.pipeline.get("replay") is None
+    if collected and len(args.paths) == 1 and not (args.filters or args.weights or args.epochs):
+        overrides.append(("replay.recorded_order", "true"))
+        if run.metrics:
+            overrides.append(("learn.steps", str(run.metrics[-1]["step"])))
+    return tuple(overrides)
+
+
+def _typed_for_replay(args: argparse.Namespace) -> Overrides:
+    """Return the typed overrides, with the stores' folders as absolute paths."""
+    stores = [str(Path(path).expanduser().absolute()) for path in args.paths]
+    for text in (*stores, *args.filters):
+        if "," in text:
+            raise DefinitionError(f"'{text}' has a comma, which separates names in a definition's text. Rename it.")
+    typed = [("replay.stores", ",".join(stores))] if stores else []
+    typed += [("replay.filters", ",".join(args.filters))] if args.filters else []
+    typed += [("replay.weights", ",".join(map(str, args.weights)))] if args.weights else []
+    typed += [("replay.epochs", str(args.epochs))] if args.epochs is not None else []
+    typed += [("learn.steps", str(args.steps))] if args.steps is not None else []
+    return (*typed, *args.overrides)
+
+
+def _replay_folder(args: argparse.Namespace) -> Path:
+    if args.out:
+        return Path(args.out).expanduser()
+    if not args.paths:
+        raise DefinitionError("name the run to continue: rlhf-pipeline replay --resume --out runs/NAME-replay")
+    first = Path(args.paths[0]).expanduser().absolute()
+    inner = first.name == "store" and is_run(first.parent)
+    return Path("runs") / f"{(first.parent if inner else first).name}-replay"
+
+
+def _replay_command(args: argparse.Namespace) -> str:
+    """Return what to type to start the same again."""
+    parts = ["rlhf-pipeline", "replay", *args.paths]
+    for name, value in (("--definition", args.definition), ("--out", args.out)):
+        parts += [name, value] if value else []
+    return shlex.join(parts)

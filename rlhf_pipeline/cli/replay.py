@@ -13,7 +13,10 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.words import count
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.run.folder import RunConfig
+    from rlhf_pipeline.cli.plan import Plan
+    from rlhf_pipeline.cli.progress import RunView
+    from rlhf_pipeline.report.replayed import Comparison
+    from rlhf_pipeline.run.folder import RunConfig, RunFolder
 
 HELP = "learn from stores alone; or take a run's steps again and compare"
 DETAILS = """\
@@ -70,9 +73,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Replay; 1 if a step differs from its record."""
     if args.from_step is None:
-        from rlhf_pipeline.cli import replay_stores
+        from rlhf_pipeline.cli import sharded
+        from rlhf_pipeline.cli.plan import make_replay_plan
+        from rlhf_pipeline.cli.run import run_plan
 
-        return replay_stores.execute(args)
+        plan = sharded.joined(make_replay_plan(args))
+        return run_plan(plan, then=lambda view: _compare(plan, view))
     from rlhf_pipeline.run.folder import is_run, not_found
 
     _check_rerun(args)
@@ -165,3 +171,71 @@ def _advice(config: RunConfig) -> str:
         "the last bits; larger differences mean that the store, the ledger or a checkpoint has changed: "
         "`rlhf-pipeline verify` checks them."
     )
+
+
+def _compare(plan: Plan, view: RunView) -> int:
+    """Compare the replay of a run in recorded order with the run; 1 if they should be equal and are not."""
+    from rlhf_pipeline.report.replayed import compare
+    from rlhf_pipeline.run.folder import RunFolder, is_run
+
+    replay = plan.pipeline.replay
+    if replay is None or not replay.recorded_order:
+        return 0
+    source = Path(replay.stores[0]).expanduser()
+    source = source if is_run(source) else source.parent
+    if not is_run(source):
+        return 0
+    run = RunFolder.open(source)
+    found = compare(run, RunFolder.open(plan.out))
+    if not found.num_steps:
+        view.say(f"{source} has no metrics to compare with.")
+        return 0
+    view.say(_sentence(found, source))
+    if found.same:
+        return 0
+    reason = _what_was_changed(run, plan) or _why_not_exact(run)
+    if reason is not None:
+        view.say(reason)
+        return 0
+    return 1
+
+
+def _sentence(found: Comparison, source: Path) -> str:
+    here = Path.cwd()
+    source = source.relative_to(here) if source.is_relative_to(here) else source
+    steps = count(found.num_steps, "step")
+    if found.num_different == 0:
+        said = f"the same as {source}: loss, reward and gradient norm of {steps} are equal, bit for bit"
+    else:
+        first, name = found.different or (0, "")
+        said = (
+            f"NOT the same as {source}: {found.num_different} of {steps} differ, the first is step {first} ({name}); "
+            f"losses by up to {found.largest:.1e} of their size"
+        )
+    if found.weights_step is not None:
+        equal = "equal, byte for byte" if found.same_weights else "DIFFERENT"
+        said += f"; the weights after step {found.weights_step} are {equal}"
+    if found.num_missing:
+        said += f"; {count(found.num_missing, 'step')} of the run were not replayed"
+    return f"{said}."
+
+
+def _what_was_changed(run: RunFolder, plan: Plan) -> str | None:
+    """Return which settings of the replay differ from the run's, or None."""
+    before = {**dict(run.config.overrides), "definition": run.config.definition, "seed": str(run.config.seed)}
+    now = {**dict(plan.overrides), "definition": plan.definition, "seed": str(plan.seed)}
+    changed = [
+        name
+        for name in {**before, **now}
+        if not name.startswith("replay.") and name != "learn.steps" and before.get(name) != now.get(name)
+    ]
+    return f"a difference is expected: {', '.join(changed)} has changed." if changed else None
+
+
+def _why_not_exact(run: RunFolder) -> str | None:
+    """Return why a run cannot be expected to repeat bit for bit, or None where it can."""
+    if any(row.get("processes", 1) != 1 for row in run.metrics):
+        return "several processes took its steps, and they add gradients up in another order."
+    if not run.config.device.startswith("cpu"):
+        return f"it ran on {run.config.device}, which does not repeat its bits."
+    return None
