@@ -9,6 +9,7 @@
     |   +-- IncompleteError (RuntimeError)  a trajectory has no end
     +-- MissingPathError (FileNotFoundError)   a folder or file that the definition names is not there
     +-- RunExistsError (FileExistsError)  the run folder is taken
+    |   +-- LeaseLostError                another process has taken over, on another machine perhaps
     +-- RunMismatchError (ValueError)     a resumed run or replay does not match what was recorded
     +-- RunStorageError (OSError)         the run folder cannot be written: a full disk, a lost mount
     +-- RewardError (RuntimeError)        every reward call of a step failed
@@ -79,6 +80,10 @@ class MissingPathError(PipelineError, FileNotFoundError):
 
 class RunExistsError(PipelineError, FileExistsError):
     """The run folder exists already."""
+
+
+class LeaseLostError(RunExistsError):
+    """This process stood still for so long that another one has taken its place; nothing that it adds counts now."""
 
 
 class RunMismatchError(PipelineError, ValueError):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import said_now_and_then, say
-from rlhf_pipeline.errors import RunExistsError, RunStorageError
+from rlhf_pipeline.errors import DefinitionError, RunExistsError, RunStorageError
 from rlhf_pipeline.report.words import count, duration
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ def execute(args: argparse.Namespace) -> int:
     from trajectory_store import TrajectoryStore
 
     run, path = open_run_or_store(args.path)
+    if not isinstance(path, Path):
+        raise DefinitionError(
+            f"{path} is in an object store, where the processes that write merge small segments. To have it merged "
+            f"whole, copy it: rlhf-pipeline copy {shlex.quote(args.path)} --to NEW_STORE --backend zarr"
+        )
     before = disk_usage(path)
     started = time.perf_counter()
     if not os.access(path, os.W_OK):

@@ -16,7 +16,7 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError
 from rlhf_pipeline.report.stored import open_run_or_store
 from rlhf_pipeline.run.folder import RunFolder, is_run
-from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
+from rlhf_pipeline.run.medium import Address, address_of
 
 _POLL_S = 0.25
 _DEFAULT_REPLAY = "offline_replay"
@@ -31,7 +31,7 @@ class Plan:
     pipeline: Pipeline
     definition: str
     overrides: Overrides
-    out: Path
+    out: Address
     seed: int
     device: str
     resume: bool = False
@@ -55,7 +55,7 @@ class Plan:
 
 
 def plan_of(
-    definition: definitions.Definition, overrides: Overrides, out: Path, *, seed: int, device: str, **more: Any
+    definition: definitions.Definition, overrides: Overrides, out: Address, *, seed: int, device: str, **more: Any
 ) -> Plan:
     """Return the plan of a definition with overrides; `more` are the further fields of a `Plan`."""
     return Plan(
@@ -85,7 +85,7 @@ def make_joining_plan(args: argparse.Namespace) -> Plan:
     Raises:
         PipelineError: as `make_plan`.
     """
-    overrides, out = _overrides(args), Path(args.run).expanduser()
+    overrides, out = _overrides(args), address_of(args.run)
     command = shlex.join(["rlhf-pipeline", args.command, "--run", args.run])
     if args.command == "learn" and args.definition is None:
         _wait_for_run(out)
@@ -101,7 +101,7 @@ def make_joining_plan(args: argparse.Namespace) -> Plan:
     return checked(plan_of(definition, overrides, out, seed=args.seed or 0, device=device, command=command, joins=True))
 
 
-def _wait_for_run(out: Path) -> None:
+def _wait_for_run(out: Address) -> None:
     """Wait until a collector has said what the run is; a learner may be typed first.
 
     Raises:
@@ -141,11 +141,11 @@ def checked(plan: Plan) -> Plan:
 def _new(args: argparse.Namespace, overrides: Overrides) -> Plan:
     if args.definition is None:
         raise DefinitionError("name what to run, for example: rlhf-pipeline run copy_digits (`rlhf-pipeline list`)")
-    if is_run(Path(args.definition).expanduser()):
+    if is_run(address_of(args.definition)):
         again = shlex.join(["rlhf-pipeline", "run", args.definition, "--resume"])
         raise DefinitionError(f"{args.definition} is a run, not a definition. Go on with it: {again}")
     definition = definitions.find(args.definition)
-    out = Path(args.out).expanduser() if args.out else Path("runs") / definition.function
+    out = address_of(args.out) if args.out else Path("runs") / definition.function
     command = _command(args.definition, args.out, args.collectors)
     preflight.check_new_folder(out, command)
     return plan_of(
@@ -162,17 +162,17 @@ def _new(args: argparse.Namespace, overrides: Overrides) -> Plan:
 def _resumed(args: argparse.Namespace, overrides: Overrides) -> Plan:
     """Take definition, overrides, seed and device from the run; options that were typed win."""
     named = args.definition
-    if named is not None and not args.out and is_run(Path(named).expanduser()):
-        out, named = Path(named).expanduser(), None  # `run runs/copy_digits --resume`
+    if named is not None and not args.out and is_run(address_of(named)):
+        out, named = address_of(named), None  # `run runs/copy_digits --resume`
     elif args.out:
-        out = Path(args.out).expanduser()
+        out = address_of(args.out)
     elif named is not None:
         out = Path("runs") / definitions.find(named).function
     else:
         raise DefinitionError("name the run to continue: rlhf-pipeline run --resume --out runs/NAME")
     preflight.check_resumable(out)
     command = _command(named, str(out) if args.out or named is None else None, args.collectors)
-    collectors = args.collectors or read_heartbeat(RunFolder.open(out).processes, "supervisor").get("collectors", 0)
+    collectors = args.collectors or RunFolder.open(out).said("supervisor").get("collectors", 0)
     RunFolder.open(out).check_processes(several=collectors > 0)
     plan = recorded_plan(args, out, named, overrides, command)
     return replace(plan, collectors=collectors)
@@ -180,7 +180,7 @@ def _resumed(args: argparse.Namespace, overrides: Overrides) -> Plan:
 
 def recorded_plan(
     args: argparse.Namespace,
-    out: Path,
+    out: Address,
     named: str | None,
     overrides: Overrides,
     command: str,
@@ -214,7 +214,7 @@ def recorded_plan(
     return plan
 
 
-def recorded_definition(run: Path, moved: str) -> definitions.Definition:
+def recorded_definition(run: Address, moved: str) -> definitions.Definition:
     """Return the definition that a run was started with.
 
     Args:

@@ -26,11 +26,12 @@ from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.policies.folder import resolve_source
 from rlhf_pipeline.report.stored import Stored, open_run_or_store
 from rlhf_pipeline.run.folder import RunFolder, is_run, not_found
+from rlhf_pipeline.run.medium import Address, address_of
 
 _DEVICES = ("cpu", "cuda", "mps")
 
 
-def check_new_folder(out: Path, command: str, *, option: str = "--out") -> None:
+def check_new_folder(out: Address, command: str, *, option: str = "--out") -> None:
     """Refuse a run folder that holds something; an empty one, or one of a start that was killed, is fine.
 
     Args:
@@ -46,7 +47,7 @@ def check_new_folder(out: Path, command: str, *, option: str = "--out") -> None:
         check_writable(out, option)
         return
     free = f"{option} {shlex.quote(str(_free_folder(out)))}"
-    if out.is_dir() and is_run(out):
+    if is_run(out):
         run = RunFolder.open(out)
         _, reward = run.first_and_last("task_reward")
         state = "" if reward is None else f" ({run.metrics.last_step} steps, last reward {reward:.2f})"
@@ -54,11 +55,11 @@ def check_new_folder(out: Path, command: str, *, option: str = "--out") -> None:
             f"{out} holds a run already{state}. Go on with it: {command} --resume. "
             f"Or keep it and choose another folder: {free}"
         )
-    what = "is not a run; nothing in it is touched" if out.is_dir() else "is a file"
+    what = "is not a run; nothing in it is touched" if Path(out).is_dir() else "is a file"
     raise RunExistsError(f"{out} exists and {what}. Choose another folder: {free}")
 
 
-def check_resumable(out: Path) -> None:
+def check_resumable(out: Address) -> None:
     """Refuse to resume where there is no run.
 
     Raises:
@@ -70,13 +71,15 @@ def check_resumable(out: Path) -> None:
     check_writable(out, "--out")
 
 
-def check_writable(out: Path, option: str) -> None:
+def check_writable(out: Address, option: str) -> None:
     """Test whether a folder can be made and written, and leave nothing behind.
 
     Raises:
         DefinitionError: its name cannot be handed to the libraries that write into it.
         RunStorageError: it cannot.
     """
+    if not isinstance(out, Path):
+        return  # the first put tells
     try:
         str(out).encode()
     except UnicodeEncodeError as error:
@@ -212,8 +215,12 @@ def first_prompt(pipeline: Pipeline, seed: int) -> Prompt:
     return prompt
 
 
-def _free_folder(out: Path) -> Path:
+def _free_folder(out: Address) -> Address:
     number = 2
-    while out.with_name(f"{out.name}-{number}").exists():
+    while _is_there(other := address_of(f"{out}-{number}")):
         number += 1
-    return out.with_name(f"{out.name}-{number}")
+    return other
+
+
+def _is_there(out: Address) -> bool:
+    return out.exists() if isinstance(out, Path) else is_run(out)

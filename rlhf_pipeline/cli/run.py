@@ -135,6 +135,7 @@ def _run(plan: Plan, view: RunView, started: float) -> RunFinished:
 def _supervise(args: argparse.Namespace, plan: Plan) -> int:
     """Keep collectors and a learner alive, each a process of its own."""
     from rlhf_pipeline.cli.closing import finish
+    from rlhf_pipeline.run.medium import below
     from rlhf_pipeline.run.processes.supervise import SupervisorConfig, supervise
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -157,5 +158,5 @@ def _supervise(args: argparse.Namespace, plan: Plan) -> int:
     )
     if finished is not None:
         finish(finished, plan, view)
-        view.say(f"what happened to the processes: {plan.out / 'supervisor.log'}")
+        view.say(f"what happened to the processes: {below(plan.out, 'supervisor.log')}")
     return code

@@ -44,7 +44,8 @@ def joined(plan: Plan) -> Plan:
 
     device = join_group(plan.device)
     overrides = [list(pair) for pair in plan.overrides]
-    more = {"definition": plan.definition, "overrides": overrides, "out": str(plan.out.resolve())}
+    out = plan.out.resolve() if isinstance(plan.out, Path) else plan.out
+    more = {"definition": plan.definition, "overrides": overrides, "out": str(out)}
     send({"what": "begin", **more, "seed": plan.seed, "device": plan.device})
     return dataclasses.replace(plan, device=device)
 
@@ -53,6 +54,7 @@ def follow(args: argparse.Namespace) -> int:
     """Follow the first process until it stops."""
     from rlhf_pipeline import definitions
     from rlhf_pipeline.run.folder import RunFolder, is_run
+    from rlhf_pipeline.run.medium import address_of
 
     # The first process answers a signal: it finishes the step, saves, and says stop.
     for number in STOPPING:
@@ -61,13 +63,13 @@ def follow(args: argparse.Namespace) -> int:
     from rlhf_pipeline.learner.distributed import join_group, receive
     from rlhf_pipeline.run import build
 
-    recorded = args.resume and args.out and is_run(Path(args.out).expanduser())
-    default = RunFolder.open(Path(args.out).expanduser()).config.device if recorded else "cpu"
+    recorded = args.resume and args.out and is_run(address_of(args.out))
+    default = RunFolder.open(address_of(args.out)).config.device if recorded else "cpu"
     device = join_group(args.device or default)
     plan = receive()
     overrides = tuple((str(path), str(text)) for path, text in plan["overrides"])
     pipeline = definitions.find(plan["definition"]).pipeline(overrides)
-    build.follow(pipeline, run_dir=Path(plan["out"]), seed=plan["seed"], device=device)
+    build.follow(pipeline, run_dir=address_of(plan["out"]), seed=plan["seed"], device=device)
     return 0
 
 

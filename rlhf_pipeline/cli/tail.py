@@ -12,6 +12,8 @@ from rlhf_pipeline.cli.output import say, warn
 from rlhf_pipeline.cli.parser import add_filter, natural
 
 _POLL_S = 0.25
+_POLL_URL_S = 2.0
+"""Where each look costs a few requests."""
 
 HELP = "show the newest trajectories, and new ones as they arrive"
 DETAILS = """\
@@ -40,16 +42,17 @@ def execute(args: argparse.Namespace) -> int:
     """Print the newest trajectories; with `--follow` go on until Ctrl-C, which ends it as quietly as `tail -f`."""
     from rlhf_pipeline.report.follow import Follower
     from rlhf_pipeline.report.stored import Stored, open_run_or_store
+    from rlhf_pipeline.run.medium import address_of, is_url
 
     try:
         if args.follow:
-            _wait_for_store(Path(args.path).expanduser())
+            _wait_for_store(address_of(args.path))
         run, store_path = open_run_or_store(args.path)
         with Stored(store_path) as stored:
             follower = Follower(run, stored, args.filters, say, shutil.get_terminal_size((110, 24)).columns)
             follower.newest(args.num)
             if args.follow:
-                follower.follow(_POLL_S)
+                follower.follow(_POLL_URL_S if is_url(store_path) else _POLL_S)
     except KeyboardInterrupt:
         if not args.follow:
             raise
@@ -57,7 +60,7 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _wait_for_store(folder: Path) -> None:
+def _wait_for_store(folder: Path | str) -> None:
     """Wait while a run that has just started has no store."""
     from rlhf_pipeline.run.folder import RunFolder, is_run, is_store
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.report.words import count
@@ -28,8 +27,9 @@ def execute(args: argparse.Namespace) -> int:
     """Print what each check found; 1 if something is damaged."""
     from rlhf_pipeline.report.check import check_run, check_store
     from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, not_found
+    from rlhf_pipeline.run.medium import address_of
 
-    folder = Path(args.path).expanduser()
+    folder = address_of(args.path)
     if is_run(folder):
         findings = list(check_run(RunFolder.open(folder)))
     elif is_store(folder):

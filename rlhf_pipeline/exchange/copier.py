@@ -62,8 +62,10 @@ def copy_store(
     1 trajectories only on the left, first id 0
     """
     if not isinstance(store, TrajectoryStore):
-        with TrajectoryStore.open(Path(store).expanduser(), mode="r") as opened:
+        with TrajectoryStore.open(store if "://" in str(store) else Path(store).expanduser(), mode="r") as opened:
             return copy_store(opened, to, backend=backend, filters=filters, on_rows=on_rows)
+    if "://" in str(to):
+        raise DefinitionError(f"a copy goes into a folder, and {to} is none: it could not appear whole. --to FOLDER")
     target = Path(to).expanduser()
     check_absent(target)
     num_all = len(store)

@@ -72,6 +72,7 @@ from trajectory_store import (
     MissingRowError,
     RaggedArray,
     Schema,
+    StoreExistsError,
     StoreNotFoundError,
     TrajectoryStore,
 )
@@ -106,7 +107,7 @@ class TrajectoryStorage(Storage):
     storage opens the store again, with this process's slots; buffers that use it do not travel with it.
 
     Args:
-        path_or_store: folder of the store (made if it is not there), or an open `TrajectoryStore`.
+        path_or_store: folder or URL of the store (made if it is not there), or an open `TrajectoryStore`.
         max_size: keep at most so many trajectories; the oldest go first. None keeps all.
         backend: `memmap` or `zarr`; only for a new store.
         durability: `process` survives kill -9, `power` and `group` a power loss as well.
@@ -159,7 +160,8 @@ class TrajectoryStorage(Storage):
         if isinstance(path_or_store, TrajectoryStore):
             self.store = path_or_store
         else:
-            self.store = _open(Path(path_or_store), max_size, backend, durability, schema, extra_columns(extra), mode)
+            path = path_or_store if "://" in str(path_or_store) else Path(path_or_store)
+            self.store = _open(path, max_size, backend, durability, schema, extra_columns(extra), mode)
         _check_columns(self.store, [*(schema or ()), *extra_columns(extra)])
         self.durability = durability
         self.mode = mode
@@ -563,7 +565,7 @@ def _is_one(index: Any) -> bool:
 
 
 def _open(
-    path: Path,
+    path: str | Path,
     max_size: int | None,
     backend: Any,
     durability: Any,
@@ -583,7 +585,12 @@ def _open(
     schema = schema or trajectory_schema()
     more = (column for column in (WAITING, FAILED_MEMBERS, *extra) if column.name not in schema)
     schema = Schema([*schema, *more])
-    return TrajectoryStore.create(path, schema, backend=backend, durability=durability, max_trajectories=max_size)
+    try:
+        return TrajectoryStore.create(path, schema, backend=backend, durability=durability, max_trajectories=max_size)
+    except StoreExistsError:
+        if not isinstance(path, str):
+            raise
+        return TrajectoryStore.open(path, mode=mode, durability=durability, add_columns=extra)  # another was faster
 
 
 def _check_columns(store: TrajectoryStore, wanted: Iterable[Column]) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.words import count
-from rlhf_pipeline.run.checkpoint import list_checkpoints
 from rlhf_pipeline.run.choice import Choice
 from rlhf_pipeline.run.files import folder_problem
 from rlhf_pipeline.run.folder import RunFolder, is_store
+from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.processes.weights import read_published, weights_problem
 from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import StoreError
@@ -30,7 +29,7 @@ class Finding:
     text: str
 
 
-def check_store(path: Path, *, part: str = "store", what: str = "trajectory") -> Iterator[Finding]:
+def check_store(path: Address, *, part: str = "store", what: str = "trajectory") -> Iterator[Finding]:
     """Check every checksum of a store.
 
     Args:
@@ -69,7 +68,7 @@ def check_run(run: RunFolder) -> Iterator[Finding]:
         found = list(check(run))
         if not all(finding.ok for finding in found):
             # A step, a checkpoint or weights may have come between two reads: damage is there at a second look, too.
-            found = list(check(RunFolder(run.path)))
+            found = list(check(RunFolder(run.address)))
         yield from found
 
 
@@ -148,9 +147,9 @@ def _check_ledger_ids(run: RunFolder) -> Iterator[Finding]:
 
 
 def _check_checkpoints(run: RunFolder) -> Iterator[Finding]:
-    found = list_checkpoints(run.checkpoints)
+    found = run.saved()
     for checkpoint in found:
-        problem = folder_problem(checkpoint)
+        problem = folder_problem(run.bring(checkpoint))
         if problem is not None:
             yield Finding(part="checkpoints", ok=False, text=f"{checkpoint.name}: {problem}")
             return
@@ -162,11 +161,11 @@ def _check_weights(run: RunFolder) -> Iterator[Finding]:
     """Check what a run of several processes has published."""
     if not run.is_of_several:
         return
-    published = read_published(run.weights)
+    published = read_published(run)
     if published is None:
         yield Finding(part="weights", ok=True, text="nothing is published yet")
         return
-    problem = weights_problem(run.weights, published.version)
+    problem = weights_problem(run, published.version)
     text = f"the newest are of step {published.version}: every checksum holds"
     if problem is not None:
         text = f"the newest, of step {published.version}: {problem}. The learner publishes them again when it starts"

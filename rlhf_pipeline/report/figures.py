@@ -88,6 +88,17 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure("mfu", "share", "useful operations over `learn.peak_flops`, or a known GPU's data sheet"),
         ),
     ),
+    (
+        "Requests to an object store, where the run is at a URL",
+        (
+            Figure("requests", "requests", "of the learner since its step before"),
+            Figure("bytes_sent", "bytes", "of what they put"),
+            Figure("bytes_received", "bytes", "of what they read"),
+            Figure("rollout_requests", "requests", "of the rollout's collector since its rollout before"),
+            Figure("rollout_bytes_sent", "bytes", "of what they put"),
+            Figure("rollout_bytes_received", "bytes", "of what they read"),
+        ),
+    ),
 )
 
 

@@ -14,6 +14,7 @@ from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.report.stored import Stored
 from rlhf_pipeline.report.tail import Arrival, Table, Tail, interleaved, step_line
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.rows import NewRows, Row
 
 
@@ -35,7 +36,7 @@ class Follower:
         self._path = stored.path
         self._root = _root(stored.path)
         self._table = Table(columns)
-        self._steps = NewRows(run.metrics_file) if run is not None else None
+        self._steps = NewRows(run.rows(run.metrics_file)) if run is not None else None
         choose = None
         if filters:
             select(stored.store, filters, stored.ids()[:0])  # a slip is an error in an empty store, too
@@ -80,8 +81,10 @@ class Follower:
             self._say("\n".join(lines))
 
 
-def _root(store: Path) -> bytes | None:
-    """Return the root file of a store, which never changes and names the store; None if there is none."""
+def _root(store: Address) -> bytes | None:
+    """Return the root file of a store, which never changes and names the store; None if there is none, or at a URL."""
+    if not isinstance(store, Path):
+        return None
     try:
         return (store / "zarr.json").read_bytes()
     except (FileNotFoundError, NotADirectoryError):

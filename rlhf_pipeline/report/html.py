@@ -20,6 +20,7 @@ from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.report.words import count, flat_fields, number
 from rlhf_pipeline.run.files import write_atomically
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.medium import Address, below
 
 _VERSIONS = 8
 _PER_VERSION = 24
@@ -45,7 +46,7 @@ _COLUMNS = (
 )
 
 
-def write_report(run: RunFolder, html_path: Path | None = None) -> list[Path]:
+def write_report(run: RunFolder, html_path: Path | None = None) -> list[Address]:
     """Write `reward.svg` and `report.html`, each whole or not at all.
 
     Args:
@@ -53,7 +54,7 @@ def write_report(run: RunFolder, html_path: Path | None = None) -> list[Path]:
         html_path: where the page goes, and the curve beside it; `report.html` in the run folder if None.
 
     Returns:
-        The files written.
+        Where they are.
 
     Raises:
         StoreError: the store cannot be read.
@@ -66,12 +67,16 @@ def write_report(run: RunFolder, html_path: Path | None = None) -> list[Path]:
     try:
         write_atomically(curve, svg.encode())
         write_atomically(page, text.encode("utf-8", "replace"))
+        if html_path is None:
+            run.keep(curve)
+            run.keep(page)
+            run.medium.flush()
     except OSError as error:
         raise RunStorageError(
             f"{page} cannot be written: {error.strerror}. Name another place: "
-            f"rlhf-pipeline report {shlex.quote(str(run.path))} --out FILE.html"
+            f"rlhf-pipeline report {shlex.quote(str(run.address))} --out FILE.html"
         ) from error
-    return [curve, page]
+    return [below(run.address, path.name) for path in (curve, page)] if html_path is None else [curve, page]
 
 
 def reward_curve(run: RunFolder, *, width: int = 720, height: int = 360) -> str:
@@ -86,7 +91,7 @@ def reward_curve(run: RunFolder, *, width: int = 720, height: int = 360) -> str:
     unit = bool(points) and all(0 <= value <= 1 for _, value in points)
     return line_chart(
         points,
-        title=f"{run.config.pipeline.get('name', run.path.name)}: mean task reward {_of_what(run)}",
+        title=f"{run.config.pipeline.get('name', Path(run.address).name)}: mean task reward {_of_what(run)}",
         y_label="task reward",
         target=run.config.pipeline.get("learn", {}).get("stop_at_reward"),
         y_range=(0.0, 1.0) if unit else None,
@@ -114,7 +119,7 @@ def render(run: RunFolder, svg: str) -> str:
         pair = typical_of_first_and_last(stored)
         ends = read_trajectories(stored, np.array(pair), texts) if pair else []
         total = len(stored.ids())
-    name = str(run.config.pipeline.get("name", run.path.name))
+    name = str(run.config.pipeline.get("name", Path(run.address).name))
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',

@@ -22,6 +22,7 @@ from rlhf_pipeline.config_text import name_of
 from rlhf_pipeline.data.rewards import RewardFunction
 from rlhf_pipeline.report.stored import Context, Stored
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.medium import Address
 
 TOLERANCE = 1e-5
 """Rewards are stored as float32; a difference above this is a disagreement."""
@@ -146,7 +147,7 @@ def inspect_store(
     if reward is not None and rewards is not None:
         check = check_rewards(stored, ids, rewards.astype(np.float64), groups, reward, run)
     return Inspection(
-        path=str(run.path if run is not None else stored.path),
+        path=str(run.address if run is not None else stored.path),
         definition=run.config.definition if run is not None else None,
         num_steps=len(run.metrics) if run is not None else None,
         num_trajectories=num,
@@ -302,8 +303,13 @@ def histogram(lengths: npt.NDArray[np.int64]) -> tuple[tuple[int, int, int], ...
     )
 
 
-def disk_usage(folder: Path) -> int:
-    """Return the bytes that a folder takes on disk; sparse files count as what they hold."""
+def disk_usage(folder: Address) -> int:
+    """Return the bytes that a folder takes on disk, or the objects at a URL; sparse files count as what they hold."""
+    if not isinstance(folder, Path):
+        from trajectory_store.objects.remote import ObstoreBucket, open_bucket
+
+        bucket = open_bucket(folder, durable=False)
+        return bucket.size() if isinstance(bucket, ObstoreBucket) else 0
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:

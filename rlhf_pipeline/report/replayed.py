@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_pipeline.report.diff_steps import STEP_VALUES, joined
-from rlhf_pipeline.run.checkpoint import list_checkpoints
 from rlhf_pipeline.run.folder import RunFolder
 
 
@@ -56,7 +55,7 @@ def compare(run: RunFolder, replay: RunFolder) -> Comparison:
         old, new = row.get("loss"), other.get("loss")
         if old is not None and new is not None and old != new:
             largest = max(largest, abs(old - new) / max(abs(old), abs(new)))
-    weights_step, same_weights = _compare_weights(run.checkpoints, replay.checkpoints)
+    weights_step, same_weights = _compare_weights(run, replay)
     return Comparison(
         num_steps=num,
         num_missing=missing,
@@ -68,11 +67,11 @@ def compare(run: RunFolder, replay: RunFolder) -> Comparison:
     )
 
 
-def _compare_weights(left: Path, right: Path) -> tuple[int | None, bool | None]:
-    names = {path.name for path in list_checkpoints(left)} & {path.name for path in list_checkpoints(right)}
+def _compare_weights(left: RunFolder, right: RunFolder) -> tuple[int | None, bool | None]:
+    names = {path.name for path in left.saved()} & {path.name for path in right.saved()}
     for name in sorted(names, reverse=True):
         for file in ("model.safetensors", "adapter_model.safetensors"):
-            a, b = left / name / file, right / name / file
+            a, b = (run.bring(run.checkpoints / name) / file for run in (left, right))
             if a.is_file() and b.is_file():
                 return int(name.rpartition("-")[2]), _same_bytes(a, b)
     return None, None

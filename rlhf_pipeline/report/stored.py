@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from rlhf_pipeline.errors import DataError, MissingPathError
 from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, not_found
+from rlhf_pipeline.run.medium import Address, address_of
 from trajectory_store import TrajectoryStore
 
 Ids = npt.NDArray[np.int64]
@@ -31,13 +32,13 @@ class Stored:
     """Reads the columns of a store.
 
     Args:
-        path: the store's folder.
+        path: the store's folder, or its URL.
 
     Raises:
-        StoreError: the folder is not a store, or is damaged.
+        StoreError: there is no store, or it is damaged.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Address) -> None:
         self.path = path
         self.store: Any = TrajectoryStore.open(path, mode="r")
         self.columns = {column.name: column for column in self.store.schema}
@@ -85,13 +86,13 @@ class Stored:
         return found
 
 
-def open_run_or_store(path: str | Path) -> tuple[RunFolder | None, Path]:
-    """Return the run at `path`, if it is one, and the folder of the store.
+def open_run_or_store(path: Address) -> tuple[RunFolder | None, Address]:
+    """Return the run at `path`, if it is one, and where its store is.
 
     Raises:
         MissingPathError: `path` is neither a run nor a store; names the runs that are there.
     """
-    folder = Path(path).expanduser()
+    folder = address_of(path)
     if is_run(folder):
         run = RunFolder.open(folder)
         if not is_store(run.store_path) and not run.came_to_nothing and list(run.missing_parts()):
@@ -106,12 +107,15 @@ def open_run_or_store(path: str | Path) -> tuple[RunFolder | None, Path]:
             )
         return run, run.store_path
     if is_store(folder):
+        if not isinstance(folder, Path):
+            parent = folder.removesuffix("/store")
+            return (RunFolder.open(parent) if parent != folder and is_run(parent) else None), folder
         parent = folder.resolve().parent
         return (RunFolder.open(parent) if folder.name == "store" and is_run(parent) else None), folder
     raise not_found(folder, "run or store")
 
 
-def _context(text: str, row: int, path: Path) -> Context:
+def _context(text: str, row: int, path: Address) -> Context:
     if not text:
         return Context(answer=None, prompt_meta={}, error=None)
     try:

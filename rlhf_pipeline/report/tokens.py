@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.run.checkpoint import list_checkpoints
 from rlhf_pipeline.run.folder import RunFolder
 
 
@@ -82,11 +81,13 @@ def _by_character(text: str, num: int, *, at_end: bool) -> list[str | None]:
 
 
 def _tokenizer_file(run: RunFolder) -> Path | None:
-    folders = list_checkpoints(run.checkpoints)[::-1]
+    folders = run.saved()[::-1]
     policy = run.config.pipeline.get("policy", {})
     if "path" in policy:
         folders.append(Path(policy["path"]).expanduser())
     for folder in folders:
+        if folder.is_relative_to(run.checkpoints):
+            run.bring(folder)
         if (folder / "tokenizer.json").is_file():
             return folder / "tokenizer.json"
     return None

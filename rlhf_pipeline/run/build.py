@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +25,7 @@ from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.engines import HandOver
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.ledger import Ledger
+from rlhf_pipeline.run.medium import Address, is_url
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
@@ -102,7 +102,7 @@ def _sharded(
     return trained, shards
 
 
-def follow(pipeline: Pipeline, *, run_dir: Path, seed: int, device: str) -> None:
+def follow(pipeline: Pipeline, *, run_dir: Address, seed: int, device: str) -> None:
     """Learn along with the first process of a group, which runs the pipeline, until it is done."""
     trained, shards = _sharded(pipeline, seed=seed, device=device, mirror=None)
     if trained is None or shards is None:
@@ -220,7 +220,13 @@ def build_learner(
 
 @contextmanager
 def build_parts(
-    pipeline: Pipeline, models: Models, *, run: RunFolder, seed: int, hand_over: HandOver | None = None
+    pipeline: Pipeline,
+    models: Models,
+    *,
+    run: RunFolder,
+    seed: int,
+    hand_over: HandOver | None = None,
+    learns: bool = True,
 ) -> Iterator[Parts]:
     """Open or create the store and wire everything to it; close the store at the end.
 
@@ -230,6 +236,7 @@ def build_parts(
         run: the run folder.
         seed: the run's seed.
         hand_over: gives the policy's engine the policy's weights, from `chosen_engine`.
+        learns: whether this process takes steps; one that collects does not read the ledger.
     """
     advantage = MCAdvantage(
         pipeline.collect.group_size,
@@ -266,7 +273,7 @@ def build_parts(
                 pipeline,
                 models.trained or models.policy,
                 buffer,
-                ledger=Ledger(run.ledger_file, metrics=run.metrics),
+                ledger=Ledger(run.rows(run.ledger_file), metrics=run.metrics) if learns else None,
                 seed=seed,
                 shards=models.shards,
                 reference=_moving_reference(pipeline, models),
@@ -283,7 +290,7 @@ def open_storage(run: RunFolder, pipeline: Pipeline) -> TrajectoryStorage:
     return TrajectoryStorage(
         run.store_path,
         max_size=pipeline.buffer.max_trajectories,
-        backend=pipeline.buffer.backend,
+        backend="zarr" if is_url(run.store_path) else pipeline.buffer.backend,
         durability=pipeline.buffer.durability,
     )
 

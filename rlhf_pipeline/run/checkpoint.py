@@ -131,7 +131,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
-def newest_checkpoint(folder: Path, *, skip: Callable[[str], None] = lambda message: None) -> Path | None:
+def newest_checkpoint(
+    folder: Path,
+    *,
+    skip: Callable[[str], None] = lambda message: None,
+    bring: Callable[[Path], object] = lambda path: None,
+) -> Path | None:
     """Return the newest checkpoint that is whole, or None if there are none at all.
 
     What a killed save left behind is tidied up.
@@ -139,6 +144,7 @@ def newest_checkpoint(folder: Path, *, skip: Callable[[str], None] = lambda mess
     Args:
         folder: the run's `checkpoints` folder.
         skip: called with each checkpoint that is passed over, and why.
+        bring: called with each before it is looked at; where only its name is here, it has the rest come.
 
     Raises:
         DataError: there are checkpoints, and none is whole.
@@ -148,6 +154,7 @@ def newest_checkpoint(folder: Path, *, skip: Callable[[str], None] = lambda mess
     tidy(folder)
     problems: list[str] = []
     for path in reversed(list_checkpoints(folder)):
+        bring(path)
         problem = folder_problem(path)
         if problem is None:
             for message in problems:

@@ -156,7 +156,7 @@ def store_folder(path: str | Path) -> Path:
         MissingPathError: there is neither.
     """
     folder = Path(path).expanduser()
-    inner = RunFolder(folder).store_path if is_run(folder) else folder
+    inner = RunFolder(folder).path / "store" if is_run(folder) else folder
     if not (inner / "zarr.json").is_file():
         what = "is not one" if folder.exists() else "does not exist"
         raise MissingPathError(

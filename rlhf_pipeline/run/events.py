@@ -12,7 +12,7 @@ from typing import Literal
 class RunStarted:
     """The run folder is there and everything is built; the first rollout comes next."""
 
-    run_dir: Path
+    run_dir: Path | str
     num_parameters: int
     first_step: int
     """0 for a new run; the checkpoint's step for a resumed one."""
@@ -44,7 +44,7 @@ class RolloutDone:
 class CollectorFinished:
     """A collector process ends; everything that it acknowledged is in the store."""
 
-    run_dir: Path
+    run_dir: Path | str
     collector: str
     reason: Literal["finished", "interrupted"]
     """`finished`: the learner said that the run has ended."""
@@ -65,7 +65,7 @@ class Notice:
 class RunFinished:
     """The run stopped, and everything is saved."""
 
-    run_dir: Path
+    run_dir: Path | str
     reason: Literal["target", "steps", "interrupted"]
     steps: int
     seconds: float

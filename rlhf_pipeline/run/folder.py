@@ -11,7 +11,7 @@
     rollouts/, weights/, claims/, processes/, supervisor.log    of a run of several processes, see `run.processes`
     lock, setup.lock             who uses the folder
 
-Nobody else spells a name of these.
+Nobody else spells a name of these. Where the folder is a URL, they are this process's copy; see `run.medium`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import os
 import platform
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -49,6 +49,7 @@ from rlhf_pipeline.errors import (
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
 from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs
+from rlhf_pipeline.run.medium import Address, below, is_url, open_medium
 from rlhf_pipeline.run.rows import Row, StepRows
 
 FORMAT: Final = 1
@@ -77,6 +78,7 @@ not what is learned. (Another token budget or layout moves the last bits of the 
 completions of the same weights.)"""
 
 _CONFIG: Final = "config.json"
+_STORE: Final = "store"
 _BEFORE_THE_RECORD: Final = frozenset({"lock", "setup.lock", "processes", "log.txt", f".{_CONFIG}.tmp"})
 """What a run makes before its `config.json`: a start that was killed there left no run to resume."""
 
@@ -96,15 +98,22 @@ class RunConfig:
 
 
 class RunFolder:
-    """A run on disk, or the place for one. Files are read when first asked for, and rows only as far as they are shown.
+    """A run, or the place for one. Files are read when first asked for, and rows only as far as they are shown.
 
     Args:
-        path: the folder; it need not exist yet.
+        path: the folder, or a URL such as `s3://bucket/run`; nothing need be there yet.
+
+    Raises:
+        StoreError: a URL, and the package that reaches it is not installed.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.store_path = self.path / "store"
+    def __init__(self, path: Address) -> None:
+        self.medium = open_medium(path)
+        self.address: Address = self.medium.address
+        """Where the run is."""
+        self.path = self.medium.root
+        """Where this process has its files of it: the folder itself, or a copy."""
+        self.store_path: Address = below(self.address, _STORE)
         self.checkpoints = self.path / "checkpoints"
         self.metrics_file = self.path / "metrics.jsonl"
         self.ledger_file = self.path / "ledger.jsonl"
@@ -124,7 +133,7 @@ class RunFolder:
         self.processes = self.path / "processes"
 
     @classmethod
-    def open(cls, path: str | Path) -> RunFolder:
+    def open(cls, path: Address) -> RunFolder:
         """Return the run at a path.
 
         Raises:
@@ -158,12 +167,38 @@ class RunFolder:
     @functools.cached_property
     def metrics(self) -> StepRows:
         """One row per optimizer step, in order."""
-        return StepRows(self.metrics_file)
+        return self.rows(self.metrics_file)
 
     @functools.cached_property
     def ledger(self) -> StepRows:
         """Which trajectories entered which optimizer step, in order."""
-        return StepRows(self.ledger_file)
+        return self.rows(self.ledger_file)
+
+    def rows(self, file: Path) -> StepRows:
+        """Return the rows of a file as they are now: of `metrics_file`, or of `ledger_file`."""
+        return self.medium.rows(file.name)
+
+    def saved(self) -> list[Path]:
+        """Return the checkpoints, oldest first, whether they are whole or not; those elsewhere by name, see `bring`."""
+        self.medium.outline(self.checkpoints.name)
+        return list_checkpoints(self.checkpoints)
+
+    def bring(self, path: Path) -> Path:
+        """Have a file or folder of the run here as it is now; return its path."""
+        self.medium.bring(path.relative_to(self.path).as_posix())
+        return path
+
+    def keep(self, path: Path) -> None:
+        """Have a file or folder of the run last, which this process has written."""
+        self.medium.keep(path.relative_to(self.path).as_posix())
+
+    def said(self, name: str) -> dict[str, Any]:
+        """Return what a process of the run said of itself last; empty if it never did."""
+        return self.medium.said(name)
+
+    def drop(self, path: Path) -> None:
+        """Have a sealed folder, which this process has removed, be gone for all."""
+        self.medium.drop(path.relative_to(self.path).as_posix())
 
     def points(self, name: str, *, most: int | None = None) -> list[tuple[float, float]]:
         """Return `(step, value)` of one metric where it is not null.
@@ -190,6 +225,8 @@ class RunFolder:
     @property
     def is_recorded(self) -> bool:
         """Whether a run was started here."""
+        if not self.config_file.is_file():
+            self.medium.bring(_CONFIG)
         return self.config_file.is_file()
 
     @property
@@ -223,11 +260,13 @@ class RunFolder:
     @property
     def is_of_several(self) -> bool:
         """Whether the run is one of several processes: the rollouts that its collectors stored are counted."""
-        return self.rollouts.is_dir()
+        return self.medium.has(self.rollouts.name)
 
     @property
     def is_free(self) -> bool:
         """Whether a new run may be made here: nothing is there, or only what a failed start left."""
+        if is_url(self.address):
+            return not self.is_recorded or self.came_to_nothing
         if not self.path.exists():
             return True
         if not self.path.is_dir():
@@ -239,7 +278,7 @@ class RunFolder:
         """Whether a run was started here that stored no trajectory, took no step, and has nothing to go on from."""
         if not self.is_recorded or len(self.metrics) or len(self.ledger) or self.has_chosen:
             return False
-        if any(step_of(path) for path in list_checkpoints(self.checkpoints)):
+        if any(step_of(path) for path in self.saved()):
             return False
         # Imported where a store is opened, as NumPy takes longer than all else that a command does before it answers.
         from trajectory_store import StoreError, StoreNotFoundError, TrajectoryStore
@@ -259,9 +298,17 @@ class RunFolder:
         """Remove what a failed start left; does nothing in any other folder."""
         if not self.came_to_nothing:
             return
-        for folder in (self.checkpoints, self.store_path, self.rollouts, self.weights, self.claims, self.logger_files):
+        for folder in (
+            self.checkpoints,
+            self.path / _STORE,
+            self.rollouts,
+            self.weights,
+            self.claims,
+            self.logger_files,
+        ):
             if folder.exists():
                 remove_folder(folder)
+        self.medium.clear()
         tidy(self.path)
         for file in (self.metrics_file, self.ledger_file):
             file.unlink(missing_ok=True)
@@ -279,10 +326,11 @@ class RunFolder:
         """
         if resume:
             if not self.is_recorded:
-                raise MissingPathError(f"there is no run to resume at {self.path}. Start one: leave --resume out.")
+                raise MissingPathError(f"there is no run to resume at {self.address}. Start one: leave --resume out.")
         elif not self.is_free:
             raise RunExistsError(
-                f"the run folder {self.path} exists. Go on with it: add --resume. Or start another: --out OTHER_FOLDER."
+                f"the run folder {self.address} exists. Go on with it: add --resume. "
+                "Or start another: --out OTHER_FOLDER."
             )
 
     def check_processes(self, *, several: bool) -> None:
@@ -293,12 +341,13 @@ class RunFolder:
         """
         if not several and self.is_of_several:
             raise RunMismatchError(
-                f"{self.path} is a run of several processes. Go on with it: add --collectors N, for example "
+                f"{self.address} is a run of several processes. Go on with it: add --collectors N, for example "
                 "--collectors 1."
             )
-        if several and self.store_path.is_dir() and not self.is_of_several:
+        if several and self.medium.has(_STORE) and not self.is_of_several:
             raise RunMismatchError(
-                f"{self.path} is a run in one process. Go on with it: rlhf-pipeline run --resume --out {self.path}, or "
+                f"{self.address} is a run in one process. Go on with it: "
+                f"rlhf-pipeline run --resume --out {self.address}, or "
                 "start another run for several processes in another folder."
             )
 
@@ -325,11 +374,11 @@ class RunFolder:
             changed.append(f"seed was {before['seed']!r}, is {seed!r}")
         if changed:
             raise RunMismatchError(
-                f"{self.path} was started with another definition: {'; '.join(changed)}. "
+                f"{self.address} was started with another definition: {'; '.join(changed)}. "
                 "Resume with the recorded one, or start a new run with --out OTHER_FOLDER."
             )
         if inputs:
-            check_inputs(self.path, before.get("inputs", {}), pipeline)
+            check_inputs(self.address, before.get("inputs", {}), pipeline)
 
     def check_parts(self) -> None:
         """Refuse to go on with a run of which something is missing; see `missing_parts`.
@@ -340,9 +389,9 @@ class RunFolder:
         problems = list(self.missing_parts())
         if problems:
             raise DataError(
-                f"{self.path} is not whole: {'; '.join(problems)}. Going on would take steps that do not fit those "
+                f"{self.address} is not whole: {'; '.join(problems)}. Going on would take steps that do not fit those "
                 "before. Restore what is missing from a copy, or start a new run with --out OTHER_FOLDER. All that is "
-                f"wrong: rlhf-pipeline verify {shlex.quote(str(self.path))}"
+                f"wrong: rlhf-pipeline verify {shlex.quote(str(self.address))}"
             )
 
     def missing_parts(self) -> Iterator[str]:
@@ -351,7 +400,7 @@ class RunFolder:
         A checkpoint is written after the ledger, the metrics and the trajectories that it counts on, and the first one
         before the first step. So a checkpoint without them, or steps without one, mean that something was removed.
         """
-        saved = [step_of(path) for path in list_checkpoints(self.checkpoints)]
+        saved = [step_of(path) for path in self.saved()]
         newest = max(saved, default=0)
         taken = max(len(self.ledger), len(self.metrics))
         for rows in (self.ledger, self.metrics):
@@ -364,14 +413,29 @@ class RunFolder:
         if taken or saved:
             row = self.ledger.of_step(newest)
             stored = self._gathered() if row is None else row.get("watermark", 0)
-            yield from _missing_rows(self.store_path, stored, "trajectories")
+            yield from self._missing_rows(_STORE, stored, "trajectories")
         if (taken or saved) and self.is_of_several:
             begun = -(-newest // self.config.pipeline.get("learn", {}).get("updates_per_rollout", 1))
-            yield from _missing_rows(self.rollouts, begun, "rollouts")
+            yield from self._missing_rows(self.rollouts.name, begun, "rollouts")
         if (taken or saved) and self.config.pipeline.get("replay") is not None and not self.has_chosen:
             yield f"there is no {self.choice_file.name}, which says what it learns from"
         if len(self.ledger) and "rollout" in self.ledger[-1] and not self.is_of_several and not self.has_chosen:
             yield f"there is no {self.rollouts.name}, where its collectors counted"
+
+    def _missing_rows(self, name: str, counted: int, what: str) -> Iterator[str]:
+        """Say that a store of the run is not there, or has seen less than the run had stored."""
+        from trajectory_store import StoreError, TrajectoryStore
+
+        if name == self.rollouts.name and is_url(self.address):  # an object each, and no store
+            if not self.is_of_several:
+                yield f"there is no {name}"
+            return
+        try:
+            with TrajectoryStore.open(below(self.address, name)) as store:
+                if store.watermark < counted:
+                    yield f"{name} has seen {store.watermark} {what}, and the run had stored {counted}"
+        except StoreError as error:
+            yield f"{name} cannot be read ({error})" if self.medium.has(name) else f"there is no {name}"
 
     def _gathered(self) -> int:
         """Return how many trajectories a run over stores has copied; 0 before it has copied them all."""
@@ -382,14 +446,19 @@ class RunFolder:
 
     def record(
         self, pipeline: Pipeline, *, definition: str, overrides: Sequence[tuple[str, str]], seed: int, device: str
-    ) -> None:
-        """Write `config.json`, whole or not at all."""
+    ) -> bool:
+        """Write `config.json`, whole or not at all; returns False where another process has begun the run meanwhile."""
+        again = self.is_recorded
         content = make_record(pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
         write_atomically(self.config_file, json.dumps(content, indent=1).encode())
+        if not again:
+            return self.medium.keep_first(_CONFIG)
+        self.medium.keep(_CONFIG)
+        return True
 
     def _recorded(self) -> dict[str, Any]:
         if not self.is_recorded:
-            raise not_found(self.path)
+            raise not_found(self.address)
         file = self.config_file
         try:
             data: Any = json.loads(file.read_bytes())
@@ -429,12 +498,13 @@ class RunFolder:
             except BlockingIOError as error:
                 file.seek(0)
                 holder = self._holder(file.read().strip())
-                raise RunExistsError(f"the run {self.path} is in use by {holder}. {advice}") from error
+                raise RunExistsError(f"the run {self.address} is in use by {holder}. {advice}") from error
             if not shared:
                 file.truncate(0)
                 file.write(str(os.getpid()))
                 file.flush()
-            yield
+            with nullcontext() if shared else self.medium.lease("run"):
+                yield
 
     @contextmanager
     def setup_lock(self) -> Iterator[None]:
@@ -463,6 +533,7 @@ class RunFolder:
             package.removeHandler(handler)
             package.setLevel(before)
             handler.close()
+            self.medium.keep_log(self.log_file if file is None else file)
 
     @contextmanager
     def named_disk_errors(self) -> Iterator[None]:
@@ -480,19 +551,7 @@ class RunFolder:
                     "Every stored trajectory and every finished checkpoint is whole. "
                     f"{'Free some space' if full else 'Fix that'}, then type the same command with --resume."
                 )
-            raise RunStorageError(f"the run folder {self.path} cannot be written: {error}. {advice}") from error
-
-
-def _missing_rows(folder: Path, counted: int, what: str) -> Iterator[str]:
-    """Say that a store of a run is not there, or has seen less than the run had stored."""
-    from trajectory_store import StoreError, TrajectoryStore
-
-    try:
-        with TrajectoryStore.open(folder) as store:
-            if store.watermark < counted:
-                yield f"{folder.name} has seen {store.watermark} {what}, and the run had stored {counted}"
-    except StoreError as error:
-        yield f"{folder.name} cannot be read ({error})" if folder.exists() else f"there is no {folder.name}"
+            raise RunStorageError(f"the run folder {self.address} cannot be written: {error}. {advice}") from error
 
 
 def _canonical(state: Mapping[str, Any]) -> bytes:
@@ -541,21 +600,25 @@ class _PlainFormatter(logging.Formatter):
         return plain(super().format(record))
 
 
-def is_run(path: Path) -> bool:
-    """Return True if a run was started in this folder."""
+def is_run(path: Address) -> bool:
+    """Return True if a run was started in this folder, or at this URL."""
     return RunFolder(path).is_recorded
 
 
-def is_store(path: Path) -> bool:
-    """Return True if this folder is a trajectory store."""
-    return (path / "zarr.json").is_file()
+def is_store(path: Address) -> bool:
+    """Return True if this folder, or what is at this URL, is a trajectory store."""
+    if isinstance(path, Path):
+        return (path / "zarr.json").is_file()
+    return open_medium(path).has("zarr.json")
 
 
-def not_found(path: Path, wanted: str = "run") -> MissingPathError:
+def not_found(path: Address, wanted: str = "run") -> MissingPathError:
     """Return an error that names the runs which are there."""
+    if not isinstance(path, Path):
+        return MissingPathError(f"there is no {wanted} at {path}. Make one: rlhf-pipeline run copy_digits --out {path}")
     runs = sorted({*_runs_in(path.parent), *_runs_in(Path("runs"))})
-    if is_store(RunFolder(path.parent).store_path):
-        runs.append(RunFolder(path.parent).store_path)
+    if is_store(path.parent / _STORE):
+        runs.append(path.parent / _STORE)
     if not runs:
         hint = " Make one: rlhf-pipeline run copy_digits"
     else:

@@ -43,7 +43,7 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
     return found
 
 
-def check_inputs(run_dir: Path, recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> None:
+def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> None:
     """Refuse to go on with other prompts or another starting model than the run began with.
 
     A file that is gone is somebody else's error, and a run without a record of its files is not checked.

@@ -16,7 +16,7 @@ class Ledger:
     none. Only a step that learns from other trajectories than its row says replaces that row and drops the later ones.
 
     Args:
-        path: the file; it need not exist yet.
+        rows: its rows, or the file; it need not exist yet.
         metrics: the rows of the same steps in `metrics.jsonl`. Those of a step that is replaced, and of later ones, go
             before it does: a kill in between leaves no figures of steps that are not in the ledger.
 
@@ -32,8 +32,8 @@ class Ledger:
     [6, 7]
     """
 
-    def __init__(self, path: Path, *, metrics: StepRows | None = None) -> None:
-        self.rows = StepRows(path)
+    def __init__(self, rows: StepRows | Path, *, metrics: StepRows | None = None) -> None:
+        self.rows = StepRows(rows) if isinstance(rows, Path) else rows
         """All rows, oldest first."""
         self.metrics = metrics
 

@@ -9,7 +9,6 @@ from typing import Any
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.run.events import Event, EventHandler, StepDone
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.rows import StepRows
 
 _MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """What each logger needs, by the name of its module and of its package."""
@@ -35,7 +34,7 @@ def with_logger(kind: str | None, run: RunFolder, on_event: EventHandler) -> Eve
     if kind is None:
         return on_event
     logger = _make(kind, run.logger_files, run.path.name)
-    last_logged = StepRows(run.metrics_file).last_step
+    last_logged = run.rows(run.metrics_file).last_step
 
     def handle(event: Event) -> None:
         on_event(event)

@@ -14,12 +14,12 @@ import torch
 
 from rlhf_pipeline.config import Learn
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.run.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from rlhf_pipeline.run.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
 from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone
 from rlhf_pipeline.run.files import sync_folder
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loggers import with_logger
-from rlhf_pipeline.run.rows import StepRows
+from rlhf_pipeline.run.medium import TrafficMeter
 from rlhf_pipeline.run.signals import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -129,6 +129,7 @@ class Loop:
         self.progress = Progress()
         self.metrics = run.metrics
         self.metrics.refresh()
+        self._traffic = TrafficMeter(run.medium, learner.buffer.store)
         self.num_parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
         self._saved: int | None = None
         """The step of the newest checkpoint: what was just loaded or saved is not saved again."""
@@ -146,7 +147,11 @@ class Loop:
         Raises:
             DataError: there are checkpoints, and none is whole.
         """
-        newest = newest_checkpoint(self.folder.checkpoints, skip=lambda message: tell(self.on_event, message))
+        self.folder.medium.write_rows()
+        self.folder.saved()
+        newest = newest_checkpoint(
+            self.folder.checkpoints, skip=lambda message: tell(self.on_event, message), bring=self.folder.bring
+        )
         if newest is None:
             torch.manual_seed(self.learner.seed)  # a run's random numbers are its own, from its start on
             return
@@ -160,7 +165,7 @@ class Loop:
         progress = self.progress
         self.on_event(
             RunStarted(
-                run_dir=self.folder.path,
+                run_dir=self.folder.address,
                 num_parameters=self.num_parameters,
                 first_step=progress.step,
                 total_steps=self.total_steps,
@@ -180,12 +185,13 @@ class Loop:
                 self._save()
         self._save()
         self.after(progress.step, reason)
+        self.folder.medium.flush()
         return reason
 
     def finished(self, reason: Reason, num_trajectories: int) -> RunFinished:
         """Return the event that ends the run."""
         return RunFinished(
-            run_dir=self.folder.path,
+            run_dir=self.folder.address,
             reason=reason,
             steps=self.progress.step,
             seconds=time.perf_counter() - self._started,
@@ -212,6 +218,7 @@ class Loop:
         for notice in learner.take_notices():
             tell(self.on_event, notice)
         row = {"step": number, "task_reward": batch.task_reward, **batch.about, "time": time.time(), **figures}
+        row |= self._traffic.since_last() or {}
         if number > self.metrics.last_step:  # a step that is taken again has its line
             self.metrics.append(row)
         progress.step = number
@@ -223,15 +230,19 @@ class Loop:
             return
         self.learner.buffer.store.flush()
         self.metrics.sync()
-        StepRows(self.folder.ledger_file).sync()
+        self.folder.rows(self.folder.ledger_file).sync()
         sync_folder(self.folder.path)
-        save_checkpoint(
+        before = list_checkpoints(self.folder.checkpoints)
+        saved = save_checkpoint(
             self.folder.checkpoints,
             self.progress.step,
             self.learner,
             state={"progress": vars(self.progress), "source": self.source.state()},
             keep=self.learn.keep_checkpoints,
         )
+        self.folder.keep(saved)
+        for gone in set(before) - set(list_checkpoints(self.folder.checkpoints)):
+            self.folder.drop(gone)
         self._saved = self.progress.step
 
 

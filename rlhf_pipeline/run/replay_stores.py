@@ -22,6 +22,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.gather import GatherCounts, Gatherer, gather_schema
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.loop import Loop, tell
+from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.prologue import begun, check_start
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from rlhf_pipeline.run.sources import ledger_to_follow, stored_source
@@ -31,7 +32,7 @@ from trajectory_store import Schema
 def replay_stores(
     pipeline: Pipeline,
     *,
-    run_dir: Path,
+    run_dir: Address,
     seed: int = 0,
     device: str = "cpu",
     resume: bool = False,
@@ -91,7 +92,11 @@ def replay_stores(
                 storage.refresh()
                 buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
                 learner = build_learner(
-                    pipeline, policy, buffer, ledger=Ledger(folder.ledger_file, metrics=folder.metrics), seed=seed
+                    pipeline,
+                    policy,
+                    buffer,
+                    ledger=Ledger(folder.rows(folder.ledger_file), metrics=folder.metrics),
+                    seed=seed,
                 )
                 loop = Loop(
                     folder,

@@ -17,8 +17,9 @@ from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.build import build_learner, build_policy
-from rlhf_pipeline.run.checkpoint import list_checkpoints, load_checkpoint, step_of
+from rlhf_pipeline.run.checkpoint import load_checkpoint, step_of
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.offline_batches import Batches
 from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import MissingRowError, TrajectoryStore
@@ -89,7 +90,7 @@ class RerunPlan:
     metrics: StepRows
 
 
-def plan_rerun(run_dir: Path, *, from_step: int, num_steps: int | None = None) -> RerunPlan:
+def plan_rerun(run_dir: Address, *, from_step: int, num_steps: int | None = None) -> RerunPlan:
     """Find the checkpoint to start from, and check that everything needed is recorded.
 
     Args:
@@ -110,7 +111,7 @@ def plan_rerun(run_dir: Path, *, from_step: int, num_steps: int | None = None) -
             if taken
             else f"{run_dir} has no steps to replay: its ledger or its metrics are empty."
         )
-    checkpoints = [(step_of(path), path) for path in list_checkpoints(run.checkpoints)]
+    checkpoints = [(step_of(path), path) for path in run.saved()]
     before = [(step, path) for step, path in checkpoints if step < from_step]
     if not before:
         oldest = min((step for step, _ in checkpoints), default=None)
@@ -124,6 +125,7 @@ def plan_rerun(run_dir: Path, *, from_step: int, num_steps: int | None = None) -
             + "To be able to replay any step, start the run with --set learn.keep_checkpoints=1000000."
         )
     start, checkpoint = before[-1]
+    run.bring(checkpoint)
     last = taken if num_steps is None else min(from_step + num_steps - 1, taken)
     lacking = [
         step for step in range(start + 1, last + 1) if ledger.place_of(step) is None or metrics.place_of(step) is None
@@ -133,7 +135,7 @@ def plan_rerun(run_dir: Path, *, from_step: int, num_steps: int | None = None) -
     return RerunPlan(checkpoint=checkpoint, start=start, first=from_step, last=last, ledger=ledger, metrics=metrics)
 
 
-def retake(pipeline: Pipeline, plan: RerunPlan, *, run_dir: Path, seed: int, device: str) -> Iterator[Retaken]:
+def retake(pipeline: Pipeline, plan: RerunPlan, *, run_dir: Address, seed: int, device: str) -> Iterator[Retaken]:
     """Take the steps again and yield those from `plan.first` on; nothing in the run folder changes.
 
     Args:

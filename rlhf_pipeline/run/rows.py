@@ -333,7 +333,7 @@ class NewRows:
     A resumed learner may take rows off and write others in their place. Those are new rows too.
 
     Args:
-        path: the file; it need not exist yet. What it holds now counts as seen.
+        rows: its rows, or the file; it need not exist yet. What it holds now counts as seen.
         seen: False counts nothing as seen.
 
     >>> import tempfile
@@ -344,8 +344,8 @@ class NewRows:
     ([{'step': 1}], [])
     """
 
-    def __init__(self, path: Path, *, seen: bool = True) -> None:
-        self.rows = StepRows(path)
+    def __init__(self, rows: StepRows | Path, *, seen: bool = True) -> None:
+        self.rows = StepRows(rows) if isinstance(rows, Path) else rows
         self._num = len(self.rows) if seen else 0
         self._checksums = [
             self.rows.entry(place).checksum for place in range(max(self._num - _LOOK_BACK, 0), self._num)

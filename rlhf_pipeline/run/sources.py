@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,17 +16,15 @@ from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline, Replay
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.replay.stored_groups import NewIds
 from rlhf_pipeline.run.build import Parts
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import Batch, Source, tell
 from rlhf_pipeline.run.offline_batches import Batches
-from rlhf_pipeline.run.processes.claims import RolloutSet
-from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause, is_alive
+from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
+from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.signals import StopRequest
-from trajectory_store import TrajectoryStore
 
 Ints = npt.NDArray[np.int64]
 
@@ -86,7 +85,7 @@ class Arrivals:
     Args:
         pipeline: the definition.
         parts: what learns, and the write path whose state all collectors share.
-        rollouts: where collectors record which rollouts are stored.
+        rollouts: which are stored.
         run: the run folder.
         heartbeat: of this process.
         on_event: receives notices.
@@ -98,7 +97,7 @@ class Arrivals:
         self,
         pipeline: Pipeline,
         parts: Parts,
-        rollouts: TrajectoryStore,
+        rollouts: Rollouts,
         run: RunFolder,
         heartbeat: Heartbeat,
         on_event: EventHandler,
@@ -112,9 +111,8 @@ class Arrivals:
         self._run = run
         self._heartbeat = heartbeat
         self._on_event = on_event
-        self._waiting: dict[int, int] = {}
-        """Rollouts that have arrived and were not learned from yet, in order, each with its row."""
-        self._new = NewIds(rollouts)
+        self._waiting: list[int] = []
+        """Rollouts that have arrived and were not learned from yet, in order."""
         self._current: _Arrived | None = None
 
     def begins(self, step: int) -> bool:
@@ -136,9 +134,11 @@ class Arrivals:
         was = None if planned is None else np.asarray(planned["row_ids"], np.int64)
         row_ids = was if was is not None and self._has(was) else self._usable(current, step)
         self._heartbeat.beat("learning", step=step, rollout=current.index)
+        traffic = current.traffic if begins and current.traffic is not None else {}
         return Batch(
             task_reward=current.task_reward if begins else None,
-            about=_about(current.index, current if begins else None),
+            about=_about(current.index, current if begins else None)
+            | {f"rollout_{name}": value for name, value in traffic.items()},
             row_ids=row_ids,
             ledger_fields={"rollout": current.index},
         )
@@ -150,35 +150,29 @@ class Arrivals:
     def load_state(self, state: dict[str, Any]) -> None:
         """Put it back."""
         self.done = RolloutSet.from_json(state["done"])
-        self._waiting, self._new = {}, NewIds(self._rollouts)
+        self._waiting = []
+        self._rollouts.again()
         self._parts.load_write_path_state(state["write_path"])
 
     def _begin(self, index: int) -> None:
         self.done.add(index)
-        self._waiting.pop(index, None)
+        if index in self._waiting:
+            self._waiting.remove(index)
         size = self._pipeline.collect.prompts_per_rollout
         self._parts.collector.observe(np.arange(index * size, (index + 1) * size))
-
-    def _look(self) -> None:
-        """Read the rollouts that have arrived since the last look."""
-        self._rollouts.refresh()
-        new = self._new.take()
-        for row, rollout in zip(new.tolist(), self._rollouts.read_scalars("rollout", new).tolist(), strict=True):
-            if rollout not in self.done:
-                self._waiting.setdefault(rollout, row)
 
     def _wait(self, stop: StopRequest, step: int, *, planned: int | None = None) -> int | None:
         """Return the rollout that arrived first among those not learned from; None if the process is to stop.
 
         Or the one that was planned: its row may be lost to a power loss, and comes again from a collector.
         """
-        pause, alone_at = Pause(), time.monotonic() + _ALONE_S
+        pause, alone_at = Pause(self._run.medium.patience_s), time.monotonic() + _ALONE_S
         while not stop:
-            self._look()
-            if planned is not None and self._row_of(planned) is not None:
+            self._waiting += self._rollouts.new(self.done)
+            if planned is not None and self._rollouts.get(planned) is not None:
                 return planned
             if planned is None and self._waiting:
-                return next(iter(self._waiting))
+                return self._waiting[0]
             self._heartbeat.beat("waiting for a rollout", step=step - 1)
             if time.monotonic() > alone_at:
                 alone_at = float("inf")
@@ -188,10 +182,8 @@ class Arrivals:
 
     def _say_if_alone(self) -> None:
         """Report what is missing when the learner waits and no collector is alive."""
-        folder = self._run.processes
-        names = {file.stem for file in folder.glob("*.lock")} - {"learner", "supervisor"}
-        if not any(is_alive(folder, name) for name in names):
-            command = shlex.join(["rlhf-pipeline", "collect", "--run", str(self._run.path)])
+        if not self._run.medium.living() - {"learner", "supervisor"}:
+            command = shlex.join(["rlhf-pipeline", "collect", "--run", str(self._run.address)])
             tell(self._on_event, f"the learner waits for a rollout, and no collector is alive. Start one: {command}")
 
     def _arrived(self, index: int) -> _Arrived:
@@ -199,8 +191,8 @@ class Arrivals:
         store, size = self._parts.buffer.store, self._pipeline.collect.prompts_per_rollout
         row_ids = self._parts.collector.stored.rows(index * size, (index + 1) * size - 1)
         row_ids = row_ids[np.argsort(store.read_scalars("trajectory_id", row_ids), kind="stable")]
-        said = self._rollouts.read(np.asarray([self._row_of(index)], np.int64))
-        lost = int(said["num_trajectories"][0]) - len(row_ids)
+        said = self._rollouts.known(index)
+        lost = said.num_trajectories - len(row_ids)
         if lost > 0 and self._pipeline.buffer.max_trajectories is None and self._pipeline.write.zero_variance != "drop":
             tell(
                 self._on_event,
@@ -210,19 +202,12 @@ class Arrivals:
         return _Arrived(
             index=index,
             row_ids=row_ids[np.isfinite(store.read_scalars("task_reward", row_ids))],
-            task_reward=float(said["task_reward"][0]),
-            num_failed=int(said["num_failed"][0]),
-            seconds=float(said["seconds"][0]),
-            num_tokens=int(said["num_tokens"][0]),
+            task_reward=said.task_reward,
+            num_failed=said.num_failed,
+            seconds=said.seconds,
+            num_tokens=said.num_tokens,
+            traffic=said.traffic,
         )
-
-    def _row_of(self, index: int) -> int | None:
-        """Return the row of a rollout, or None if it is not there."""
-        row = self._waiting.get(index)
-        if row is None:  # begun before the checkpoint
-            found = self._rollouts.ids()[self._rollouts.read_scalars("rollout") == index]
-            row = int(found[0]) if len(found) else None
-        return row
 
     def _usable(self, arrived: _Arrived, step: int) -> Ints:
         """Return the trajectories that `step` learns from; say how many of the rollout are too old."""
@@ -263,6 +248,8 @@ class _Arrived:
     seconds: float
     num_tokens: int
     """0 where a collector that was killed had stored it, and another one only added its row."""
+    traffic: Mapping[str, int] | None
+    """What its collector asked of an object store."""
 
 
 class _Measured(Protocol):

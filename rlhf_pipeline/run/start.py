@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.build import build_models, build_parts
@@ -12,6 +11,7 @@ from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import Loop, tell
+from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.prologue import begun, check_prompts, check_start, sampling_notices
 from rlhf_pipeline.run.replay_stores import replay_stores
 from rlhf_pipeline.run.signals import stop_on_signals
@@ -21,7 +21,7 @@ from rlhf_pipeline.run.sources import MadeHere
 def run(
     pipeline: Pipeline,
     *,
-    run_dir: Path,
+    run_dir: Address,
     seed: int = 0,
     device: str = "cpu",
     resume: bool = False,

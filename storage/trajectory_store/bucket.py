@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from trajectory_store import fs
@@ -23,6 +24,38 @@ _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 class Transient(Exception):
     """A request failed in a way that another try may not; whether a put arrived is unknown."""
+
+
+@dataclass
+class Traffic:
+    """What was asked of an object store, repeats of its client left out.
+
+    Attributes:
+        puts: requests that write.
+        gets: requests that read an object, or a part of one.
+        lists: requests that list keys.
+        deletes: requests that delete; they cost nothing.
+        sent: bytes of the objects that were written.
+        received: bytes of the objects that were read.
+    """
+
+    puts: int = 0
+    gets: int = 0
+    lists: int = 0
+    deletes: int = 0
+    sent: int = 0
+    received: int = 0
+
+    @property
+    def requests(self) -> int:
+        """All requests."""
+        return self.puts + self.gets + self.lists + self.deletes
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(**{name: value - getattr(other, name) for name, value in vars(self).items()})
 
 
 class Bucket(ABC):

@@ -194,6 +194,10 @@ class Medium(ABC):
         """See to it that nobody appends to a segment whose writer seems dead; returns whether that is certain."""
         return not segment.is_live()
 
+    def fence(self, segment: Segment) -> None:
+        """See to it that nobody appends to a segment any more; where locks die with their holders, that is so."""
+        self.seal(segment)
+
     def fresh(self) -> Medium:
         """The same place for a second reader in this process, with nothing shared that one could disturb."""
         return self

@@ -118,13 +118,15 @@ def read_root(bucket: Bucket) -> Root:
         FormatVersionError: another version of the format wrote it.
     """
     raw = bucket.get(KEY)
+    if raw is None and not bucket.is_empty():
+        raw = bucket.get(KEY)  # it may have been made between the two looks
+        if raw is None:
+            raise NotAStoreError(
+                f"{bucket.where} holds no trajectory store: it has no zarr.json. Give the folder that "
+                "TrajectoryStore.create made."
+            )
     if raw is not None:
         return Root.from_json(raw, f"{bucket.where}/{KEY}")
-    if not bucket.is_empty():
-        raise NotAStoreError(
-            f"{bucket.where} holds no trajectory store: it has no zarr.json. Give the folder that "
-            "TrajectoryStore.create made."
-        )
     raise StoreNotFoundError(
         f"there is no trajectory store at {bucket.where}. Check the path, or make one with "
         "TrajectoryStore.create(path, schema)."

@@ -13,6 +13,7 @@ import numpy as np
 
 from trajectory_store import fs
 from trajectory_store.batch import Batch, prepare
+from trajectory_store.bucket import Traffic
 from trajectory_store.catalog import Catalog
 from trajectory_store.errors import BatchError, ReadOnlyError, SchemaError, SegmentGoneError
 from trajectory_store.format import DURABILITIES, ORDINAL_SHIFT, TARGET, Durability
@@ -333,6 +334,38 @@ class TrajectoryStore(StoreReads):
                 stream.sync()
 
     # Care
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this process asked of an object store so far; nothing where the store is a folder."""
+        return getattr(self._catalog.medium.bucket, "traffic", Traffic())
+
+    @property
+    def segment(self) -> int | None:
+        """The number of the segment that this process appends rows to now; None before the first append."""
+        return None if self._stream.ordinal < 0 else self._stream.ordinal
+
+    def on_segment(self, begin: Callable[[int], None] | None) -> None:
+        """Have a function called with the number of each new segment of this process, before rows are put there.
+
+        With `fence` it makes a lease safe: who holds one notes the segment where others read it, and who takes the
+        lease away from a process that seems dead ends that segment. What the function raises ends the append, and none
+        of its rows is in the store.
+        """
+        self._stream.on_begin = begin
+
+    def fence(self, segment: int) -> None:
+        """End a segment of another process: what that process appends from now on begins a new one.
+
+        What it had committed by then is there after this call.
+        """
+        self._check_writable("fence")
+        self._catalog.refresh()
+        found = self._catalog.segments.get(segment)
+        if found is not None:
+            self._catalog.medium.fence(found)
+        self._catalog.refresh()
+        self._catalog.refresh_segment(segment)
 
     def compact(self) -> CompactReport:
         """Merge finished segments into few, and leave out updates that a newer one covers; ids and their order stay.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,8 @@ class Stream:
         self._finished: tuple[int, int] | None = None
         self._lock = threading.Lock()
         self._pid = os.getpid()
+        self.on_begin: Callable[[int], None] | None = None
+        """Called with the number of a new segment, before its first commit; what it raises is raised by `append`."""
 
     @property
     def ordinal(self) -> int:
@@ -166,6 +169,12 @@ class Stream:
         self._writer = writer = medium.make_segment(meta, self._claim, self._catalog.state.next_ordinal)
         self._made += 1
         self._catalog.refresh()
+        if self.on_begin is not None:
+            try:
+                self.on_begin(writer.ordinal)
+            except BaseException:
+                self._give_up()
+                raise
         return writer
 
     def _claim(self, ordinal: int, salt: int) -> int:

@@ -7,6 +7,8 @@ Three facts, each kept where it cannot be wrong:
 - *in flight*: an exclusive lock on byte `r` of the file `claims/rollouts`. The kernel drops it with its process.
 - *order*: claims are made under one lock and always take the lowest rollout that is neither done nor in flight, so
   what a dead collector left is the next thing that anyone takes up.
+
+In an object store, where nothing is dropped with a process, they are `run.remote.rollouts`.
 """
 
 from __future__ import annotations
@@ -14,30 +16,15 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
 
-from rlhf_pipeline.replay.stored_groups import NewIds
 from rlhf_pipeline.run.processes.admission import may_start
+from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet
 from rlhf_pipeline.run.processes.weights import Published
-from trajectory_store import Column, Schema, TrajectoryStore
-
-ROLLOUTS_SCHEMA: Final = Schema(
-    [
-        Column("rollout", "int64"),
-        Column("policy_version", "int64"),
-        Column("num_trajectories", "int64"),
-        Column("num_failed", "int64"),
-        Column("task_reward", "float64"),
-        Column("num_tokens", "int64"),
-        Column("seconds", "float64"),
-        Column("created_at", "float64"),
-    ]
-)
-"""One row per rollout whose trajectories are in the main store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,55 +35,43 @@ class Flow:
     max_staleness: int
 
 
-class RolloutSet:
-    """Rollouts by number, nearly without gaps: all below a number, and some above it.
+class Claims(ABC):
+    """One collector's claims on rollouts.
 
-    >>> done = RolloutSet()
-    >>> for rollout in (0, 2, 1, 5):
-    ...     done.add(rollout)
-    >>> len(done), 5 in done, 4 in done, done.lowest_missing, done.to_json()
-    (4, True, False, 3, [3, [5]])
+    Attributes:
+        is_first: nobody had claimed the rollout before, so that nothing of it can be in the store.
     """
 
-    def __init__(self, below: int = 0, above: Iterable[int] = ()) -> None:
-        self.lowest_missing = below
-        self._above = set(above)
+    is_first = False
 
-    def __len__(self) -> int:
-        return self.lowest_missing + len(self._above)
+    @abstractmethod
+    def claim(self, published: Published) -> int | None:
+        """Take the lowest free rollout, or None if it may not start yet."""
 
-    def __contains__(self, rollout: int) -> bool:
-        return rollout < self.lowest_missing or rollout in self._above
+    @abstractmethod
+    def release(self, *, done: bool) -> None:
+        """Release the claim.
 
-    def add(self, rollout: int) -> None:
-        """Add one; it may be there already."""
-        if rollout >= self.lowest_missing:
-            self._above.add(rollout)
-        while self.lowest_missing in self._above:
-            self._above.remove(self.lowest_missing)
-            self.lowest_missing += 1
+        Args:
+            done: whether the rollout is recorded as stored; else it is free for the next try.
+        """
 
-    def to_json(self) -> list[Any]:
-        """Return it as JSON values."""
-        return [self.lowest_missing, sorted(self._above)]
-
-    @classmethod
-    def from_json(cls, data: Sequence[Any]) -> RolloutSet:
-        """Rebuild it from `to_json`."""
-        return cls(data[0], data[1])
+    @abstractmethod
+    def close(self) -> None:
+        """Release every claim."""
 
 
-class Claims:
-    """One collector's view of the rollouts. One object per process: the byte locks belong to the process.
+class FolderClaims(Claims):
+    """Claims of a run in a folder. One object per process: the byte locks belong to the process.
 
     Args:
         folder: the run's `claims` folder; made if absent.
         name: the collector's name.
-        rollouts: the `rollouts` store, open for appending.
+        rollouts: which are stored.
         flow: the limits.
     """
 
-    def __init__(self, folder: Path, name: str, rollouts: TrajectoryStore, flow: Flow) -> None:
+    def __init__(self, folder: Path, name: str, rollouts: Rollouts, flow: Flow) -> None:
         self.rollouts = rollouts
         self.flow = flow
         self._name = name
@@ -106,7 +81,6 @@ class Claims:
         self._bytes = os.open(self._folder / "rollouts", os.O_RDWR | os.O_CREAT, 0o644)
         self._held: int | None = None
         self._done = RolloutSet()
-        self._new = NewIds(rollouts)
 
     def close(self) -> None:
         """Release every claim."""
@@ -118,7 +92,7 @@ class Claims:
             while True:
                 done = self._read_done()
                 in_flight = self._in_flight(done)
-                rollout = _lowest_free(done, in_flight)
+                rollout = lowest_free(done, in_flight)
                 if not may_start(
                     version=published.version,
                     next_version=published.next_version,
@@ -140,16 +114,15 @@ class Claims:
             note.replace(self._folder / f"{self._name}.json")
             return rollout
 
-    def release(self) -> None:
+    def release(self, *, done: bool) -> None:
         """Release the claim: the rollout is done, or free for the next try."""
         if self._held is not None:
             fcntl.lockf(self._bytes, fcntl.LOCK_UN, 1, self._held)
             self._held = None
 
     def _read_done(self) -> RolloutSet:
-        """Return the rollouts that are done; each row is read once."""
-        self.rollouts.refresh()
-        for rollout in self.rollouts.read_scalars("rollout", self._new.take()).tolist():
+        """Return the rollouts that are done."""
+        for rollout in self.rollouts.new(self._done):
             self._done.add(rollout)
         return self._done
 
@@ -184,7 +157,7 @@ class Claims:
             yield
 
 
-def _lowest_free(done: RolloutSet, in_flight: dict[int, int]) -> int:
+def lowest_free(done: RolloutSet, in_flight: dict[int, int]) -> int:
     """Return the smallest rollout that is in neither."""
     lowest = done.lowest_missing
     while lowest in in_flight or lowest in done:

@@ -9,38 +9,43 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from safetensors import SafetensorError
 
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.errors import DataError, RewardError, RunExistsError
+from rlhf_pipeline.errors import DataError, LeaseLostError, RewardError, RunExistsError
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.engines.protocol import WeightRefresh
 from rlhf_pipeline.run.build import Parts, build_models, build_parts
 from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
+from rlhf_pipeline.run.files import remove_folder
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import tell
+from rlhf_pipeline.run.medium import Address, RunMedium, TrafficMeter, is_url
 from rlhf_pipeline.run.processes.claims import Claims, Flow
-from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause, is_alive, process_lock
-from rlhf_pipeline.run.processes.run_files import shared_run
+from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause, process_lock
+from rlhf_pipeline.run.processes.rollouts import Rollouts, StoredRollout
+from rlhf_pipeline.run.processes.run_files import open_claims, open_rollouts, shared_run
 from rlhf_pipeline.run.processes.weights import Published, read_published, version_folder, weights_problem
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
-from trajectory_store import TrajectoryStore
 
 logger = logging.getLogger(__name__)
 
 _TRIES = 20
 _LOOK_AGAIN_S = 0.05
+_LOOKS_A_CLAIM = 4
+"""Looks at the newest weights between two requests for a claim that was refused."""
+_COPIES = 2
+"""Versions of the weights that a process has copies of, where the run is elsewhere."""
 
 
 def collect(
     pipeline: Pipeline,
     *,
-    run_dir: Path,
+    run_dir: Address,
     seed: int = 0,
     device: str = "cpu",
     name: str | None = None,
@@ -76,7 +81,7 @@ def collect(
         run.named_disk_errors(),
         stop_on_signals(parent) as stop,
         shared_run(run, pipeline, seed=seed, device=device, definition=definition, overrides=overrides),
-        _named(run.processes, name) as own_name,
+        _named(run, name) as own_name,
         run.log(),
         Heartbeat(run.processes, own_name) as heartbeat,
     ):
@@ -84,23 +89,23 @@ def collect(
         models = build_models(pipeline, seed=seed, device=device)
         with (
             chosen_engine(pipeline, models.policy, run=run, device=device),
-            build_parts(pipeline, models, run=run, seed=seed) as parts,
-            TrajectoryStore.open(run.rollouts, "a") as rollouts,
+            build_parts(pipeline, models, run=run, seed=seed, learns=False) as parts,
+            open_rollouts(run, adds=True) as rollouts,
         ):
             flow = Flow(
                 updates_per_rollout=pipeline.learn.updates_per_rollout, max_staleness=pipeline.buffer.max_staleness
             )
-            claims = Claims(run.claims, own_name, rollouts, flow)
+            claims = open_claims(run, own_name, rollouts, flow, parts.buffer.store)
             try:
                 every = pipeline.collect.refresh_weights_every
-                worker = _Worker(run, parts, claims, heartbeat, on_event, every)
+                traffic = TrafficMeter(run.medium, parts.buffer.store)
+                worker = _Worker(run, parts, claims, rollouts, heartbeat, on_event, traffic, every)
                 reason = worker.work(stop)
             finally:
-                claims.release()
                 claims.close()
         heartbeat.beat("ended", reason=reason, rollouts=worker.num_rollouts)
     finished = CollectorFinished(
-        run_dir=run_dir,
+        run_dir=run.address,
         collector=own_name,
         reason=reason,
         num_rollouts=worker.num_rollouts,
@@ -111,14 +116,17 @@ def collect(
 
 
 @contextmanager
-def _named(folder: Path, name: str | None) -> Iterator[str]:
+def _named(run: RunFolder, name: str | None) -> Iterator[str]:
     with ExitStack() as held:
         if name is not None:
-            held.enter_context(process_lock(folder, name, wait_s=10.0))
+            held.enter_context(process_lock(run.processes, name, wait_s=10.0))
+            held.enter_context(run.medium.lease(name, wait_s=10.0))
         for number in itertools.count() if name is None else ():
             # Tried and not looked up: others that start at this moment try, too.
-            with suppress(RunExistsError):
-                held.enter_context(process_lock(folder, f"collector-{number}"))
+            with suppress(RunExistsError), ExitStack() as tried:
+                tried.enter_context(process_lock(run.processes, f"collector-{number}"))
+                tried.enter_context(run.medium.lease(f"collector-{number}"))
+                held.push(tried.pop_all())
                 name = f"collector-{number}"
                 break
         yield str(name)
@@ -129,59 +137,68 @@ class _Worker:
     run: RunFolder
     parts: Parts
     claims: Claims
+    rollouts: Rollouts
     heartbeat: Heartbeat
     on_event: EventHandler
+    traffic: TrafficMeter
     refresh_weights_every: int = 0
     version: int = -1
     num_rollouts: int = 0
     num_trajectories: int = 0
 
     def work(self, stop: StopRequest) -> Literal["finished", "interrupted"]:
-        pause = Pause()
+        pause, refused = Pause(self.run.medium.patience_s), _Refused()
         while not stop:
-            published = read_published(self.run.weights)
+            published = read_published(self.run)
             if published is None:
                 self.heartbeat.beat("waiting for the first weights", rollouts=self.num_rollouts)
                 pause.sleep()
                 continue
             if published.finished is not None:
-                if not is_alive(self.run.processes, "learner"):
+                if not self.run.medium.is_alive("learner"):
                     return "finished"
                 # It is about to leave; or it has come back to take more steps, and says so in a moment.
                 self.heartbeat.beat("waiting for the learner", version=self.version, rollouts=self.num_rollouts)
                 pause.sleep()
                 continue
-            rollout = self.claims.claim(published)
+            rollout = None if refused.still(published) else self.claims.claim(published)
             if rollout is None:
+                refused.note(published, self.run.medium)
                 self.heartbeat.beat("waiting for the learner", version=self.version, rollouts=self.num_rollouts)
                 pause.sleep()
                 continue
+            done = False
             try:
-                self._one(rollout, published)
+                done = self._one(rollout, published)
+            except LeaseLostError as error:
+                tell(self.on_event, str(error))
             finally:
-                self.claims.release()
-            pause = Pause()
+                self.claims.release(done=done)
+            pause, refused = Pause(self.run.medium.patience_s), _Refused()
         return "interrupted"
 
-    def _one(self, rollout: int, published: Published) -> None:
+    def _one(self, rollout: int, published: Published) -> bool:
+        """Store a rollout and record it; returns that it is done."""
         self._take_weights(published)
         self.heartbeat.beat("collecting", rollout=rollout, version=self.version, rollouts=self.num_rollouts)
         self.parts.load_write_path_state(published.write_path)
-        self.parts.buffer.refresh()
+        if not self.claims.is_first:
+            self.parts.buffer.refresh()
         version = self.version
         done = self._collect(rollout)
         # After the trajectories: a row here says that all of the rollout is there.
-        self.claims.rollouts.append(
-            {
-                "rollout": [rollout],
-                "policy_version": [version],
-                "num_trajectories": [done.num_trajectories],
-                "num_failed": [done.num_failed],
-                "task_reward": [done.task_reward],
-                "num_tokens": [done.num_tokens],
-                "seconds": [done.seconds],
-                "created_at": [time.time()],
-            }
+        self.rollouts.add(
+            StoredRollout(
+                rollout=rollout,
+                policy_version=version,
+                num_trajectories=done.num_trajectories,
+                num_failed=done.num_failed,
+                task_reward=done.task_reward,
+                num_tokens=done.num_tokens,
+                seconds=done.seconds,
+                created_at=time.time(),
+                traffic=self.traffic.since_last(),
+            )
         )
         self.num_rollouts += 1
         self.num_trajectories += done.num_trajectories
@@ -195,6 +212,7 @@ class _Worker:
                 seconds=done.seconds,
             )
         )
+        return True
 
     def _collect(self, rollout: int) -> Rollout:
         try:
@@ -213,7 +231,7 @@ class _Worker:
             return None
 
         def load() -> int:
-            newest = read_published(self.run.weights)
+            newest = read_published(self.run)
             if newest is not None:
                 self._take_weights(newest)
             return self.version
@@ -222,13 +240,13 @@ class _Worker:
 
     def _take_weights(self, published: Published) -> None:
         """Load the published weights; if they have been replaced in the meantime, the newest ones."""
-        folder, tries = self.run.weights, 0
+        tries = 0
         while published.version != self.version:
             try:
-                load_policy(self.parts.policy, folder, published.version)
+                load_policy(self.parts.policy, self.run, published.version)
                 self.version = published.version
             except (OSError, SafetensorError, DataError):
-                newest = read_published(folder)
+                newest = read_published(self.run)
                 tries += newest is None or newest.version == published.version
                 if tries > _TRIES:
                     raise
@@ -236,17 +254,37 @@ class _Worker:
                 published = newest or published
 
 
-def load_policy(policy: CausalLMPolicy, folder: Path, version: int) -> None:
+@dataclass
+class _Refused:
+    """When a claim was refused: asked again once the learner has got on, or others may have died."""
+
+    published: Published | None = None
+    until: float = 0.0
+
+    def still(self, published: Published) -> bool:
+        """Whether the answer would be the same."""
+        return published == self.published and time.monotonic() < self.until
+
+    def note(self, published: Published, medium: RunMedium) -> None:
+        """Note a refusal; where looking costs little, no answer is relied on."""
+        if not self.still(published):
+            self.published, self.until = published, time.monotonic() + _LOOKS_A_CLAIM * medium.patience_s
+
+
+def load_policy(policy: CausalLMPolicy, run: RunFolder, version: int) -> None:
     """Give the policy's engine the published weights of a version; the policy itself where it samples on its own.
 
     Raises:
         DataError: a file is damaged, or the folder is gone: a newer version may have replaced it.
         EngineError: the engine cannot load them.
     """
-    problem = weights_problem(folder, version)
+    problem, folder = weights_problem(run, version), version_folder(run.weights, version)
     if problem is not None:
         raise DataError(
-            f"the published weights {version_folder(folder, version)} cannot be used: {problem}. Start the learner "
-            f"again, which publishes them again: rlhf-pipeline learn --run {shlex.quote(str(folder.parent))}"
+            f"the published weights {folder.name} of {run.address} cannot be used: {problem}. Start the learner "
+            f"again, which publishes them again: rlhf-pipeline learn --run {shlex.quote(str(run.address))}"
         )
-    policy.engine.load_weights(version_folder(folder, version), version)
+    policy.engine.load_weights(folder, version)
+    for older in sorted(folder.parent.glob("version-*"))[:-_COPIES] if is_url(run.address) else ():
+        if older != folder:
+            remove_folder(older)

@@ -85,15 +85,20 @@ class Heartbeat:
 
 
 class Pause:
-    """Sleeps between two looks while there is nothing to do, longer each time, up to a tenth of a second."""
+    """Sleeps between two looks while there is nothing to do, longer each time.
 
-    def __init__(self) -> None:
+    Args:
+        longest_s: the longest pause, in seconds.
+    """
+
+    def __init__(self, longest_s: float = 0.1) -> None:
         self._seconds = 0.005
+        self._longest_s = longest_s
 
     def sleep(self) -> None:
         """Sleep."""
         time.sleep(self._seconds)
-        self._seconds = min(2 * self._seconds, 0.1)
+        self._seconds = min(2 * self._seconds, self._longest_s)
 
 
 def read_heartbeat(folder: Path, name: str) -> dict[str, Any]:

@@ -5,26 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.build import Models, Parts, build_models, build_parts
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import Loop, Reason, tell
+from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
-from rlhf_pipeline.run.processes.run_files import shared_run
+from rlhf_pipeline.run.processes.run_files import open_rollouts, shared_run
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_problem
 from rlhf_pipeline.run.rows import Row
 from rlhf_pipeline.run.signals import stop_on_signals
 from rlhf_pipeline.run.sources import Arrivals
-from trajectory_store import TrajectoryStore
 
 
 def learn(
     pipeline: Pipeline,
     *,
-    run_dir: Path,
+    run_dir: Address,
     seed: int = 0,
     device: str = "cpu",
     parent: int | None = None,
@@ -67,15 +66,17 @@ def learn(
             record_again=True,
         ),
         process_lock(run.processes, "learner", wait_s=10.0),
+        run.medium.lease("learner", wait_s=10.0),
         run.log(),
         Heartbeat(run.processes, "learner") as heartbeat,
     ):
         heartbeat.beat("starting")
+        run.medium.write_rows()
         # The collectors' write path scores with the reference model; the loss reads what it stored.
         models = Models(policy=build_models(pipeline, seed=seed, device=device).policy, reference=None)
         with (
             build_parts(pipeline, models, run=run, seed=seed) as parts,
-            TrajectoryStore.open(run.rollouts) as rollouts,
+            open_rollouts(run) as rollouts,
         ):
             source = Arrivals(pipeline, parts, rollouts, run, heartbeat, on_event)
             publisher = _Publisher(pipeline, parts, source, run, on_event)
@@ -115,7 +116,7 @@ class _Publisher:
         self._parts = parts
         self._ledger = parts.learner.ledger
         self._source = source
-        self._folder = run.weights
+        self._run = run
         self._published = self._published_before(on_event)
         """The version that is out, if it is whole, and the ledger's row of the step behind it."""
 
@@ -133,7 +134,7 @@ class _Publisher:
             write_path=self._parts.write_path_state(),
         )
         save = self._parts.policy.save_pretrained if newest != step else None
-        publish(self._folder, published, save=save, sync=self._sync)
+        publish(self._run, published, save=save, sync=self._sync)
         self._published = step, self._ledger.planned(step)
 
     @property
@@ -143,10 +144,10 @@ class _Publisher:
         return version if version is not None and self._ledger.planned(version) == row else None
 
     def _published_before(self, on_event: EventHandler) -> tuple[int | None, Row | None]:
-        before = read_published(self._folder)
+        before = read_published(self._run)
         if before is None:
             return None, None
-        row, problem = self._ledger.planned(before.version), weights_problem(self._folder, before.version)
+        row, problem = self._ledger.planned(before.version), weights_problem(self._run, before.version)
         if problem is not None:
             tell(on_event, f"the published weights of step {before.version} are damaged: {problem}.")
             return None, None
@@ -154,5 +155,5 @@ class _Publisher:
             tell(on_event, f"the ledger has no step {before.version}: the weights published after it are replaced.")
             return None, None
         if before.finished is not None:  # the run goes on
-            publish(self._folder, replace(before, finished=None), save=None)
+            publish(self._run, replace(before, finished=None), save=None)
         return before.version, row

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, cast
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import RunExistsError, RunMismatchError
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.claims import ROLLOUTS_SCHEMA
-from trajectory_store import StoreNotFoundError, TrajectoryStore
+from rlhf_pipeline.run.medium import FolderMedium
+from rlhf_pipeline.run.processes.claims import Claims, Flow, FolderClaims
+from rlhf_pipeline.run.processes.rollouts import FolderRollouts, Rollouts, make_rollouts
+from trajectory_store import TrajectoryStore
 
-_ROLLOUTS_PER_SEGMENT = 8192
+if TYPE_CHECKING:
+    from rlhf_pipeline.run.remote.medium import BucketMedium
 
 
 @contextmanager
@@ -53,8 +57,11 @@ def shared_run(
                 folder.check_processes(several=True)
                 folder.check_unchanged(pipeline, seed)
                 folder.check_parts()
-            if record_again or not folder.is_recorded:
-                folder.record(pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
+            again = folder.is_recorded
+            if (record_again or not again) and not folder.record(
+                pipeline, definition=definition, overrides=overrides, seed=seed, device=device
+            ):
+                folder.check_unchanged(pipeline, seed)  # another machine's process was first
             if make_stores:
                 _make_stores(folder, pipeline)
         yield
@@ -71,14 +78,42 @@ def _is_as_recorded(folder: RunFolder, pipeline: Pipeline, seed: int) -> bool:
 def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
     from rlhf_pipeline.run.build import open_storage  # needs torch, which a supervisor does without
 
-    try:
-        TrajectoryStore.open(folder.rollouts).close()
-    except StoreNotFoundError:
-        TrajectoryStore.create(
-            folder.rollouts,
-            ROLLOUTS_SCHEMA,
-            durability=pipeline.buffer.durability,
-            segment_rows=_ROLLOUTS_PER_SEGMENT,
-        ).close()
+    if isinstance(folder.medium, FolderMedium):
+        make_rollouts(folder.rollouts, durability=pipeline.buffer.durability)
+    else:
+        from rlhf_pipeline.run.remote.rollouts import BucketRollouts
+
+        BucketRollouts.begin(cast("BucketMedium", folder.medium).bucket)
     # Last: trajectories without `rollouts` beside them are those of a run in one process.
     open_storage(folder, pipeline).close()
+
+
+def open_rollouts(run: RunFolder, *, adds: bool = False) -> Rollouts:
+    """Return which rollouts of a run are stored.
+
+    Args:
+        run: a run of several processes.
+        adds: whether this process stores rollouts.
+    """
+    if isinstance(run.medium, FolderMedium):
+        return FolderRollouts(TrajectoryStore.open(run.rollouts, "a" if adds else "r"))
+    from rlhf_pipeline.run.remote.rollouts import BucketRollouts
+
+    return BucketRollouts(cast("BucketMedium", run.medium).bucket)
+
+
+def open_claims(run: RunFolder, name: str, rollouts: Rollouts, flow: Flow, store: TrajectoryStore) -> Claims:
+    """Return a collector's claims on rollouts.
+
+    Args:
+        run: a run of several processes.
+        name: the collector's name.
+        rollouts: which are stored.
+        flow: the limits.
+        store: where the collector appends trajectories.
+    """
+    if isinstance(run.medium, FolderMedium):
+        return FolderClaims(run.claims, name, rollouts, flow)
+    from rlhf_pipeline.run.remote.rollouts import LeasedClaims
+
+    return LeasedClaims(cast("BucketMedium", run.medium), name, rollouts, flow, store)

@@ -12,13 +12,13 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import ProcessFailedError
 from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.processes.children import Child, Exit, SupervisorConfig
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.run_files import shared_run
@@ -39,7 +39,7 @@ _A_MISTAKE = 2
 def supervise(
     pipeline: Pipeline,
     *,
-    run_dir: Path,
+    run_dir: Address,
     config: SupervisorConfig,
     definition: str,
     seed: int = 0,
@@ -110,7 +110,7 @@ def supervise(
     return finished
 
 
-def commands(run_dir: Path, collectors: int) -> dict[str, list[str]]:
+def commands(run_dir: Address, collectors: int) -> dict[str, list[str]]:
     """Return what each process of a supervised run executes, by name, the learner first."""
     base = [sys.executable, "-m", "rlhf_pipeline"]
     end = ["--run", str(run_dir), "--parent", str(os.getpid())]
@@ -138,7 +138,7 @@ class Supervisor:
 
     def __init__(
         self,
-        run_dir: Path,
+        run_dir: Address,
         commands: Mapping[str, Sequence[str]],
         config: SupervisorConfig,
         *,
@@ -149,11 +149,12 @@ class Supervisor:
         self.run_dir = run_dir
         self.config = config
         self.total_steps = total_steps
-        self.metrics = NewRows(RunFolder(run_dir).metrics_file)
+        self.run = RunFolder(run_dir)
+        self.metrics = NewRows(self.run.rows(self.run.metrics_file))
         self.heartbeat = heartbeat
         self.on_event = on_event
         environment = share_cores(len(commands))
-        folder = RunFolder(run_dir).processes
+        folder = self.run.processes
         folder.mkdir(parents=True, exist_ok=True)
         self.children = {
             name: Child(
@@ -166,7 +167,7 @@ class Supervisor:
             )
             for name, command in commands.items()
         }
-        self.first_reward, self.last_reward = RunFolder(run_dir).first_and_last("task_reward")
+        self.first_reward, self.last_reward = self.run.first_and_last("task_reward")
         self._has_begun = False
         self._has_advanced: set[str] = set()
 
@@ -265,7 +266,7 @@ class Supervisor:
         return None if self.children["learner"].is_wanted else self._published_end()
 
     def _published_end(self) -> Literal["target", "steps"] | None:
-        published = read_published(RunFolder(self.run_dir).weights)
+        published = read_published(self.run)
         finished: Any = published.finished if published is not None else None
         return finished
 
@@ -304,7 +305,7 @@ def _rollouts_stored(said: Mapping[str, Any]) -> int:
     return said.get("rollouts", 0)
 
 
-def _num_trajectories(run_dir: Path) -> int:
+def _num_trajectories(run_dir: Address) -> int:
     try:
         with TrajectoryStore.open(RunFolder(run_dir).store_path) as store:
             return len(store)

@@ -11,7 +11,6 @@ from typing import Any
 
 from rlhf_pipeline.run.files import folder_problem, new_folder, remove_folder, write_atomically
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.heartbeat import is_alive
 
 _POINTER = "latest.json"
 _VERSION = re.compile(r"version-(\d{8})")
@@ -34,7 +33,7 @@ class Published:
 
 
 def publish(
-    folder: Path,
+    run: RunFolder,
     published: Published,
     *,
     save: Callable[[Path], None] | None,
@@ -44,37 +43,42 @@ def publish(
     """Make weights of a version the newest ones.
 
     Args:
-        folder: the run's `weights` folder; made if absent.
+        run: the run folder; its `weights` folder is made if absent.
         published: the version and the learner's progress.
         save: writes the weights into an empty folder; None if this version's folder is there and only the progress
             has changed.
         keep: how many versions to keep.
         sync: have all of it on the disk before the pointer names it, so that it survives a power loss.
     """
+    folder = run.weights
     folder.mkdir(parents=True, exist_ok=True)
     target = version_folder(folder, published.version)
     if save is not None:
         with new_folder(target, sync=sync) as temporary:
             save(temporary)
+        run.keep(target)
     write_atomically(folder / _POINTER, json.dumps(asdict(published)).encode(), sync=sync)
+    run.keep(folder / _POINTER)
     for old in sorted(path for path in folder.iterdir() if _VERSION.fullmatch(path.name))[:-keep]:
         if old != target:
             remove_folder(old)
+            run.drop(old)
 
 
-def read_published(folder: Path) -> Published | None:
+def read_published(run: RunFolder) -> Published | None:
     """Return what was published last, or None if nothing was (or a power loss took it; it is not synced)."""
     try:
-        return Published(**json.loads((folder / _POINTER).read_text(encoding="utf-8")))
+        return Published(**json.loads(run.bring(run.weights / _POINTER).read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
         return None
 
 
 def reopen(run: RunFolder) -> None:
     """Take back that the run has ended, or collectors leave before its learner, which imports torch first, goes on."""
-    published = read_published(run.weights)
-    if published is not None and published.finished is not None and not is_alive(run.processes, "learner"):
-        publish(run.weights, replace(published, finished=None), save=None)
+    published = read_published(run)
+    if published is not None and published.finished is not None and not run.medium.is_alive("learner"):
+        publish(run, replace(published, finished=None), save=None)
+        run.medium.flush()
 
 
 def version_folder(folder: Path, version: int) -> Path:
@@ -82,6 +86,6 @@ def version_folder(folder: Path, version: int) -> Path:
     return folder / f"version-{version:08d}"
 
 
-def weights_problem(folder: Path, version: int) -> str | None:
+def weights_problem(run: RunFolder, version: int) -> str | None:
     """Say what is wrong with the published weights of a version, every checksum compared, or return None."""
-    return folder_problem(version_folder(folder, version))
+    return folder_problem(run.bring(version_folder(run.weights, version)))

@@ -248,6 +248,16 @@ class ObjectMedium(Medium):
             return segment.finished
         if segment.is_live():
             return False
+        return self._put_end(segment)
+
+    def fence(self, segment: Segment) -> None:
+        """Put the end of a segment, whether its writer lives or not."""
+        while isinstance(segment, ObjectSegment) and not segment.finished:
+            self.refresh([segment])
+            if not segment.finished:
+                self._put_end(segment)
+
+    def _put_end(self, segment: ObjectSegment) -> bool:
         last = segment.elements()
         end = Commit(
             ordinal=segment.ordinal,

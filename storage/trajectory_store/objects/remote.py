@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
-from trajectory_store.bucket import Bucket, FolderBucket, Transient
+from trajectory_store.bucket import TRIES, Bucket, FolderBucket, Traffic, Transient
 from trajectory_store.errors import ReadFailedError, SchemaError, StoreError, WriteFailedError
 
 IN_FLIGHT = 64
 READ_TRIES = 8
+KEYS_PER_REQUEST = 1000
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class Tagged(NamedTuple):
+    """An object and the tag of its content, which another content does not have."""
+
+    data: bytes
+    tag: str
 
 
 def open_bucket(target: Any, *, durable: bool) -> Bucket:
@@ -136,6 +146,9 @@ class ObstoreBucket(_Parallel):
         super().__init__()
         self.store = store
         self.where = where
+        self.traffic = Traffic()
+        """What was asked of it so far."""
+        self._counting = threading.Lock()
         self._obs: Any = importlib.import_module("obstore")
         self._errors: Any = importlib.import_module("obstore.exceptions")
 
@@ -155,6 +168,7 @@ class ObstoreBucket(_Parallel):
 
     def put_new(self, key: str, data: bytes) -> bool:
         """Put an object unless there is one with this key; a client that repeats may find its own."""
+        self._sends(data)
         try:
             self._call(lambda: self._obs.put(self.store, key, data, mode="create", use_multipart=False))
         except Transient as error:
@@ -165,29 +179,138 @@ class ObstoreBucket(_Parallel):
 
     def put(self, key: str, data: bytes) -> None:
         """Put an object under a key that nobody else uses."""
-        self._again(lambda: self._call(lambda: self._obs.put(self.store, key, data)), f"putting {key}")
+
+        def once() -> None:
+            self._sends(data)
+            self._call(lambda: self._obs.put(self.store, key, data))
+
+        self._again(once, f"putting {key}")
+
+    def tagged(self, key: str, known: str | None = None) -> Tagged | None:
+        """Get an object with its tag.
+
+        Args:
+            key: the object.
+            known: a tag; nothing is sent where the object still has it.
+
+        Returns:
+            None where there is no object, or where it still has the tag.
+        """
+        options = {} if known is None else {"if_none_match": known}
+
+        def once() -> Tagged | None:
+            self._count(gets=1)
+            try:
+                found = self._obs.get(self.store, key, options=options)
+                return Tagged(self._received(bytes(found.bytes())), str(found.meta["e_tag"]))
+            except self._errors.NotModifiedError:
+                return None
+
+        try:
+            return self._again(lambda: self._call(once), f"reading {key}")
+        except FileNotFoundError:
+            return None
+
+    def swap(self, key: str, data: bytes, tag: str | None) -> str | None:
+        """Replace an object if it still has a tag; returns the new tag, or None where somebody else was first.
+
+        A request that failed may have been done, or be done later: what is there then says whose it is. So the bytes
+        must be of this call alone.
+
+        Args:
+            key: the object.
+            data: its new content, which nobody else writes.
+            tag: of the content that is replaced; None where there must be none.
+
+        Raises:
+            WriteFailedError: whether it was replaced could not be found out.
+        """
+        mode: Any = "create" if tag is None else {"e_tag": tag}
+        error: Exception | None = None
+        for attempt in range(TRIES):
+            try:
+                self._sends(data)
+                done = self._call(lambda: self._obs.put(self.store, key, data, mode=mode, use_multipart=False))
+                return str(done["e_tag"])
+            except (Transient, FileNotFoundError) as failed:
+                error = failed
+            with contextlib.suppress(ReadFailedError):
+                found = self.tagged(key)
+                if found is not None and found.data == data:
+                    return found.tag
+                if (None if found is None else found.tag) != tag:
+                    return None
+            time.sleep(0.02 * min(2**attempt, 64))
+        raise WriteFailedError(
+            None, f"replacing {key} failed: {error}. Whether it was replaced is not known", self.where
+        ) from error
+
+    def parts(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Some ranges of bytes of one object, and nothing else of it.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+        """
+
+        def once() -> list[bytes]:
+            self._count(gets=len(spans))
+            starts, ends = ([span[at] for span in spans] for at in (0, 1))
+            found = self._obs.get_ranges(self.store, key, starts=starts, ends=ends, coalesce=0)
+            return [self._received(bytes(part)) for part in found]
+
+        return self._again(lambda: self._call(once), f"reading {key}")
 
     def _get(self, key: str) -> bytes:
-        return self._call(lambda: bytes(self._obs.get(self.store, key).bytes()))
+        self._count(gets=1)
+        return self._received(self._call(lambda: bytes(self._obs.get(self.store, key).bytes())))
 
     def _tail(self, key: str, size: int) -> tuple[bytes, int]:
+        self._count(gets=1)
         found = self._call(lambda: self._obs.get(self.store, key, options={"range": {"suffix": size}}))
-        return self._call(lambda: bytes(found.bytes())), int(found.meta["size"])
+        return self._received(self._call(lambda: bytes(found.bytes()))), int(found.meta["size"])
+
+    def _count(self, **more: int) -> None:
+        with self._counting:
+            self.traffic += Traffic(**more)
+
+    def _sends(self, data: bytes) -> None:
+        self._count(puts=1, sent=len(data))
+
+    def _received(self, data: bytes) -> bytes:
+        self._count(received=len(data))
+        return data
 
     def keys(self, prefix: str, after: str = "") -> list[str]:
         """List keys; the listing is asked to begin behind `after`."""
+        return sorted(self.tags(prefix, after))
 
-        def all_pages() -> list[str]:
+    def tags(self, prefix: str, after: str = "") -> dict[str, str]:
+        """List keys with the tags of their contents."""
+
+        def all_pages() -> dict[str, str]:
             pages = self._obs.list(self.store, prefix.rpartition("/")[0] or None, offset=after or None)
-            return [str(item["path"]) for page in pages for item in page]
+            found = {str(item["path"]): str(item["e_tag"]) for page in pages for item in page}
+            self._count(lists=1 + len(found) // KEYS_PER_REQUEST)
+            return found
 
         found = self._again(lambda: self._call(all_pages), f"listing {prefix}")
-        return sorted(key for key in found if key.startswith(prefix) and key > after)
+        return {key: tag for key, tag in found.items() if key.startswith(prefix) and key > after}
+
+    def size(self) -> int:
+        """How many bytes all objects have."""
+
+        def all_pages() -> list[int]:
+            return [int(item["size"]) for page in self._obs.list(self.store) for item in page]
+
+        found = self._again(lambda: self._call(all_pages), "listing all objects")
+        self._count(lists=1 + len(found) // KEYS_PER_REQUEST)
+        return sum(found)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; those that are not there are fine."""
 
         def one(key: str) -> None:
+            self._count(deletes=1)
             try:
                 self._again(lambda: self._call(lambda: self._obs.delete(self.store, key)), f"deleting {key}")
             except (FileNotFoundError, ReadFailedError):

@@ -196,7 +196,7 @@ class ObjectSegment(Segment):
         """The commits to ask for: the next ones, and the ends of the blocks ahead."""
         if self.finished:
             return []
-        width = min(8**wave, FETCHED)
+        width = min(2**wave, FETCHED)
         block = self.records - self.records % BLOCK + BLOCK - 1
         ahead = [block + BLOCK * i for i in range(width)] if wave or not self.records else []
         return sorted({*range(self.records, self.records + width), *ahead})

@@ -5,8 +5,10 @@ import multiprocessing
 
 import pytest
 
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.admission import may_start
-from rlhf_pipeline.run.processes.claims import ROLLOUTS_SCHEMA, Claims, Flow
+from rlhf_pipeline.run.processes.claims import Flow, FolderClaims
+from rlhf_pipeline.run.processes.rollouts import FolderRollouts, StoredRollout, make_rollouts
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, version_folder
 from trajectory_store import TrajectoryStore
 
@@ -42,26 +44,27 @@ def test_a_rollout_starts_only_if_nothing_gets_too_old(changes, starts):
 
 @pytest.fixture
 def rollouts(tmp_path):
-    with TrajectoryStore.create(tmp_path / "rollouts", ROLLOUTS_SCHEMA) as store:
-        yield store
+    make_rollouts(tmp_path / "rollouts", durability="process")
+    with FolderRollouts(TrajectoryStore.open(tmp_path / "rollouts", "a")) as opened:
+        yield opened
 
 
-def done_row(rollout: int) -> dict:
-    return {
-        "rollout": [rollout],
-        "policy_version": [0],
-        "num_trajectories": [1],
-        "num_failed": [0],
-        "num_tokens": [4],
-        "seconds": [0.5],
-        "task_reward": [0.0],
-        "created_at": [0.0],
-    }
+def stored(rollout: int) -> StoredRollout:
+    return StoredRollout(
+        rollout=rollout,
+        policy_version=0,
+        num_trajectories=1,
+        num_failed=0,
+        num_tokens=4,
+        seconds=0.5,
+        task_reward=0.0,
+        created_at=0.0,
+    )
 
 
 def hold(run_dir, started, leave):
-    store = TrajectoryStore.open(run_dir / "rollouts", "a")
-    claims = Claims(run_dir / "claims", "other", store, Flow(updates_per_rollout=1, max_staleness=9))
+    opened = FolderRollouts(TrajectoryStore.open(run_dir / "rollouts", "a"))
+    claims = FolderClaims(run_dir / "claims", "other", opened, Flow(updates_per_rollout=1, max_staleness=9))
     started.put(claims.claim(Published(version=0, next_version=0, rollouts_done=0)))
     leave.wait()
 
@@ -73,28 +76,28 @@ def test_what_a_killed_collector_held_comes_next(tmp_path, rollouts):
     other = context.Process(target=hold, args=(tmp_path, started, leave))
     other.start()
     assert started.get(timeout=60) == 0
-    claims = Claims(tmp_path / "claims", "mine", rollouts, Flow(updates_per_rollout=1, max_staleness=9))
+    claims = FolderClaims(tmp_path / "claims", "mine", rollouts, Flow(updates_per_rollout=1, max_staleness=9))
     published = Published(version=0, next_version=0, rollouts_done=0)
     assert claims.claim(published) == 1
-    rollouts.append(done_row(1))
-    claims.release()
+    rollouts.add(stored(1))
+    claims.release(done=True)
     other.kill()
     other.join()
     assert claims.claim(published) == 0
-    rollouts.append(done_row(0))
-    claims.release()
+    rollouts.add(stored(0))
+    claims.release(done=True)
     assert claims.claim(published) == 2
     claims.close()
 
 
 def test_published_weights_are_whole_and_the_oldest_go(tmp_path):
     """The pointer names a folder that is there; only the newest versions stay."""
-    folder = tmp_path / "weights"
-    assert read_published(folder) is None
+    run, folder = RunFolder(tmp_path), tmp_path / "weights"
+    assert read_published(run) is None
     for version in range(5):
         said = Published(version=version, next_version=version, rollouts_done=version, write_path={"kl": 0.5})
-        publish(folder, said, save=lambda path: (path / "model").write_text("w"), keep=2)
-        assert read_published(folder) == said
+        publish(run, said, save=lambda path: (path / "model").write_text("w"), keep=2)
+        assert read_published(run) == said
         assert (version_folder(folder, version) / "model").is_file()
     assert sorted(path.name for path in folder.glob("version-*")) == ["version-00000003", "version-00000004"]
     assert json.loads((folder / "latest.json").read_text())["finished"] is None
@@ -103,11 +106,11 @@ def test_published_weights_are_whole_and_the_oldest_go(tmp_path):
 def test_a_rollout_that_is_finished_while_it_is_claimed_is_not_claimed(tmp_path, rollouts):
     """Another collector stores its row and lets go, after the rows were read and before its lock is asked for."""
 
-    class Slow(Claims):
+    class Slow(FolderClaims):
         def _in_flight(self, done):
-            if self.rollouts.watermark == 0:
-                with TrajectoryStore.open(tmp_path / "rollouts", "a") as other:
-                    other.append(done_row(0))
+            if not len(done):
+                with FolderRollouts(TrajectoryStore.open(tmp_path / "rollouts", "a")) as other:
+                    other.add(stored(0))
             return super()._in_flight(done)
 
     claims = Slow(tmp_path / "claims", "mine", rollouts, Flow(updates_per_rollout=1, max_staleness=9))

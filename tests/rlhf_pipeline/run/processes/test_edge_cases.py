@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.claims import ROLLOUTS_SCHEMA, Claims, Flow
+from rlhf_pipeline.run.processes.claims import Flow, FolderClaims
 from rlhf_pipeline.run.processes.collect import _named
 from rlhf_pipeline.run.processes.heartbeat import process_lock
+from rlhf_pipeline.run.processes.rollouts import FolderRollouts, make_rollouts
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, reopen, version_folder
 from trajectory_store import TrajectoryStore
 
@@ -22,18 +23,22 @@ PUBLISHED = Published(version=0, next_version=0, rollouts_done=0)
 @pytest.mark.parametrize("content", ["", "\0" * 40, '{"version": 3, "next'], ids=["empty", "zeros", "torn"])
 def test_an_unsynced_pointer_after_a_power_loss(tmp_path: Path, content: str):
     """`latest.json` is not synced: where its bytes were lost nothing counts as published, and publishing goes on."""
-    publish(tmp_path, PUBLISHED, save=lambda folder: None)
-    (tmp_path / "latest.json").write_text(content)
-    assert read_published(tmp_path) is None
-    publish(tmp_path, PUBLISHED, save=lambda folder: None)
-    assert read_published(tmp_path) == PUBLISHED
+    run = RunFolder(tmp_path)
+    publish(run, PUBLISHED, save=lambda folder: None)
+    (run.weights / "latest.json").write_text(content)
+    assert read_published(run) is None
+    publish(run, PUBLISHED, save=lambda folder: None)
+    assert read_published(run) == PUBLISHED
 
 
 @pytest.mark.parametrize("content", ["", "\0" * 40, '{"rollout": 3'], ids=["empty", "zeros", "torn"])
 def test_an_unsynced_note_after_a_power_loss(tmp_path: Path, content: str):
     """The note of a collector that is gone says nothing, whatever is in it."""
-    with TrajectoryStore.create(tmp_path / "rollouts", ROLLOUTS_SCHEMA) as rollouts:
-        claims = Claims(tmp_path / "claims", "collector-1", rollouts, Flow(updates_per_rollout=1, max_staleness=0))
+    make_rollouts(tmp_path / "rollouts", durability="process")
+    with FolderRollouts(TrajectoryStore.open(tmp_path / "rollouts", "a")) as rollouts:
+        claims = FolderClaims(
+            tmp_path / "claims", "collector-1", rollouts, Flow(updates_per_rollout=1, max_staleness=0)
+        )
         (tmp_path / "claims" / "collector-0.json").write_text(content)
         assert claims.claim(PUBLISHED) == 0
         claims.close()
@@ -50,7 +55,7 @@ def test_collectors_that_start_together_get_names_of_their_own(tmp_path: Path):
         begin.wait()
         try:
             with ExitStack() as stack:
-                chosen.append(stack.enter_context(_named(tmp_path, None)))
+                chosen.append(stack.enter_context(_named(RunFolder(tmp_path), None)))
                 all_there.wait(15)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
             failed.append(error)
@@ -67,16 +72,16 @@ def test_collectors_that_start_together_get_names_of_their_own(tmp_path: Path):
 def test_a_learner_that_comes_back_takes_the_end_back(tmp_path: Path):
     """Before it imports torch, so that collectors started beside it do not leave; a live learner's word stands."""
     ended = replace(PUBLISHED, finished="steps")
-    publish(tmp_path / "weights", ended, save=lambda path: None)
+    publish(RunFolder(tmp_path), ended, save=lambda path: None)
     with process_lock(tmp_path / "processes", "learner"):
         reopen(RunFolder(tmp_path))
-        assert read_published(tmp_path / "weights") == ended
+        assert read_published(RunFolder(tmp_path)) == ended
     reopen(RunFolder(tmp_path))
-    assert read_published(tmp_path / "weights") == PUBLISHED
+    assert read_published(RunFolder(tmp_path)) == PUBLISHED
 
 
 def test_synced_weights_are_the_same_weights(tmp_path: Path):
     """With `sync` the pointer and the folder are what they are without it."""
-    publish(tmp_path, PUBLISHED, save=lambda path: (path / "model").write_text("w"), sync=True)
-    assert read_published(tmp_path) == PUBLISHED
-    assert (version_folder(tmp_path, 0) / "model").read_text() == "w"
+    publish(RunFolder(tmp_path), PUBLISHED, save=lambda path: (path / "model").write_text("w"), sync=True)
+    assert read_published(RunFolder(tmp_path)) == PUBLISHED
+    assert (version_folder(tmp_path / "weights", 0) / "model").read_text() == "w"

@@ -19,10 +19,10 @@ from rlhf_pipeline.run.checkpoint import checkpoint_path
 from rlhf_pipeline.run.events import Event, Notice, RolloutDone, RunStarted, StepDone
 from rlhf_pipeline.run.files import new_folder
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.claims import ROLLOUTS_SCHEMA
 from rlhf_pipeline.run.processes.collect import collect, load_policy
 from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
 from rlhf_pipeline.run.processes.learn import learn
+from rlhf_pipeline.run.processes.rollouts import ROLLOUTS_SCHEMA
 from rlhf_pipeline.run.processes.weights import read_published, version_folder
 from tests.rlhf_pipeline.small import tiny
 from trajectory_store import TrajectoryStore
@@ -60,7 +60,7 @@ def run(made, tmp_path) -> RunFolder:
 
 def published(run: RunFolder) -> tuple[int, bytes]:
     """The version that is out, and its weights."""
-    found = read_published(run.weights)
+    found = read_published(run)
     assert found is not None
     return found.version, (version_folder(run.weights, found.version) / "model.safetensors").read_bytes()
 
@@ -78,7 +78,7 @@ def test_damaged_weights_are_named_refused_and_published_again(run):
     problems = [finding.text for finding in check_run(run) if not finding.ok]
     assert any("of step 2: model.safetensors has other bytes" in text for text in problems)
     with pytest.raises(DataError, match=r"has other bytes .* learn --run"):
-        load_policy(build_policy(PIPELINE, seed=0, device="cpu"), run.weights, 2)
+        load_policy(build_policy(PIPELINE, seed=0, device="cpu"), run, 2)
     learn(PIPELINE, run_dir=run.path, on_event=stop_at(RunStarted))
     assert published(run) == before
     assert [finding.text for finding in check_run(RunFolder(run.path)) if not finding.ok] == []

@@ -39,11 +39,11 @@ with (run_dir / f"{name}.starts").open("a") as file:
 starts = len((run_dir / f"{name}.starts").read_text().splitlines())
 
 def has_ended():
-    published = read_published(run_dir / "weights")
+    published = read_published(RunFolder(run_dir))
     return published is not None and published.finished is not None
 
 def end():
-    publish(run_dir / "weights", Published(version=1, next_version=1, rollouts_done=1, finished="steps"), save=None)
+    publish(RunFolder(run_dir), Published(version=1, next_version=1, rollouts_done=1, finished="steps"), save=None)
 
 with (
     stop_on_signals(parent) as stop,

@@ -1,0 +1,241 @@
+"""Where a run lasts: a folder, or an object store with a copy of what this process needs. Imports no torch.
+
+A process works on files below `RunMedium.root`, whatever the run is kept in. `bring` comes before a look at what
+another process may have written, `keep` after a file or folder was written that others, or a later life, will want.
+Where the run is a folder the two have nothing to do: the files are the run. Where it is an object store, see
+`run.remote`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_pipeline.run.processes.heartbeat import is_alive, read_heartbeat
+from rlhf_pipeline.run.rows import StepRows
+from trajectory_store.bucket import Traffic
+
+if TYPE_CHECKING:
+    from trajectory_store import TrajectoryStore
+
+Address = Path | str
+"""A folder, or a URL such as `s3://bucket/run`."""
+
+
+def is_url(place: Address) -> bool:
+    """Whether this names a place in an object store."""
+    return isinstance(place, str) and "://" in place and not place.startswith("file://")
+
+
+def address_of(text: Address) -> Address:
+    """Return what was typed as a folder, or as the URL that it is.
+
+    >>> address_of("s3://bucket/run/"), address_of("runs/mine")
+    ('s3://bucket/run', PosixPath('runs/mine'))
+    """
+    if isinstance(text, str) and is_url(text):
+        return text.rstrip("/")
+    return Path(str(text).removeprefix("file://")).expanduser()
+
+
+def below(place: Address, name: str) -> Address:
+    """Return the address of something in a folder, or below a URL."""
+    return place / name if isinstance(place, Path) else f"{place}/{name}"
+
+
+class RunMedium(ABC):
+    """What a run is kept in, and this process's files of it; names are relative to the run.
+
+    Attributes:
+        root: where this process finds and writes files of the run.
+        address: the run itself, for people.
+        patience_s: the longest pause between two looks while nothing happens: how much a look costs decides.
+    """
+
+    root: Path
+    address: Address
+    patience_s: float
+
+    @abstractmethod
+    def bring(self, name: str) -> None:
+        """Have a file or a sealed folder here as it is now; one that is not there is not there afterwards either."""
+
+    @abstractmethod
+    def keep(self, name: str) -> None:
+        """Have a file or a sealed folder last that this process has written; others see it from then on.
+
+        What one process keeps, others see in this order.
+
+        Raises:
+            LeaseLostError: another process writes it now.
+        """
+
+    @abstractmethod
+    def keep_first(self, name: str) -> bool:
+        """Keep a file unless another process has kept one; returns whether it is ours."""
+
+    @abstractmethod
+    def keep_log(self, path: Path) -> None:
+        """Keep what this process has said; what cannot be kept is lost."""
+
+    @abstractmethod
+    def drop(self, name: str) -> None:
+        """Remove a sealed folder for all."""
+
+    @abstractmethod
+    def outline(self, name: str) -> None:
+        """Have the names of the sealed folders in a folder here; `bring` has what is in them."""
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether there is a file, or a folder that is not empty."""
+
+    @abstractmethod
+    def rows(self, name: str) -> StepRows:
+        """Return the rows of a file with one line per step."""
+
+    @abstractmethod
+    def write_rows(self) -> None:
+        """Be the one process that adds lines from now on; whoever did before finds that out at its next line."""
+
+    @abstractmethod
+    def lease(self, name: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
+        """Be the one process of a name, on any machine; beside the lock that says so on this one.
+
+        Args:
+            name: of the process.
+            wait_s: how long to wait for another one to leave, in seconds.
+
+        Raises:
+            RunExistsError: another live process has the name.
+        """
+
+    @abstractmethod
+    def is_alive(self, name: str) -> bool:
+        """Whether a process of this name is at work on the run."""
+
+    @abstractmethod
+    def living(self) -> set[str]:
+        """Return the names of the processes that are at work on the run."""
+
+    @abstractmethod
+    def said(self, name: str) -> dict[str, Any]:
+        """Return what a process said of itself last; empty if it never did."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until all that this process keeps is kept."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Remove all that a start left which came to nothing, the record last; see `RunFolder.clear`."""
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What this process asked of an object store, the trajectories left out; None where the run is a folder."""
+        return None
+
+
+class TrafficMeter:
+    """Counts what a process asks of an object store from one look to the next.
+
+    Args:
+        medium: of the run.
+        store: of its trajectories.
+    """
+
+    def __init__(self, medium: RunMedium, store: TrajectoryStore) -> None:
+        self._medium = medium
+        self._store = store
+        self._before = Traffic()
+
+    def since_last(self) -> dict[str, int] | None:
+        """Return requests and bytes since the last call, for a line of metrics; None where the run is a folder."""
+        own = self._medium.traffic
+        if own is None:
+            return None
+        now = own + self._store.traffic
+        new, self._before = now - self._before, now
+        return {"requests": new.requests, "bytes_sent": new.sent, "bytes_received": new.received}
+
+
+class FolderMedium(RunMedium):
+    """The files are the run.
+
+    Args:
+        path: the folder; it need not exist yet.
+    """
+
+    patience_s = 0.1
+
+    def __init__(self, path: Path) -> None:
+        self.root = path
+        self.address = path
+
+    def bring(self, name: str) -> None:
+        """It is here."""
+
+    def keep(self, name: str) -> None:
+        """It is kept."""
+
+    def keep_first(self, name: str) -> bool:
+        """It is ours: the setup lock says so."""
+        return True
+
+    def keep_log(self, path: Path) -> None:
+        """It is kept."""
+
+    def drop(self, name: str) -> None:
+        """Whoever drops a folder has removed it."""
+
+    def outline(self, name: str) -> None:
+        """The folder itself says it."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is one."""
+        return (self.root / name).exists()
+
+    def rows(self, name: str) -> StepRows:
+        """Return the rows of a file with one line per step."""
+        return StepRows(self.root / name)
+
+    def write_rows(self) -> None:
+        """The lock of the process says it."""
+
+    def lease(self, name: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
+        """The lock of the process says it."""
+        return nullcontext()
+
+    def is_alive(self, name: str) -> bool:
+        """Whether the lock of the process is held."""
+        return is_alive(self.root / "processes", name)
+
+    def living(self) -> set[str]:
+        """Return the names whose locks are held."""
+        names = {file.stem for file in (self.root / "processes").glob("*.lock")}
+        return {name for name in names if self.is_alive(name)}
+
+    def said(self, name: str) -> dict[str, Any]:
+        """Read its heartbeat."""
+        return read_heartbeat(self.root / "processes", name)
+
+    def flush(self) -> None:
+        """Nothing is on its way."""
+
+    def clear(self) -> None:
+        """Whoever clears a run removes its files."""
+
+
+def open_medium(place: Address) -> RunMedium:
+    """Return what a run is kept in; nothing is asked or made yet.
+
+    Raises:
+        StoreError: the place is a URL, and the package that reaches it is not installed.
+    """
+    if not is_url(place):
+        return FolderMedium(Path(place))
+    from rlhf_pipeline.run.remote.medium import BucketMedium
+
+    return BucketMedium(str(place))

@@ -1,0 +1,187 @@
+"""Which rollouts are stored: the set of consumed prompts, and what the learner learns from next."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.replay.stored_groups import NewIds
+from trajectory_store import Column, Schema, StoreNotFoundError, TrajectoryStore
+
+ROLLOUTS_SCHEMA: Final = Schema(
+    [
+        Column("rollout", "int64"),
+        Column("policy_version", "int64"),
+        Column("num_trajectories", "int64"),
+        Column("num_failed", "int64"),
+        Column("task_reward", "float64"),
+        Column("num_tokens", "int64"),
+        Column("seconds", "float64"),
+        Column("created_at", "float64"),
+    ]
+)
+"""One row per rollout whose trajectories are in the main store."""
+
+_ROLLOUTS_PER_SEGMENT = 8192
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredRollout:
+    """What is recorded of a rollout whose trajectories are in the store."""
+
+    rollout: int
+    policy_version: int
+    num_trajectories: int
+    num_failed: int
+    task_reward: float
+    num_tokens: int
+    """0 where a collector that was killed had stored it, and another one only added its record."""
+    seconds: float
+    created_at: float
+    traffic: Mapping[str, int] | None = None
+    """What the collector asked of an object store since its rollout before; None where the run is a folder."""
+
+
+class RolloutSet:
+    """Rollouts by number, nearly without gaps: all below a number, and some above it.
+
+    >>> done = RolloutSet()
+    >>> for rollout in (0, 2, 1, 5):
+    ...     done.add(rollout)
+    >>> len(done), 5 in done, 4 in done, done.lowest_missing, done.to_json()
+    (4, True, False, 3, [3, [5]])
+    """
+
+    def __init__(self, below: int = 0, above: Iterable[int] = ()) -> None:
+        self.lowest_missing = below
+        self._above = set(above)
+
+    def __len__(self) -> int:
+        return self.lowest_missing + len(self._above)
+
+    def __contains__(self, rollout: int) -> bool:
+        return rollout < self.lowest_missing or rollout in self._above
+
+    def add(self, rollout: int) -> None:
+        """Add one; it may be there already."""
+        if rollout >= self.lowest_missing:
+            self._above.add(rollout)
+        while self.lowest_missing in self._above:
+            self._above.remove(self.lowest_missing)
+            self.lowest_missing += 1
+
+    def to_json(self) -> list[Any]:
+        """Return it as JSON values."""
+        return [self.lowest_missing, sorted(self._above)]
+
+    @classmethod
+    def from_json(cls, data: Sequence[Any]) -> RolloutSet:
+        """Rebuild it from `to_json`."""
+        return cls(data[0], data[1])
+
+
+class Rollouts(ABC):
+    """The rollouts that are stored, each once."""
+
+    @abstractmethod
+    def add(self, done: StoredRollout) -> None:
+        """Record a rollout whose trajectories are in the store; durable on return."""
+
+    @abstractmethod
+    def new(self, known: RolloutSet) -> list[int]:
+        """Return those that are not known and were not returned before, in the order in which they are learned from."""
+
+    @abstractmethod
+    def again(self) -> None:
+        """Return all of them once more."""
+
+    @abstractmethod
+    def get(self, rollout: int) -> StoredRollout | None:
+        """Return what is recorded of a rollout, or None if it is not stored."""
+
+    def known(self, rollout: int) -> StoredRollout:
+        """Return what is recorded of a rollout that is stored.
+
+        Raises:
+            DataError: it is not.
+        """
+        found = self.get(rollout)
+        if found is None:
+            raise DataError(f"rollout {rollout} is recorded nowhere, and it was. Restore the run from a copy.")
+        return found
+
+    def close(self) -> None:  # noqa: B027 - not all keep files open
+        """Give back files."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+
+class FolderRollouts(Rollouts):
+    """Rows of a store of its own, in the order of arrival.
+
+    Args:
+        store: open; for appending where rollouts are added.
+    """
+
+    def __init__(self, store: TrajectoryStore) -> None:
+        self._store = store
+        self._new = NewIds(store)
+        self._row_ids: dict[int, int] = {}
+        """Of those that were returned and are not known."""
+
+    def add(self, done: StoredRollout) -> None:
+        """Append a row."""
+        self._store.append({column.name: [getattr(done, column.name)] for column in ROLLOUTS_SCHEMA})
+
+    def new(self, known: RolloutSet) -> list[int]:
+        """Read the rows that have come; each is read once."""
+        self._store.refresh()
+        self._row_ids = {rollout: row_id for rollout, row_id in self._row_ids.items() if rollout not in known}
+        row_ids = self._new.take()
+        found: list[int] = []
+        for row_id, rollout in zip(
+            row_ids.tolist(), self._store.read_scalars("rollout", row_ids).tolist(), strict=True
+        ):
+            if rollout not in known and rollout not in self._row_ids:
+                self._row_ids[rollout] = row_id
+                found.append(rollout)
+        return found
+
+    def again(self) -> None:
+        """Begin with the first row."""
+        self._new, self._row_ids = NewIds(self._store), {}
+
+    def get(self, rollout: int) -> StoredRollout | None:
+        """Read a row."""
+        row_id = self._row_ids.get(rollout)
+        if row_id is None:  # recorded long ago
+            places = np.flatnonzero(self._store.read_scalars("rollout") == rollout)
+            if not len(places):
+                return None
+            row_id = int(self._store.ids()[places[0]])
+        row = self._store.read(np.asarray([row_id], np.int64))
+        return StoredRollout(**{column.name: row[column.name][0].item() for column in ROLLOUTS_SCHEMA})
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store.close()
+
+
+def make_rollouts(folder: Path, *, durability: Any) -> None:
+    """Make the store of a run of several processes in a folder, unless it is there."""
+    try:
+        TrajectoryStore.open(folder).close()
+    except StoreNotFoundError:
+        TrajectoryStore.create(
+            folder, ROLLOUTS_SCHEMA, durability=durability, segment_rows=_ROLLOUTS_PER_SEGMENT
+        ).close()

@@ -1,0 +1,45 @@
+"""Where a process has its copy of what it needs of a run: a folder that goes with it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+CACHE: Final = "RLHF_PIPELINE_CACHE"
+"""The environment variable with the folder for copies; the system's folder for temporary files without it."""
+CACHE_BYTES: Final = "RLHF_PIPELINE_CACHE_BYTES"
+"""How much of the trajectories that were read a process keeps there."""
+_DEFAULT_BYTES: Final = 1 << 34
+_PREFIX: Final = "rlhf-pipeline-"
+_LOCK: Final = ".in-use"
+
+
+def new_copy(owner: object) -> Path:
+    """Make an empty folder that is removed with its owner; those of processes that were killed are removed, too."""
+    parent = Path(os.environ.get(CACHE) or tempfile.gettempdir())
+    parent.mkdir(parents=True, exist_ok=True)
+    for other in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError), (other / _LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(other, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    held = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    weakref.finalize(owner, _remove, folder, held)
+    return folder
+
+
+def cache_bytes() -> int:
+    """Return how many bytes of trajectories a process keeps beside what it works on."""
+    return int(os.environ.get(CACHE_BYTES) or _DEFAULT_BYTES)
+
+
+def _remove(folder: Path, held: int) -> None:
+    os.close(held)
+    shutil.rmtree(folder, ignore_errors=True)

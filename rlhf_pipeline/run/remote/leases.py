@@ -1,0 +1,162 @@
+"""Leases: objects that a live process renews. Nobody's clock is compared with anybody else's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from rlhf_pipeline.errors import DefinitionError, RunExistsError
+from trajectory_store import StoreError
+from trajectory_store.objects.remote import ObstoreBucket
+
+logger = logging.getLogger(__name__)
+
+LEASE_S: Final = "RLHF_PIPELINE_LEASE_S"
+"""The environment variable with the seconds after which a process that has not renewed its lease is taken for dead."""
+_DEFAULT_S: Final = 30.0
+_RENEWALS: Final = 4
+"""Renewals within the time of a lease."""
+_LOOKS: Final = 4
+
+
+def lease_s() -> float:
+    """Return after how many seconds a silent process is taken for dead; the same on all machines of a run.
+
+    Raises:
+        DefinitionError: the environment says something else than seconds.
+    """
+    text = os.environ.get(LEASE_S, "")
+    try:
+        seconds = float(text) if text else _DEFAULT_S
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise DefinitionError(f"{LEASE_S}={text!r} is not a number of seconds above 0, for example {LEASE_S}=30.")
+    return seconds
+
+
+class Leases:
+    """The leases of a run.
+
+    Whether a process lives is seen by whether its object changes, on the watch of whoever looks: at the first sight it
+    lives, and after the lease's time without a change it does not. A look that comes late, because the network or this
+    process stood still, begins anew.
+
+    Args:
+        bucket: where the run is.
+    """
+
+    def __init__(self, bucket: ObstoreBucket) -> None:
+        self._bucket = bucket
+        self.seconds = lease_s()
+        self._seen: dict[str, tuple[str, float]] = {}
+        """By name the tag of the lease, and since when."""
+        self._looked = -math.inf
+
+    @contextmanager
+    def hold(self, name: str, life: str, *, wait_s: float, said: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+        """Hold the lease of a name, renewed by a thread, to the end of the block.
+
+        Args:
+            name: of the process.
+            life: of this process, and no other.
+            wait_s: how long to wait while somebody has it and may live. One who has been silent for the time of the
+                lease is waited for that long at least, where there is any waiting.
+            said: what the lease tells of the process.
+
+        Raises:
+            RunExistsError: another process has it.
+        """
+        tag = self._take(name, life, wait_s, said)
+        leave = threading.Event()
+
+        def renew() -> None:
+            nonlocal tag
+            for beat in range(1, 1 << 62):
+                if leave.wait(self.seconds / _RENEWALS):
+                    return
+                try:
+                    found = self._bucket.swap(self._key(name), self._content(life, beat, said()), tag)
+                except StoreError as error:
+                    logger.warning("%s: its lease could not be renewed: %s", name, error)
+                    continue
+                if found is None:  # whatever this process puts from now on is refused
+                    logger.error("%s: another process has taken its place", name)
+                    return
+                tag = found
+
+        thread = threading.Thread(target=renew, name=f"lease of {name}", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            leave.set()
+            thread.join()
+            self._give_back(name, tag, {**said(), "life": life})
+
+    def _take(self, name: str, life: str, wait_s: float, said: Callable[[], Mapping[str, Any]]) -> str:
+        deadline = time.monotonic() + (max(wait_s, 1.5 * self.seconds) if wait_s else 0.0)
+        seen, since = None, time.monotonic()
+        while True:
+            found = self._bucket.tagged(self._key(name))
+            now = time.monotonic()
+            if found is not None and found.tag != seen:
+                seen, since = found.tag, now
+            if found is None or now - since >= self.seconds:
+                tag = self._bucket.swap(self._key(name), self._content(life, 0, said()), found and found.tag)
+                if tag is not None:
+                    return tag
+            elif now >= deadline:
+                raise RunExistsError(
+                    f"{self._bucket.where} has a {name} already: {_who(found.data)}. Stop that one first; if it is "
+                    f"dead, its name is free {self.seconds:g} s later."
+                )
+            time.sleep(min(1.0, self.seconds / 8))
+
+    def _give_back(self, name: str, tag: str, last: Mapping[str, Any]) -> None:
+        with contextlib.suppress(StoreError):
+            found = self._bucket.tagged(self._key(name))
+            if found is not None and found.tag == tag:
+                self._bucket.put(f"processes/{name}.json", json.dumps(last).encode())
+                self._bucket.delete([self._key(name)])
+
+    def living(self) -> set[str]:
+        """Return the names of the processes that live, as far as can be told from here."""
+        now = time.monotonic()
+        if now - self._looked >= self.seconds / _LOOKS:
+            late = now - self._looked > self.seconds / 2
+            tags = self._bucket.tags("processes/")
+            leases = {key: tag for key, tag in tags.items() if key.endswith(".lease")}
+            names = {key.removeprefix("processes/").removesuffix(".lease"): tag for key, tag in leases.items()}
+            before, self._seen = self._seen, {}
+            for name, tag in names.items():
+                known = before.get(name)
+                self._seen[name] = (tag, now) if known is None or known[0] != tag or late else known
+            self._looked = now
+        return {name for name, (_, since) in self._seen.items() if now - since < self.seconds}
+
+    @staticmethod
+    def _key(name: str) -> str:
+        return f"processes/{name}.lease"
+
+    @staticmethod
+    def _content(life: str, beat: int, said: Mapping[str, Any]) -> bytes:
+        own = {"life": life, "beat": beat, "host": socket.gethostname(), "pid": os.getpid()}
+        return json.dumps({**said, **own}).encode()
+
+
+def _who(raw: bytes) -> str:
+    try:
+        said = json.loads(raw)
+        return f"process {said['pid']} on {said['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "an unknown process"

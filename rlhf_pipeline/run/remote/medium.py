@@ -1,0 +1,211 @@
+"""A run in an object store, and this process's copy of what it needs of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import secrets
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from rlhf_pipeline.errors import LeaseLostError
+from rlhf_pipeline.run.medium import RunMedium
+from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
+from rlhf_pipeline.run.remote.copies import new_copy
+from rlhf_pipeline.run.remote.leases import Leases
+from rlhf_pipeline.run.remote.outbox import Outbox
+from rlhf_pipeline.run.remote.rows import LineLog, SharedRows
+from rlhf_pipeline.run.remote.sealed import PACKS, SealedFolders
+from trajectory_store import StoreError
+from trajectory_store.bucket import Traffic
+from trajectory_store.objects.remote import ObstoreBucket, open_bucket
+
+BESIDE: Final = "RLHF_PIPELINE_BESIDE"
+"""The environment variable with the folder in which a supervisor on this machine looks for locks and heartbeats."""
+_SEALED: Final = ("weights", "checkpoints")
+_POINTER: Final = "weights/latest.json"
+CLAIMS: Final = "claims.json"
+"""Who works on which rollout."""
+_LOGS: Final = ("ledger.jsonl", "metrics.jsonl")
+
+
+class BucketMedium(RunMedium):
+    """The objects are the run; this process has a copy of those that it needs, which is gone with it.
+
+    Args:
+        url: of the run.
+
+    Raises:
+        StoreError: obstore is not installed.
+    """
+
+    patience_s = 2.0
+
+    def __init__(self, url: str) -> None:
+        self.address = url
+        bucket = open_bucket(url, durable=False)
+        if not isinstance(bucket, ObstoreBucket):
+            raise TypeError(f"{url} is no object store")
+        self.bucket = bucket
+        self.life = secrets.token_hex(8)
+        """Names this process, and no other."""
+        self.outbox = Outbox()
+        self._tags: dict[str, str] = {}
+        """Of files that only one process replaces, what is in the bucket as far as this process knows."""
+        self._rows: dict[str, SharedRows] = {}
+        self._sealing: threading.Event | None = None
+
+    @functools.cached_property
+    def root(self) -> Path:  # pyright: ignore[reportIncompatibleVariableOverride] - made when it is needed
+        """The copy."""
+        folder = new_copy(self)
+        (folder / "weights").mkdir()
+        (folder / "checkpoints").mkdir()
+        beside = os.environ.get(BESIDE)
+        if beside:
+            (folder / "processes").symlink_to(beside, target_is_directory=True)
+        else:
+            (folder / "processes").mkdir()
+        return folder
+
+    @functools.cached_property
+    def leases(self) -> Leases:
+        """Who is at work."""
+        return Leases(self.bucket)
+
+    @functools.cached_property
+    def sealed(self) -> SealedFolders:
+        """Checkpoints and weights."""
+        return SealedFolders(self.bucket, self.root)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was asked of the object store."""
+        return self.bucket.traffic
+
+    # Files and folders
+
+    def bring(self, name: str) -> None:
+        """Have a file or a sealed folder here as it is now."""
+        if name.rpartition("/")[0] in _SEALED and name != _POINTER:
+            self.sealed.bring(name)
+            return
+        path = self.root / name
+        known = self._tags.get(name) if path.exists() else None
+        found = self.bucket.tagged(name, known)
+        if found is not None:
+            path.write_bytes(found.data.partition(b"\n")[2] if name == _POINTER else found.data)
+            self._tags[name] = found.tag
+        elif known is None:
+            path.unlink(missing_ok=True)
+            self._tags.pop(name, None)
+
+    def keep(self, name: str) -> None:
+        """Put a file or a sealed folder, after all that was kept before."""
+        if name.rpartition("/")[0] not in _SEALED:
+            content = (self.root / name).read_bytes()
+            self.outbox.add(lambda: self.bucket.put(name, content))
+        elif name == _POINTER:
+            # Its first line makes it another content than any before, so that its tag is its own.
+            content = secrets.token_hex(8).encode() + b"\n" + (self.root / name).read_bytes()
+            self.outbox.add(lambda: self._swap(name, content))
+        else:
+            if self._sealing is not None:
+                self._sealing.wait()  # one at a time, so that it is sent before it is removed here
+            self._sealing = self.outbox.add(lambda: self.sealed.keep(name))
+
+    def _swap(self, name: str, content: bytes) -> None:
+        tag = self.bucket.swap(name, content, self._tags.get(name))
+        if tag is None:
+            raise LeaseLostError(
+                f"{self.address}/{name} was replaced by another process, which has taken this one's place: this one "
+                "stood still for too long. Nothing is lost; start it again if the other one ends."
+            )
+        self._tags[name] = tag
+
+    def keep_first(self, name: str) -> bool:
+        """Put a file unless there is one."""
+        if self.bucket.settle(name, (self.root / name).read_bytes()):
+            return True
+        (self.root / name).unlink()
+        self.bring(name)
+        return False
+
+    def keep_log(self, path: Path) -> None:
+        """Put it under a name of this process."""
+        with suppress(StoreError, LeaseLostError, OSError):
+            self.bucket.put(f"logs/{self.life}-{path.name}", path.read_bytes())
+
+    def drop(self, name: str) -> None:
+        """Delete a sealed folder."""
+        self.outbox.add(lambda: self.sealed.drop(name))
+
+    def outline(self, name: str) -> None:
+        """Make an empty folder for each sealed one that is not here."""
+        for found in self.sealed.names(name):
+            (self.root / name / found).mkdir(exist_ok=True)
+
+    def has(self, name: str) -> bool:
+        """Whether there is an object of this name, or one below it."""
+        return self.bucket.get(name) is not None if "." in name else bool(self.bucket.keys(f"{name}/"))
+
+    def clear(self) -> None:
+        """Delete all objects of a start that came to nothing, those of live processes excepted."""
+        self.flush()
+        for name in ("store", "rollouts", PACKS, *_SEALED, *_LOGS):
+            self.bucket.delete(self.bucket.keys(f"{name}/"))
+        self.bucket.delete([CLAIMS])
+        self.bucket.delete(["config.json"])
+        self._tags.clear()
+        self._rows.clear()
+
+    # Lines
+
+    def rows(self, name: str) -> SharedRows:
+        """Return the rows of a file; the same object each time, as one process has one copy."""
+        found = self._rows.get(name)
+        if found is None:
+            log = LineLog(self.bucket, name, self.life, self.outbox)
+            found = self._rows[name] = SharedRows(self.root / name, log)
+        else:
+            found.refresh()
+        return found
+
+    def write_rows(self) -> None:
+        """Be the one process that adds lines."""
+        for name in _LOGS:
+            self.rows(name).begin()
+
+    # Processes
+
+    def lease(self, name: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
+        """Hold the lease of a name."""
+
+        def said() -> Mapping[str, Any]:
+            return {key: value for key, value in read_heartbeat(self.root / "processes", name).items() if key != "pid"}
+
+        return self.leases.hold(name, self.life, wait_s=wait_s, said=said)
+
+    def is_alive(self, name: str) -> bool:
+        """Whether the lease of a name is renewed."""
+        return name in self.leases.living()
+
+    def living(self) -> set[str]:
+        """Return the names whose leases are renewed."""
+        return self.leases.living()
+
+    def said(self, name: str) -> dict[str, Any]:
+        """Return what the lease of a process told last; empty where there is none."""
+        for key in (f"processes/{name}.lease", f"processes/{name}.json"):
+            raw = self.bucket.get(key)
+            if raw is not None:
+                return json.loads(raw)
+        return {}
+
+    def flush(self) -> None:
+        """Wait until all puts are done."""
+        self.outbox.flush()

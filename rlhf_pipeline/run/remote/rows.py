@@ -1,0 +1,198 @@
+"""Lines that one process writes and any number follow, as numbered parts that are put once.
+
+A part is a line of JSON (who wrote it, how long it is, its checksum, from which step on earlier lines no longer count)
+and the lines themselves. Every `BLOCK` parts are put together once more as one object, for those who begin to read.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import google_crc32c
+
+from rlhf_pipeline.errors import DataError, LeaseLostError
+from rlhf_pipeline.run.remote.outbox import Outbox
+from rlhf_pipeline.run.rows import StepRows, append_line, line_of
+from trajectory_store.objects.remote import ObstoreBucket
+
+BLOCK: Final = 256
+_LOOK_EVERY_S: Final = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What one put added."""
+
+    lines: bytes
+    cut: int | None
+    """Lines of this step and later ones were taken back before these were added."""
+
+
+class LineLog:
+    """The parts of one file.
+
+    Args:
+        bucket: where the run is.
+        name: of the file.
+        writer: whose parts are ours, and nobody else's.
+        outbox: sends them.
+    """
+
+    def __init__(self, bucket: ObstoreBucket, name: str, writer: str, outbox: Outbox) -> None:
+        self._bucket = bucket
+        self._name = name
+        self._writer = writer
+        self._outbox = outbox
+        self._next = 0
+        self._block: list[bytes] = []
+        """Parts since the last block."""
+        self._looked = -1e9
+        self.is_writing = False
+
+    def new(self) -> list[Part]:
+        """Return the parts that have come since the last call; asked again within a second, nothing is looked for.
+
+        Raises:
+            DataError: a part is damaged or missing.
+        """
+        if self.is_writing or time.monotonic() - self._looked < _LOOK_EVERY_S:
+            return []
+        self._looked = time.monotonic()
+        found = self._blocks() if not self._next else []
+        after = self._key(self._next - 1) if self._next else ""
+        keys = self._bucket.keys(f"{self._name}/parts/", after)
+        for key, raw in zip(keys, self._bucket.get_many(keys), strict=True):
+            if raw is None or key != self._key(self._next):
+                raise DataError(f"{self._bucket.where}/{self._key(self._next)} is missing. {_RESTORE}")
+            found.append(raw)
+            self._took(raw)
+        return [part for raw in found for part in self._parts(raw)]
+
+    def begin(self) -> list[Part]:
+        """Be the writer: whoever was it before is refused from now on. Returns the parts up to here."""
+        found: list[Part] = []
+        while not self.is_writing:
+            self._looked = -1e9
+            found += self.new()
+            opening = self._pack(Part(lines=b"", cut=None))
+            if self._bucket.settle(self._key(self._next), opening):
+                self._took(opening)
+                self.is_writing = True
+        return found
+
+    def add(self, part: Part) -> None:
+        """Put a part behind all others.
+
+        Raises:
+            LeaseLostError: another process has become the writer.
+        """
+        if not self.is_writing:
+            raise AssertionError(f"{self._name} is written by a process that has not begun to")
+        self._outbox.add(lambda: self._put(self._pack(part)))
+
+    def _put(self, raw: bytes) -> None:
+        key = self._key(self._next)
+        if not self._bucket.settle(key, raw):
+            raise LeaseLostError(
+                f"{self._bucket.where}/{key} was written by another process, which has taken this one's place: this "
+                "one stood still for too long. Nothing is lost; start it again if the other one ends."
+            )
+        self._took(raw)
+        if len(self._block) == BLOCK:
+            self._bucket.put_new(f"{self._name}/blocks/{self._next // BLOCK - 1:08d}", b"".join(self._block))
+            self._block = []
+
+    def _took(self, raw: bytes) -> None:
+        if self._next % BLOCK == 0:
+            self._block = []
+        self._next += 1
+        self._block.append(raw)
+
+    def _blocks(self) -> list[bytes]:
+        keys = self._bucket.keys(f"{self._name}/blocks/")
+        found = [raw for raw in self._bucket.get_many(keys) if raw is not None]
+        self._next = BLOCK * len(found)
+        return found
+
+    def _key(self, number: int) -> str:
+        return f"{self._name}/parts/{number:012d}"
+
+    def _pack(self, part: Part) -> bytes:
+        head = {"writer": self._writer, "bytes": len(part.lines), "crc32c": google_crc32c.value(part.lines)}
+        return json.dumps({**head, "cut": part.cut}).encode() + b"\n" + part.lines
+
+    def _parts(self, raw: bytes) -> Iterator[Part]:
+        while raw:
+            line, _, rest = raw.partition(b"\n")
+            try:
+                head: dict[str, Any] = json.loads(line)
+                lines, raw = rest[: head["bytes"]], rest[head["bytes"] :]
+                whole = google_crc32c.value(lines) == head["crc32c"]
+            except (ValueError, KeyError, TypeError):
+                whole, lines, head = False, b"", {}
+            if not whole:
+                raise DataError(f"{self._bucket.where}/{self._name}: a part is not as it was written. {_RESTORE}")
+            yield Part(lines=lines, cut=head["cut"])
+
+
+class SharedRows(StepRows):
+    """The rows of a file that is kept in parts; the file itself is this process's copy.
+
+    Args:
+        path: the copy; made new.
+        log: the parts.
+    """
+
+    def __init__(self, path: Path, log: LineLog) -> None:
+        self._log = log
+        path.parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(path)
+
+    def refresh(self) -> int:
+        """See what is there now."""
+        self._take(self._log.new())
+        return super().refresh()
+
+    def begin(self) -> None:
+        """Be the one process that adds rows."""
+        if not self._log.is_writing:
+            self._take(self._log.begin())
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add the row of the next step."""
+        super().append(row)
+        self._log.add(Part(lines=line_of(row), cut=None))
+
+    def drop_from(self, step: int) -> None:
+        """Take back the rows of a step and of all later ones."""
+        if self.last_step >= step:
+            super().drop_from(step)
+            self._log.add(Part(lines=b"", cut=step))
+
+    def sync(self) -> None:
+        """Rows are sent in the order in which they were added, before whatever depends on them."""
+
+    def _take(self, parts: list[Part]) -> None:
+        """Bring the copy up to date."""
+        lines: list[bytes] = []
+        for part in parts:
+            if part.cut is not None:
+                self._write(lines)
+                lines = []
+                super().drop_from(part.cut)
+            lines.append(part.lines)
+        self._write(lines)
+
+    def _write(self, lines: list[bytes]) -> None:
+        if any(lines):
+            append_line(self.path, b"".join(lines))
+            super().refresh()
+            self.mend()
+
+
+_RESTORE: Final = "Restore the run from a copy, or start a new one with --out OTHER_PLACE."

@@ -1,0 +1,282 @@
+"""Sealed folders in an object store, in pieces that are found by their content.
+
+A piece is a tensor of a safetensors file, or a whole file of another kind. What is there already, from an earlier
+version or a checkpoint, is not sent again, and who has it does not fetch it again: of weights of which a part has
+changed, that part moves. New pieces go together, a pack per 64 MB, so small tensors cost no requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.run.files import folder_problem
+from trajectory_store.objects.remote import ObstoreBucket
+
+PACKS: Final = "packs"
+_PACK_BYTES: Final = 1 << 26
+_AT_ONCE: Final = 8
+_LONGEST_HEADER: Final = 1 << 27
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Some bytes of a file, or of a pack."""
+
+    where: str
+    start: int
+    length: int
+
+
+Files = Mapping[str, list[tuple[str, Span]]]
+"""Per file of a folder its pieces in order: what each holds (a hash), and where it is."""
+
+
+class SealedFolders:
+    """The sealed folders of a run, written by one process.
+
+    Args:
+        bucket: where the run is.
+        root: this process's files.
+    """
+
+    def __init__(self, bucket: ObstoreBucket, root: Path) -> None:
+        self._bucket = bucket
+        self._root = root
+        self._kept: dict[str, Files] | None = None
+        """What is in the bucket, by folder; None before this process writes. Packs that nothing names then go."""
+        self._here: dict[str, Span] = {}
+        """Pieces in files of this process, by content."""
+
+    def keep(self, name: str) -> None:
+        """Put what is not there yet of a folder, then what it consists of."""
+        kept = self._all_kept()
+        known = {content: span for files in kept.values() for pieces in files.values() for content, span in pieces}
+        files: dict[str, list[tuple[str, Span]]] = {}
+        packs = _Packs(self._bucket)
+        for file in sorted(path for path in (self._root / name).rglob("*") if path.is_file()):
+            pieces = files[str(file.relative_to(self._root / name))] = []
+            for start, raw in _pieces(file):
+                content = _content(raw)
+                if content not in known:
+                    known[content] = packs.add(raw)
+                pieces.append((content, known[content]))
+                self._here[content] = Span(str(file), start, len(raw))
+        packs.finish()
+        final = {file: [(content, packs.named(span)) for content, span in pieces] for file, pieces in files.items()}
+        self._bucket.put(f"{name}.json", _to_json(final))
+        kept[name] = final
+
+    def drop(self, name: str) -> None:
+        """Remove a folder, and the packs that no other one needs."""
+        kept = self._all_kept()
+        files = kept.pop(name, None)
+        if files is not None:
+            self._bucket.delete([f"{name}.json"])
+            self._sweep({span.where for pieces in files.values() for _, span in pieces})
+
+    def names(self, parent: str) -> list[str]:
+        """Return the names of the folders in a folder."""
+        keys = (key.removeprefix(f"{parent}/") for key in self._bucket.keys(f"{parent}/"))
+        return [key.removesuffix(".json") for key in keys if key.endswith(".json") and key != "latest.json"]
+
+    def bring(self, name: str) -> None:
+        """Have a folder here, in whatever state it is; a removed one stays as it was.
+
+        Raises:
+            DataError: a part of it is gone: a newer one may have replaced it.
+        """
+        final = self._root / name
+        if final.is_dir() and folder_problem(final, checksums=False) is None:
+            return
+        raw = self._bucket.get(f"{name}.json")
+        if raw is None:
+            return
+        files = _files_of(raw, name)
+        temporary = final.with_name(f".{final.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        pieces = self._fetch([piece for some in files.values() for piece in some], name)
+        for file, some in files.items():
+            path = temporary / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as out:
+                for content, _ in some:
+                    place = out.tell()
+                    out.write(pieces[content])
+                    self._here[content] = Span(str(final / file), place, len(pieces[content]))
+        with suppress(FileNotFoundError):
+            shutil.rmtree(final)
+        os.rename(temporary, final)
+
+    def _fetch(self, wanted: list[tuple[str, Span]], name: str) -> dict[str, bytes]:
+        """Return pieces by content: from files of this process where they are there, else from the packs."""
+        found: dict[str, bytes] = {}
+        missing: dict[str, dict[str, Span]] = {}
+        for content, span in wanted:
+            here = self._read(content) if span.length else b""
+            if here is None:
+                missing.setdefault(span.where, {})[content] = span
+            else:
+                found[content] = here
+
+        def fetch(pack: str) -> dict[str, bytes]:
+            spans = missing[pack]
+            parts = self._bucket.parts(pack, [(span.start, span.start + span.length) for span in _joined(spans)])
+            return _cut(_joined(spans), parts, spans)
+
+        try:
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                for part in pool.map(fetch, missing):
+                    found |= part
+        except FileNotFoundError as error:
+            raise DataError(
+                f"{self._bucket.where}/{name}: {error} is gone. A newer one may have replaced it."
+            ) from error
+        return found
+
+    def _read(self, content: str) -> bytes | None:
+        span = self._here.get(content)
+        if span is None:
+            return None
+        try:
+            with open(span.where, "rb", buffering=0) as file:
+                raw = os.pread(file.fileno(), span.length, span.start)
+        except FileNotFoundError:
+            raw = b""
+        if _content(raw) == content:
+            return raw
+        del self._here[content]
+        return None
+
+    def _all_kept(self) -> dict[str, Files]:
+        if self._kept is None:
+            self._kept = self._found()
+            self._sweep(set(self._bucket.keys(f"{PACKS}/")))
+        return self._kept
+
+    def _found(self) -> dict[str, Files]:
+        manifests = [
+            key
+            for parent in ("weights", "checkpoints")
+            for key in self._bucket.keys(f"{parent}/")
+            if key.endswith(".json") and not key.endswith("/latest.json")
+        ]
+        read = dict(zip(manifests, self._bucket.get_many(manifests), strict=True))
+        return {
+            key.removesuffix(".json"): _files_of(raw, key.removesuffix(".json"))
+            for key, raw in read.items()
+            if raw is not None
+        }
+
+    def _sweep(self, packs: set[str]) -> None:
+        used = {span.where for files in (self._kept or {}).values() for some in files.values() for _, span in some}
+        self._bucket.delete(sorted(packs - used - {""}))
+
+
+class _Packs:
+    """Gathers new pieces, and puts them together."""
+
+    def __init__(self, bucket: ObstoreBucket) -> None:
+        self._bucket = bucket
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._names: list[str] = []
+
+    def add(self, raw: bytes) -> Span:
+        """Add a piece; where it is, in a pack that has a number until `finish`."""
+        if not raw:
+            return Span("", 0, 0)
+        if self._parts and self._size + len(raw) > _PACK_BYTES:
+            self.finish()
+        span = Span(f"#{len(self._names)}", self._size, len(raw))
+        self._parts.append(raw)
+        self._size += len(raw)
+        return span
+
+    def finish(self) -> None:
+        """Put what was gathered."""
+        if self._parts:
+            raw = b"".join(self._parts)
+            key = f"{PACKS}/{_content(raw)}"
+            self._bucket.put(key, raw)
+            self._names.append(key)
+            self._parts, self._size = [], 0
+
+    def named(self, span: Span) -> Span:
+        """Return the same with the name of its pack."""
+        if not span.where.startswith("#"):
+            return span
+        return Span(self._names[int(span.where[1:])], span.start, span.length)
+
+
+def _content(raw: bytes) -> str:
+    """Return what names these bytes."""
+    return hashlib.blake2b(raw, digest_size=16).hexdigest()
+
+
+def _pieces(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the pieces of a file, each with its place."""
+    cuts = _tensor_ends(file) if file.suffix == ".safetensors" else []
+    with file.open("rb") as stream:
+        start = 0
+        for end in cuts or [file.stat().st_size]:
+            yield start, stream.read(end - start)
+            start = end
+
+
+def _tensor_ends(file: Path) -> list[int]:
+    """Return where the header and each tensor of a safetensors file end; nothing where it is not laid out so."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 0 < length <= min(size - 8, _LONGEST_HEADER):
+            return []
+        header: dict[str, Any] = json.loads(stream.read(length))
+    ends = sorted({8 + length, *(8 + length + entry["data_offsets"][1] for k, entry in header.items() if k[0] != "_")})
+    return ends if ends[-1] == size else []
+
+
+def _joined(spans: Mapping[str, Span]) -> list[Span]:
+    """Return spans of one pack with neighbours put together: one request each."""
+    out: list[Span] = []
+    for span in sorted(spans.values(), key=lambda span: span.start):
+        if out and out[-1].start + out[-1].length >= span.start:
+            out[-1] = Span(span.where, out[-1].start, span.start + span.length - out[-1].start)
+        else:
+            out.append(span)
+    return out
+
+
+def _cut(joined: list[Span], parts: list[bytes], spans: Mapping[str, Span]) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for content, span in spans.items():
+        place = next(at for at, whole in enumerate(joined) if whole.start <= span.start < whole.start + whole.length)
+        start = span.start - joined[place].start
+        found[content] = parts[place][start : start + span.length]
+    return found
+
+
+def _to_json(files: Files) -> bytes:
+    rows = {file: [[content, *_plain(span)] for content, span in pieces] for file, pieces in files.items()}
+    return json.dumps({"format": 1, "files": rows}).encode()
+
+
+def _plain(span: Span) -> tuple[str, int, int]:
+    return span.where, span.start, span.length
+
+
+def _files_of(raw: bytes, name: str) -> Files:
+    try:
+        rows = json.loads(raw)["files"]
+        return {file: [(content, Span(*place)) for content, *place in pieces] for file, pieces in rows.items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{name}.json is not what a run writes ({error}). Restore it from a copy.") from error

@@ -1,0 +1,306 @@
+"""A run in an object store, in the small: leases, lines in parts, sealed folders in pieces, claims."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from rlhf_pipeline.errors import DataError, LeaseLostError, RunExistsError
+from rlhf_pipeline.run.files import folder_problem, new_folder
+from rlhf_pipeline.run.processes.claims import Flow
+from rlhf_pipeline.run.processes.rollouts import RolloutSet, StoredRollout
+from rlhf_pipeline.run.processes.weights import Published
+from rlhf_pipeline.run.remote.leases import Leases
+from rlhf_pipeline.run.remote.medium import BucketMedium
+from rlhf_pipeline.run.remote.outbox import Outbox
+from rlhf_pipeline.run.remote.rollouts import BucketRollouts, LeasedClaims
+from rlhf_pipeline.run.remote.rows import BLOCK, LineLog, SharedRows
+from rlhf_pipeline.run.remote.sealed import SealedFolders
+from trajectory_store import Column, Schema, TrajectoryStore
+
+obstore = pytest.importorskip("obstore")
+
+from trajectory_store.objects.remote import ObstoreBucket  # noqa: E402
+
+PUBLISHED = Published(version=0, next_version=0, rollouts_done=0)
+ROOMY = Flow(updates_per_rollout=1, max_staleness=9)
+
+
+@pytest.fixture
+def memory():
+    return obstore.store.MemoryStore()
+
+
+def bucket(memory) -> ObstoreBucket:
+    return ObstoreBucket(memory, "memory://run")
+
+
+# ------------------------------------------------------------------------------------------------ compare-and-swap
+
+
+def test_of_many_that_swap_one_wins(memory):
+    """Eight threads replace the same content; the tag of the winner is the one that is there."""
+    first = bucket(memory).swap("claims", b"0", None)
+    won: list[tuple[int, str]] = []
+
+    def race(number: int) -> None:
+        tag = bucket(memory).swap("claims", f"by {number}".encode(), first)
+        if tag is not None:
+            won.append((number, tag))
+
+    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ((number, tag),) = won
+    assert bucket(memory).tagged("claims") == (f"by {number}".encode(), tag)
+    assert bucket(memory).tagged("claims", tag) is None
+    assert bucket(memory).swap("claims", b"new", None) is None
+
+
+def test_a_swap_whose_reply_is_lost_is_found_out(memory):
+    """The object says whose it is; the same call does not take its own content for somebody else's."""
+    real = bucket(memory)
+
+    class Deaf:
+        def __getattr__(self, name):
+            return getattr(obstore, name)
+
+        def put(self, *args, **kwargs):
+            obstore.put(*args, **kwargs)
+            raise obstore.exceptions.GenericError("the reply is lost")
+
+    first = real.swap("pointer", b"a", None)
+    real._obs = Deaf()
+    second = real.swap("pointer", b"b", first)
+    assert second is not None
+    assert bucket(memory).tagged("pointer") == (b"b", second)
+
+
+# ------------------------------------------------------------------------------------------------ lines in parts
+
+
+def rows_of(memory, path: Path, writer: str) -> tuple[SharedRows, Outbox]:
+    outbox = Outbox()
+    return SharedRows(path / writer / "ledger.jsonl", LineLog(bucket(memory), "ledger.jsonl", writer, outbox)), outbox
+
+
+def test_lines_are_followed_and_taken_back(memory, tmp_path):
+    """A reader has what the writer has, also after lines were taken back, and one that begins later has it, too."""
+    written, outbox = rows_of(memory, tmp_path, "writer")
+    early, _ = rows_of(memory, tmp_path, "early")
+    written.begin()
+    for step in range(1, 6):
+        written.append({"step": step, "loss": step / 4})
+    written.drop_from(4)
+    written.append({"step": 4, "loss": 9.0})
+    outbox.flush()
+    late, _ = rows_of(memory, tmp_path, "late")
+    early._log._looked = -1e9
+    early.refresh()
+    assert [row["loss"] for row in late] == [row["loss"] for row in early] == [0.25, 0.5, 0.75, 9.0]
+    assert list(written) == list(late)
+
+
+def test_a_second_writer_ends_the_first(memory, tmp_path):
+    """What the first one adds afterwards is refused and seen by nobody, although it held the file before."""
+    first, outbox = rows_of(memory, tmp_path, "first")
+    first.begin()
+    first.append({"step": 1})
+    outbox.flush()
+    second, sent = rows_of(memory, tmp_path, "second")
+    second.begin()
+    first.append({"step": 2, "by": "first"})
+    with pytest.raises(LeaseLostError, match="another process"):
+        outbox.flush()
+    second.append({"step": 2, "by": "second"})
+    sent.flush()
+    assert [row.get("by") for row in rows_of(memory, tmp_path, "reader")[0]] == [None, "second"]
+
+
+def test_many_parts_are_read_as_blocks(memory, tmp_path):
+    """A reader that begins needs a request per 256 steps, and not one per step."""
+    written, outbox = rows_of(memory, tmp_path, "writer")
+    written.begin()
+    for step in range(1, 2 * BLOCK + 5):
+        written.append({"step": step})
+    outbox.flush()
+    reading = bucket(memory)
+    rows = SharedRows(tmp_path / "reader" / "ledger.jsonl", LineLog(reading, "ledger.jsonl", "reader", Outbox()))
+    assert len(rows) == 2 * BLOCK + 4
+    assert reading.traffic.requests <= 2 + 2 + 5
+
+
+def test_a_changed_part_is_named(memory, tmp_path):
+    """A line that is not as it was written is an error with the name of the file, and no row."""
+    written, outbox = rows_of(memory, tmp_path, "writer")
+    written.begin()
+    written.append({"step": 1, "loss": 0.5})
+    outbox.flush()
+    key = bucket(memory).keys("ledger.jsonl/parts/")[-1]
+    obstore.put(memory, key, bytes(obstore.get(memory, key).bytes()).replace(b"0.5", b"0.6"))
+    with pytest.raises(DataError, match=r"ledger\.jsonl: a part is not as it was written"):
+        rows_of(memory, tmp_path, "reader")
+
+
+# ---------------------------------------------------------------------------------------------- sealed folders
+
+
+def seal(root: Path, name: str, tensors: dict[str, np.ndarray]) -> None:
+    with new_folder(root / name) as folder:
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "tokenizer.json").write_text("x" * 1000)
+
+
+def test_what_has_not_changed_does_not_move(memory, tmp_path):
+    """Of weights of which one tensor has changed, that tensor is sent and fetched, and little else."""
+    rng = np.random.default_rng(0)
+    tensors = {f"layer-{n}": rng.normal(size=(64, 256)).astype(np.float32) for n in range(8)}
+    there, here = bucket(memory), bucket(memory)
+    writer, reader = SealedFolders(there, tmp_path / "a"), SealedFolders(here, tmp_path / "b")
+    seal(tmp_path / "a", "weights/version-00000001", tensors)
+    writer.keep("weights/version-00000001")
+    reader.bring("weights/version-00000001")
+    whole = there.traffic.sent
+    assert whole > 8 * 65_536
+    tensors["layer-3"] = tensors["layer-3"] + 1
+    seal(tmp_path / "a", "weights/version-00000002", tensors)
+    sent, received = there.traffic.sent, here.traffic.received
+    writer.keep("weights/version-00000002")
+    reader.bring("weights/version-00000002")
+    assert 65_536 < there.traffic.sent - sent < 65_536 + 8_192
+    assert 65_536 < here.traffic.received - received < 65_536 + 8_192
+    folder = tmp_path / "b" / "weights" / "version-00000002"
+    assert folder_problem(folder) is None
+    assert (load_file(folder / "model.safetensors")["layer-3"] == tensors["layer-3"]).all()
+
+
+def test_packs_go_with_the_last_folder_that_needs_them(memory, tmp_path):
+    """An old version's pack stays while a newer one has tensors in it, and is gone afterwards."""
+    writer = SealedFolders(bucket(memory), tmp_path)
+    tensors = {"a": np.zeros(1000, np.float32), "b": np.ones(1000, np.float32)}
+    seal(tmp_path, "weights/version-00000001", tensors)
+    writer.keep("weights/version-00000001")
+    tensors["b"] = tensors["b"] * 2
+    seal(tmp_path, "weights/version-00000002", tensors)
+    writer.keep("weights/version-00000002")
+    writer.drop("weights/version-00000001")
+    assert len(bucket(memory).keys("packs/")) == 2
+    reader = SealedFolders(bucket(memory), tmp_path / "reader")
+    reader.bring("weights/version-00000002")
+    assert folder_problem(tmp_path / "reader" / "weights" / "version-00000002") is None
+    writer.drop("weights/version-00000002")
+    assert bucket(memory).keys("packs/") == []
+    SealedFolders(bucket(memory), tmp_path / "other").bring("weights/version-00000002")
+    assert not (tmp_path / "other" / "weights" / "version-00000002").exists()
+
+
+# ------------------------------------------------------------------------------------------ leases and claims
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setenv("RLHF_PIPELINE_LEASE_S", "0.4")
+
+
+def test_a_name_is_free_once_its_lease_is_not_renewed(memory, short):
+    """One process has it; after the time of the lease without a renewal another one takes it."""
+    holder, other = Leases(bucket(memory)), Leases(bucket(memory))
+    with holder.hold("learner", "a", wait_s=0, said=dict):
+        taken = other.hold("learner", "b", wait_s=0, said=dict)
+        with pytest.raises(RunExistsError, match="learner already: process"), taken:
+            pass
+        time.sleep(0.8)
+        assert other.living() == {"learner"}
+    assert bucket(memory).keys("processes/") == ["processes/learner.json"]
+    bucket(memory).swap("processes/learner.lease", b'{"pid": 1, "host": "gone"}', None)  # killed: never renewed
+    started = time.monotonic()
+    with other.hold("learner", "b", wait_s=0.1, said=dict):
+        assert time.monotonic() - started >= 0.4
+
+
+def claims_of(memory, trajectories, name: str, monkeypatch) -> tuple[LeasedClaims, TrajectoryStore, BucketMedium]:
+    monkeypatch.setattr("rlhf_pipeline.run.remote.medium.open_bucket", lambda url, durable: bucket(memory))
+    medium = BucketMedium("s3://memory/run")
+    store = TrajectoryStore.open(trajectories, "a")
+    return LeasedClaims(medium, name, BucketRollouts(medium.bucket), ROOMY, store), store, medium
+
+
+@pytest.fixture
+def trajectories():
+    made = obstore.store.MemoryStore()
+    TrajectoryStore.create(made, Schema([Column("group", "int64")])).close()
+    return made
+
+
+def stored(rollout: int) -> StoredRollout:
+    return StoredRollout(
+        rollout=rollout,
+        policy_version=0,
+        num_trajectories=1,
+        num_failed=0,
+        num_tokens=4,
+        seconds=0.5,
+        task_reward=0.0,
+        created_at=0.0,
+    )
+
+
+def test_a_collector_that_stood_still_stores_nothing_afterwards(memory, trajectories, short, monkeypatch):
+    """Another one takes its rollout over and finds what was committed; a commit after that is refused."""
+    slow, its_store, medium = claims_of(memory, trajectories, "collector-0", monkeypatch)
+    with medium.lease("collector-0"):
+        assert slow.claim(PUBLISHED) == 0
+        its_store.append({"group": [0]})
+        BucketRollouts(bucket(memory)).add(stored(0))
+        slow.release(done=True)
+        assert slow.claim(PUBLISHED) == 1
+    # From here on it is not heard of.
+    quick, store, medium = claims_of(memory, trajectories, "collector-1", monkeypatch)
+    with medium.lease("collector-1"):
+        assert quick.claim(PUBLISHED) == 1
+        with pytest.raises(LeaseLostError, match="rollout 1 was taken over"):
+            its_store.append({"group": [1]})
+        store.append({"group": [1]})
+        store.refresh()
+        assert sorted(store.read_scalars("group").tolist()) == [0, 1]
+        slow.release(done=False)  # changes nothing: the claim is not its own
+        assert json.loads(bucket(memory).get("claims.json") or b"")["claims"]["1"]["owner"] == "collector-1"
+    store.close()
+    its_store.close()
+
+
+def test_live_collectors_have_different_rollouts(memory, trajectories, short, monkeypatch):
+    """A rollout whose collector renews its lease is passed over; one that was given back is the next again."""
+    (one, a, first), (two, b, second) = (
+        claims_of(memory, trajectories, f"collector-{n}", monkeypatch) for n in range(2)
+    )
+    with first.lease("collector-0"), second.lease("collector-1"):
+        assert (one.claim(PUBLISHED), two.claim(PUBLISHED)) == (0, 1)
+        one.release(done=False)
+        two.release(done=False)
+        assert two.claim(PUBLISHED) == 0
+    a.close()
+    b.close()
+
+
+def test_stored_rollouts_are_told_once_and_in_order(memory):
+    """Whatever the order in which they come; one that two have stored is one."""
+    rollouts, known = BucketRollouts(bucket(memory)), RolloutSet(2)
+    for number in (3, 0, 5, 2, 3):
+        rollouts.add(stored(number))
+    assert rollouts.new(known) == [2, 3, 5]
+    assert rollouts.new(known) == []
+    rollouts.add(stored(4))
+    assert rollouts.new(known) == [4]
+    assert rollouts.get(4) == stored(4)
+    assert rollouts.get(9) is None
+    with pytest.raises(DataError, match="rollout 9"):
+        rollouts.known(9)
