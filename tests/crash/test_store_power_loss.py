@@ -260,6 +260,7 @@ def test_power_losses(tmp_path, monkeypatch, backend, durability):
     """Acknowledged rows and updates are there (power, group), visible rows are whole (always), appends go on."""
     memory = Path("/dev/shm")
     base = Path(tempfile.mkdtemp(prefix="power-", dir=memory if os.access(memory, os.W_OK) else tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(base))  # what readers of objects fetch goes there, too
     try:
         run_power_losses(base, monkeypatch, backend, durability)
     finally:

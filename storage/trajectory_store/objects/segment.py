@@ -22,7 +22,7 @@ import numpy.typing as npt
 from trajectory_store import fs
 from trajectory_store.bucket import Bucket
 from trajectory_store.errors import CorruptionError, ReadFailedError, SegmentGoneError, StoreError
-from trajectory_store.format import KIND_ROWS, RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta, chunk_path, crc32c
+from trajectory_store.format import KIND_ROWS, RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta, crc32c
 from trajectory_store.journal import Entry
 from trajectory_store.maps import PreadBytes, open_file
 from trajectory_store.objects.archive import (
@@ -115,7 +115,7 @@ class ObjectSegment(Segment):
         super().__init__(entry, name, meta)
         self.bucket = bucket
         self._cache = cache
-        self._folder = cache.folder / f"{name}-{entry.salt:08x}"
+        self._files_of = f"{name}-{entry.salt:08x}"
         self._axes = tuple(meta.schema.axes)
         self.history: list[Brief] = []
         self.damaged: dict[int, str] = {}
@@ -310,12 +310,15 @@ class ObjectSegment(Segment):
         return open_file(self._file(name), spec.capacity * spec.itemsize, "mmap")
 
     def _file(self, name: str) -> Path:
-        spec = self.specs[name]
-        path = chunk_path(self._folder, name, spec.shape)
+        """The cached file of an array, with the values where a local segment has them in its chunk."""
+        path = self._cached(name)
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            spec = self.specs[name]
             fs.create_sized(path, spec.capacity * spec.itemsize, preallocate=False)
         return path
+
+    def _cached(self, name: str) -> Path:
+        return self._cache.folder / f"{self._files_of}.{name}"  # no folders: making and removing them takes longest
 
     def _fetch(self, name: str) -> int:
         """Fetch what is wanted and not there yet; returns the bytes."""
@@ -482,6 +485,4 @@ class ObjectSegment(Segment):
         super().drop(name)
         self._fetched.pop(name, None)
         self._current.pop(name, None)
-        path = chunk_path(self._folder, name, self.specs[name].shape)
-        if os.path.lexists(path):
-            fs.remove_file(path)
+        fs.remove_file(self._cached(name))
