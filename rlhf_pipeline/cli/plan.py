@@ -16,7 +16,7 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError
 from rlhf_pipeline.report.stored import open_run_or_store
 from rlhf_pipeline.run.folder import RunFolder, is_run
-from rlhf_pipeline.run.medium import Address, address_of
+from rlhf_pipeline.run.medium import Address, address_of, is_url
 
 _POLL_S = 0.25
 _DEFAULT_REPLAY = "offline_replay"
@@ -130,6 +130,8 @@ def checked(plan: Plan) -> Plan:
         PipelineError: something is not there, or cannot be.
     """
     preflight.check_device(plan.device)
+    if plan.pipeline.replay is not None and is_url(plan.out):
+        raise DefinitionError(f"a run over stores needs a folder of its own, and {plan.out} is none: --out FOLDER")
     if plan.joins or plan.collectors:
         preflight.check_processes(plan.pipeline)
     preflight.check_pipeline(plan.pipeline, plan.seed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rlhf_pipeline.run.processes.heartbeat import is_alive, read_heartbeat
 from rlhf_pipeline.run.rows import StepRows
@@ -19,6 +19,9 @@ from trajectory_store.bucket import Traffic
 
 if TYPE_CHECKING:
     from trajectory_store import TrajectoryStore
+
+BESIDE: Final = "RLHF_PIPELINE_BESIDE"
+"""The environment variable with the folder in which a supervisor on this machine looks for locks and heartbeats."""
 
 Address = Path | str
 """A folder, or a URL such as `s3://bucket/run`."""

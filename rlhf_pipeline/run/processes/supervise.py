@@ -18,7 +18,7 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import ProcessFailedError
 from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.medium import Address
+from rlhf_pipeline.run.medium import BESIDE, Address
 from rlhf_pipeline.run.processes.children import Child, Exit, SupervisorConfig
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.run_files import shared_run
@@ -79,6 +79,7 @@ def supervise(
             make_stores=False,
         ),
         process_lock(run.processes, "supervisor"),
+        run.medium.lease("supervisor", wait_s=10.0),
         run.log(run.supervisor_log, logging.INFO),
         Heartbeat(run.processes, "supervisor") as heartbeat,
     ):
@@ -153,8 +154,8 @@ class Supervisor:
         self.metrics = NewRows(self.run.rows(self.run.metrics_file))
         self.heartbeat = heartbeat
         self.on_event = on_event
-        environment = share_cores(len(commands))
         folder = self.run.processes
+        environment = {**share_cores(len(commands)), BESIDE: str(folder.absolute())}
         folder.mkdir(parents=True, exist_ok=True)
         self.children = {
             name: Child(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlhf_pipeline.errors import LeaseLostError
-from rlhf_pipeline.run.medium import RunMedium
+from rlhf_pipeline.run.medium import BESIDE, RunMedium
 from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
 from rlhf_pipeline.run.remote.copies import new_copy
 from rlhf_pipeline.run.remote.leases import Leases
@@ -24,8 +24,6 @@ from trajectory_store import StoreError
 from trajectory_store.bucket import Traffic
 from trajectory_store.objects.remote import ObstoreBucket, open_bucket
 
-BESIDE: Final = "RLHF_PIPELINE_BESIDE"
-"""The environment variable with the folder in which a supervisor on this machine looks for locks and heartbeats."""
 _SEALED: Final = ("weights", "checkpoints")
 _POINTER: Final = "weights/latest.json"
 CLAIMS: Final = "claims.json"
@@ -136,9 +134,10 @@ class BucketMedium(RunMedium):
         return False
 
     def keep_log(self, path: Path) -> None:
-        """Put it under a name of this process."""
-        with suppress(StoreError, LeaseLostError, OSError):
-            self.bucket.put(f"logs/{self.life}-{path.name}", path.read_bytes())
+        """Put it; under a name of this process where others have such a file, too."""
+        with suppress(StoreError, OSError):
+            own = path.name if path.name == "supervisor.log" else f"logs/{self.life}-{path.name}"
+            self.bucket.put(own, path.read_bytes())
 
     def drop(self, name: str) -> None:
         """Delete a sealed folder."""
@@ -170,7 +169,7 @@ class BucketMedium(RunMedium):
         found = self._rows.get(name)
         if found is None:
             log = LineLog(self.bucket, name, self.life, self.outbox)
-            found = self._rows[name] = SharedRows(self.root / name, log)
+            found = self._rows[name] = SharedRows(self.root / name, log, self)
         else:
             found.refresh()
         return found

@@ -146,10 +146,12 @@ class SharedRows(StepRows):
     Args:
         path: the copy; made new.
         log: the parts.
+        owner: of the folder of the copy, which goes with it and must not go before these rows.
     """
 
-    def __init__(self, path: Path, log: LineLog) -> None:
+    def __init__(self, path: Path, log: LineLog, owner: object = None) -> None:
         self._log = log
+        self._owner = owner
         path.parent.mkdir(parents=True, exist_ok=True)
         super().__init__(path)
 

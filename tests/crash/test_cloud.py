@@ -1,0 +1,20 @@
+"""The short form of `cloud.py`: a run in an object store whose processes are killed and replaced."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.crash._s3 import missing
+from tests.crash.cloud import main
+
+pytestmark = [
+    pytest.mark.crash,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning"),
+]
+
+
+def test_a_run_at_a_url_ends_as_if_left_alone():
+    """Every prompt and every step once, nothing acknowledged lost, and the weights of an undisturbed run."""
+    assert main(["--steps", "4", "--seed", "1"]) == 0
