@@ -244,7 +244,9 @@ class HTTPEngine:
         """After a connection broke: check the server again, and give a restarted one the weights it had."""
         self._known = None
         self._server()
-        if self._label is None or self._ask("GET", "/weight_info").get("weight_version", "").startswith(self._owner):
+        if self._label is None:
+            return
+        if self._ask("GET", "/weight_info").get("weight_version", "").startswith(f"{self._owner}:"):
             return
         if self._given is None or not self._given[0].is_dir():
             raise EngineError(

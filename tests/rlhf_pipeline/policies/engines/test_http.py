@@ -104,15 +104,16 @@ def test_processes_of_one_run_load_weights_once(fake: FakeVLLM, folders: dict[in
     assert found.spans.lists() == [[(0, 7)]]
 
 
-def test_a_restarted_server_gets_its_weights_back(folders: dict[int, Path]):
-    """It comes back with the weights it was started with; what broke is sampled again with the run's own."""
+@pytest.mark.parametrize("label", ["default", "run-2:2:0"])
+def test_a_restarted_server_gets_its_weights_back(label: str, folders: dict[int, Path]):
+    """It comes back with other weights, of a run with a longer name too; what broke is sampled with the run's own."""
     with FakeVLLM(folders[1]).serving() as fake:
-        engine = engine_for(fake.address)
+        engine = engine_for(fake.address, owner="run")
         engine.load_weights(folders[2], 2)
         straight = engine.generate(Request(prompts=[[5]], max_new_tokens=20, seed=1))
         fake.broken = ["refuse"]
         fake.load(folders[1])
-        fake.label("default")
+        fake.label(label)
         again = engine.generate(Request(prompts=[[5]], max_new_tokens=20, seed=1))
     assert again.token_ids.tolist() == straight.token_ids.tolist()
     assert fake.log.count(("POST", "/collective_rpc")) == 2
