@@ -16,7 +16,7 @@ from rlhf_pipeline.policies.engines.completions import RaggedCompletions
 from rlhf_pipeline.policies.engines.protocol import Request
 from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.engines.static import LOOK_EVERY, StaticSlots
-from tests.rlhf_pipeline.policies.engines.fake_device import FakeDevice, OnDevice, to_device
+from tests.rlhf_pipeline.fake_device import FakeDevice, OnDevice, to_device
 
 Make = Callable[..., PreTrainedModel]
 
