@@ -48,7 +48,7 @@ def guard(
         log_ratio, mask, torch.from_numpy(ages)[order], min_ess=sample.min_ess, skip_below=sample.skip_below_ess
     )
     weights = plan.weights.clone()
-    weights[order] *= verdict.weights.cpu()
+    weights[order] *= verdict.weights
     weighed = dataclasses.replace(plan, weights=weights)
     # Where nothing has a gradient, the optimizer leaves the weights as they are.
     return weighed.without_gradient() if verdict.skip else weighed, float(verdict.weights.mean()), verdict.message
@@ -57,5 +57,5 @@ def guard(
 def _log_ratio(policy: CausalLMPolicy, batch: LossBatch) -> tuple[Tensor, Tensor]:
     """Return the policy's log-probs minus the behaviour policy's, and the mask of the loss, `[B, T]`."""
     with torch.no_grad():
-        own = policy.log_probs(batch.tokens, batch.attention, batch.mask)
+        own = policy.log_probs(batch.tokens, batch.attention, batch.mask).cpu()
     return own - batch.behaviour, batch.mask

@@ -448,7 +448,7 @@ class Learner:
         """The policy's log-probs of the assistant tokens of each row of a micro-batch, by its position in the plan."""
         columns = self._columns(plan, chosen)
         mask = columns[keys.ASSISTANT_MASK]
-        own = self.policy.log_probs(columns[keys.TOKENS], columns[keys.ATTENTION_MASK], mask)
+        own = self.policy.log_probs(columns[keys.TOKENS], columns[keys.ATTENTION_MASK], mask).cpu()
         own = own.where(torch.isfinite(columns[keys.LOG_PROBS]), 0.0)  # the loss leaves those out already
         return {at: row[keep] for at, row, keep in zip(chosen.tolist(), own, mask, strict=True)}
 
@@ -462,27 +462,28 @@ class Learner:
         self._proximal.forget(np.concatenate([held[~there], held[there][~young]]))
 
     def _columns(self, plan: StepPlan, chosen: torch.Tensor) -> dict[keys.Key, torch.Tensor]:
-        """Read the rows of a micro-batch, as padded tensors by key, to where the policy is."""
+        """Read the rows of a micro-batch, as padded tensors by key, on the host.
+
+        The loss moves what it needs. As nothing in a step waits for a GPU, it still computes the micro-batch before.
+        """
         names = self.loss.tensor_keys
         wanted = [names.action, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, names.sample_log_prob, names.advantage]
         wanted += [names.ref_log_probs] if names.ref_log_probs in column_of_key(self.buffer.store.schema) else []
-        found = self.buffer.trajectories.columns(plan.row_ids[chosen.numpy()], wanted)
-        return {key: values.to(self.policy.device) for key, values in found.items()}
+        return self.buffer.trajectories.columns(plan.row_ids[chosen.numpy()], wanted)
 
     def _micro_batch(self, plan: StepPlan, chosen: torch.Tensor) -> LossBatch:
         """Read a micro-batch, with its loss weights."""
         columns, names = self._columns(plan, chosen), self.loss.tensor_keys
-        tokens, mask, advantage = columns[names.action], columns[keys.ASSISTANT_MASK], columns.get(names.advantage)
+        mask, advantage = columns[keys.ASSISTANT_MASK], columns.get(names.advantage)
         if advantage is None:
             raise MissingKeyError(f"the trajectories have no {names.advantage!r}, which MCAdvantage writes.")
         proximal = None
         if self.loss.decoupled:
             held = torch.cat([self._proximal.row(row) for row in plan.row_ids[chosen.numpy()].tolist()])
-            proximal = torch.zeros(mask.shape, device=mask.device)
-            proximal[mask] = held.to(mask.device)
-        weights = plan.weights[chosen].to(tokens.device)
+            proximal = torch.zeros(mask.shape)
+            proximal[mask] = held
         return LossBatch.of(
-            tokens,
+            columns[names.action],
             columns[keys.ATTENTION_MASK],
             mask,
             columns[names.sample_log_prob],
@@ -490,7 +491,7 @@ class Learner:
             ref=columns.get(names.ref_log_probs),
             reads_ref=bool(self.loss.kl_to_ref_coeff),
             proximal=proximal,
-            weight=spread_token_weights(weights, mask),
+            weight=spread_token_weights(plan.weights[chosen], mask),
         )
 
     def _compare_with_the_sampler(self, step: int, losses: Mapping[str, float | int | None]) -> None:

@@ -45,8 +45,11 @@ _KL = ("kl_k1", "kl_k2", "kl_k3", "kl_per_trajectory")
 def loss_metrics(output: GRPOLossOutput | None) -> Metrics:
     """Return what a metrics line holds of the loss; every name is there, None where there is no figure."""
     values = {name: getattr(output, "ESS" if name == "ess" else name, None) for name in _LOSS_FIGURES}
-    loss = output.total_loss() if output is not None else None
-    return {name: None if value is None else float(value) for name, value in {"loss": loss, **values}.items()}
+    values = {"loss": output.total_loss() if output is not None else None, **values}
+    known = {name: value.double() for name, value in values.items() if value is not None}
+    # One copy from the device, which is what a step waits for.
+    figures = dict(zip(known, torch.stack(list(known.values())).tolist() if known else (), strict=True))
+    return {name: figures.get(name) for name in values}
 
 
 def data_metrics(store: TrajectoryStore, row_ids: np.ndarray, ages: np.ndarray, uses: np.ndarray | None) -> Metrics:

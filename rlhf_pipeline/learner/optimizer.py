@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.config import Learn
+from rlhf_pipeline.data.upload import download, upload
 from rlhf_pipeline.errors import DefinitionError
 
 _EIGHT_BIT = (("torchao.optim", "AdamW8bit"), ("bitsandbytes.optim", "AdamW8bit"))
@@ -58,10 +59,11 @@ class PolicyOptimizer:
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.named:
             raise DefinitionError("the model has no trainable parameter: every requires_grad is False.")
+        self._on_host = config.offload_optimizer
         self.masters: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         for name, parameter in self.named.items():
-            home = torch.device("cpu") if config.offload_optimizer else parameter.device
+            home = torch.device("cpu") if self._on_host else parameter.device
             if parameter.dtype in (torch.float32, torch.float64) and parameter.device == home:
                 continue
             master = parameter.detach().to(device=home, dtype=torch.float32, copy=True)
@@ -104,9 +106,12 @@ class PolicyOptimizer:
         """Take one step at this learning rate, round the masters back to the parameters, and drop the gradients."""
         for group in self.inner.param_groups:
             _set_lr(group, lr)
+        gradients = list(self._gradients.values())
+        if self._on_host:
+            gradients = download(gradients)
+        found = dict(zip(self._gradients, gradients, strict=True))
         for name, master in self.masters.items():
-            gradient = self._gradients.get(name)
-            master.grad = None if gradient is None else gradient.to(master.device)
+            master.grad = found.get(name)
         self.inner.step()
         if self.masters:
             self.copy_to_parameters()
@@ -123,7 +128,11 @@ class PolicyOptimizer:
     def copy_to_parameters(self) -> None:
         """Round the masters to the parameters; there are some."""
         parameters: list[Tensor] = [self.named[name] for name in self.masters]
-        torch._foreach_copy_(parameters, list(self.masters.values()))  # pyright: ignore[reportPrivateImportUsage]
+        masters = list(self.masters.values())
+        if self._on_host:
+            pairs = zip(parameters, masters, strict=True)
+            masters = [upload([own.to(parameter.dtype)], parameter.device)[0] for parameter, own in pairs]
+        torch._foreach_copy_(parameters, masters)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def copy_from_parameters(self) -> None:

@@ -38,6 +38,11 @@ class HeadRows(NamedTuple):
     temperature: float
     soft_cap: float | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.hidden.device
+
 
 class Scores(NamedTuple):
     """Log-probs of the masked tokens, row-major.
@@ -49,6 +54,11 @@ class Scores(NamedTuple):
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.log_probs.device
 
 
 class Actor(Protocol):
@@ -75,6 +85,7 @@ class _Policy:
         if hasattr(self.actor, "scoring_rows"):
             hidden = self.actor.scoring_rows(batch.tokens, batch.attention, batch.mask).hidden
         else:
+            batch = _where(self.actor, batch)
             states = self.actor.hidden_states(batch.tokens, batch.attention)
             column = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
             seen = torch.where(batch.attention, column, torch.zeros_like(column)).cummax(1).values
@@ -96,6 +107,7 @@ class _Scorer:
                 f"entropy_bonus=True needs an entropy, and {type(self.actor).__name__} gives log-probs only. Pass "
                 "entropy_bonus=False, or give the actor hidden_states and head_weight."
             )
+        batch = _where(self.actor, batch)
         scores = self.actor.log_probs(batch.tokens, batch.attention, batch.mask)
         return Scores(_fitting(scores, batch, "log-probs")[batch.mask], None)
 
@@ -112,6 +124,7 @@ class _Logits:
         self._takes_positions = _takes(actor, "position_ids")
 
     def rows(self, batch: LossBatch, *, entropy: bool) -> Scores:
+        batch = _where(self.actor, batch)
         place = batch.attention.cumsum(1) - 1
         width = max(int(place[:, -1].max()) + 1, 1) if place.numel() else 1
         ids = batch.tokens.new_zeros(len(batch.tokens), width)
@@ -167,6 +180,12 @@ class _Logits:
             )
 
 
+def _where(actor: Any, batch: LossBatch) -> LossBatch:
+    """Return a batch where an actor that does not move it itself has its parameters."""
+    parameter = next(actor.parameters(), None) if isinstance(actor, nn.Module) else None
+    return batch if parameter is None else batch.to(parameter.device)
+
+
 def _takes(actor: Any, argument: str) -> bool:
     """Whether an actor's forward has an argument of this name, or takes any."""
     try:
@@ -186,6 +205,7 @@ class _Distribution:
         self.options = {"logits_key": "logits"} if "logits_key" in takes else {}
 
     def rows(self, batch: LossBatch, *, entropy: bool) -> Scores:
+        batch = _where(self.actor, batch)
         td = batch.source
         if td is None:
             masks = {"all_assistant_mask": batch.mask, "all_attention_mask": batch.attention}

@@ -17,6 +17,7 @@ from torchrl.objectives.llm.grpo import GRPOLossOutput as _TorchRLOutput
 from rlhf_pipeline.config import KLEstimator, Level, Objective
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.padding import Side
+from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.errors import DataError, MissingKeyError, refuse_unknown
 from rlhf_pipeline.functional import policy_loss as pl
 from rlhf_pipeline.functional.aggregation import token_weights
@@ -163,6 +164,7 @@ class TokenRows:
     Attributes:
         index: the trajectory of each token.
         column: its position.
+        token: its id.
         advantage: its advantage.
         proximal: the log-prob that the ratio is taken against.
         behaviour: the sampler's log-prob.
@@ -174,6 +176,7 @@ class TokenRows:
 
     index: torch.Tensor
     column: torch.Tensor
+    token: torch.Tensor
     advantage: torch.Tensor
     proximal: torch.Tensor
     behaviour: torch.Tensor
@@ -447,26 +450,26 @@ class GRPOLoss(LossModule):
                 f"kl_to_ref_coeff is {self.kl_to_ref_coeff} but the batch has no {self.tensor_keys.ref_log_probs!r}. "
                 "Put RetrieveLogProb on the write path, or leave the coefficient out."
             )
-        rows = self._gather(batch)
         found = self._actor().rows(batch, entropy=self.entropy_bonus)
+        rows = self._gather(batch, found.device)
         names = self._term_names()
         if isinstance(found, HeadRows) and self._is_token_level() and self.head != "recompute":
-            losses, log_probs, entropy = self._fused(found, batch, rows, names)
+            losses, log_probs, entropy = self._fused(found, rows, names)
         else:
-            log_probs, entropy = found if isinstance(found, Scores) else self._scores(found, batch, rows)
+            log_probs, entropy = found if isinstance(found, Scores) else self._scores(found, rows)
             losses = self._losses(batch, rows, names, log_probs, entropy)
         fields: dict[str, Any] = {**losses, **self._diagnostics(rows, log_probs, entropy)}
         return self.output_type(**fields)
 
     def _fused(
-        self, found: HeadRows, batch: LossBatch, rows: TokenRows, names: list[str]
+        self, found: HeadRows, rows: TokenRows, names: list[str]
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         """The losses with the gradient formed in the forward pass."""
         constants = [rows.advantage, rows.proximal, rows.behaviour, rows.weight, rows.policy_weight]
         out = fused_token_loss(
             found.hidden,
             found.weight,
-            batch.tokens[rows.index, rows.column],
+            rows.token,
             self._weighted_terms,
             constants if rows.ref is None else [*constants, rows.ref],
             terms=len(names),
@@ -478,12 +481,12 @@ class GRPOLoss(LossModule):
         )
         return dict(zip(names, out.losses, strict=True)), out.log_probs, out.entropy
 
-    def _scores(self, found: HeadRows, batch: LossBatch, rows: TokenRows) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scores(self, found: HeadRows, rows: TokenRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of the masked tokens; the logits are made again in the backward pass."""
         return token_log_probs(
             found.hidden,
             found.weight,
-            batch.tokens[rows.index, rows.column],
+            rows.token,
             temperature=found.temperature,
             bias=found.bias,
             soft_cap=found.soft_cap,
@@ -523,15 +526,14 @@ class GRPOLoss(LossModule):
 
     # -- the terms, on the masked tokens ----------------------------------------------------------------------
 
-    def _gather(self, batch: LossBatch) -> TokenRows:
-        """Gather the masked tokens and fix what each one counts; float32, or float64 for float64 log-probs.
+    def _gather(self, batch: LossBatch, device: torch.device) -> TokenRows:
+        """Gather the masked tokens where the batch is, and fix what each one counts on the device of the scores.
 
-        Counting the masked tokens is the one synchronisation of a step on CUDA.
+        float32, or float64 for float64 log-probs. For a batch on the host, nobody waits for the device.
         """
         index, column = batch.mask.nonzero(as_tuple=True)
         dtype = torch.promote_types(batch.behaviour.dtype, torch.float32)
         behaviour = batch.behaviour[index, column].to(dtype)
-        proximal = behaviour if batch.proximal is None else batch.proximal[index, column].to(dtype)
         sequences = batch.tokens.shape[0]
         if batch.weight is not None:
             weight = batch.weight[index, column].to(dtype)
@@ -541,6 +543,12 @@ class GRPOLoss(LossModule):
             most = self.max_completion_tokens
             weights = token_weights(batch.mask.sum(1), self.aggregation, max_completion_tokens=most, dtype=dtype)
             weight = weights[index]
+        kept = [index, column, batch.tokens[index, column], batch.advantage[index, column].to(dtype), behaviour, weight]
+        extra = {"proximal": batch.proximal, "ref": batch.ref}
+        given = {name: values[index, column].to(dtype) for name, values in extra.items() if values is not None}
+        index, column, token, advantage, behaviour, weight, *more = upload([*kept, *given.values()], device)
+        there = dict(zip(given, more, strict=True))
+        proximal = there.get("proximal", behaviour)
         policy_weight = weight
         if self.tis_cap is not None:
             if self.tis_level == "token":
@@ -557,10 +565,11 @@ class GRPOLoss(LossModule):
         return TokenRows(
             index=index,
             column=column,
-            advantage=batch.advantage[index, column].to(dtype),
+            token=token,
+            advantage=advantage,
             proximal=proximal,
             behaviour=behaviour,
-            ref=None if batch.ref is None else batch.ref[index, column].to(dtype),
+            ref=there.get("ref"),
             weight=weight,
             policy_weight=policy_weight,
             sequences=sequences,

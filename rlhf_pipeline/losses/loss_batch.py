@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -10,6 +10,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.padding import Side
+from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.policies.token_batches import TokenBatch, prompt_lengths
 
@@ -82,6 +83,14 @@ class LossBatch:
         if reads_ref and ref is not None:
             mask = mask & torch.isfinite(ref)
         return cls(tokens, attention, mask, behaviour, advantage, ref, proximal, weight, source)
+
+    def to(self, device: torch.device) -> LossBatch:
+        """Return the batch on a device; it itself where it is there."""
+        if self.tokens.device == device:
+            return self
+        held = [field.name for field in fields(self)[:-1] if getattr(self, field.name) is not None]
+        moved = dict(zip(held, upload([getattr(self, name) for name in held], device), strict=True))
+        return replace(self, **moved, source=None if self.source is None else self.source.to(device))
 
 
 class _Reader:

@@ -9,10 +9,15 @@ in the batch the members of a group stand.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from rlhf_pipeline.data.upload import upload
+from rlhf_pipeline.policies._scoring import HostBatch, Int64Array
 
 MIN_SHARED_TOKENS = 8
 """A common start shorter than this is computed row by row: one more attention call costs more than it saves."""
@@ -59,17 +64,18 @@ class Segments:
         if self._varlen is None:
             lengths, prefixes = np.array(self.lengths), np.array(self.prefix_lengths)
             keys = lengths + prefixes
-            gather = None
+            arrays: list[npt.NDArray[Any]] = [np.cumsum([0, *n]).astype(np.int32) for n in (lengths, keys)]
             if self.has_prefix:
                 parts = zip(self.prefix_starts, self.prefix_lengths, self.starts, self.lengths, strict=True)
                 spans = [np.arange(at, at + n) for p, m, s, k in parts for at, n in ((p, m), (s, k))]
-                gather = torch.from_numpy(np.concatenate(spans)).to(device)
-            ends = [torch.from_numpy(np.cumsum([0, *n]).astype(np.int32)).to(device) for n in (lengths, keys)]
-            self._varlen = (ends[0], ends[1], int(lengths.max()), int(keys.max()), gather)
+                arrays.append(np.concatenate(spans))
+            there = upload([torch.from_numpy(array) for array in arrays], device)
+            gather = there[2] if self.has_prefix else None
+            self._varlen = (there[0], there[1], int(lengths.max()), int(keys.max()), gather)
         return self._varlen
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Packing:
     """Rows laid end to end.
 
@@ -79,32 +85,28 @@ class Packing:
         segments: what attends to what.
         predicting: int64 `[scored tokens]`, in row-major order of the scored tokens: the packed position of the token
             before each.
-        rows: batch rows that are laid out.
+        rows: how many rows have a scored token.
     """
 
-    input_ids: Tensor
-    position_ids: Tensor
+    input_ids: Int64Array
+    position_ids: Int64Array
     segments: Segments
-    predicting: Tensor
+    predicting: Int64Array
     rows: int
 
 
-def pack(input_ids: Tensor, positions: Tensor, scored: Tensor, *, share_prefix: bool) -> Packing:
+def pack(batch: HostBatch, *, share_prefix: bool) -> Packing:
     """Lay the rows of a padded batch end to end.
 
     Args:
-        input_ids: int64 `[B, T]`.
-        positions: int64 `[B, T]`, each token's place in its row; padding repeats the place before it.
-        scored: bool `[B, T]`, True at real tokens that are scored; never the first of a row.
+        batch: on the host.
         share_prefix: lay out a common start of rows once.
     """
-    device = input_ids.device
-    rows, columns = scored.nonzero(as_tuple=True)
-    place = positions[rows, columns]
-    used_at = torch.zeros(len(input_ids), dtype=torch.int64, device=device)
-    used_at = used_at.scatter_reduce(0, rows, place, "amax") if len(rows) else used_at
-    used = used_at.cpu().numpy()
-    ids = _left_aligned(input_ids, positions, used_at)
+    rows, columns = batch.targets
+    place = batch.places[rows, columns]
+    used = np.zeros(len(batch.ids), dtype=np.int64)
+    np.maximum.at(used, rows, place)
+    ids = batch.left_aligned(used)
     active = np.flatnonzero(used)
     shared = np.zeros(len(used), dtype=np.int64)
     leader = np.arange(len(used))
@@ -134,13 +136,13 @@ def pack(input_ids: Tensor, positions: Tensor, scored: Tensor, *, share_prefix: 
             spans.append((row, prefix, own))
             end += own
     row_of, place_of = _expand(spans)
-    shared_at, own_at, prefix_at = (torch.from_numpy(x).to(device)[rows] for x in (shared, own_start, prefix_start))
     before = place - 1
+    in_own, in_prefix = own_start[rows] + before - shared[rows], prefix_start[rows] + before
     return Packing(
-        input_ids=torch.from_numpy(ids[row_of, place_of]).to(device),
-        position_ids=torch.from_numpy(place_of).to(device),
+        input_ids=ids[row_of, place_of],
+        position_ids=place_of,
         segments=segments,
-        predicting=torch.where(before < shared_at, prefix_at + before, own_at + before - shared_at),
+        predicting=np.where(before < shared[rows], in_prefix, in_own),
         rows=len(active),
     )
 
@@ -150,18 +152,6 @@ def _add(segments: Segments, start: int, length: int, prefix_start: int, prefix_
     segments.lengths.append(length)
     segments.prefix_starts.append(prefix_start)
     segments.prefix_lengths.append(prefix_length)
-
-
-def _left_aligned(input_ids: Tensor, positions: Tensor, used: Tensor) -> np.ndarray:
-    """The used tokens of every row from column 0 on, `[B, most used]`, on the host."""
-    width = int(used.max()) if len(used) else 0
-    # The real tokens: padding repeats the place of the token before it, or has -1.
-    fresh = positions > torch.nn.functional.pad(positions, (1, 0), value=-1)[:, :-1]
-    rows, columns = (fresh & (positions < used[:, None])).nonzero(as_tuple=True)
-    ids = np.zeros((len(input_ids), width), dtype=np.int64)
-    places = positions[rows, columns].cpu().numpy()
-    ids[rows.cpu().numpy(), places] = input_ids[rows, columns].cpu().numpy()
-    return ids
 
 
 def _common_starts(ids: np.ndarray, used: np.ndarray) -> np.ndarray:

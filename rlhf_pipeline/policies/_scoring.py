@@ -1,5 +1,8 @@
 """Hidden states of padded batches, for any padding side.
 
+What the model computes is decided on the host: which tokens, where they are laid, and which hidden states predict which
+tokens. All of it reaches the device in one copy, so the host never waits for the device to learn a shape.
+
 Tokens are brought to the left before the forward pass. With all padding on the right no token sees any of it, so no
 attention mask is needed, the fast causal kernels apply, no row is fully masked, and the positions of every row are
 `0, 1, 2, ...`.
@@ -7,13 +10,22 @@ attention mask is needed, the fast causal kernels apply, no row is fully masked,
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
+from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.policies.model_parts import ModelParts
+from rlhf_pipeline.policies.engines.slot_cache import CacheLayer
+from rlhf_pipeline.policies.model_parts import ModelParts, recomputes
+
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 class ScoringRows(NamedTuple):
@@ -32,73 +44,127 @@ class ScoringRows(NamedTuple):
     columns: Tensor
 
 
-def token_states(parts: ModelParts, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return the last hidden state of every token where the token stands, `[B, T, H]`; zero at padding."""
-    mask = _checked_mask(parts, input_ids, attention_mask)
-    hidden, positions = _run_trunk(parts, input_ids, mask)
-    gathered = hidden.gather(1, positions.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
-    return gathered.masked_fill(~mask[..., None], 0.0)
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A checked batch on the host.
 
-
-def predicting_rows(
-    parts: ModelParts, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None
-) -> ScoringRows:
-    """Return the hidden states that predict the scored tokens: each real token but the first of its row."""
-    mask, _, scored = scored_positions(parts, input_ids, attention_mask, score_mask)
-    hidden, positions = _run_trunk(parts, input_ids, mask)
-    rows, columns = scored.nonzero(as_tuple=True)
-    before = positions[rows, columns] - 1
-    return ScoringRows(hidden[rows, before], input_ids.to(mask.device)[rows, columns], rows, columns)
-
-
-def scored_positions(
-    parts: ModelParts, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the checked attention mask, each token's place in its row, and which tokens are scored; all `[B, T]`."""
-    mask = _checked_mask(parts, input_ids, attention_mask)
-    positions = mask.cumsum(1) - 1
-    scored = mask & (positions >= 1)
-    if score_mask is not None:
-        if score_mask.shape != mask.shape:
-            raise DefinitionError(
-                f"score_mask must have the shape of input_ids, {list(mask.shape)}; got {list(score_mask.shape)}."
-            )
-        scored = scored & score_mask.to(device=mask.device, dtype=torch.bool)
-    return mask, positions, scored
-
-
-def _run_trunk(parts: ModelParts, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (hidden states `[B, W, H]` of the tokens brought to the left, their positions `[B, T]`).
-
-    W is the length of the longest row.
+    Attributes:
+        ids: int64 `[B, T]`.
+        real: bool `[B, T]`, True at tokens.
+        places: int64 `[B, T]`, each token's place in its row; padding has that of the token before it, or -1.
+        scored: bool `[B, T]`, True at tokens that are scored; never the first of a row.
     """
-    positions = mask.cumsum(1) - 1
-    width = max(1, int(positions[:, -1].max()) + 1) if mask.numel() else 1
-    # One row at least: some models cannot run on an empty batch.
-    ids = torch.zeros((max(1, mask.shape[0]), width), dtype=torch.int64, device=mask.device)
-    rows, columns = mask.nonzero(as_tuple=True)
-    ids[rows, positions[rows, columns]] = input_ids.to(mask.device)[rows, columns].long()
-    hidden = parts.hidden(
-        input_ids=ids,
-        position_ids=torch.arange(width, device=mask.device).expand(len(ids), -1),
-        use_cache=False,
-    )
-    return hidden, positions
+
+    ids: Int64Array
+    real: BoolArray
+    places: Int64Array
+    scored: BoolArray
+
+    @property
+    def targets(self) -> tuple[Int64Array, Int64Array]:
+        """Rows and columns of the scored tokens, row-major, int64 `[N]` each."""
+        rows, columns = np.nonzero(self.scored)
+        return rows, columns
+
+    @property
+    def lengths(self) -> Int64Array:
+        """Tokens of each row, int64 `[B]`."""
+        return self.real.sum(1)
+
+    def left_aligned(self, used: Int64Array) -> Int64Array:
+        """Return the first `used` tokens of each row from column 0 on, int64 `[B, most used]`; 0 behind them."""
+        ids = np.zeros((len(self.ids), int(used.max(initial=0))), dtype=np.int64)
+        rows, columns = np.nonzero(self.real & (self.places < used[:, None]))
+        ids[rows, self.places[rows, columns]] = self.ids[rows, columns]
+        return ids
+
+    def select(self, rows: Int64Array) -> HostBatch:
+        """Return some of the rows."""
+        return HostBatch(self.ids[rows], self.real[rows], self.places[rows], self.scored[rows])
 
 
-def _checked_mask(parts: ModelParts, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+def host_batch(
+    parts: ModelParts, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None = None
+) -> HostBatch:
+    """Check a batch and bring it to the host; one wait where it is on a device, none where it is on the host.
+
+    Raises:
+        DefinitionError: shapes differ, or a row is longer than the model's positions.
+    """
     if input_ids.ndim != 2:
         raise DefinitionError(f"input_ids must be [B, T]; got {list(input_ids.shape)}.")
-    if attention_mask.shape != input_ids.shape:
+    for name, mask in (("attention_mask", attention_mask), ("score_mask", score_mask)):
+        if mask is not None and mask.shape != input_ids.shape:
+            raise DefinitionError(
+                f"{name} must have the shape of input_ids, {list(input_ids.shape)}; got {list(mask.shape)}."
+            )
+    given = [input_ids, attention_mask] if score_mask is None else [input_ids, attention_mask, score_mask]
+    if any(tensor.is_cuda for tensor in given):
+        there = [tensor.to(input_ids.device, torch.int64, non_blocking=True) for tensor in given]
+        given = list(torch.stack(there).cpu())
+    arrays = [tensor.cpu().numpy() for tensor in given]
+    real = arrays[1].astype(np.bool_)
+    places = real.cumsum(1, dtype=np.int64) - 1
+    most, longest = parts.max_positions, int(places[:, -1].max(initial=-1)) + 1 if places.size else 0
+    if most is not None and longest > most:
         raise DefinitionError(
-            f"attention_mask must have the shape of input_ids, {list(input_ids.shape)}; got "
-            f"{list(attention_mask.shape)}."
-        )
-    most = parts.max_positions
-    mask = attention_mask.to(device=parts.head.weight.device, dtype=torch.bool)
-    if most is not None and input_ids.shape[1] > most and bool((mask.sum(1) > most).any()):
-        raise DefinitionError(
-            f"A row has {int(mask.sum(1).max())} tokens; the model has {most} positions ({parts.positions_by}). "
+            f"A row has {longest} tokens; the model has {most} positions ({parts.positions_by}). "
             "Leave such trajectories out."
         )
-    return mask
+    scored = real & (places >= 1)
+    if score_mask is not None:
+        scored &= arrays[2].astype(np.bool_)
+    return HostBatch(arrays[0].astype(np.int64), real, places, scored)
+
+
+def token_states(parts: ModelParts, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return the last hidden state of every token where the token stands, `[B, T, H]`; zero at padding."""
+    batch = host_batch(parts, input_ids, attention_mask)
+    ids, first = _left_aligned(batch)
+    at = torch.from_numpy(first[: len(batch.ids), None] + batch.places.clip(0))
+    there = upload([torch.from_numpy(ids), at, torch.from_numpy(batch.real)], parts.head.weight.device)
+    hidden = _run_trunk(parts, there[0]).flatten(0, 1)
+    return hidden[there[1]].masked_fill(~there[2][..., None], 0.0)
+
+
+def predicting_rows(parts: ModelParts, batch: HostBatch) -> ScoringRows:
+    """Return the hidden states that predict the scored tokens: each real token but the first of its row."""
+    ids, first = _left_aligned(batch)
+    rows, columns = batch.targets
+    predicting = first[rows] + batch.places[rows, columns] - 1
+    arrays = (ids, predicting, batch.ids[rows, columns], rows, columns)
+    there = upload([torch.from_numpy(array) for array in arrays], parts.head.weight.device)
+    hidden = _run_trunk(parts, there[0]).flatten(0, 1)
+    return ScoringRows(hidden.index_select(0, there[1]), *there[2:])
+
+
+def _left_aligned(batch: HostBatch) -> tuple[Int64Array, Int64Array]:
+    """Return all tokens from column 0 on, int64 `[B, W]`, and where each row begins in them, flat, int64 `[B]`."""
+    ids = batch.left_aligned(batch.lengths)
+    if not ids.size:  # some models cannot run on an empty batch
+        ids = np.zeros((max(1, len(ids)), 1), dtype=np.int64)
+    return ids, np.arange(len(ids), dtype=np.int64) * ids.shape[1]
+
+
+def _run_trunk(parts: ModelParts, ids: Tensor) -> Tensor:
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+    return whole_rows(parts, input_ids=ids, position_ids=positions)
+
+
+def whole_rows(parts: ModelParts, **inputs: Any) -> Tensor:
+    """Run rows through the trunk from their first token on, and return its last hidden state.
+
+    Without a cache, transformers looks for several sequences in the positions, and the host waits for the answer. With
+    one it does not look; this one keeps nothing. Layers that are recomputed allow none.
+    """
+    if parts.cache_refusal is None and not recomputes(parts.trunk):
+        inputs["past_key_values"] = Cache(layers=[_KeepsNothing() for _ in range(parts.num_layers)])
+    return parts.hidden(**inputs, use_cache=False)
+
+
+class _KeepsNothing(CacheLayer):
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return 0

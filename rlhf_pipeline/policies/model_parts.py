@@ -222,6 +222,12 @@ def set_recomputation(model: nn.Module, on: bool) -> None:
                     setattr(layer, field, 0.0)
 
 
+def recomputes(model: nn.Module) -> bool:
+    """Whether a layer of a model is computed again in the backward pass."""
+    layers = (layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer))
+    return any(layer.gradient_checkpointing and layer.training for layer in layers)
+
+
 def soft_capped(logits: Tensor, cap: float) -> Tensor:
     """`cap * tanh(logits / cap)`, in place."""
     return logits.div_(cap).tanh_().mul_(cap)

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.functional.head import token_log_probs
 from rlhf_pipeline.policies._packed_attention import ARGUMENT, PackedUnsupported, packed_rows_running
 from rlhf_pipeline.policies._packing import pack
-from rlhf_pipeline.policies._scoring import ScoringRows, predicting_rows, scored_positions
+from rlhf_pipeline.policies._scoring import HostBatch, ScoringRows, host_batch, predicting_rows, whole_rows
 from rlhf_pipeline.policies.model_parts import ModelParts, rounding
 
 __all__ = ["LAYOUTS", "Layout", "LayoutScorer", "MicroBatches", "check_layout", "plan_batches", "plan_micro_batches"]
@@ -245,22 +246,23 @@ class LayoutScorer:
         self, parts: ModelParts, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None
     ) -> ScoringRows:
         """Return the hidden states that predict the scored tokens; as `CausalLMPolicy.scoring_rows`."""
+        batch = host_batch(parts, input_ids, attention_mask, score_mask)
         if self.in_use == "padded":
-            return predicting_rows(parts, input_ids, attention_mask, score_mask)
+            return predicting_rows(parts, batch)
         try:
-            found, kinds = self._packed(parts, input_ids, attention_mask, score_mask)
+            found, kinds = self._packed(parts, batch)
         except PackedUnsupported as reason:
             self._note(f"layout {self.layout!r} does not fit this model: {reason}. Such rows are padded instead.")
-            return self._padded(parts, input_ids, attention_mask, score_mask)
+            return _padded(parts, batch)
         if kinds - self._checked:
-            error, allowed = self._compare(parts, found, input_ids, attention_mask)
+            error, allowed = _compare(parts, found, batch)
             if not error <= allowed:
                 self.in_use = "padded"
                 self._note(
                     f"layout {self.layout!r} does not fit this model: log-probs differ from padded rows by {error:.1e} "
                     f"(at most {allowed:.1e} is rounding). Rows are padded from now on."
                 )
-                return self._padded(parts, input_ids, attention_mask, score_mask)
+                return _padded(parts, batch)
             self._checked |= kinds
         return found
 
@@ -271,78 +273,65 @@ class LayoutScorer:
             self._noted.add(kind)
             self._notices.append(text)
 
-    def _packed(
-        self, parts: ModelParts, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None
-    ) -> tuple[ScoringRows, set[str]]:
+    def _packed(self, parts: ModelParts, batch: HostBatch) -> tuple[ScoringRows, set[str]]:
         """The rows by the packed path, and what there was to go wrong in it."""
         config = _packable_config(parts)
-        mask, positions, scored = scored_positions(parts, input_ids, attention_mask, score_mask)
-        ids = input_ids.to(mask.device)
-        packing = pack(ids, positions, scored, share_prefix=self.in_use == "prefix_shared")
-        rows, columns = scored.nonzero(as_tuple=True)
+        packing = pack(batch, share_prefix=self.in_use == "prefix_shared")
         if not packing.rows:
-            return predicting_rows(parts, input_ids, attention_mask, score_mask), set()
-        window = _smallest_window(config)
-        if window is not None and packing.segments.longest > window:
-            raise PackedUnsupported(
-                f"its attention has a window of {window} and a row has {packing.segments.longest} tokens"
-            )
+            return predicting_rows(parts, batch), set()
+        segments, window = packing.segments, _smallest_window(config)
+        if window is not None and segments.longest > window:
+            raise PackedUnsupported(f"its attention has a window of {window} and a row has {segments.longest} tokens")
+        rows, columns = batch.targets
+        arrays = (packing.input_ids, packing.position_ids, packing.predicting, batch.ids[rows, columns], rows, columns)
+        there = upload([torch.from_numpy(array) for array in arrays], parts.head.weight.device)
         with packed_rows_running(config):
-            hidden = parts.hidden(
-                input_ids=packing.input_ids[None],
-                position_ids=packing.position_ids[None],
-                use_cache=False,
-                **{ARGUMENT: packing.segments},
-            )[0]
-        if packing.segments.calls < parts.num_layers:
+            inputs = {"input_ids": there[0][None], "position_ids": there[1][None]}
+            hidden = whole_rows(parts, **inputs, **{ARGUMENT: segments})[0]
+        if segments.calls < parts.num_layers:
             raise PackedUnsupported(
-                f"{packing.segments.calls} of its {parts.num_layers} layers use the attention function that was set"
+                f"{segments.calls} of its {parts.num_layers} layers use the attention function that was set"
             )
         kinds = {"rows"} if packing.rows > 1 else set()
-        if packing.segments.has_prefix:
+        if segments.has_prefix:
             kinds.add("prefix")
-        return ScoringRows(hidden.index_select(0, packing.predicting), ids[rows, columns].long(), rows, columns), kinds
+        return ScoringRows(hidden.index_select(0, there[2]), *there[3:]), kinds
 
-    def _padded(
-        self, parts: ModelParts, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None
-    ) -> ScoringRows:
-        """Padded rows in parts of similar length, because the batch was planned for another layout."""
-        mask = attention_mask.bool()
-        lengths = mask.sum(1).cpu().clamp_min(1)
-        batches = plan_batches(lengths, max(int(lengths.sum()), 1))
-        if len(batches) < 2:
-            return predicting_rows(parts, input_ids, attention_mask, score_mask)
-        parted: list[ScoringRows] = []
-        for batch in batches:
-            at = batch.to(input_ids.device)
-            score = None if score_mask is None else score_mask[at]
-            found = predicting_rows(parts, input_ids[at], attention_mask[at], score)
-            parted.append(found._replace(rows=batch.to(found.rows.device)[found.rows]))
-        hidden, targets, rows, columns = (torch.cat(list(x)) for x in zip(*parted, strict=True))
-        order = (rows * input_ids.shape[1] + columns).argsort()
-        return ScoringRows(hidden[order], targets[order], rows[order], columns[order])
 
-    @torch.no_grad()
-    def _compare(
-        self, parts: ModelParts, found: ScoringRows, input_ids: Tensor, attention_mask: Tensor
-    ) -> tuple[float, float]:
-        """How far the log-probs of a few rows are from those of the same rows padded, and how far they may be."""
-        present = found.rows.unique()
-        picked = present[torch.linspace(0, len(present) - 1, _CHECKED_ROWS).round().long().unique()]
-        worst, weight = 0.0, parts.head.weight
-        for row in picked.tolist():
-            at = (found.rows == row).nonzero()[:, 0][-_CHECKED_TOKENS:]
-            score = torch.zeros(1, input_ids.shape[1], dtype=torch.bool, device=found.rows.device)
-            score[0, found.columns[at]] = True
-            alone = predicting_rows(parts, input_ids[row, None], attention_mask[row, None], score)
-            one, other = (
-                token_log_probs(
-                    hidden.detach(), weight, found.targets[at], bias=parts.head.bias, soft_cap=parts.soft_cap
-                )
-                for hidden in (found.hidden[at], alone.hidden)
-            )
-            worst = max(worst, float((one - other).abs().mean()))
-        return worst, rounding(weight, fine=2e-5, coarse=2e-2)
+def _padded(parts: ModelParts, batch: HostBatch) -> ScoringRows:
+    """Padded rows in parts of similar length, because the batch was planned for another layout."""
+    lengths = torch.from_numpy(batch.lengths).clamp_min(1)
+    planned = plan_batches(lengths, max(int(lengths.sum()), 1))
+    if len(planned) < 2:
+        return predicting_rows(parts, batch)
+    parted = [predicting_rows(parts, batch.select(rows.numpy())) for rows in planned]
+    # Back into row-major order: the parts hold whole rows.
+    counts = batch.scored.sum(1)
+    order = np.concatenate([rows.numpy() for rows in planned])
+    starts = np.cumsum(counts) - counts
+    at = np.argsort(np.concatenate([np.arange(starts[row], starts[row] + counts[row]) for row in order]))
+    rows, columns = batch.targets
+    targets = batch.ids[rows, columns]
+    there = upload([torch.from_numpy(array) for array in (at, targets, rows, columns)], parts.head.weight.device)
+    return ScoringRows(torch.cat([part.hidden for part in parted]).index_select(0, there[0]), *there[1:])
+
+
+@torch.no_grad()
+def _compare(parts: ModelParts, found: ScoringRows, batch: HostBatch) -> tuple[float, float]:
+    """How far the log-probs of a few rows are from those of the same rows padded, and how far they may be."""
+    present = np.flatnonzero(batch.scored.any(1))
+    picked = np.unique(np.linspace(0, len(present) - 1, _CHECKED_ROWS).round().astype(np.int64))
+    worst, weight = 0.0, parts.head.weight
+    of_row = found.rows.cpu().numpy()
+    for row in present[picked]:
+        at = torch.from_numpy(np.flatnonzero(of_row == row)[-_CHECKED_TOKENS:]).to(weight.device)
+        alone = predicting_rows(parts, batch.select(np.array([row])))
+        one, other = (
+            token_log_probs(hidden.detach(), weight, found.targets[at], bias=parts.head.bias, soft_cap=parts.soft_cap)
+            for hidden in (found.hidden[at], alone.hidden[-len(at) :])
+        )
+        worst = max(worst, float((one - other).abs().mean()))
+    return worst, rounding(weight, fine=2e-5, coarse=2e-2)
 
 
 def _packable_config(parts: ModelParts) -> Any:

@@ -28,6 +28,7 @@ from rlhf_pipeline.data.trajectories import (
     ragged_tokens,
     token_level,
 )
+from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.policies.adapters import policy_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
@@ -211,7 +212,10 @@ def score(
     if lengths is None:
         raise DataError("token ids must be ragged or padded, one row per trajectory")
     home = tokens.values.device
-    device = device or _device_of(model) or home
+    if isinstance(model, CausalLMPolicy):
+        device = None  # it decides on the host what it computes, and moves that
+    elif device is None:
+        device = _device_of(model) or home
     out = torch.full(tokens.values.shape, fill, dtype=torch.float32, device=home)
     starts = lengths.cumsum(0) - lengths
     for rows in plan_batches(lengths, max(token_budget, int(lengths.max()))):
@@ -223,8 +227,9 @@ def score(
         if not bool(targets.any()):
             continue
         ids = torch.where(real, tokens.values[at], 0).to(torch.int64)
-        found = model.log_probs(ids.to(device), real.to(device), targets.to(device))
-        picked = found[targets.to(found.device)].to(device=home, dtype=torch.float32)
+        given = [ids, real, targets]
+        found = model.log_probs(*(given if device is None else upload(given, device))).to(home)
+        picked = found[targets].float()
         index = at[targets]
         out = out.index_put((index,), picked) if picked.requires_grad else out.index_copy_(0, index, picked)
     return out

@@ -1,4 +1,4 @@
-"""A CUDA device that is none, for checks of inference.
+"""A CUDA device that is none, for checks of sampling and learning.
 
 Tensors say that they are on it and hold CPU data; what a real one would make of a call is written down: operations
 that it refuses, and times at which the host waits for it. To C++ the tensors are on the CPU, since a build without CUDA
@@ -15,17 +15,34 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 CUDA = torch.device("cuda", 0)
 
 # Kernels whose result's shape or value the host needs.
 _WAITS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim")
 # Kernels that take tensors of both devices: the rest mix with scalars alone.
-_MIXES = ("copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_")
+_MIXES = ("copy_", "_foreach_copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_")
 _active: list[FakeDevice] = []
+_pinned = WeakTensorKeyDictionary()
+_plain_apply = BackwardCFunction.apply
+
+
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, **scales: Any) -> Tensor:
+    return torch.addmm(bias.to(dtype), a.to(dtype), b.to(dtype), **scales)
+
+
+# Kernels that torch has for CUDA alone.
+_CPU_FORMS = {
+    torch.ops.aten.mm.dtype: lambda a, b, dtype: torch.mm(a.to(dtype), b.to(dtype)),
+    torch.ops.aten.mm.dtype_out: lambda a, b, dtype, *, out: out.copy_(torch.mm(a.to(dtype), b.to(dtype))),
+    torch.ops.aten.addmm.dtype: _addmm,
+    torch.ops.aten.addmm.dtype_out: lambda *args, out, **scales: out.copy_(_addmm(*args, **scales)),
+}
 
 
 class OnDevice(Tensor):
@@ -34,7 +51,7 @@ class OnDevice(Tensor):
     held: Tensor
 
     @staticmethod
-    def __new__(cls, real: Tensor) -> OnDevice:
+    def __new__(cls, real: Tensor, requires_grad: bool = False) -> OnDevice:
         made = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls,
             real.size(),
@@ -42,6 +59,7 @@ class OnDevice(Tensor):
             storage_offset=real.storage_offset(),
             dtype=real.dtype,
             device="cpu",
+            requires_grad=requires_grad,
         )
         made.held = real
         return made
@@ -53,7 +71,7 @@ class OnDevice(Tensor):
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         note("refused", "numpy")
-        return self.held.numpy()
+        return self.held.detach().numpy()
 
     def __repr__(self, **_: Any) -> str:
         return f"OnDevice({list(self.shape)}, {self.dtype})"
@@ -69,12 +87,14 @@ class OnDevice(Tensor):
         wrong = indexed and any(x is y for x in host for y in (args[0], *args[2:3]))
         if host and (name not in _MIXES or wrong):
             note("refused", name)
-        elif host and (indexed or name == "copy_"):
+        elif host and (indexed or name in ("copy_", "_foreach_copy_")):
             note("wait", f"{name} of a host tensor")
         by_mask = indexed and any(isinstance(i, Tensor) and i.dtype is torch.bool for i in tree_leaves(args[1]))
         if name in _WAITS or by_mask or func is torch.ops.aten.repeat_interleave.Tensor:
             note("wait", name)
-        out = func(*_real(args), **_real(kwargs))
+        out = _CPU_FORMS.get(func, func)(*_real(args), **_real(kwargs))
+        if name == "copy_" and not isinstance(args[0], OnDevice):
+            return args[0]
         return return_and_correct_aliasing(func, args, kwargs, tree_map_only(Tensor, OnDevice, out))
 
 
@@ -89,7 +109,7 @@ def to_device(module: nn.Module) -> nn.Module:
         for store in (part._parameters, part._buffers):
             for name, tensor in store.items():
                 if tensor is not None:
-                    made = moved.setdefault(id(tensor), OnDevice(tensor.detach().clone()))
+                    made = moved.setdefault(id(tensor), OnDevice(tensor.detach().clone(), tensor.requires_grad))
                     made._is_param = isinstance(tensor, nn.Parameter)  # type: ignore[attr-defined]
                     store[name] = made  # type: ignore[assignment]
     return module
@@ -117,6 +137,7 @@ class FakeDevice(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: Counter[tuple[str, str, str]] = Counter()
+        self._unread = False
 
     def total(self, kind: str) -> int:
         """How many events there were of a kind."""
@@ -129,13 +150,24 @@ class FakeDevice(TorchFunctionMode):
         def no_inference_mode(on: bool) -> Any:  # a wrapper cannot be made an inference tensor
             return torch.no_grad() if on else torch.enable_grad()
 
-        self._stack.enter_context(mock.patch.object(torch._C, "_InferenceMode", no_inference_mode))
+        for owner, name, found in (
+            (torch._C, "_InferenceMode", no_inference_mode),
+            (torch.cuda, "synchronize", self._synchronized),
+            (torch.cuda, "reset_peak_memory_stats", lambda *_: None),
+            (torch.cuda, "max_memory_allocated", lambda *_: 0),
+            (torch.cuda, "get_device_name", lambda *_: "none"),
+            # The backward pass runs functions in Python without the modes that are on: this one is put back.
+            (BackwardCFunction, "apply", lambda node, *grads: self._again(_plain_apply, node, *grads)),
+        ):
+            self._stack.enter_context(mock.patch.object(owner, name, found))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._stack.close()
         _active.remove(self)
+        if self._unread:
+            self.events["refused", "nobody waited for a copy to the host", "?"] += 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -143,10 +175,11 @@ class FakeDevice(TorchFunctionMode):
         if isinstance(first, Tensor) and name in ("to", "cuda", "cpu"):
             return self._moved(name, first, list(args[1:]), kwargs)
         if name == "pin_memory":
+            _pinned[first] = True
             return first
         if isinstance(first, OnDevice) and name in ("tolist", "numpy"):
             note("wait" if name == "tolist" else "refused", name)
-            return getattr(first.held, name)()
+            return getattr(first.held.detach(), name)()
         device = kwargs.get("device")
         if device is None:
             return func(*args, **kwargs)
@@ -156,18 +189,32 @@ class FakeDevice(TorchFunctionMode):
         out = func(*args, **{**kwargs, "device": "cpu"})
         return OnDevice(out) if there and not isinstance(out, OnDevice) else out
 
+    def _synchronized(self, *_: Any) -> None:
+        note("wait", "synchronize")
+        self._unread = False
+
+    def _again(self, function: Any, *args: Any) -> Any:
+        super().__enter__()
+        try:
+            return function(*args)
+        finally:
+            super().__exit__(None, None, None)
+
     def _moved(self, name: str, tensor: Tensor, rest: list[Any], kwargs: dict[str, Any]) -> Any:
         target: Any = {"cuda": CUDA, "cpu": torch.device("cpu")}.get(name, kwargs.pop("device", None))
         if name == "to" and rest and isinstance(rest[0], str | torch.device):
             target = rest.pop(0)
         target = tensor.device if target is None else torch.device(target)
         # A copy that blocks ends with a synchronisation of the stream: the host waits for all that was launched before.
-        waits = not kwargs.pop("non_blocking", False)
+        # So may one from memory that is not pinned.
+        waits = not kwargs.pop("non_blocking", False) or (target.type == "cuda" and tensor not in _pinned)
         if target.type == "cuda" and not isinstance(tensor, OnDevice):
             if waits:
                 note("wait", "a blocking copy to the device")
             tensor = OnDevice(tensor.detach().clone())
         elif target.type == "cpu" and isinstance(tensor, OnDevice):
-            note("wait", "a copy to the host")
-            tensor = tensor.held.clone()
+            if waits:
+                note("wait", "a copy to the host")
+            self._unread = not waits
+            tensor = tensor.held.detach().clone()
         return tensor.to(*rest, **kwargs) if rest or kwargs.get("dtype") else tensor

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.engines.completions import Int64Array
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
@@ -295,7 +296,4 @@ class Rollout:
 
     def upload(self, values: npt.NDArray[np.generic]) -> Tensor:
         """Return an array as a tensor on the device; the host does not wait for the copy."""
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return upload([torch.from_numpy(np.ascontiguousarray(values))], self.device)[0]

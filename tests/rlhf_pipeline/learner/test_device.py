@@ -1,0 +1,268 @@
+"""What scoring and learning ask of a GPU, found without one: no tensor of another device, and few waits of the host."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rlhf_pipeline.losses.batch import LossBatch
+from tensordict import lazy_stack
+from torchrl.envs.transforms import Compose
+
+from rlhf_pipeline import (
+    CausalLMPolicy,
+    Collect,
+    Collector,
+    CopyDigits,
+    GRPOLoss,
+    Learn,
+    MCAdvantage,
+    RetrieveLogProb,
+    TrajectoryReplayBuffer,
+    token_match,
+)
+from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.policies.engines.static import LOOK_EVERY, StaticSlots, mask_form
+from rlhf_pipeline.policies.new_model import scratch_policy
+from tests.rlhf_pipeline.fake_device import FakeDevice, OnDevice, to_device
+from tests.rlhf_pipeline.small import trajectory
+
+LAYOUTS = ["padded", "packed", "prefix_shared"]
+WAITS_OF_A_STEP = {
+    ("learner/learner.py", "_local_scalar_dense"): 2,  # is the gradient's norm finite, and how large is it
+    ("learner/metrics.py", "tolist"): 1,  # the figures of the loss, all at once
+    ("learner/metrics.py", "synchronize"): 1,  # the time of the step is that of the device
+}
+"""Where the host waits in an optimizer step, whatever the number of its micro-batches; everything else is a fault."""
+
+PROMPTS = [[3 + i % 7 for i in range(12)], [2, 9, 4, 4, 8, 1, 6, 2, 5, 7]]
+
+
+def rows(count: int = 8) -> Any:
+    """Groups of two with prompts of ten tokens or more, and completions of 1 to 8."""
+    made = []
+    for i in range(count):
+        prompt, own = PROMPTS[i // 2 % 2], 1 + (5 * i) % 8
+        tokens = [*prompt, *((7 * i + j) % 10 for j in range(own))]
+        made.append(trajectory(i, [0] * len(prompt) + [1] * own, float(i % 3), tokens=tokens))
+    return lazy_stack(made)
+
+
+def policy_of(layout: str = "padded", *, dtype: torch.dtype = torch.float32) -> CausalLMPolicy:
+    policy = scratch_policy("0123456789=", hidden_size=16, num_layers=2, num_heads=2, seed=0)
+    policy.model.to(dtype)
+    policy.scoring_layout = layout
+    return policy
+
+
+def host_waits(seen: FakeDevice) -> Counter[tuple[str, str]]:
+    """How often the host waited, by file and reason."""
+    found: Counter[tuple[str, str]] = Counter()
+    for (kind, what, place), count in seen.events.items():
+        if kind == "wait":
+            found[place.partition(":")[0], what] += count
+    return found
+
+
+def batch_of(folder: Path) -> LossBatch:
+    """A micro-batch as the learner makes it: on the host."""
+    buffer = TrajectoryReplayBuffer(storage=folder, transform=MCAdvantage(2, estimator="dr_grpo"))
+    buffer.extend(rows())
+    td = buffer.read(buffer.store.ids())
+    buffer.trajectories.close()
+    tokens, mask = td["tokens", "full"], td["masks", "all_assistant_mask"]
+    return LossBatch.of(
+        tokens, td["masks", "all_attention_mask"], mask, td["log_probs", "full"], td["advantage"], weight=0.1 * mask
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "options",
+    [{"entropy_bonus": True}, {"head": "recompute"}, {"objective": "gspo"}, {"kl_mask_threshold": 0.5}],
+    ids=lambda options: next(iter(options)),
+)
+def test_loss_and_gradient_without_a_wait(layout: str, options: dict[str, Any], tmp_path: Path):
+    """Forward and backward of a micro-batch: the loss and the gradient of the CPU, and nobody waits."""
+    batch = batch_of(tmp_path / "store")
+    policy = policy_of(layout)
+    there = copy.deepcopy(policy)
+    expected = GRPOLoss(policy, **options)(batch).total_loss()
+    expected.backward()
+    loss = GRPOLoss(there, **options)
+    loss(batch)  # the layout looks at the model once
+    to_device(there.model)
+    with FakeDevice() as seen:
+        found = loss(batch).total_loss()
+        found.backward()
+    assert seen.total("refused") == 0, seen.events
+    assert seen.total("wait") == 0, seen.events
+    assert isinstance(found, OnDevice)
+    assert found.item() == expected.item()
+    for own, other in zip(policy.parameters(), there.parameters(), strict=True):
+        assert torch.equal(own.grad, other.grad.held)
+
+
+def test_recomputed_layers_wait_once(tmp_path: Path):
+    """Layers that are computed again take no cache, so transformers looks at the positions; that is one wait."""
+    batch, policy = batch_of(tmp_path / "store"), policy_of()
+    policy.checkpoint_activations()
+    policy.train()
+    to_device(policy.model)
+    with FakeDevice() as seen:
+        GRPOLoss(policy, entropy_bonus=False)(batch).total_loss().backward()
+    assert seen.total("refused") == 0, seen.events
+    assert seen.total("wait") == 1, seen.events
+
+
+def learner_of(folder: Path, policy: CausalLMPolicy, **config: Any) -> Learner:
+    buffer = TrajectoryReplayBuffer(storage=folder, transform=MCAdvantage(2, estimator="dr_grpo"))
+    buffer.extend(rows())
+    return Learner(
+        policy=policy,
+        loss=GRPOLoss(policy, entropy_bonus=True),
+        buffer=buffer,
+        config=Learn(token_budget=48, lr=1e-2, **config),
+        max_staleness=None,
+        max_completion_tokens=8,
+        ledger=None,
+        seed=0,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_waits_as_often_as_is_written_down(layout: str, tmp_path: Path):
+    """Three micro-batches and the optimizer: the weights of the CPU, and the waits of the list, by file."""
+    learners = [learner_of(tmp_path / name, policy_of(), layout=layout) for name in ("here", "there")]
+    for learner in learners:
+        learner.step(1)
+    here, there = learners
+    to_device(there.policy.model)
+    there = learner_of(tmp_path / "again", there.policy, layout=layout)
+    here = learner_of(tmp_path / "plain", here.policy, layout=layout)
+    expected = here.step(2)
+    with FakeDevice() as seen:
+        found = there.step(2)
+    assert seen.total("refused") == 0, seen.events
+    assert host_waits(seen) == WAITS_OF_A_STEP, seen.events
+    assert (found["loss"], found["grad_norm"]) == (expected["loss"], expected["grad_norm"])
+    for own, other in zip(here.policy.parameters(), there.policy.parameters(), strict=True):
+        torch.testing.assert_close(other.held, own, rtol=0, atol=1e-6)  # the optimizer's kernels are others there
+    for learner in (*learners, here, there):
+        learner.buffer.trajectories.close()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_half_precision_and_moments_on_the_host(offload: bool, tmp_path: Path):
+    """bfloat16 with float32 masters waits no more often; masters on the host wait once for all gradients."""
+    policy = policy_of(dtype=torch.bfloat16)
+    policy.log_probs(torch.ones(1, 4), torch.ones(1, 4))
+    to_device(policy.model)
+    with FakeDevice() as seen:
+        learner = learner_of(tmp_path / "store", policy, offload_optimizer=offload)
+        learner.step(1)  # which matmuls the device has is tried once
+        before = [parameter.held.clone() for parameter in policy.parameters()]
+        seen.events.clear()
+        learner.step(2)
+    learner.buffer.trajectories.close()
+    assert seen.total("refused") == 0, seen.events
+    extra = {("data/upload.py", "synchronize"): 1} if offload else {}
+    assert host_waits(seen) == WAITS_OF_A_STEP | extra, seen.events
+    assert not all(torch.equal(one, now.held) for one, now in zip(before, policy.parameters(), strict=True))
+
+
+def test_reference_log_probs_wait_once_per_batch(tmp_path: Path):
+    """The write path scores a rollout on the device: one copy back for each batch of the token budget."""
+    reference = policy_of()
+    to_device(reference.model)
+    with FakeDevice() as seen:
+        buffer = TrajectoryReplayBuffer(
+            storage=tmp_path / "store", transform=RetrieveLogProb(reference, token_budget=48)
+        )
+        buffer.extend(rows())
+    plain = TrajectoryReplayBuffer(storage=tmp_path / "plain", transform=RetrieveLogProb(policy_of(), token_budget=48))
+    plain.extend(rows())
+    one, other = (b.store.read_ragged("ref_log_probs", b.store.ids()).values for b in (buffer, plain))
+    assert one.tobytes() == other.tobytes()
+    assert seen.total("refused") == 0, seen.events
+    assert set(host_waits(seen)) == {("transforms/base.py", "a copy to the host")}, seen.events
+    for made in (buffer, plain):
+        made.trajectories.close()
+
+
+def test_a_batch_on_the_device_comes_back_once():
+    """Scoring decides on the host what is computed: tokens and masks that are on the device are one copy."""
+    policy = policy_of()
+    ids, mask = torch.tensor([[0, 5, 6, 7], [3, 4, 5, 6]]), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]).bool()
+    expected = policy.log_probs(ids, mask, mask)
+    to_device(policy.model)
+    with FakeDevice() as seen:
+        found = policy.log_probs(OnDevice(ids), OnDevice(mask), OnDevice(mask))
+    assert torch.equal(found.held, expected)
+    assert seen.total("refused") == 0, seen.events
+    assert host_waits(seen) == {("policies/_scoring.py", "a copy to the host"): 1}, seen.events
+
+
+def test_collecting_waits_at_the_looks_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Sampling, reference log-probs and advantages of a rollout: the trajectories of the CPU, and no other wait."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(StaticSlots, "_capture", lambda self: None)
+    stores = []
+    for place in ("here", "there"):
+        policy, reference = policy_of(), policy_of()
+        buffer = TrajectoryReplayBuffer(
+            storage=tmp_path / place, transform=Compose(MCAdvantage(4), RetrieveLogProb(reference))
+        )
+        collector = Collector(
+            policy=policy,
+            prompts=CopyDigits(num_digits=2),
+            reward=token_match,
+            buffer=buffer,
+            config=Collect(prompts_per_rollout=2, group_size=4, max_new_tokens=LOOK_EVERY),
+            seed=0,
+        )
+        policy.generate_groups([[1]], max_new_tokens=1, seed=0)  # the engine looks at the model once
+        stores.append(buffer)
+        if place == "here":
+            collector.collect(0, policy_version=0)
+            continue
+        mask_form(policy._parts)
+        for model in (policy.model, reference.model):
+            to_device(model)
+        with FakeDevice() as seen:
+            collector.collect(0, policy_version=0)
+    one, other = (made.store.read(made.store.ids()) for made in stores)
+    assert [row.tolist() for row in one["input_ids"]] == [row.tolist() for row in other["input_ids"]]
+    assert seen.total("refused") == 0, seen.events
+    assert host_waits(seen) == {
+        ("policies/engines/static.py", "a copy to the host"): 1,
+        ("transforms/base.py", "a copy to the host"): 1,
+    }, seen.events
+    for made in stores:
+        made.trajectories.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "owner", "name", "fault"),
+    [
+        ("refused", "rlhf_pipeline.losses.grpo", "upload", lambda tensors, device: list(tensors)),
+        ("wait", "rlhf_pipeline.losses.grpo", "upload", lambda tensors, device: [t.to(device) for t in tensors]),
+        ("wait", "rlhf_pipeline.policies._scoring", "recomputes", lambda trunk: True),
+    ],
+    ids=["left on the host", "moved one by one", "without a cache"],
+)
+def test_faults_of_a_step_are_found(
+    kind: str, owner: str, name: str, fault: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What the checks above keep away, put in."""
+    batch, policy = batch_of(tmp_path / "store"), policy_of()
+    to_device(policy.model)
+    monkeypatch.setattr(f"{owner}.{name}", fault)
+    with FakeDevice() as seen:
+        GRPOLoss(policy)(batch)
+    assert seen.total(kind) > 0
