@@ -72,9 +72,10 @@ class PretrainedPolicy(Settings):
     path: str = setting(
         help="A folder as `save_pretrained` writes it, or a hub name. Only a hub name touches the network.",
     )
-    dtype: Literal["float32", "bfloat16"] = setting(
-        "float32",
-        help="What the model computes in. With bfloat16 the optimizer keeps float32 master weights.",
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        help="What the model computes in. `auto` is bfloat16 on CUDA and float32 elsewhere. With bfloat16 the "
+        "optimizer keeps float32 master weights.",
     )
     lora_rank: int = setting(
         0,
@@ -475,10 +476,11 @@ class Learn(Settings):
         min=1,
         help="Padded tokens in one forward pass; a step takes as many as it needs.",
     )
-    layout: Literal["padded", "packed", "prefix_shared"] = setting(
-        "padded",
+    layout: Literal["auto", "padded", "packed", "prefix_shared"] = setting(
+        "auto",
         help="How trajectories share a forward pass: rows of similar length padded to the longest; without "
-        "padding, one behind the other; or the same with the prompt of a group computed once.",
+        "padding, one behind the other; or the same with the prompt of a group computed once. `auto` takes the "
+        "last where it costs less and the model allows it, and pads elsewhere.",
     )
     stop_at_reward: float | None = setting(
         None,

@@ -109,7 +109,7 @@ class Shards:
             DefinitionError: an option of `learn` that needs whole weights in one process.
         """
         refused = {
-            f"learn.layout={config.layout}": config.layout != "padded",
+            f"learn.layout={config.layout}": config.layout not in ("auto", "padded"),
             f"learn.optimizer={config.optimizer}": config.optimizer != "adamw",
             "learn.offload_optimizer=true": config.offload_optimizer,
             f"learn.reference_every={config.reference_every}": config.reference_every > 0,

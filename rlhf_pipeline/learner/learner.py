@@ -108,7 +108,6 @@ class Learner:
         self.policy = policy
         self.loss = loss
         self.buffer = buffer
-        self.config = config
         self.max_staleness = max_staleness
         self.max_completion_tokens = max_completion_tokens
         self._ledger = ledger
@@ -124,8 +123,10 @@ class Learner:
         self.shards = shards
         if shards is not None:
             shards.check(config)
+            config = dataclasses.replace(config, layout="padded")
             if self.sample.min_ess is not None:
                 raise DefinitionError("sample.min_ess does not go with several processes. Set it to none.")
+        self.config = config
         if config.activation_checkpointing:
             policy.checkpoint_activations()
         policy.scoring_layout = config.layout
@@ -253,6 +254,7 @@ class Learner:
             loss=self.loss,
             config=self.config,
             max_completion_tokens=self.max_completion_tokens,
+            head_weight=self.policy.head_weight,
         )
         if self.loss.decoupled:
             plan = self._freeze_proximal(plan)

@@ -88,7 +88,13 @@ def check_reduction(loss: GRPOLoss) -> None:
 
 
 def plan_step(
-    store: TrajectoryStore, row_ids: np.ndarray, *, loss: GRPOLoss, config: Learn, max_completion_tokens: int
+    store: TrajectoryStore,
+    row_ids: np.ndarray,
+    *,
+    loss: GRPOLoss,
+    config: Learn,
+    max_completion_tokens: int,
+    head_weight: Tensor,
 ) -> StepPlan:
     """Fix the loss weights from the counts of the whole step, then cut it into micro-batches.
 
@@ -100,6 +106,7 @@ def plan_step(
         loss: one that `check_reduction` lets pass.
         config: token budget and layout.
         max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
+        head_weight: of the policy; `plan_micro_batches` says what for.
     """
     lengths = torch.from_numpy(np.asarray(store.lengths("input_ids", row_ids), dtype=np.int64))
     produced, scored = token_counts(store, row_ids, reference=bool(loss.kl_to_ref_coeff))
@@ -117,6 +124,7 @@ def plan_step(
             max(config.token_budget, int(lengths[at].max()) if len(at) else 0),
             prompt_lengths=torch.from_numpy(store.read_scalars("num_prompt_tokens", row_ids[at]).astype(np.int64)),
             group_ids=torch.from_numpy(store.read_scalars("group_id", row_ids[at]).astype(np.int64)),
+            weight=head_weight,
         )
         return [at[rows] for rows in plan.rows], plan.positions
 

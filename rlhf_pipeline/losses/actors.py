@@ -38,11 +38,6 @@ class HeadRows(NamedTuple):
     temperature: float
     soft_cap: float | None = None
 
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.hidden.device
-
 
 class Scores(NamedTuple):
     """Log-probs of the masked tokens, row-major.
@@ -54,11 +49,6 @@ class Scores(NamedTuple):
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.log_probs.device
 
 
 class Actor(Protocol):

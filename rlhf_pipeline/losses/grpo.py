@@ -451,7 +451,7 @@ class GRPOLoss(LossModule):
                 "Put RetrieveLogProb on the write path, or leave the coefficient out."
             )
         found = self._actor().rows(batch, entropy=self.entropy_bonus)
-        rows = self._gather(batch, found.device)
+        rows = self._gather(batch, found[0].device)
         names = self._term_names()
         if isinstance(found, HeadRows) and self._is_token_level() and self.head != "recompute":
             losses, log_probs, entropy = self._fused(found, rows, names)
@@ -543,12 +543,12 @@ class GRPOLoss(LossModule):
             most = self.max_completion_tokens
             weights = token_weights(batch.mask.sum(1), self.aggregation, max_completion_tokens=most, dtype=dtype)
             weight = weights[index]
-        kept = [index, column, batch.tokens[index, column], batch.advantage[index, column].to(dtype), behaviour, weight]
-        extra = {"proximal": batch.proximal, "ref": batch.ref}
-        given = {name: values[index, column].to(dtype) for name, values in extra.items() if values is not None}
-        index, column, token, advantage, behaviour, weight, *more = upload([*kept, *given.values()], device)
-        there = dict(zip(given, more, strict=True))
-        proximal = there.get("proximal", behaviour)
+        proximal = behaviour if batch.proximal is None else batch.proximal[index, column].to(dtype)
+        held = [index, column, batch.tokens[index, column], batch.advantage[index, column].to(dtype)]
+        held += [behaviour, proximal, weight]
+        if batch.ref is not None:
+            held.append(batch.ref[index, column].to(dtype))
+        index, column, token, advantage, behaviour, proximal, weight, *ref = upload(held, device)
         policy_weight = weight
         if self.tis_cap is not None:
             if self.tis_level == "token":
@@ -569,7 +569,7 @@ class GRPOLoss(LossModule):
             advantage=advantage,
             proximal=proximal,
             behaviour=behaviour,
-            ref=there.get("ref"),
+            ref=ref[0] if ref else None,
             weight=weight,
             policy_weight=policy_weight,
             sequences=sequences,

@@ -139,11 +139,14 @@ def _by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, s
     return torch.cat(out, 2).transpose(1, 2)
 
 
+def one_kernel_for_segments(x: Tensor) -> bool:
+    """Whether torch has a variable-length kernel for tensors of this kind: CUDA, half precision."""
+    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16) and _varlen_function() is not None
+
+
 def _has_varlen(query: Tensor, value: Tensor) -> bool:
-    """Whether torch's variable-length kernel takes these: CUDA, half precision, equal head sizes up to 256."""
-    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return query.shape[-1] == value.shape[-1] <= 256 and _varlen_function() is not None
+    """Whether it takes these: equal head sizes up to 256."""
+    return query.shape[-1] == value.shape[-1] <= 256 and one_kernel_for_segments(query)
 
 
 @cache

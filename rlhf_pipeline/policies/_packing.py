@@ -102,7 +102,7 @@ def pack(batch: HostBatch, *, share_prefix: bool) -> Packing:
         batch: on the host.
         share_prefix: lay out a common start of rows once.
     """
-    rows, columns = batch.targets
+    rows, columns = np.nonzero(batch.scored)
     place = batch.places[rows, columns]
     used = np.zeros(len(batch.ids), dtype=np.int64)
     np.maximum.at(used, rows, place)

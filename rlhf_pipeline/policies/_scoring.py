@@ -60,17 +60,6 @@ class HostBatch:
     places: Int64Array
     scored: BoolArray
 
-    @property
-    def targets(self) -> tuple[Int64Array, Int64Array]:
-        """Rows and columns of the scored tokens, row-major, int64 `[N]` each."""
-        rows, columns = np.nonzero(self.scored)
-        return rows, columns
-
-    @property
-    def lengths(self) -> Int64Array:
-        """Tokens of each row, int64 `[B]`."""
-        return self.real.sum(1)
-
     def left_aligned(self, used: Int64Array) -> Int64Array:
         """Return the first `used` tokens of each row from column 0 on, int64 `[B, most used]`; 0 behind them."""
         ids = np.zeros((len(self.ids), int(used.max(initial=0))), dtype=np.int64)
@@ -98,12 +87,11 @@ def host_batch(
             raise DefinitionError(
                 f"{name} must have the shape of input_ids, {list(input_ids.shape)}; got {list(mask.shape)}."
             )
-    given = [input_ids, attention_mask] if score_mask is None else [input_ids, attention_mask, score_mask]
-    if any(tensor.is_cuda for tensor in given):
-        there = [tensor.to(input_ids.device, torch.int64, non_blocking=True) for tensor in given]
-        given = list(torch.stack(there).cpu())
-    arrays = [tensor.cpu().numpy() for tensor in given]
-    real = arrays[1].astype(np.bool_)
+    if input_ids.is_cuda:
+        given = (input_ids, attention_mask, attention_mask if score_mask is None else score_mask)
+        there = torch.stack([tensor.to(input_ids.device, torch.int64, non_blocking=True) for tensor in given])
+        input_ids, attention_mask, score_mask = there.cpu()
+    real = attention_mask.cpu().numpy().astype(np.bool_)
     places = real.cumsum(1, dtype=np.int64) - 1
     most, longest = parts.max_positions, int(places[:, -1].max(initial=-1)) + 1 if places.size else 0
     if most is not None and longest > most:
@@ -113,8 +101,8 @@ def host_batch(
         )
     scored = real & (places >= 1)
     if score_mask is not None:
-        scored &= arrays[2].astype(np.bool_)
-    return HostBatch(arrays[0].astype(np.int64), real, places, scored)
+        scored &= score_mask.cpu().numpy().astype(np.bool_)
+    return HostBatch(input_ids.numpy().astype(np.int64), real, places, scored)
 
 
 def token_states(parts: ModelParts, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -123,43 +111,41 @@ def token_states(parts: ModelParts, input_ids: Tensor, attention_mask: Tensor) -
     ids, first = _left_aligned(batch)
     at = torch.from_numpy(first[: len(batch.ids), None] + batch.places.clip(0))
     there = upload([torch.from_numpy(ids), at, torch.from_numpy(batch.real)], parts.head.weight.device)
-    hidden = _run_trunk(parts, there[0]).flatten(0, 1)
+    hidden = whole_rows(parts, there[0]).flatten(0, 1)
     return hidden[there[1]].masked_fill(~there[2][..., None], 0.0)
 
 
 def predicting_rows(parts: ModelParts, batch: HostBatch) -> ScoringRows:
     """Return the hidden states that predict the scored tokens: each real token but the first of its row."""
     ids, first = _left_aligned(batch)
-    rows, columns = batch.targets
+    rows, columns = np.nonzero(batch.scored)
     predicting = first[rows] + batch.places[rows, columns] - 1
     arrays = (ids, predicting, batch.ids[rows, columns], rows, columns)
-    there = upload([torch.from_numpy(array) for array in arrays], parts.head.weight.device)
-    hidden = _run_trunk(parts, there[0]).flatten(0, 1)
+    there = upload([*map(torch.from_numpy, arrays)], parts.head.weight.device)
+    hidden = whole_rows(parts, there[0]).flatten(0, 1)
     return ScoringRows(hidden.index_select(0, there[1]), *there[2:])
 
 
 def _left_aligned(batch: HostBatch) -> tuple[Int64Array, Int64Array]:
     """Return all tokens from column 0 on, int64 `[B, W]`, and where each row begins in them, flat, int64 `[B]`."""
-    ids = batch.left_aligned(batch.lengths)
+    ids = batch.left_aligned(batch.real.sum(1))
     if not ids.size:  # some models cannot run on an empty batch
         ids = np.zeros((max(1, len(ids)), 1), dtype=np.int64)
     return ids, np.arange(len(ids), dtype=np.int64) * ids.shape[1]
 
 
-def _run_trunk(parts: ModelParts, ids: Tensor) -> Tensor:
-    positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
-    return whole_rows(parts, input_ids=ids, position_ids=positions)
-
-
-def whole_rows(parts: ModelParts, **inputs: Any) -> Tensor:
+def whole_rows(parts: ModelParts, ids: Tensor, positions: Tensor | None = None, **inputs: Any) -> Tensor:
     """Run rows through the trunk from their first token on, and return its last hidden state.
 
     Without a cache, transformers looks for several sequences in the positions, and the host waits for the answer. With
     one it does not look; this one keeps nothing. Layers that are recomputed allow none.
     """
+    if positions is None:
+        positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
     if parts.cache_refusal is None and not recomputes(parts.trunk):
-        inputs["past_key_values"] = Cache(layers=[_KeepsNothing() for _ in range(parts.num_layers)])
-    return parts.hidden(**inputs, use_cache=False)
+        layers: list[Any] = [_KeepsNothing()] * parts.num_layers
+        inputs["past_key_values"] = Cache(layers=layers)
+    return parts.hidden(input_ids=ids, position_ids=positions, use_cache=False, **inputs)
 
 
 class _KeepsNothing(CacheLayer):

@@ -224,8 +224,10 @@ def set_recomputation(model: nn.Module, on: bool) -> None:
 
 def recomputes(model: nn.Module) -> bool:
     """Whether a layer of a model is computed again in the backward pass."""
-    layers = (layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer))
-    return any(layer.gradient_checkpointing and layer.training for layer in layers)
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing and layer.training:
+            return True
+    return False
 
 
 def soft_capped(logits: Tensor, cap: float) -> Tensor:

@@ -145,7 +145,10 @@ def _policy(pipeline: Pipeline, seed: int, device: str) -> CausalLMPolicy:
             **sampling,
         )
         return policy.to(device)
-    dtype = getattr(torch, config.dtype)
+    named = config.dtype
+    if named == "auto":
+        named = "bfloat16" if torch.device(device).type == "cuda" else "float32"
+    dtype = getattr(torch, named)
     return CausalLMPolicy.from_pretrained(config.path, device=device, dtype=dtype, **sampling)
 
 

@@ -159,7 +159,7 @@ def tiny(**changes: str) -> Pipeline:
         collect=Collect(prompts_per_rollout=4, group_size=4, max_new_tokens=3),
         write=WritePath(estimator="dr_grpo"),
         loss=GRPO(entropy_coeff=0.01),
-        learn=Learn(steps=6, lr=1e-2, checkpoint_every=3),
+        learn=Learn(steps=6, lr=1e-2, checkpoint_every=3, layout="padded"),
     )
     for path, text in changes.items():
         made = override(made, path.replace("__", "."), text)
@@ -275,7 +275,7 @@ def multi_turn(folder: Path) -> Digest:
         policy=policy,
         loss=GRPOLoss(policy),
         buffer=buffer,
-        config=Learn(lr=1e-2),
+        config=Learn(lr=1e-2, layout="padded"),
         max_staleness=0,
         max_completion_tokens=24,
         ledger=None,

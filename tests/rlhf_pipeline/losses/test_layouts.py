@@ -106,7 +106,12 @@ def plan(td, layout, budget):
     """The micro-batches of a layout."""
     lengths = td["masks", "all_attention_mask"].sum(1)
     return plan_micro_batches(
-        layout, lengths, budget, prompt_lengths=td["num_prompt_tokens"], group_ids=td["group_id"]
+        layout,
+        lengths,
+        budget,
+        prompt_lengths=td["num_prompt_tokens"],
+        group_ids=td["group_id"],
+        weight=torch.zeros(9, 64),
     ).rows
 
 

@@ -333,6 +333,34 @@ def test_bfloat16_rows_stay_packed(make_model):
     assert float((found - expected).abs().mean()) < 2e-2
 
 
+def test_auto_takes_what_costs_less(make_model):
+    """A long prompt of a group is computed once; rows as short as a segment's cost are padded; the plan says so too."""
+    policy = CausalLMPolicy(make_model(), scoring_layout="auto")
+    width = int(policy.head_weight.shape[1])
+    for prompt, shared in ((800 // width * 3, True), (9, False)):
+        ids = torch.randint(5, 90, (1, prompt)).expand(4, -1)
+        ids = torch.cat([ids, torch.arange(8).view(4, 2)], 1)
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        once, rows = prompt + 4, 4 * (prompt + 2)
+        assert computed_tokens(policy, (ids, mask, torch.arange(prompt + 2).expand(4, -1) >= prompt)) == (
+            once if shared else rows
+        )
+        plan = plan_micro_batches(
+            "auto", [prompt + 2] * 4, 9999, prompt_lengths=[prompt] * 4, group_ids=[0] * 4, weight=policy.head_weight
+        )
+        assert plan.positions == [prompt + 8 if shared else rows]
+
+
+def test_auto_says_nothing_of_a_model_that_it_pads(make_model, monkeypatch):
+    """A model whose attention cannot be replaced is padded, as asked for: no notice."""
+    model = make_model()
+    policy = CausalLMPolicy(model, scoring_layout="auto")
+    monkeypatch.setattr(type(model.model), "_supports_attention_backend", False)
+    batch = groups()
+    assert computed_tokens(policy, batch) == computed_tokens(CausalLMPolicy(model), batch)
+    assert policy.layout_notices() == []
+
+
 def test_an_unknown_layout_names_the_nearest():
     """A typing error is told where it is made."""
     with pytest.raises(DefinitionError, match="Did you mean 'packed'"):
@@ -349,10 +377,11 @@ def test_a_plan_holds_each_row_once_and_keeps_to_the_budget(rows, budget, layout
     group_ids = [group for group, _ in rows]
     prompts = [2 * group + 1 for group in group_ids]
     lengths = [prompt + own for prompt, (_, own) in zip(prompts, rows, strict=True)]
-    plan = plan_micro_batches(layout, lengths, budget, prompt_lengths=prompts, group_ids=group_ids)
+    known = {"prompt_lengths": prompts, "group_ids": group_ids, "weight": torch.zeros(9, 64)}
+    plan = plan_micro_batches(layout, lengths, budget, **known)
     assert sorted(i for batch in plan.rows for i in batch.tolist()) == list(range(len(rows)))
     assert all(0 < size <= budget for size in plan.positions)
-    again = plan_micro_batches(layout, torch.tensor(lengths), budget, prompt_lengths=prompts, group_ids=group_ids)
+    again = plan_micro_batches(layout, torch.tensor(lengths), budget, **known)
     assert [b.tolist() for b in again.rows] == [b.tolist() for b in plan.rows]
 
 
@@ -370,7 +399,7 @@ def test_groups_stay_whole_and_a_large_one_is_cut():
 def test_a_row_above_the_budget_is_refused(layout):
     """The message names the row, its length and the budget it needs."""
     with pytest.raises(DefinitionError, match=r"row 1 has 9 tokens.*budget of 8"):
-        plan_micro_batches(layout, [3, 9], 8, prompt_lengths=[1, 1], group_ids=[0, 0])
+        plan_micro_batches(layout, [3, 9], 8, prompt_lengths=[1, 1], group_ids=[0, 0], weight=torch.zeros(9, 900))
 
 
 @pytest.mark.gpu

@@ -215,8 +215,9 @@ class EngineContract:
         time.sleep(self.start_s)
         bench.engine.pause()
         time.sleep(0.2)
-        assert going.thread.is_alive()
+        going_on = going.thread.is_alive()
         bench.engine.resume()
+        assert going_on
         found = going.result()
         assert found.lengths.tolist() == [120] * 3
         assert bench.worst(found, PROMPTS, 1.0) < CLOSE

@@ -27,6 +27,7 @@ def vllm(folders: dict[int, Path]) -> Iterator[VLLMEngine]:
 
 @pytest.mark.peer
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, as vLLM imports it
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 class TestVLLM(EngineContract):
     """Four slots, so that completions wait for a slot while weights are replaced."""
