@@ -281,7 +281,7 @@ class Learner:
             self.reference.after_step(step)
         if self.shards is not None:
             self.shards.refresh_mirror()
-        if self.config.layout != "padded":
+        if self.config.layout not in ("auto", "padded"):
             self._notices += self.policy.layout_notices()
         return {
             "policy_version": version,

@@ -17,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.policies.engines.slot_cache import CacheLayer
+from rlhf_pipeline.policies.engines.slot_cache import PrefillCache
 from rlhf_pipeline.policies.model_parts import ModelParts, recomputes
 
 Int64Array = npt.NDArray[np.int64]
@@ -61,8 +60,11 @@ class HostBatch:
     scored: BoolArray
 
     def left_aligned(self, used: Int64Array) -> Int64Array:
-        """Return the first `used` tokens of each row from column 0 on, int64 `[B, most used]`; 0 behind them."""
-        ids = np.zeros((len(self.ids), int(used.max(initial=0))), dtype=np.int64)
+        """Return the first `used` tokens of each row from column 0 on, int64 `[B, most used]`; 0 behind them.
+
+        One row and one token at least: some models cannot run on an empty batch.
+        """
+        ids = np.zeros((max(1, len(self.ids)), int(used.max(initial=1))), dtype=np.int64)
         rows, columns = np.nonzero(self.real & (self.places < used[:, None]))
         ids[rows, self.places[rows, columns]] = self.ids[rows, columns]
         return ids
@@ -108,8 +110,9 @@ def host_batch(
 def token_states(parts: ModelParts, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Return the last hidden state of every token where the token stands, `[B, T, H]`; zero at padding."""
     batch = host_batch(parts, input_ids, attention_mask)
-    ids, first = _left_aligned(batch)
-    at = torch.from_numpy(first[: len(batch.ids), None] + batch.places.clip(0))
+    ids = batch.left_aligned(batch.real.sum(1))
+    first = np.arange(len(batch.ids), dtype=np.int64) * ids.shape[1]
+    at = torch.from_numpy(first[:, None] + batch.places.clip(0))
     there = upload([torch.from_numpy(ids), at, torch.from_numpy(batch.real)], parts.head.weight.device)
     hidden = whole_rows(parts, there[0]).flatten(0, 1)
     return hidden[there[1]].masked_fill(~there[2][..., None], 0.0)
@@ -117,40 +120,23 @@ def token_states(parts: ModelParts, input_ids: Tensor, attention_mask: Tensor) -
 
 def predicting_rows(parts: ModelParts, batch: HostBatch) -> ScoringRows:
     """Return the hidden states that predict the scored tokens: each real token but the first of its row."""
-    ids, first = _left_aligned(batch)
+    ids = batch.left_aligned(batch.real.sum(1))
     rows, columns = np.nonzero(batch.scored)
-    predicting = first[rows] + batch.places[rows, columns] - 1
+    predicting = rows * ids.shape[1] + batch.places[rows, columns] - 1
     arrays = (ids, predicting, batch.ids[rows, columns], rows, columns)
     there = upload([*map(torch.from_numpy, arrays)], parts.head.weight.device)
     hidden = whole_rows(parts, there[0]).flatten(0, 1)
     return ScoringRows(hidden.index_select(0, there[1]), *there[2:])
 
 
-def _left_aligned(batch: HostBatch) -> tuple[Int64Array, Int64Array]:
-    """Return all tokens from column 0 on, int64 `[B, W]`, and where each row begins in them, flat, int64 `[B]`."""
-    ids = batch.left_aligned(batch.real.sum(1))
-    if not ids.size:  # some models cannot run on an empty batch
-        ids = np.zeros((max(1, len(ids)), 1), dtype=np.int64)
-    return ids, np.arange(len(ids), dtype=np.int64) * ids.shape[1]
-
-
 def whole_rows(parts: ModelParts, ids: Tensor, positions: Tensor | None = None, **inputs: Any) -> Tensor:
     """Run rows through the trunk from their first token on, and return its last hidden state.
 
     Without a cache, transformers looks for several sequences in the positions, and the host waits for the answer. With
-    one it does not look; this one keeps nothing. Layers that are recomputed allow none.
+    one it does not look. Layers that are recomputed allow none.
     """
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
     if parts.cache_refusal is None and not recomputes(parts.trunk):
-        layers: list[Any] = [_KeepsNothing()] * parts.num_layers
-        inputs["past_key_values"] = Cache(layers=layers)
+        inputs["past_key_values"] = PrefillCache(parts.num_layers)
     return parts.hidden(input_ids=ids, position_ids=positions, use_cache=False, **inputs)
-
-
-class _KeepsNothing(CacheLayer):
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        return 0

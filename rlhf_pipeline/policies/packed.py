@@ -143,7 +143,7 @@ def sharing_pays(*, padded: int, packed: int, segments: int, weight: Tensor) -> 
     >>> [sharing_pays(padded=3000, packed=900, segments=n, weight=weight) for n in (100, 300)]
     [True, False]
     """
-    if one_kernel_for_segments(weight):
+    if weight.is_cuda and one_kernel_for_segments(weight):
         return packed < padded
     return (padded - packed) * int(weight.shape[1]) > SEGMENT_COST * segments
 
@@ -297,8 +297,10 @@ class LayoutScorer:
         batch = host_batch(parts, input_ids, attention_mask, score_mask)
         if self.in_use == "padded":
             return predicting_rows(parts, batch)
-        if self.in_use == "auto" and not _pays(parts, batch, packed=0, segments=len(batch.ids)):
-            return predicting_rows(parts, batch)  # rows are too short to pay for a segment each, whatever they share
+        if self.in_use == "auto":
+            cost, rows = len(batch.ids) * int(batch.real.sum(1).max(initial=0)), len(batch.ids)
+            if not sharing_pays(padded=cost, packed=0, segments=rows, weight=parts.head.weight):
+                return predicting_rows(parts, batch)  # too short to pay for a segment each, whatever they share
         try:
             found, kinds = self._packed(parts, batch)
         except PackedUnsupported as reason:
@@ -332,9 +334,11 @@ class LayoutScorer:
         if not packing.rows:
             return predicting_rows(parts, batch), set()
         segments, window = packing.segments, _smallest_window(config)
-        costs = {"packed": len(packing.input_ids), "segments": len(segments.starts)}
-        if self.in_use == "auto" and not _pays(parts, batch, **costs):
-            return _padded(parts, batch), set()
+        if self.in_use == "auto":
+            costs = {"packed": len(packing.input_ids), "segments": len(segments.starts)}
+            padded = len(batch.ids) * int(batch.real.sum(1).max())
+            if not sharing_pays(padded=padded, **costs, weight=parts.head.weight):
+                return _padded(parts, batch), set()
         if window is not None and segments.longest > window:
             raise PackedUnsupported(f"its attention has a window of {window} and a row has {segments.longest} tokens")
         rows, columns = np.nonzero(batch.scored)
@@ -350,11 +354,6 @@ class LayoutScorer:
         if segments.has_prefix:
             kinds.add("prefix")
         return ScoringRows(hidden.index_select(0, there[2]), *there[3:]), kinds
-
-
-def _pays(parts: ModelParts, batch: HostBatch, *, packed: int, segments: int) -> bool:
-    padded = len(batch.ids) * int(batch.real.sum(1).max(initial=0))
-    return sharing_pays(padded=padded, packed=packed, segments=segments, weight=parts.head.weight)
 
 
 def _padded(parts: ModelParts, batch: HostBatch) -> ScoringRows:
