@@ -19,8 +19,10 @@ matmuls in the same run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
+import importlib.util
 import json
 import platform
 import statistics
@@ -28,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +67,8 @@ SHAPES = {
 }
 GOAL_AGAINST_TRL = 4.0
 GOAL_DECODE = 60_000.0
-LAYOUTS = ("padded", "packed", "prefix_shared")
+GOAL_OF_VLLM = 0.7
+LAYOUTS = ("auto", "padded", "packed", "prefix_shared")
 BETA, LOW, HIGH, TRL_ROWS = 0.04, 0.2, 0.28, 8
 
 
@@ -407,37 +411,81 @@ def _verdict(shape: Shape, found: dict[str, dict[str, Any]]) -> None:
 
 
 def decode_section(name: str, device: torch.device, slots: list[int], context: int, new: int) -> dict[str, Any]:
-    """Print sampled tokens per second of our engine and of `model.generate`, log-probs included for ours."""
+    """Print sampled tokens per second of our engine, of vLLM where it is installed, and of `model.generate`.
+
+    Ours and vLLM's with log-probs, through the same interface and in the same process; completions of one length, and
+    of log-normal ones up to four times that.
+    """
+    from rlhf_pipeline.policies.engines.protocol import Engine, Request
+
     shape = SHAPES[name]
     policy = make_policy(shape, device)
-    print(f"\ndecode, {name}: prompts of {context} tokens, {new} new tokens each")
-    print(f"  {'engine':36} {'slots':>6} {'tokens/s':>10}")
+    print(f"\ndecode, {name}: prompts of {context} tokens, {new} new tokens each, or log-normal around that")
+    print(f"  {'engine':28} {'lengths':>8} {'slots':>6} {'tokens/s':>10}")
     found: dict[str, Any] = {}
+    rng = torch.Generator().manual_seed(2)
     for number in slots:
-        prompts = [torch.randint(5, shape.vocab, (context,)).tolist() for _ in range(number)]
+        prompts = [torch.randint(5, shape.vocab, (context,), generator=rng).tolist() for _ in range(number)]
+        spread = (new * (0.8 * torch.randn(number, generator=rng)).exp()).long().clamp(1, 4 * new).tolist()
         policy.num_slots = number
 
-        def ours(prompts: list[list[int]] = prompts) -> int:
-            return len(policy.generate_ragged(prompts, max_new_tokens=new, seed=0).token_ids)
+        def sampled(engine: Engine, limits: list[int], prompts: list[list[int]] = prompts) -> int:
+            return len(engine.generate(Request(prompts=prompts, max_new_tokens=limits)).token_ids)
 
-        def theirs(prompts: list[list[int]] = prompts) -> int:
-            ids = torch.tensor(prompts, device=device)
-            model: Any = policy.model
-            options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0, "pad_token_id": 0}
+        def static(model: Any, limits: list[int], prompts: list[list[int]] = prompts) -> int:
+            ids, most = torch.tensor(prompts, device=device), limits[0]
+            options = {"max_new_tokens": most, "min_new_tokens": most, "do_sample": True, "top_k": 0, "pad_token_id": 0}
             return int(model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, context:].numel())
 
-        for engine, call in (("ours: slots", ours), ("transformers generate", theirs)):
-            call()
-            _free(device)
-            started = time.perf_counter()
-            tokens = call()
-            rate = tokens / (time.perf_counter() - started)
-            found[f"{engine}, {number}"] = rate
-            print(f"  {engine:36} {number:6} {rate:10,.0f}", flush=True)
-    best = found.get("ours: slots, 256")
+        with contextlib.ExitStack() as stack:
+            calls = {
+                "ours: slots": partial(sampled, policy.engine),
+                "transformers generate": partial(static, policy.model),
+            }
+            vllm = _vllm(policy, number, context + 4 * new, stack)
+            if vllm is not None:
+                calls["vLLM"] = partial(sampled, vllm)
+            for lengths, limits in (("equal", [new] * number), ("ragged", spread)):
+                for engine, call in calls.items():
+                    if lengths == "ragged" and call.func is static:
+                        continue  # it has one limit for all
+                    call(limits)
+                    _free(device)
+                    started = time.perf_counter()
+                    tokens = call(limits)
+                    rate = tokens / (time.perf_counter() - started)
+                    found[f"{engine}, {lengths}, {number}"] = rate
+                    print(f"  {engine:28} {lengths:>8} {number:6} {rate:10,.0f}", flush=True)
+    best, peer = (found.get(f"{engine}, equal, 256") for engine in ("ours: slots", "vLLM"))
     if best is not None and name == "0.5b":
         print(f"  ours at 256 slots: {best:,.0f}, goal {GOAL_DECODE:,g}: {'met' if best >= GOAL_DECODE else 'missed'}")
+        if peer is not None:
+            share = best / peer
+            print(f"  of vLLM's: {share:.2f}, goal {GOAL_OF_VLLM:g}: {'met' if share >= GOAL_OF_VLLM else 'missed'}")
     return found
+
+
+def _vllm(policy: CausalLMPolicy, slots: int, positions: int, stack: contextlib.ExitStack) -> Any:
+    """vLLM with the policy's weights until the stack ends; None where it is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    from rlhf_pipeline.policies.engines.vllm import VLLMEngine
+
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    policy.save_pretrained(folder)
+    weight = policy.head_weight
+    engine = VLLMEngine(
+        folder,
+        num_slots=slots,
+        vocab=policy.vocab_size,
+        max_positions=positions,
+        dtype=str(weight.dtype).removeprefix("torch."),
+        memory=0.4,
+        eager=not weight.is_cuda,
+    )
+    stack.callback(engine.close)
+    engine.load_weights(policy.model.state_dict(), 0)
+    return engine
 
 
 def main() -> int:
