@@ -466,7 +466,7 @@ def decode_section(name: str, device: torch.device, slots: list[int], context: i
 
 
 def _vllm(policy: CausalLMPolicy, slots: int, positions: int, stack: contextlib.ExitStack) -> Any:
-    """vLLM with the policy's weights until the stack ends; None where it is not installed."""
+    """Give vLLM with the policy's weights until the stack ends; None where it is not installed."""
     if importlib.util.find_spec("vllm") is None:
         return None
     from rlhf_pipeline.policies.engines.vllm import VLLMEngine
