@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf_pipeline.losses.batch import LossBatch
 from tensordict import lazy_stack
 from torchrl.envs.transforms import Compose
 
@@ -27,6 +26,7 @@ from rlhf_pipeline import (
     token_match,
 )
 from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.losses.loss_batch import LossBatch
 from rlhf_pipeline.policies.engines.static import LOOK_EVERY, StaticSlots, mask_form
 from rlhf_pipeline.policies.new_model import scratch_policy
 from tests.rlhf_pipeline.fake_device import FakeDevice, OnDevice, to_device
