@@ -52,7 +52,12 @@ class Catalog:
     def __init__(self, medium: Medium, *, warn: bool = True) -> None:
         self.medium = medium
         self._warn = warn
-        self.journal = Journal(medium.bucket)
+        try:
+            self.journal = Journal(medium.bucket)
+        except CorruptionError:
+            if not medium.complete_root():
+                raise
+            self.journal = Journal(medium.bucket)
         self.segments: dict[int, Segment] = {}
         self.updates: dict[int, Segment] = {}
         self.generation = 0

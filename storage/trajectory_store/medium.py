@@ -186,6 +186,10 @@ class Medium(ABC):
             out.append(f"{CATALOG}/{KEY} is damaged or missing")
         return out
 
+    def complete_root(self) -> bool:
+        """Put what the maker of the store has not put yet; returns whether it is there now. A folder appears whole."""
+        return False
+
     @abstractmethod
     def unknown(self, state: State) -> list[str]:
         """Segments that hold commits of a later time than the newest record of the catalog, in words."""

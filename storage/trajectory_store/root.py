@@ -105,6 +105,22 @@ def fill_root(bucket: Bucket, root: Root) -> None:
     """
     if not bucket.settle(KEY, root.to_json()):
         raise taken(bucket.where)
+    _put_first_record(bucket, root)
+
+
+def complete_root(bucket: Bucket, root: Root) -> bool:
+    """Put what the maker of a store has not put yet, as it was killed or is slower than who opens the store.
+
+    Returns:
+        Whether the first record is there now; not where the store had begun, whose missing records are damage.
+    """
+    if set(bucket.keys("")) - {KEY, f"{CATALOG}/{KEY}", record_key(0)}:
+        return False
+    _put_first_record(bucket, root)
+    return True
+
+
+def _put_first_record(bucket: Bucket, root: Root) -> None:
     bucket.settle(f"{CATALOG}/{KEY}", catalog_json())
     bucket.settle(record_key(0), root.first_state.to_bytes())
 

@@ -2,7 +2,6 @@
 
     python -m tests.crash.cloud --steps 60 --seed 3            # weights as of an undisturbed run (synchronous)
     python -m tests.crash.cloud --steps 60 --staleness 2       # the ledger, taken again, gives the same bits
-    python -m tests.crash.cloud --steps 60 --outage 20         # with the network gone for 20 s
 
 Two collectors and a learner, each with a cache of its own and a clock 5 s away from the others', reach a server on
 loopback through a network that fails in every way a network does (`_s3`). While they work, one of them is killed now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -199,6 +200,37 @@ def test_a_lost_reply_is_settled_by_looking_whose_object_is_there(monkeypatch):
     store.append({"n": [3]})
     for view in (store, TrajectoryStore.open(deaf)):
         assert view.read_scalars("n").tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("puts", [1, 2])
+def test_a_store_whose_maker_was_killed_between_its_puts(puts):
+    """Whoever opens it puts the rest, which follows from the root, and goes on."""
+    memory = MemoryStore()
+    with TrajectoryStore.create(memory, Schema([Column("n", "int64")]), backend="zarr"):
+        pass
+    for key in ("catalog/000000000000.rec", "catalog/zarr.json")[: 3 - puts]:
+        asyncio.run(memory.delete(key))
+    with TrajectoryStore.open(memory, "a") as store:
+        store.append({"n": [3]})
+    with TrajectoryStore.open(memory) as store:
+        assert store.read_scalars("n").tolist() == [3]
+        assert store.verify().ok, str(store.verify())
+
+
+def test_a_store_that_lost_its_records_is_damaged():
+    """Where there are rows, lost records are not put again: nobody may take the store for an empty one."""
+    memory = MemoryStore()
+    with TrajectoryStore.create(memory, Schema([Column("n", "int64")]), backend="zarr") as store:
+        store.append({"n": [3]})
+
+    async def lose_records() -> None:
+        for key in [key async for key in memory.list_prefix("catalog/") if key.endswith(".rec")]:
+            await memory.delete(key)
+
+    asyncio.run(lose_records())
+    for _ in range(2):
+        with pytest.raises(CorruptionError, match="holds no record"):
+            TrajectoryStore.open(memory, "a")
 
 
 def test_a_writer_that_was_taken_for_dead_goes_on_elsewhere(monkeypatch):

@@ -13,9 +13,6 @@ from typing import Final
 
 CACHE: Final = "RLHF_PIPELINE_CACHE"
 """The environment variable with the folder for copies; the system's folder for temporary files without it."""
-CACHE_BYTES: Final = "RLHF_PIPELINE_CACHE_BYTES"
-"""How much of the trajectories that were read a process keeps there."""
-_DEFAULT_BYTES: Final = 1 << 34
 _PREFIX: Final = "rlhf-pipeline-"
 _LOCK: Final = ".in-use"
 
@@ -33,11 +30,6 @@ def new_copy(owner: object) -> Path:
     fcntl.flock(held, fcntl.LOCK_EX)
     weakref.finalize(owner, _remove, folder, held)
     return folder
-
-
-def cache_bytes() -> int:
-    """Return how many bytes of trajectories a process keeps beside what it works on."""
-    return int(os.environ.get(CACHE_BYTES) or _DEFAULT_BYTES)
 
 
 def _remove(folder: Path, held: int) -> None:

@@ -53,7 +53,7 @@ from trajectory_store.objects.archive import (
 from trajectory_store.objects.remote import open_bucket
 from trajectory_store.objects.segment import Cache, ObjectSegment
 from trajectory_store.objects.sharded import ShardWriter, sharded_json
-from trajectory_store.root import Root, fill_root, read_root
+from trajectory_store.root import Root, complete_root, fill_root, read_root
 from trajectory_store.segment import Segment
 from trajectory_store.verify import Findings
 
@@ -313,6 +313,10 @@ class ObjectMedium(Medium):
             self.bucket.sweep(_OLD_S)
 
     # Checking
+
+    def complete_root(self) -> bool:
+        """Put what the maker of the store has not put yet."""
+        return not self.bucket.local and complete_root(self.bucket, self._root)
 
     def unknown(self, state: State) -> list[str]:
         """Segments with commits that the catalog does not know of, in words."""
