@@ -261,7 +261,11 @@ class StepRows(Sequence[Row]):
         start = self.entry(len(self) - 1).end if len(self) else 0
         append_line(self.path, line)
         added = Entry(row["step"], start, len(line), google_crc32c.value(line))
-        append_line(self.index_path, _packed(added))
+        try:
+            append_line(self.index_path, _packed(added))
+        except OSError:
+            os.truncate(self.path, start)  # a line that its writer does not know of would be followed by the next
+            raise
         self._num_indexed, self._last, self._mended = self._num_indexed + 1, added, True
 
     def drop_from(self, step: int) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 
 import pytest
 
@@ -65,6 +66,26 @@ def test_a_torn_tail_is_taken_off_before_the_next_row(written):
     assert (len(again), again.is_torn) == (5, True)
     again.append({"step": 6})
     assert steps(StepRows(written.path)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_index_that_cannot_grow_takes_the_line_back(tmp_path):
+    """The disk is full between a line and its entry: the same step goes in later, once."""
+    rows = StepRows(tmp_path / "ledger.jsonl")
+    for step in range(1, 9):
+        rows.append({"step": step})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (rows.index_path.stat().st_size, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            rows.append({"step": 9})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for step in (9, 10):
+        rows.append({"step": step})
+    for seen in (rows, StepRows(rows.path)):
+        assert [row["step"] for row in seen] == list(range(1, 11))
+        assert seen[-1] == {"step": 10}
+        assert list(seen.problems()) == []
 
 
 def test_a_power_loss_that_takes_lines_and_leaves_their_index(written):
