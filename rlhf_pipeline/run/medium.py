@@ -1,9 +1,8 @@
-"""Where a run lasts: a folder, or an object store with a copy of what this process needs. Imports no torch.
+"""Where a run is kept: a folder, or an object store and local copies of what this process needs. Imports no torch.
 
-A process works on files below `RunMedium.root`, whatever the run is kept in. `bring` comes before a look at what
-another process may have written, `keep` after a file or folder was written that others, or a later life, will want.
-Where the run is a folder the two have nothing to do: the files are the run. Where it is an object store, see
-`run.remote`.
+A process works on files below `RunMedium.root`, wherever the run is kept. Call `bring` before reading what another
+process may have written, and `keep` after writing a file or folder that other processes, or the next start of this one,
+will need. For a folder both do nothing: the files are the run. For an object store see `run.remote`.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ def below(place: Address, name: str) -> Address:
 
 
 class RunMedium(ABC):
-    """What a run is kept in, and this process's files of it; names are relative to the run.
+    """What a run is kept in, and this process's files of it. Names are relative to the run.
 
     Attributes:
         root: where this process finds and writes files of the run.
         address: the run itself, for people.
-        patience_s: the longest pause between two looks while nothing happens: how much a look costs decides.
+        patience_s: the longest pause between two looks while nothing happens, in seconds.
     """
 
     root: Path
@@ -63,16 +62,16 @@ class RunMedium(ABC):
 
     @abstractmethod
     def bring(self, name: str) -> None:
-        """Have a file or a sealed folder here as it is now; one that is not there is not there afterwards either."""
+        """Fetch a file or a sealed folder as it is now; the local copy of one that is gone is removed."""
 
     @abstractmethod
     def keep(self, name: str) -> None:
-        """Have a file or a sealed folder last that this process has written; others see it from then on.
+        """Store a file or a sealed folder that this process has written, and let others see it.
 
-        What one process keeps, others see in this order.
+        Others see what one process keeps in the order of its calls.
 
         Raises:
-            LeaseLostError: another process writes it now.
+            LeaseLostError: another process has taken over writing it.
         """
 
     @abstractmethod
@@ -81,15 +80,15 @@ class RunMedium(ABC):
 
     @abstractmethod
     def keep_log(self, path: Path) -> None:
-        """Keep what this process has said; what cannot be kept is lost."""
+        """Store the log of this process; a failure to do so is ignored."""
 
     @abstractmethod
     def drop(self, name: str) -> None:
-        """Remove a sealed folder for all."""
+        """Remove a sealed folder for all processes."""
 
     @abstractmethod
     def outline(self, name: str) -> None:
-        """Have the names of the sealed folders in a folder here; `bring` has what is in them."""
+        """Fetch the names of the sealed folders in a folder; `bring` fetches what is in one."""
 
     @abstractmethod
     def has(self, name: str) -> bool:
@@ -101,11 +100,11 @@ class RunMedium(ABC):
 
     @abstractmethod
     def write_rows(self) -> None:
-        """Be the one process that adds lines from now on; whoever did before finds that out at its next line."""
+        """Become the one process that adds lines; an earlier one is refused at its next line."""
 
     @abstractmethod
     def lease(self, name: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
-        """Be the one process of a name, on any machine; beside the lock that says so on this one.
+        """Hold a name as its only process on any machine; a lock does the same on this machine.
 
         Args:
             name: of the process.
@@ -125,24 +124,24 @@ class RunMedium(ABC):
 
     @abstractmethod
     def said(self, name: str) -> dict[str, Any]:
-        """Return what a process said of itself last; empty if it never did."""
+        """Return what a process last reported of itself; empty if it never did."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Wait until all that this process keeps is kept."""
+        """Wait until everything that this process keeps is stored."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Remove all that a start left which came to nothing, the record last; see `RunFolder.clear`."""
+        """Remove everything that a failed start left, its record last; see `RunFolder.clear`."""
 
     @property
     def traffic(self) -> Traffic | None:
-        """What this process asked of an object store, the trajectories left out; None where the run is a folder."""
+        """The requests of this process to an object store, trajectories left out; None where the run is a folder."""
         return None
 
 
 class TrafficMeter:
-    """Counts what a process asks of an object store from one look to the next.
+    """Counts the requests of a process to an object store between two calls.
 
     Args:
         medium: of the run.

@@ -1,4 +1,4 @@
-"""Leases: objects that a live process renews. Nobody's clock is compared with anybody else's."""
+"""Leases: objects that a live process renews. No two clocks are ever compared."""
 
 from __future__ import annotations
 
@@ -47,9 +47,8 @@ def lease_s() -> float:
 class Leases:
     """The leases of a run.
 
-    Whether a process lives is seen by whether its object changes, on the watch of whoever looks: at the first sight it
-    lives, and after the lease's time without a change it does not. A look that comes late, because the network or this
-    process stood still, begins anew.
+    An observer judges by its own clock: a process is alive when its lease is first seen, and dead once the lease has
+    not changed for its length. A look that comes late, because the network or the observer stood still, starts over.
 
     Args:
         bucket: where the run is.
@@ -69,9 +68,9 @@ class Leases:
         Args:
             name: of the process.
             life: of this process, and no other.
-            wait_s: how long to wait while somebody has it and may live. One who has been silent for the time of the
-                lease is waited for that long at least, where there is any waiting.
-            said: what the lease tells of the process.
+            wait_s: how long to wait while another process has it and may be alive, in seconds; 0 does not wait, and any
+                other value waits at least long enough to tell whether the other process is dead.
+            said: what the lease reports of the process.
 
         Raises:
             RunExistsError: another process has it.

@@ -1,4 +1,4 @@
-"""Puts that nobody waits for, done one after another in the order in which they were asked for."""
+"""Puts in the background, sent one after another in the order in which they were added."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable
 
 _WAITING = 16
-"""Puts that may wait; whoever asks for more waits, too."""
+"""Puts that may be queued; `add` blocks beyond that."""
 
 
 class Outbox:
-    """One thread that does what it is given, in order, until something fails; then nothing more is done.
+    """One thread that runs jobs in order until one fails; the rest are then not run.
 
-    So what others see is at every moment the beginning of what was done: a process that dies, died a moment earlier.
+    So others always see a prefix of the work: for them a process that dies has died a moment earlier.
     """
 
     def __init__(self) -> None:
@@ -22,13 +22,13 @@ class Outbox:
         self._failed: BaseException | None = None
 
     def add(self, job: Callable[[], None]) -> threading.Event:
-        """Do this after all that was added before.
+        """Run a job after all that were added before it.
 
         Returns:
-            Set when it was done, or is never done because something failed.
+            An event that is set when the job has run, or never will because an earlier one failed.
 
         Raises:
-            Exception: what an earlier one raised.
+            Exception: what an earlier job raised.
         """
         self._raise()
         if self._thread is None:
@@ -39,7 +39,7 @@ class Outbox:
         return done
 
     def flush(self) -> None:
-        """Wait until all is done.
+        """Wait until all jobs have run.
 
         Raises:
             Exception: what one of them raised.
@@ -57,7 +57,7 @@ class Outbox:
             try:
                 if self._failed is None:
                     job()
-            except BaseException as error:  # noqa: BLE001 - raised where the next one is added
+            except BaseException as error:  # noqa: BLE001 - raised where the next job is added
                 self._failed = error
             finally:
                 done.set()
