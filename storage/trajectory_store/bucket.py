@@ -26,7 +26,7 @@ class Transient(Exception):
     """A request failed in a way that another try may not; whether a put arrived is unknown."""
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Traffic:
     """What was asked of an object store, repeats of its client left out.
 
@@ -58,16 +58,23 @@ class Traffic:
         return Traffic(**{name: value - getattr(other, name) for name, value in vars(self).items()})
 
 
+def back_off(attempt: int) -> None:
+    """Wait before another try at a put whose outcome is not known, longer each time."""
+    time.sleep(0.02 * min(2**attempt, 64))
+
+
 class Bucket(ABC):
     """Where objects are.
 
     Attributes:
         where: the address, for messages.
         local: requests cost microseconds, so several small ones are better than a large one.
+        traffic: what was asked of it so far, where requests are counted.
     """
 
     where: str
     local = False
+    traffic = Traffic()
 
     @abstractmethod
     def put_new(self, key: str, data: bytes) -> bool:
@@ -147,7 +154,7 @@ class Bucket(ABC):
                     return found == data
             except (Transient, ReadFailedError) as found_error:
                 error = found_error
-            time.sleep(0.02 * min(2**attempt, 64))
+            back_off(attempt)
         raise WriteFailedError(
             None,
             f"putting {key} failed: {error}. Every row that was acknowledged before is safe. Whether these rows are in "

@@ -338,7 +338,7 @@ class TrajectoryStore(StoreReads):
     @property
     def traffic(self) -> Traffic:
         """What this process asked of an object store so far; nothing where the store is a folder."""
-        return getattr(self._catalog.medium.bucket, "traffic", Traffic())
+        return self._catalog.medium.bucket.traffic
 
     @property
     def segment(self) -> int | None:

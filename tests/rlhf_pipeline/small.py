@@ -25,6 +25,7 @@ from rlhf_pipeline import (
 from rlhf_pipeline.config_text import override_all
 from rlhf_pipeline.data.rewards import RewardFunction
 from rlhf_pipeline.replay.schema import trajectory_schema
+from rlhf_pipeline.run.processes.rollouts import StoredRollout
 from trajectory_store import Column, RaggedArray, TrajectoryStore
 
 VOCABULARY = 13
@@ -144,6 +145,20 @@ def make_store(
             store.append(columns)
             at += size
     return path
+
+
+def stored_rollout(rollout: int) -> StoredRollout:
+    """What a collector records of a rollout of one trajectory."""
+    return StoredRollout(
+        rollout=rollout,
+        policy_version=0,
+        num_trajectories=1,
+        num_failed=0,
+        num_tokens=4,
+        seconds=0.5,
+        task_reward=0.0,
+        created_at=0.0,
+    )
 
 
 def newest(run_dir: Path) -> Path:

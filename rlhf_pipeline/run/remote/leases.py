@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from rlhf_pipeline.errors import DefinitionError, RunExistsError
+from rlhf_pipeline.errors import DefinitionError, LeaseLostError, RunExistsError
 from trajectory_store import StoreError
 from trajectory_store.objects.remote import ObstoreBucket
 
@@ -42,6 +42,14 @@ def lease_s() -> float:
     if not 0 < seconds < math.inf:
         raise DefinitionError(f"{LEASE_S}={text!r} is not a number of seconds above 0, for example {LEASE_S}=30.")
     return seconds
+
+
+def replaced(what: str) -> LeaseLostError:
+    """The error of a process that finds something written by another one in its place."""
+    return LeaseLostError(
+        f"{what} was written by another process, which has taken this one's place: this one stood still for too long. "
+        "Nothing is lost; start it again if the other one ends."
+    )
 
 
 class Leases:

@@ -12,19 +12,17 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from rlhf_pipeline.errors import LeaseLostError
 from rlhf_pipeline.run.medium import BESIDE, RunMedium
 from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
 from rlhf_pipeline.run.remote.copies import new_copy
-from rlhf_pipeline.run.remote.leases import Leases
+from rlhf_pipeline.run.remote.leases import Leases, replaced
 from rlhf_pipeline.run.remote.outbox import Outbox
 from rlhf_pipeline.run.remote.rows import LineLog, SharedRows
-from rlhf_pipeline.run.remote.sealed import PACKS, SealedFolders
+from rlhf_pipeline.run.remote.sealed import PACKS, SEALED, SealedFolders
 from trajectory_store import StoreError
 from trajectory_store.bucket import Traffic
 from trajectory_store.objects.remote import ObstoreBucket, open_bucket
 
-_SEALED: Final = ("weights", "checkpoints")
 _POINTER: Final = "weights/latest.json"
 CLAIMS: Final = "claims.json"
 """Who works on which rollout."""
@@ -89,7 +87,7 @@ class BucketMedium(RunMedium):
 
     def bring(self, name: str) -> None:
         """Have a file or a sealed folder here as it is now."""
-        if name.rpartition("/")[0] in _SEALED and name != _POINTER:
+        if name.rpartition("/")[0] in SEALED and name != _POINTER:
             self.sealed.bring(name)
             return
         path = self.root / name
@@ -104,7 +102,7 @@ class BucketMedium(RunMedium):
 
     def keep(self, name: str) -> None:
         """Put a file or a sealed folder, after all that was kept before."""
-        if name.rpartition("/")[0] not in _SEALED:
+        if name.rpartition("/")[0] not in SEALED:
             content = (self.root / name).read_bytes()
             self.outbox.add(lambda: self.bucket.put(name, content))
         elif name == _POINTER:
@@ -119,10 +117,7 @@ class BucketMedium(RunMedium):
     def _swap(self, name: str, content: bytes) -> None:
         tag = self.bucket.swap(name, content, self._tags.get(name))
         if tag is None:
-            raise LeaseLostError(
-                f"{self.address}/{name} was replaced by another process, which has taken this one's place: this one "
-                "stood still for too long. Nothing is lost; start it again if the other one ends."
-            )
+            raise replaced(f"{self.address}/{name}")
         self._tags[name] = tag
 
     def keep_first(self, name: str) -> bool:
@@ -155,7 +150,7 @@ class BucketMedium(RunMedium):
     def clear(self) -> None:
         """Delete all objects of a start that came to nothing, those of live processes excepted."""
         self.flush()
-        for name in ("store", "rollouts", PACKS, *_SEALED, *_LOGS):
+        for name in ("store", "rollouts", PACKS, *SEALED, *_LOGS):
             self.bucket.delete(self.bucket.keys(f"{name}/"))
         self.bucket.delete([CLAIMS])
         self.bucket.delete(["config.json"])

@@ -100,8 +100,7 @@ class LeasedClaims(Claims):
     def claim(self, published: Published) -> int | None:
         """Take the lowest free rollout, or None if it may not start yet."""
         while True:
-            found = self._medium.bucket.tagged(CLAIMS)
-            claims: dict[str, Any] = {} if found is None else json.loads(found.data)["claims"]
+            claims, tag = self._read()
             for rollout in self._rollouts.new(self._done):
                 self._done.add(rollout)
             flying = {int(key): claim for key, claim in claims.items() if int(key) not in self._done}
@@ -124,7 +123,7 @@ class LeasedClaims(Claims):
                 "version": published.version,
                 "segments": [*former["segments"], *([] if self._store.segment is None else [self._store.segment])],
             }
-            if self._replace({**flying, rollout: mine}, None if found is None else found.tag):
+            if self._replace({**flying, rollout: mine}, tag):
                 break
         for segment in former["segments"]:
             if segment != self._store.segment:
@@ -154,17 +153,21 @@ class LeasedClaims(Claims):
     def _change(self, rollout: int, *, segment: int | None = None) -> bool:
         """Give this process's claim back, or note a segment; returns False where it is no longer its own."""
         while True:
-            found = self._medium.bucket.tagged(CLAIMS)
-            claims: dict[str, Any] = {} if found is None else json.loads(found.data)["claims"]
+            claims, tag = self._read()
             mine = claims.get(str(rollout))
-            if found is None or mine is None or mine["life"] != self._medium.life:
+            if mine is None or mine["life"] != self._medium.life:
                 return False
             if segment is None:  # what it has stored is looked for there by the next one
                 mine["owner"] = NOBODY
             else:
                 mine["segments"] = [*mine["segments"], segment]
-            if self._replace(claims, found.tag):
+            if self._replace(claims, tag):
                 return True
+
+    def _read(self) -> tuple[dict[str, Any], str | None]:
+        """The claims of all collectors, by rollout, and the tag that `_replace` wants."""
+        found = self._medium.bucket.tagged(CLAIMS)
+        return ({}, None) if found is None else (json.loads(found.data)["claims"], found.tag)
 
     def _replace(self, claims: dict[Any, Any], tag: str | None) -> bool:
         """Try to write all claims; after another process was first, wait a moment, so that both get on."""

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import google_crc32c
 
-from rlhf_pipeline.errors import DataError, LeaseLostError
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.run.remote.leases import replaced
 from rlhf_pipeline.run.remote.outbox import Outbox
 from rlhf_pipeline.run.rows import StepRows, append_line, line_of
 from trajectory_store.objects.remote import ObstoreBucket
@@ -98,10 +99,7 @@ class LineLog:
     def _put(self, raw: bytes) -> None:
         key = self._key(self._next)
         if not self._bucket.settle(key, raw):
-            raise LeaseLostError(
-                f"{self._bucket.where}/{key} was written by another process, which has taken this one's place: this "
-                "one stood still for too long. Nothing is lost; start it again if the other one ends."
-            )
+            raise replaced(f"{self._bucket.where}/{key}")
         self._took(raw)
         if len(self._block) == BLOCK:
             self._bucket.put_new(f"{self._name}/blocks/{self._next // BLOCK - 1:08d}", b"".join(self._block))

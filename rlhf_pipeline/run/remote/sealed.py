@@ -23,6 +23,8 @@ from rlhf_pipeline.run.files import folder_problem
 from trajectory_store.objects.remote import ObstoreBucket
 
 PACKS: Final = "packs"
+SEALED: Final = ("weights", "checkpoints")
+"""Where the sealed folders are."""
 _PACK_BYTES: Final = 1 << 26
 _AT_ONCE: Final = 8
 _LONGEST_HEADER: Final = 1 << 27
@@ -130,8 +132,9 @@ class SealedFolders:
 
         def fetch(pack: str) -> dict[str, bytes]:
             spans = missing[pack]
-            parts = self._bucket.parts(pack, [(span.start, span.start + span.length) for span in _joined(spans)])
-            return _cut(_joined(spans), parts, spans)
+            joined = _joined(spans)
+            parts = self._bucket.parts(pack, [(span.start, span.start + span.length) for span in joined])
+            return _cut(joined, parts, spans)
 
         try:
             with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -164,18 +167,9 @@ class SealedFolders:
         return self._kept
 
     def _found(self) -> dict[str, Files]:
-        manifests = [
-            key
-            for parent in ("weights", "checkpoints")
-            for key in self._bucket.keys(f"{parent}/")
-            if key.endswith(".json") and not key.endswith("/latest.json")
-        ]
-        read = dict(zip(manifests, self._bucket.get_many(manifests), strict=True))
-        return {
-            key.removesuffix(".json"): _files_of(raw, key.removesuffix(".json"))
-            for key, raw in read.items()
-            if raw is not None
-        }
+        names = [f"{parent}/{name}" for parent in SEALED for name in self.names(parent)]
+        read = zip(names, self._bucket.get_many([f"{name}.json" for name in names]), strict=True)
+        return {name: _files_of(raw, name) for name, raw in read if raw is not None}
 
     def _sweep(self, packs: set[str]) -> None:
         used = {span.where for files in (self._kept or {}).values() for some in files.values() for _, span in some}

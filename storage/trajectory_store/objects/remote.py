@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from trajectory_store.bucket import TRIES, Bucket, FolderBucket, Traffic, Transient
+from trajectory_store.bucket import TRIES, Bucket, FolderBucket, Traffic, Transient, back_off
 from trajectory_store.errors import ReadFailedError, SchemaError, StoreError, WriteFailedError
 
 IN_FLIGHT = 64
@@ -146,8 +146,6 @@ class ObstoreBucket(_Parallel):
         super().__init__()
         self.store = store
         self.where = where
-        self.traffic = Traffic()
-        """What was asked of it so far."""
         self._counting = threading.Lock()
         self._obs: Any = importlib.import_module("obstore")
         self._errors: Any = importlib.import_module("obstore.exceptions")
@@ -240,7 +238,7 @@ class ObstoreBucket(_Parallel):
                     return found.tag
                 if (None if found is None else found.tag) != tag:
                     return None
-            time.sleep(0.02 * min(2**attempt, 64))
+            back_off(attempt)
         raise WriteFailedError(
             None, f"replacing {key} failed: {error}. Whether it was replaced is not known", self.where
         ) from error

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from rlhf_pipeline.errors import DataError, LeaseLostError, RunExistsError
 from rlhf_pipeline.run.files import folder_problem, new_folder
 from rlhf_pipeline.run.processes.claims import Flow
-from rlhf_pipeline.run.processes.rollouts import RolloutSet, StoredRollout
+from rlhf_pipeline.run.processes.rollouts import RolloutSet
 from rlhf_pipeline.run.processes.weights import Published
 from rlhf_pipeline.run.remote.leases import Leases
 from rlhf_pipeline.run.remote.medium import BucketMedium
@@ -22,6 +22,7 @@ from rlhf_pipeline.run.remote.outbox import Outbox
 from rlhf_pipeline.run.remote.rollouts import BucketRollouts, LeasedClaims
 from rlhf_pipeline.run.remote.rows import BLOCK, LineLog, SharedRows
 from rlhf_pipeline.run.remote.sealed import SealedFolders
+from tests.rlhf_pipeline.small import stored_rollout
 from trajectory_store import Column, Schema, TrajectoryStore
 
 obstore = pytest.importorskip("obstore")
@@ -240,26 +241,13 @@ def trajectories():
     return made
 
 
-def stored(rollout: int) -> StoredRollout:
-    return StoredRollout(
-        rollout=rollout,
-        policy_version=0,
-        num_trajectories=1,
-        num_failed=0,
-        num_tokens=4,
-        seconds=0.5,
-        task_reward=0.0,
-        created_at=0.0,
-    )
-
-
 def test_a_collector_that_stood_still_stores_nothing_afterwards(memory, trajectories, short, monkeypatch):
     """Another one takes its rollout over and finds what was committed; a commit after that is refused."""
     slow, its_store, medium = claims_of(memory, trajectories, "collector-0", monkeypatch)
     with medium.lease("collector-0"):
         assert slow.claim(PUBLISHED) == 0
         its_store.append({"group": [0]})
-        BucketRollouts(bucket(memory)).add(stored(0))
+        BucketRollouts(bucket(memory)).add(stored_rollout(0))
         slow.release(done=True)
         assert slow.claim(PUBLISHED) == 1
     # From here on it is not heard of.
@@ -295,12 +283,12 @@ def test_stored_rollouts_are_told_once_and_in_order(memory):
     """Whatever the order in which they come; one that two have stored is one."""
     rollouts, known = BucketRollouts(bucket(memory)), RolloutSet(2)
     for number in (3, 0, 5, 2, 3):
-        rollouts.add(stored(number))
+        rollouts.add(stored_rollout(number))
     assert rollouts.new(known) == [2, 3, 5]
     assert rollouts.new(known) == []
-    rollouts.add(stored(4))
+    rollouts.add(stored_rollout(4))
     assert rollouts.new(known) == [4]
-    assert rollouts.get(4) == stored(4)
+    assert rollouts.get(4) == stored_rollout(4)
     assert rollouts.get(9) is None
     with pytest.raises(DataError, match="rollout 9"):
         rollouts.known(9)

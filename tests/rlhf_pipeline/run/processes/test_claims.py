@@ -8,8 +8,9 @@ import pytest
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.admission import may_start
 from rlhf_pipeline.run.processes.claims import Flow, FolderClaims
-from rlhf_pipeline.run.processes.rollouts import FolderRollouts, StoredRollout, make_rollouts
+from rlhf_pipeline.run.processes.rollouts import FolderRollouts, make_rollouts
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, version_folder
+from tests.rlhf_pipeline.small import stored_rollout
 from trajectory_store import TrajectoryStore
 
 
@@ -49,19 +50,6 @@ def rollouts(tmp_path):
         yield opened
 
 
-def stored(rollout: int) -> StoredRollout:
-    return StoredRollout(
-        rollout=rollout,
-        policy_version=0,
-        num_trajectories=1,
-        num_failed=0,
-        num_tokens=4,
-        seconds=0.5,
-        task_reward=0.0,
-        created_at=0.0,
-    )
-
-
 def hold(run_dir, started, leave):
     opened = FolderRollouts(TrajectoryStore.open(run_dir / "rollouts", "a"))
     claims = FolderClaims(run_dir / "claims", "other", opened, Flow(updates_per_rollout=1, max_staleness=9))
@@ -79,12 +67,12 @@ def test_what_a_killed_collector_held_comes_next(tmp_path, rollouts):
     claims = FolderClaims(tmp_path / "claims", "mine", rollouts, Flow(updates_per_rollout=1, max_staleness=9))
     published = Published(version=0, next_version=0, rollouts_done=0)
     assert claims.claim(published) == 1
-    rollouts.add(stored(1))
+    rollouts.add(stored_rollout(1))
     claims.release(done=True)
     other.kill()
     other.join()
     assert claims.claim(published) == 0
-    rollouts.add(stored(0))
+    rollouts.add(stored_rollout(0))
     claims.release(done=True)
     assert claims.claim(published) == 2
     claims.close()
@@ -110,7 +98,7 @@ def test_a_rollout_that_is_finished_while_it_is_claimed_is_not_claimed(tmp_path,
         def _in_flight(self, done):
             if not len(done):
                 with FolderRollouts(TrajectoryStore.open(tmp_path / "rollouts", "a")) as other:
-                    other.add(stored(0))
+                    other.add(stored_rollout(0))
             return super()._in_flight(done)
 
     claims = Slow(tmp_path / "claims", "mine", rollouts, Flow(updates_per_rollout=1, max_staleness=9))

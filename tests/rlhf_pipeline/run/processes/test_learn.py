@@ -32,7 +32,7 @@ PIPELINE = tiny(buffer__max_staleness="4", learn__updates_per_rollout="1", learn
 
 
 def stop_at(kind: type[Event], number: int = 1) -> Callable[[Event], None]:
-    """Ask to stop, as a service manager does, when an event has come so often."""
+    """Send SIGTERM, as a service manager would, at the given occurrence of an event."""
     seen: list[Event] = []
 
     def look(event: Event) -> None:
