@@ -6,18 +6,30 @@ unless there is one with this key.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, TypeVar
 
 from trajectory_store import fs
-from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, WriteFailedError
+from trajectory_store.errors import CorruptionError, ReadFailedError, SchemaError, StoreError, WriteFailedError
 
-TRIES = 12
+log = logging.getLogger("trajectory_store")
+R = TypeVar("R")
+
+PATIENCE: Final = "TRAJECTORY_STORE_PATIENCE_S"
+"""The environment variable with the seconds for which a request that fails is repeated."""
+_PATIENCE_S: Final = 60.0
+_FIRST_PAUSE_S: Final = 0.02
+_LONGEST_PAUSE_S: Final = 2.0
+_FOLDER_TRIES: Final = 12
 PARTIAL = ".partial-"
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -28,7 +40,7 @@ class Transient(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What was asked of an object store, repeats of its client left out.
+    """What was asked of an object store, repeats included.
 
     Attributes:
         puts: requests that write.
@@ -58,9 +70,45 @@ class Traffic:
         return Traffic(**{name: value - getattr(other, name) for name, value in vars(self).items()})
 
 
-def back_off(attempt: int) -> None:
-    """Wait before another try at a put whose outcome is not known, longer each time."""
-    time.sleep(0.02 * min(2**attempt, 64))
+def seconds_from(variable: str, default: float) -> float:
+    """Return what an environment variable says, in seconds.
+
+    Raises:
+        SchemaError: it says something else than seconds.
+    """
+    text = os.environ.get(variable, "")
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise SchemaError(f"{variable}={text!r} is not a number of seconds above 0, for example {variable}={default:g}")
+    return seconds
+
+
+def persist(call: Callable[[], R], what: str) -> R:
+    """Repeat a request, after pauses that grow, until it has failed for as long as `PATIENCE` says.
+
+    Args:
+        call: raises `Transient` where another try may help.
+        what: the request, for the log.
+
+    Raises:
+        Transient: what the last try raised.
+    """
+    began, pause, told = time.monotonic(), _FIRST_PAUSE_S, False
+    while True:
+        try:
+            return call()
+        except Transient as error:
+            left = began + seconds_from(PATIENCE, _PATIENCE_S) - time.monotonic()
+            if left <= 0:
+                raise
+            if pause >= _LONGEST_PAUSE_S and not told:
+                log.warning("%s fails (%s); it is tried for %.0f s more", what, error, left)
+                told = True
+        time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 class Bucket(ABC):
@@ -144,23 +192,24 @@ class Bucket(ABC):
         Raises:
             WriteFailedError: it could not be found out.
         """
-        error: Exception | None = None
-        for attempt in range(TRIES):
-            try:
-                if self.put_new(key, data):
-                    return True
-                found = self.get(key)
-                if found is not None:
-                    return found == data
-            except (Transient, ReadFailedError) as found_error:
-                error = found_error
-            back_off(attempt)
-        raise WriteFailedError(
-            None,
-            f"putting {key} failed: {error}. Every row that was acknowledged before is safe. Whether these rows are in "
-            "the store is not known: append them again, and the store finds out first",
-            self.where,
-        ) from error
+
+        def once() -> bool:
+            if self.put_new(key, data):
+                return True
+            found = self.get(key)
+            if found is None:
+                raise Transient("there is an object of this name, and it cannot be read")
+            return found == data
+
+        try:
+            return persist(once, f"putting {key} to {self.where}")
+        except (Transient, ReadFailedError) as error:
+            raise WriteFailedError(
+                None,
+                f"putting {key} failed: {error}. Every row that was acknowledged before is safe. Whether these rows "
+                "are in the store is not known: append them again, and the store finds out first",
+                self.where,
+            ) from error
 
 
 class FolderBucket(Bucket):
@@ -181,16 +230,16 @@ class FolderBucket(Bucket):
     def put_new(self, key: str, data: bytes) -> bool:
         """Put a file in one step: a reader sees all of it or nothing."""
         path = self.root / key
-        for attempt in range(TRIES):
+        for attempt in range(_FOLDER_TRIES):
             temporary = path.with_name(f"{PARTIAL}{os.getpid()}-{fs.token(8)}")
             with fs.said(path, "writing"):
                 try:
                     return self._link(path, temporary, data)
                 except FileNotFoundError:  # the folder is not there yet, or whoever tidies up found it empty
-                    if attempt == TRIES - 1:
+                    if attempt == _FOLDER_TRIES - 1:
                         raise
                 self._make_folder(path.parent)
-        raise AssertionError(TRIES)
+        raise AssertionError(_FOLDER_TRIES)
 
     def _link(self, path: Path, temporary: Path, data: bytes) -> bool:
         try:

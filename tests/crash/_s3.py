@@ -5,6 +5,8 @@
 - answers 503 (before the request was done, or after), cuts the connection before it,
 - does the request and loses the reply, or
 - loses the connection and does the request half a second later.
+
+It counts what passes, and cuts all connections for a while when it is told to.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 import random
 import socket
@@ -19,14 +22,18 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 BUCKET = "trajectories"
 DELAY_S = 0.02
 LATE_S = 0.5
 FAULTS = {"503": 0.015, "cut": 0.015, "lost": 0.02, "late": 0.01, "503 after": 0.01}
+TOLD = b"/-/"
+"""How a path begins that is meant for the proxy itself."""
 BUSY = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
@@ -52,6 +59,18 @@ class Rig:
         """This process, and those it starts, go to the server itself."""
         self._use(self.server)
 
+    def cut(self, seconds: float) -> None:
+        """Let nothing through for a while, requests that are on their way included."""
+        self._tell(f"cut/{seconds}")
+
+    def counts(self) -> dict[str, int]:
+        """What came to the proxy so far, named as in `Traffic`."""
+        return json.loads(self._tell("counts"))
+
+    def _tell(self, what: str) -> bytes:
+        with _urlopen(f"http://127.0.0.1:{self.proxy}{TOLD.decode()}{what}") as reply:
+            return reply.read()
+
     def _use(self, port: int) -> None:
         os.environ["AWS_ENDPOINT_URL"] = os.environ["AWS_ENDPOINT"] = f"http://127.0.0.1:{port}"
 
@@ -72,8 +91,7 @@ def serve(folder: Path, *, seed: int = 0, faults: dict[str, float] | None = None
             stack.callback(process.kill)
         _wait_for(server, folder)
         _wait_for(proxy, folder)
-        request = urllib.request.Request(f"http://127.0.0.1:{server}/{BUCKET}", method="PUT", data=b"")
-        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request).close()
+        _urlopen(urllib.request.Request(f"http://127.0.0.1:{server}/{BUCKET}", method="PUT", data=b"")).close()
         rig = Rig(f"s3://{BUCKET}/run-{seed}", server, proxy)
         os.environ.update(
             AWS_ACCESS_KEY_ID="test", AWS_SECRET_ACCESS_KEY="test", AWS_REGION="us-east-1", AWS_ALLOW_HTTP="true"
@@ -84,6 +102,10 @@ def serve(folder: Path, *, seed: int = 0, faults: dict[str, float] | None = None
         finally:
             os.environ.clear()
             os.environ.update(before)
+
+
+def _urlopen(request: str | urllib.request.Request) -> Any:
+    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request)
 
 
 def _without_proxies() -> dict[str, str]:
@@ -113,6 +135,31 @@ class Proxy:
         self.rng = random.Random(seed)
         self.shares = shares
         self.late: set[asyncio.Task[bytes]] = set()
+        self.counts: Counter[str] = Counter()
+        self.cut_until = 0.0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether nothing passes at this moment."""
+        return time.monotonic() < self.cut_until
+
+    def told(self, what: str) -> bytes:
+        """Do what the tests ask for."""
+        name, _, seconds = what.partition("/")
+        if name == "cut":
+            self.cut_until = time.monotonic() + float(seconds)
+        body = json.dumps(self.counts).encode()
+        return b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+    def count(self, head: bytes, body: bytes, reply: bytes) -> None:
+        """Count a request, whatever comes of it."""
+        method, path, *_ = head.decode().split()
+        lists = method == "GET" and "list-type=" in path
+        self.counts["lists" if lists else {"PUT": "puts", "GET": "gets"}.get(method, "deletes")] += 1
+        if method == "PUT":
+            self.counts["sent"] += len(body)
+        elif method == "GET" and not lists and reply[9:11] == b"20":
+            self.counts["received"] += len(reply.partition(b"\r\n\r\n")[2])
 
     def fault(self) -> str | None:
         """What happens to the next request."""
@@ -144,10 +191,13 @@ class Proxy:
             if b"expect: 100-continue" in head.lower():
                 writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             body = await reader.readexactly(int(sizes[0].split(b":")[1])) if sizes else b""
-            fault = self.fault()
+            path = head.split(b" ", 2)[1]
+            fault = None if path.startswith(TOLD) else "cut" if self.is_cut else self.fault()
             await asyncio.sleep(DELAY_S)
             reply = b""
-            if fault == "503":
+            if path.startswith(TOLD):
+                reply = self.told(path.removeprefix(TOLD).decode())
+            elif fault == "503":
                 reply = BUSY
             elif fault == "late":
                 task = asyncio.create_task(self.ask(head, body, LATE_S))
@@ -155,7 +205,9 @@ class Proxy:
                 task.add_done_callback(self.late.discard)
             elif fault != "cut":
                 reply = await self.ask(head, body)
-                reply = {"lost": b"", "503 after": BUSY}.get(fault or "", reply)
+                reply = b"" if self.is_cut else {"lost": b"", "503 after": BUSY}.get(fault or "", reply)
+            if not path.startswith(TOLD):
+                self.count(head, body, reply)
             head_end = reply.find(b"\r\n\r\n")
             if head_end > 0 and b"connection: close" not in reply[:head_end].lower():
                 reply = reply[:head_end] + b"\r\nConnection: close" + reply[head_end:]

@@ -2,6 +2,7 @@
 
     python -m tests.crash.cloud --steps 60 --seed 3            # weights as of an undisturbed run (synchronous)
     python -m tests.crash.cloud --steps 60 --staleness 2       # the ledger, taken again, gives the same bits
+    python -m tests.crash.cloud --steps 12 --cut 20            # nobody is killed, the network is gone for 20 s
 
 Two collectors and a learner, each with a cache of its own and a clock 5 s away from the others', reach a server on
 loopback through a network that fails in every way a network does (`_s3`). While they work, one of them is killed now
@@ -142,8 +143,14 @@ def _live(world: World, role: str) -> None:
     os._exit(code)
 
 
-def play(world: World, *, seed: int, trouble: bool) -> None:
+def play(world: World, *, seed: int, trouble: bool = False, cut: Callable[[], None] | None = None) -> None:
     """Run to the end, with trouble on the way.
+
+    Args:
+        world: what runs.
+        seed: of the kills.
+        trouble: kill and stop processes.
+        cut: called once, in the middle of the work.
 
     Raises:
         AssertionError: the run does not come to its end.
@@ -157,6 +164,9 @@ def play(world: World, *, seed: int, trouble: bool) -> None:
             assert time.monotonic() < late, f"the run has not ended after {LATE_S:g} s: see {world.folder}"
             time.sleep(0.05)
             world.look()
+            if cut is not None and world.done >= again:
+                cut()
+                cut = None
             if trouble and not world.stopped and world.done >= again:
                 again = world.done + rng.randint(1, 5)
                 time.sleep(rng.random())
@@ -215,6 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--staleness", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cut", type=float, default=0.0, help="cut the network for so many seconds; kill nobody")
     parser.add_argument("--logs", type=Path, help="an empty folder, for what the processes say")
     args = parser.parse_args(arguments)
     pipeline = tiny(
@@ -225,12 +236,14 @@ def main(arguments: list[str] | None = None) -> int:
         if args.staleness == 0:
             straight = folder / "straight"
             (folder / "logs").mkdir()
-            play(World(straight, pipeline, folder / "logs"), seed=0, trouble=False)
+            play(World(straight, pipeline, folder / "logs"), seed=0)
         with serve(folder, seed=args.seed) as rig:
             world = World(rig.url, pipeline, folder)
-            play(world, seed=args.seed, trouble=True)
+            play(world, seed=args.seed, trouble=not args.cut, cut=(lambda: rig.cut(args.cut)) if args.cut else None)
             rig.calm()
             found = list(problems(world, straight))
+            if args.cut and world.troubles:
+                found.append("a process did not outlast the cut")
         say(f"{args.steps} steps in {time.monotonic() - started:.0f} s; {dict(world.troubles)}")
         for problem in found:
             say(f"WRONG: {problem}")

@@ -18,3 +18,9 @@ pytestmark = [
 def test_a_run_at_a_url_ends_as_if_left_alone():
     """Every prompt and every step once, nothing acknowledged lost, and the weights of an undisturbed run."""
     assert main(["--steps", "4", "--seed", "1"]) == 0
+
+
+@pytest.mark.slow
+def test_a_network_that_is_gone_for_20_s_ends_no_process():
+    """All three wait for it, and the weights are those of an undisturbed run."""
+    assert main(["--steps", "4", "--cut", "20"]) == 0

@@ -152,7 +152,7 @@ def test_plain_zarr_reads_a_commit_and_a_merged_segment(tmp_path):
 
 def test_a_failing_object_store_loses_nothing(monkeypatch):
     """A put that fails: no row appears twice, earlier rows stay, and appending the same rows again settles it."""
-    monkeypatch.setattr(bucket, "TRIES", 2)
+    monkeypatch.setenv(bucket.PATIENCE, "0.01")
     flaky = FailingStore(MemoryStore())
     schema = Schema([Column("x", "int64", ragged=True), Column("n", "int64")])
     store = TrajectoryStore.create(flaky, schema, backend="zarr", segment_rows=1000)
@@ -174,7 +174,7 @@ def test_a_failing_object_store_loses_nothing(monkeypatch):
 
 def test_a_lost_reply_is_settled_by_looking_whose_object_is_there(monkeypatch):
     """Puts that arrive without an answer are committed once; other rows after one in doubt come behind it."""
-    monkeypatch.setattr(bucket, "TRIES", 1)
+    monkeypatch.setenv(bucket.PATIENCE, "0.01")
 
     class Deaf(WrapperStore):
         deaf = False
@@ -295,7 +295,7 @@ def test_what_cannot_be_read_for_a_moment_is_no_damage(monkeypatch):
 
     with monkeypatch.context() as patches:
         patches.setattr(remote.ZarrBucket, "_tail", no_answer)
-        patches.setattr(remote.time, "sleep", lambda _: None)
+        patches.setenv(bucket.PATIENCE, "0.01")
         with pytest.raises(ReadFailedError):
             reader.refresh()
     assert reader.refresh() == 1

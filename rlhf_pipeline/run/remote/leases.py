@@ -14,34 +14,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from rlhf_pipeline.errors import DefinitionError, LeaseLostError, RunExistsError
+from rlhf_pipeline.errors import LeaseLostError, RunExistsError
 from trajectory_store import StoreError
+from trajectory_store.bucket import seconds_from
 from trajectory_store.objects.remote import ObstoreBucket
 
 logger = logging.getLogger(__name__)
 
 LEASE_S: Final = "RLHF_PIPELINE_LEASE_S"
-"""The environment variable with the seconds after which a process that has not renewed its lease is taken for dead."""
+"""The environment variable with the seconds after which a silent process is taken for dead; one value per run."""
 _DEFAULT_S: Final = 30.0
 _RENEWALS: Final = 4
 """Renewals within the time of a lease."""
 _LOOKS: Final = 4
-
-
-def lease_s() -> float:
-    """Return after how many seconds a silent process is taken for dead; the same on all machines of a run.
-
-    Raises:
-        DefinitionError: the environment says something else than seconds.
-    """
-    text = os.environ.get(LEASE_S, "")
-    try:
-        seconds = float(text) if text else _DEFAULT_S
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise DefinitionError(f"{LEASE_S}={text!r} is not a number of seconds above 0, for example {LEASE_S}=30.")
-    return seconds
 
 
 def replaced(what: str) -> LeaseLostError:
@@ -64,7 +49,7 @@ class Leases:
 
     def __init__(self, bucket: ObstoreBucket) -> None:
         self._bucket = bucket
-        self.seconds = lease_s()
+        self.seconds = seconds_from(LEASE_S, _DEFAULT_S)
         self._seen: dict[str, tuple[str, float]] = {}
         """By name the tag of the lease, and since when."""
         self._looked = -math.inf

@@ -102,7 +102,7 @@ class LineLog:
             raise replaced(f"{self._bucket.where}/{key}")
         self._took(raw)
         if len(self._block) == BLOCK:
-            self._bucket.put_new(f"{self._name}/blocks/{self._next // BLOCK - 1:08d}", b"".join(self._block))
+            self._bucket.settle(f"{self._name}/blocks/{self._next // BLOCK - 1:08d}", b"".join(self._block))
             self._block = []
 
     def _took(self, raw: bytes) -> None:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from trajectory_store.bucket import TRIES, Bucket, FolderBucket, Traffic, Transient, back_off
+from trajectory_store.bucket import Bucket, FolderBucket, Traffic, Transient, persist
 from trajectory_store.errors import ReadFailedError, SchemaError, StoreError, WriteFailedError
 
 IN_FLIGHT = 64
-READ_TRIES = 8
 KEYS_PER_REQUEST = 1000
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
+_NO_BUCKET = "status code: 404"
+"""What the error of a listing says then; an object that is not there is another error."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -66,10 +65,7 @@ def _from_url(url: str) -> Any:
         stores: Any = importlib.import_module("obstore.store")
     except ImportError as error:
         raise StoreError(f"{url} needs the package obstore. Install it with `pip install obstore`.") from error
-    from datetime import timedelta
-
-    retry = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
-    return stores.from_url(url, retry_config=retry)
+    return stores.from_url(url, retry_config={"max_retries": 0})  # `persist` repeats, and every try is counted
 
 
 class _Parallel(Bucket):
@@ -87,16 +83,10 @@ class _Parallel(Bucket):
 
     def _again(self, call: Callable[[], R], what: str) -> R:
         """Repeat a request that may fail for a while and changes nothing."""
-        for attempt in range(READ_TRIES):
-            try:
-                return call()
-            except FileNotFoundError:
-                raise
-            except Transient as error:
-                if attempt == READ_TRIES - 1:
-                    raise ReadFailedError(None, f"{what} failed: {error}", self.where) from error
-                time.sleep(0.05 * 2**attempt)
-        raise AssertionError("unreachable")
+        try:
+            return persist(call, f"{what} at {self.where}")
+        except Transient as error:
+            raise ReadFailedError(None, f"{what} failed: {error}", self.where) from error
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Get objects at the same time; None for those that are not there."""
@@ -157,12 +147,14 @@ class ObstoreBucket(_Parallel):
             raise
         except self._errors.NotFoundError as error:
             raise FileNotFoundError(str(error)) from None
-        except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError) as error:
-            raise WriteFailedError(
-                None, f"the object store refuses: {error}. Check the credentials", self.where
-            ) from error
         except (self._errors.BaseError, OSError) as error:
-            raise Transient(str(error)) from error
+            said = str(error).partition("\n")[0]
+            refused = isinstance(error, (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError))
+            if refused or _NO_BUCKET in said:
+                raise WriteFailedError(
+                    None, f"the object store refuses: {said}. Check the address, and the credentials", self.where
+                ) from error
+            raise Transient(said) from error
 
     def put_new(self, key: str, data: bytes) -> bool:
         """Put an object unless there is one with this key; a client that repeats may find its own."""
@@ -224,24 +216,26 @@ class ObstoreBucket(_Parallel):
             WriteFailedError: whether it was replaced could not be found out.
         """
         mode: Any = "create" if tag is None else {"e_tag": tag}
-        error: Exception | None = None
-        for attempt in range(TRIES):
+
+        def once() -> str | None:
             try:
                 self._sends(data)
                 done = self._call(lambda: self._obs.put(self.store, key, data, mode=mode, use_multipart=False))
                 return str(done["e_tag"])
-            except (Transient, FileNotFoundError) as failed:
-                error = failed
-            with contextlib.suppress(ReadFailedError):
+            except (Transient, FileNotFoundError) as error:
                 found = self.tagged(key)
                 if found is not None and found.data == data:
                     return found.tag
                 if (None if found is None else found.tag) != tag:
                     return None
-            back_off(attempt)
-        raise WriteFailedError(
-            None, f"replacing {key} failed: {error}. Whether it was replaced is not known", self.where
-        ) from error
+                raise Transient(str(error).partition("\n")[0]) from error
+
+        try:
+            return persist(once, f"replacing {key} at {self.where}")
+        except (Transient, ReadFailedError) as error:
+            raise WriteFailedError(
+                None, f"replacing {key} failed: {error}. Whether it was replaced is not known", self.where
+            ) from error
 
     def parts(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """Some ranges of bytes of one object, and nothing else of it.
@@ -286,9 +280,10 @@ class ObstoreBucket(_Parallel):
         """List keys with the tags of their contents."""
 
         def all_pages() -> dict[str, str]:
+            self._count(lists=1)
             pages = self._obs.list(self.store, prefix.rpartition("/")[0] or None, offset=after or None)
             found = {str(item["path"]): str(item["e_tag"]) for page in pages for item in page}
-            self._count(lists=1 + len(found) // KEYS_PER_REQUEST)
+            self._count(lists=len(found) // KEYS_PER_REQUEST)
             return found
 
         found = self._again(lambda: self._call(all_pages), f"listing {prefix}")
@@ -341,7 +336,7 @@ class ZarrBucket(_Parallel):
         except (OSError, ValueError, RuntimeError) as error:
             if getattr(self.store, "read_only", False):
                 raise WriteFailedError(None, f"the store is open for reading only: {error}", self.where) from error
-            raise Transient(str(error)) from error
+            raise Transient(str(error).partition("\n")[0]) from error
 
     def _buffer(self, data: bytes) -> Any:
         return _prototype().buffer.from_bytes(data)

@@ -23,7 +23,8 @@ from rlhf_pipeline.run.remote.rollouts import BucketRollouts, LeasedClaims
 from rlhf_pipeline.run.remote.rows import BLOCK, LineLog, SharedRows
 from rlhf_pipeline.run.remote.sealed import SealedFolders
 from tests.rlhf_pipeline.small import stored_rollout
-from trajectory_store import Column, Schema, TrajectoryStore
+from trajectory_store import Column, Schema, StoreError, TrajectoryStore
+from trajectory_store.bucket import PATIENCE
 
 obstore = pytest.importorskip("obstore")
 
@@ -83,6 +84,33 @@ def test_a_swap_whose_reply_is_lost_is_found_out(memory):
     second = real.swap("pointer", b"b", first)
     assert second is not None
     assert bucket(memory).tagged("pointer") == (b"b", second)
+
+
+def test_a_request_is_tried_for_a_time_and_not_a_number_of_times(memory, monkeypatch):
+    """What comes back within the patience is as if nothing had been; what does not is an error that names the key."""
+    monkeypatch.setenv(PATIENCE, "0.5")
+    real, since = bucket(memory), time.monotonic()
+
+    class Gone:
+        def __init__(self, seconds: float) -> None:
+            self.until = time.monotonic() + seconds
+
+        def __getattr__(self, name):
+            if time.monotonic() < self.until:
+                raise OSError("no route to host")
+            return getattr(obstore, name)
+
+    real._obs = Gone(0.3)
+    assert real.settle("part", b"a")
+    assert time.monotonic() - since > 0.3
+    real._obs = Gone(9)
+    with pytest.raises(StoreError, match=r"part.*no route to host"):
+        real.get("part")
+    with pytest.raises(StoreError, match=r"part.*no route to host"):
+        real.settle("part", b"a")
+    monkeypatch.setenv(PATIENCE, "long")
+    with pytest.raises(StoreError, match="TRAJECTORY_STORE_PATIENCE_S='long'"):
+        real.get("part")
 
 
 # ------------------------------------------------------------------------------------------------ lines in parts
