@@ -141,8 +141,8 @@ class Bucket(ABC):
         """Get objects at the same time; None for those that are not there."""
 
     @abstractmethod
-    def tails(self, keys: Sequence[str], size: int) -> list[tuple[bytes, int] | None]:
-        """Of each object the last `size` bytes and its whole size; None for those that are not there."""
+    def tails(self, keys: Sequence[str], sizes: Sequence[int]) -> list[tuple[bytes, int] | None]:
+        """Of each object so many bytes from its end and its whole size; None for those that are not there."""
 
     @abstractmethod
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -155,6 +155,10 @@ class Bucket(ABC):
     @abstractmethod
     def keys(self, prefix: str, after: str = "") -> list[str]:
         """The keys that begin with `prefix` and sort behind `after`, sorted."""
+
+    def keys_of(self, prefixes: Sequence[str]) -> list[list[str]]:
+        """List several prefixes."""
+        return [self.keys(prefix) for prefix in prefixes]
 
     @abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
@@ -296,14 +300,15 @@ class FolderBucket(Bucket):
         except _ABSENT:
             return None
 
-    def tails(self, keys: Sequence[str], size: int) -> list[tuple[bytes, int] | None]:
+    def tails(self, keys: Sequence[str], sizes: Sequence[int]) -> list[tuple[bytes, int] | None]:
         """Read the ends of files."""
         out: list[tuple[bytes, int] | None] = []
-        for key in keys:
+        for key, size in zip(keys, sizes, strict=True):
             try:
                 with self._opened(key) as fd:
                     whole = os.fstat(fd).st_size
-                    out.append((os.pread(fd, size, max(0, whole - size)), whole))
+                    size = min(size, whole)
+                    out.append((os.pread(fd, size, whole - size), whole))
             except _ABSENT:
                 out.append(None)
             except CorruptionError:  # a link or a pipe holds nothing of this store

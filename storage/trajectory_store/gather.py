@@ -6,7 +6,7 @@ own memmap objects cost twelve times as much per slice. What does not depend on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from trajectory_store.catalog import Catalog
 from trajectory_store.errors import BatchError, CorruptionError
-from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, offsets_name
+from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, TARGET, offsets_name
 from trajectory_store.maps import will_need
 from trajectory_store.places import Places, Spans
 from trajectory_store.pool import BufferPool
@@ -65,6 +65,23 @@ class Gather:
             for ordinal, rows in places.runs:
                 self._catalog.any_segment(ordinal).want(rows)
         return places
+
+    def fetch(self, columns: Iterable[Column]) -> None:
+        """Where columns have to be fetched, ask for all that will be read, and not for one column after another."""
+        medium, catalog = self._catalog.medium, self._catalog
+        if medium.complete:
+            return
+        columns = list(columns)
+        updates = {s: [TARGET, *(c.name for c in columns if s.has(c.name))] for s in catalog.updates.values()}
+        medium.fetch({segment: names for segment, names in updates.items() if len(names) > 1})
+        wanted: dict[Segment, set[str]] = {}
+        for column in columns:
+            for ordinal, _ in self._places(column).runs:
+                segment = catalog.any_segment(ordinal)
+                names = wanted.setdefault(segment, set())
+                names.update([column.name] if segment.has(column.name) else [])
+                names.update([offsets_name(column.axis)] if column.axis in segment.schema.axes else [])
+        medium.fetch(wanted)
 
     def _later(self, column: Column) -> Later | None:
         if self._limits is None:

@@ -207,15 +207,12 @@ class Journal:
             )
 
     def follow(self) -> bool:
-        """Read the newest record where there is a newer one; returns whether there was."""
+        """Read the newest record of this moment, where it is a newer one; returns whether it is."""
         stamp = self._bucket.stamp(record_key(self._top + 1))
         if stamp is not None and stamp == self._stamp:
             return False
         self._stamp = stamp
-        changed = False
-        while self._read_newest():
-            changed = True
-        return changed
+        return self._read_newest()
 
     def _read_newest(self) -> bool:
         after = record_key(self._top) if self._top >= 0 else f"{CATALOG}/"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from trajectory_store.batch import Batch
@@ -133,6 +133,9 @@ class Medium(ABC):
     @abstractmethod
     def open_segments(self, entries: Sequence[Entry]) -> list[Segment | Exception]:
         """Open segments for reading; a StoreError or OSError for those that cannot be."""
+
+    def fetch(self, wanted: Mapping[Segment, Iterable[str]]) -> None:  # noqa: B027 - most media have everything
+        """Ask at the same time for what will be read: of some segments some arrays, and the rows that they want."""
 
     @abstractmethod
     def refresh(self, segments: Sequence[Segment]) -> None:

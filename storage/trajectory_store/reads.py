@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -228,9 +228,10 @@ class StoreReads:
             MissingRowError: an id is not in the store.
             UnknownColumnError: the store has no such column.
         """
-        gather = self._gather(ids)
+        selected = self.schema.select(columns)
+        gather = self._gather(ids, selected)
         out: dict[str, Any] = {}
-        for column in self.schema.select(columns):
+        for column in selected:
             if column.is_text:
                 out[column.name] = gather.text(column)
             elif column.axis is not None:
@@ -242,7 +243,7 @@ class StoreReads:
     @following
     def read_batch(self, ids: Ids, schema: Schema | None = None) -> Batch:
         """Read whole rows in the form in which they are written, later values folded in."""
-        return read_batch(self._gather(ids), schema or self.schema)
+        return read_batch(self._gather(ids, schema or self.schema), schema or self.schema)
 
     @following
     def read_ragged(self, column: str, ids: Ids | None = None) -> RaggedArray:
@@ -250,7 +251,7 @@ class StoreReads:
         found = self._ragged_column(column)
         if found.is_text:
             raise SchemaError(f"column '{column}' is text; use read().")
-        return self._gather(self.ids() if ids is None else ids).ragged(found)
+        return self._gather(self.ids() if ids is None else ids, [found]).ragged(found)
 
     @following
     def read_padded(
@@ -286,8 +287,8 @@ class StoreReads:
         if pad_to_multiple_of < 1:
             raise SchemaError(f"pad_to_multiple_of={pad_to_multiple_of} must be 1 or more.")
         begin = time.perf_counter()
-        gather = self._gather(ids)
         selected = self.schema.select(columns)
+        gather = self._gather(ids, selected)
         if self._cold:
             self._cold -= 1
             gather.prefetch(selected)
@@ -330,7 +331,7 @@ class StoreReads:
             values = scan(self._catalog, found, self._skip())
             if values is not None:
                 return values
-        gather = self._gather(self.ids() if ids is None else ids)
+        gather = self._gather(self.ids() if ids is None else ids, [found])
         return np.array(gather.text(found), dtype=object) if found.is_text else gather.scalars(found)
 
     @following
@@ -341,14 +342,14 @@ class StoreReads:
             lengths = scan_lengths(self._catalog, found, self._skip())
             if lengths is not None:
                 return lengths
-        return self._gather(self.ids() if ids is None else ids).lengths(found)
+        return self._gather(self.ids() if ids is None else ids, [found]).lengths(found)
 
     @following
     def present(self, column: str, ids: Ids | None = None) -> npt.NDArray[np.bool_]:
         """`[B]` bool: whether a value was given, at the append or by an update, and not filled in."""
         self._check_open()
         found = self.schema[column]
-        return self._gather(self.ids() if ids is None else ids).present(found)
+        return self._gather(self.ids() if ids is None else ids, [found]).present(found)
 
     # Helpers
 
@@ -362,9 +363,11 @@ class StoreReads:
             self._cold = COLD_BATCHES
         self._blocks = blocks
 
-    def _gather(self, ids: Ids) -> Gather:
+    def _gather(self, ids: Ids, columns: Iterable[Column]) -> Gather:
         self._check_open()
-        return Gather(self._catalog, as_ids(ids), self._limits)
+        gather = Gather(self._catalog, as_ids(ids), self._limits)
+        gather.fetch(columns)
+        return gather
 
     def _skip(self) -> int:
         """Rows that are there and no longer part of the store, oldest first."""

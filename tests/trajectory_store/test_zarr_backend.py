@@ -24,7 +24,7 @@ from trajectory_store import (
 )
 from trajectory_store.catalog import Catalog
 from trajectory_store.errors import ReadFailedError
-from trajectory_store.objects import remote, segment
+from trajectory_store.objects import medium, remote, segment
 from trajectory_store.objects.medium import ObjectMerge, open_objects
 from trajectory_store.testing import example_rows, example_schema, same_rows
 
@@ -480,3 +480,45 @@ def test_opening_follows_many_commits_in_few_round_trips():
     assert len(reader) == 300
     assert slow.waves < 30
     assert time.perf_counter() - start < 5
+
+
+def test_a_cold_batch_takes_few_round_trips_however_many_segments_it_is_in(monkeypatch):
+    """What 64 rows need of eight segments is asked for at once; a reader that opens asks for what its listing names."""
+    obstore = pytest.importorskip("obstore")
+
+    class Slow(remote.ObstoreBucket):
+        delay, running, trips = 0.0, 0, 0
+        counting = threading.Lock()
+
+        def _call(self, call):
+            with Slow.counting:
+                Slow.trips += Slow.running == 0
+                Slow.running += 1
+            time.sleep(Slow.delay)
+            try:
+                return super()._call(call)
+            finally:
+                with Slow.counting:
+                    Slow.running -= 1
+
+    memory = obstore.store.MemoryStore()
+    monkeypatch.setattr(medium, "open_bucket", lambda target, **_: Slow(target, "memory"))
+    TrajectoryStore.create(memory, example_schema(), backend="zarr").close()
+    writers = [TrajectoryStore.open(memory, "a") for _ in range(8)]
+    for number in range(3):
+        for place, writer in enumerate(writers):
+            writer.append(example_rows(4, seed=8 * number + place))
+    Slow.delay, Slow.trips = 0.05, 0
+    reader = TrajectoryStore.open(memory)
+    assert Slow.trips <= 8
+    ids = np.random.default_rng(0).permutation(reader.ids())[:64]
+    Slow.trips = 0
+    reader.read_padded(ids, ["input_ids", "log_probs", "task_reward"])
+    assert Slow.trips <= 2
+    reader.refresh()
+    before = reader._catalog.medium.bucket.traffic
+    writers[0].append(example_rows(4, seed=99))
+    reader.refresh()
+    reader.read_padded(reader.ids()[-4:], ["input_ids", "log_probs", "task_reward"])
+    asked = reader._catalog.medium.bucket.traffic - before
+    assert (asked.gets, asked.lists) == (8 + 1, 1), "of each segment the next commit, and of one the one behind it"

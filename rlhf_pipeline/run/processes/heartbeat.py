@@ -88,11 +88,11 @@ class Pause:
     """Sleeps between two looks while there is nothing to do, longer each time.
 
     Args:
-        longest_s: the longest pause, in seconds.
+        longest_s: the longest pause, in seconds; the first one is a twentieth of it.
     """
 
     def __init__(self, longest_s: float = 0.1) -> None:
-        self._seconds = 0.005
+        self._seconds = longest_s / 20
         self._longest_s = longest_s
 
     def sleep(self) -> None:

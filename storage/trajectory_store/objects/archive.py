@@ -221,6 +221,12 @@ def commit_key(name: str, seq: int) -> str:
     return f"{name}/{seq:08d}.zip"
 
 
+def seq_of(key: str) -> int | None:
+    """The number of the commit that an object is; None for other objects of a segment."""
+    name, _, end = key.rpartition("/")[2].partition(".")
+    return int(name) if end == "zip" and name.isdigit() else None
+
+
 def entry_name(spec: ArraySpec) -> str:
     """Where the values of an array are in the zip."""
     return f"{spec.name}/c/{'/'.join('0' for _ in (0, *spec.shape))}"

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +49,7 @@ from trajectory_store.objects.archive import (
     is_canonical,
     read_commit,
     read_record,
+    seq_of,
 )
 from trajectory_store.objects.remote import open_bucket
 from trajectory_store.objects.segment import Cache, ObjectSegment
@@ -58,7 +59,8 @@ from trajectory_store.segment import Segment
 from trajectory_store.verify import Findings
 
 HEADER = "zarr.json"
-LOOK_AHEAD = 8
+AHEAD = 256
+"""Objects that are asked for before the first of them is taken in: what is held in memory then."""
 VERIFIED = "verified.json"
 _OLD_S = 60.0
 
@@ -129,8 +131,8 @@ class ObjectMedium(Medium):
                 out.append(error)
         try:
             found = [s for s in out if isinstance(s, ObjectSegment)]
-            self.refresh(found)
-            self._look_ahead([s for s in found if not s.finished and s.ordinal not in self._own])
+            self.refresh([s for s in found if s.ordinal in self._own])
+            self._catch_up([s for s in found if not s.finished and s.ordinal not in self._own], opening=True)
             if self.bucket.local:
                 for segment in found:
                     self._trust_after_reboot(segment)
@@ -164,18 +166,39 @@ class ObjectMedium(Medium):
                 continue
             for commit in own[segment.records :]:
                 segment.add(commit)
-        wave = 0
-        while asking:
-            seqs = [segment.next_seqs(wave) for segment in asking]
-            keys = [segment.key(seq) for segment, some in zip(asking, seqs, strict=True) for seq in some]
-            tails = iter(self.bucket.tails(keys, TAIL))
-            more: list[ObjectSegment] = []
-            for segment, some in zip(asking, seqs, strict=True):
+        for _ in range(2):  # most have no news, and most news is one commit
+            sizes = [segment.next_size for segment in asking]
+            tails = self.bucket.tails([segment.key(segment.records) for segment in asking], sizes)
+            asking = [s for s, tail in zip(asking, tails, strict=True) if s.take_next(tail) and not s.finished]
+        self._catch_up(asking)
+
+    def _catch_up(self, segments: Sequence[ObjectSegment], *, opening: bool = False) -> None:
+        """Take in commits of which there may be many: the list of their objects says which to ask for.
+
+        It also tells the end of a segment from an object that is missing or damaged in its middle. While a segment is
+        followed, that is left to who opens it: its objects may have been removed because they are merged elsewhere.
+        """
+        listed = self.bucket.keys_of([f"{segment.name}/" for segment in segments])
+        there = {
+            s: [seq for key in keys if (seq := seq_of(key)) is not None]
+            for s, keys in zip(segments, listed, strict=True)
+        }
+        while there:
+            seqs = {segment: segment.next_seqs(some) for segment, some in there.items()}
+            asked = [segment.key(seq) for segment, some in seqs.items() for seq in some]
+            tails = iter(self.bucket.tails(asked, [TAIL] * len(asked)))
+            again: dict[ObjectSegment, list[int]] = {}
+            for segment, some in seqs.items():
+                first = segment.records
                 found = [segment.parse(seq, next(tails)) for seq in some]
-                known = segment.records
-                if some and (segment.take(found, some) or (segment.records > known and not segment.finished)):
-                    more.append(segment)
-            asking, wave = more, wave + 1
+                segment.take(found)
+                if opening and segment.records == first and any(found):
+                    now = segment.parse(first, self.bucket.tails([segment.key(first)], [TAIL])[0])  # put meanwhile?
+                    if now is None or not segment.add(now):
+                        _ = any(commit is not None and segment.skip_to(commit) for commit in found)
+                if segment.records > first and not segment.finished:
+                    again[segment] = there[segment]
+            there = again
 
     def _trust_after_reboot(self, segment: ObjectSegment) -> None:
         """Where objects were not synced before the machine went down, they count up to the first damaged one."""
@@ -197,22 +220,14 @@ class ObjectMedium(Medium):
         with suppress(StoreError, Transient):
             self.bucket.put_new(key, pack_verified(good))
 
-    def _look_ahead(self, segments: Sequence[ObjectSegment]) -> None:
-        """Tell the end of a segment from an object that is missing or damaged in its middle."""
-        while segments:
-            keys = [s.key(s.records + i) for s in segments for i in range(1, LOOK_AHEAD + 1)]
-            tails = iter(self.bucket.tails(keys, TAIL))
-            more: list[ObjectSegment] = []
-            for s in segments:
-                first = s.records
-                ahead = [s.parse(first + i, next(tails)) for i in range(1, LOOK_AHEAD + 1)]
-                if not any(ahead):
-                    continue
-                now = s.parse(first, self.bucket.tails([s.key(first)], TAIL)[0])  # it may have been put meanwhile
-                if (now is not None and s.add(now)) or any(c is not None and s.skip_to(c) for c in ahead):
-                    more.append(s)
-            self.refresh(more)
-            segments = [s for s in more if not s.finished]
+    def fetch(self, wanted: Mapping[Segment, Iterable[str]]) -> None:
+        """Ask at the same time for the objects that will be read first; the segments take them in as they are read."""
+        if self.bucket.local:
+            return
+        asked = [(s, key) for s, names in wanted.items() if isinstance(s, ObjectSegment) for key in s.missing(names)]
+        for (segment, key), raw in zip(asked[:AHEAD], self.bucket.get_many([k for _, k in asked[:AHEAD]]), strict=True):
+            if raw is not None:
+                segment.got[key] = raw
 
     def forget(self, segment: Segment) -> None:
         """Give back the cached columns of a segment that left."""
@@ -291,7 +306,7 @@ class ObjectMedium(Medium):
         self.bucket.delete(key for key in keys if key not in kept)
 
     def _is_seal(self, key: str) -> bool:
-        found = self.bucket.tails([key], TAIL)[0]
+        found = self.bucket.tails([key], [TAIL])[0]
         if found is None:
             return False
         try:

@@ -99,16 +99,20 @@ class _Parallel(Bucket):
 
         return self._each(one, keys)
 
-    def tails(self, keys: Sequence[str], size: int) -> list[tuple[bytes, int] | None]:
+    def tails(self, keys: Sequence[str], sizes: Sequence[int]) -> list[tuple[bytes, int] | None]:
         """Of each object the last bytes and its whole size."""
 
-        def one(key: str) -> tuple[bytes, int] | None:
+        def one(of: tuple[str, int]) -> tuple[bytes, int] | None:
             try:
-                return self._again(lambda: self._tail(key, size), f"reading {key}")
+                return self._again(lambda: self._tail(*of), f"reading {of[0]}")
             except FileNotFoundError:
                 return None
 
-        return self._each(one, keys)
+        return self._each(one, list(zip(keys, sizes, strict=True)))
+
+    def keys_of(self, prefixes: Sequence[str]) -> list[list[str]]:
+        """List several prefixes at the same time."""
+        return self._each(self.keys, prefixes)
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """Some ranges of bytes of one object: it is fetched whole, as most of it is wanted."""
@@ -258,8 +262,13 @@ class ObstoreBucket(_Parallel):
 
     def _tail(self, key: str, size: int) -> tuple[bytes, int]:
         self._count(gets=1)
-        found = self._call(lambda: self._obs.get(self.store, key, options={"range": {"suffix": size}}))
-        return self._received(self._call(lambda: bytes(found.bytes()))), int(found.meta["size"])
+
+        def both() -> tuple[bytes, int]:
+            found = self._obs.get(self.store, key, options={"range": {"suffix": size}})
+            return bytes(found.bytes()), int(found.meta["size"])
+
+        data, whole = self._call(both)
+        return self._received(data), whole
 
     def _count(self, **more: int) -> None:
         with self._counting:

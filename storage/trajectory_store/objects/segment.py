@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,13 +36,15 @@ from trajectory_store.objects.archive import (
     entry_name,
     read_commit,
 )
-from trajectory_store.objects.sharded import read_sharded
+from trajectory_store.objects.sharded import read_sharded, shards
 from trajectory_store.ragged import Int64Array
 from trajectory_store.segment import Segment
 
 ABANDONED_AFTER_S = 3600.0
 FETCHED = 64
 """Objects of one wave: as many as are on their way, or held in memory, at the same time."""
+WHOLE = 1 << 40
+"""More bytes than any object has."""
 
 
 class Brief(NamedTuple):
@@ -129,6 +131,8 @@ class ObjectSegment(Segment):
         self._fetched: dict[str, npt.NDArray[np.bool_]] = {}
         self._current: dict[str, int] = {}
         self._known: dict[int, tuple[dict[str, tuple[int, int]], Mapping[str, int]]] = {}
+        self.got: dict[str, bytes] = {}
+        """Objects that are here and not taken in yet."""
         if sealed is not None:
             ends = tuple(int(sealed["ends"][axis]) for axis in self._axes)
             rows = int(sealed["rows"])
@@ -192,29 +196,37 @@ class ObjectSegment(Segment):
             self._version += 1
         self.rows = brief.rows_end
 
-    def next_seqs(self, wave: int) -> list[int]:
-        """The commits to ask for: the next ones, and the ends of the blocks ahead."""
-        if self.finished:
-            return []
-        width = min(2**wave, FETCHED)
-        block = self.records - self.records % BLOCK + BLOCK - 1
-        ahead = [block + BLOCK * i for i in range(width)] if wave or not self.records else []
-        return sorted({*range(self.records, self.records + width), *ahead})
+    @property
+    def next_size(self) -> int:
+        """How much to ask for of the next commit: all of it where those before were read, too."""
+        return WHOLE if self.records and self._wanted[self.records - 1] else TAIL
 
-    def take(self, found: Sequence[Commit | None], seqs: Sequence[int]) -> bool:
-        """Take in what was found; returns whether there may be more."""
+    def take_next(self, found: tuple[bytes, int] | None) -> bool:
+        """Take in the next commit, if it is there; an object that came as a whole is not asked for again."""
+        key = self.key(self.records)
+        commit = self.parse(self.records, found)
+        if commit is None or not self.add(commit):
+            return False
+        if found is not None and len(found[0]) == found[1] and commit.n_rows and len(self.got) < FETCHED:
+            self.got[key] = found[0]
+        return True
+
+    def next_seqs(self, there: Sequence[int]) -> list[int]:
+        """Of the commits that are there, those to ask for: of each whole block the last one, which tells of all."""
+        ends = {seq for seq in there if seq % BLOCK == BLOCK - 1 and seq not in self.damaged}
+        new = (seq for seq in there if seq >= self.records)
+        return sorted({end if (end := seq - seq % BLOCK + BLOCK - 1) in ends else seq for seq in new})
+
+    def take(self, found: Sequence[Commit | None]) -> None:
+        """Take in what was found, as far as it goes on."""
         commits = {c.seq: c for c in found if c is not None}
         while not self.finished:
             n = self.records
-            block = n - n % BLOCK + BLOCK - 1
-            commit = commits.get(block)
+            commit = commits.get(n - n % BLOCK + BLOCK - 1)
             if commit is None or commit.seq - len(commit.before) > n:
                 commit = commits.get(n)
-            if commit is None:
+            if commit is None or not self.add(commit):
                 break
-            if not self.add(commit):
-                del commits[commit.seq]
-        return not self.finished and bool(commits) and max(commits) == max(seqs)
 
     def key(self, seq: int) -> str:
         """The object of a commit."""
@@ -228,7 +240,7 @@ class ObjectSegment(Segment):
                 try:
                     commit = read_commit(*found, key, self.meta)
                 except NeedMore as more:
-                    found = self.bucket.tails([key], more.size)[0]
+                    found = self.bucket.tails([key], [more.size])[0]
                     continue
                 if (commit.ordinal, commit.seq, commit.salt) != (self.ordinal, seq, self.meta.salt):
                     raise CorruptionError(f"object {key} is another commit than its name says.")
@@ -291,6 +303,24 @@ class ObjectSegment(Segment):
             self._wanted[seqs] = True
             self._version += 1
 
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """The objects that have to be fetched before some arrays can be read."""
+        with self._lock:
+            stale = [name for name in names if self._current.get(name) != self._version]
+            if self.sealed is not None:
+                keys = [
+                    key for name in stale if name not in self._fetched for key in shards(self.name, self.specs[name])
+                ]
+            else:
+                keys = [self.key(seq) for seq in self._seqs(stale[0])] if stale else []
+            return [key for key in keys if key not in self.got]
+
+    def _objects(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Objects, those that are here already among them."""
+        asked = [key for key in keys if key not in self.got]
+        found = dict(zip(asked, self.bucket.get_many(asked), strict=True))
+        return [found[key] if key in found else self.got.pop(key) for key in keys]
+
     def raw(self, name: str) -> memoryview | PreadBytes:
         """The bytes of an array, fetched for the commits of all rows that were wanted so far.
 
@@ -322,8 +352,7 @@ class ObjectSegment(Segment):
 
     def _fetch(self, name: str) -> int:
         """Fetch what is wanted and not there yet; returns the bytes."""
-        wanted = self._missing(name)
-        seqs = [seq for seq in np.flatnonzero(wanted).tolist() if seq < self.records and self.history[seq].n_rows]
+        seqs = self._seqs(name)
         self._file(name)
         if not seqs:
             return 0
@@ -337,7 +366,7 @@ class ObjectSegment(Segment):
                 total = 0
                 for first in range(0, len(seqs), FETCHED):
                     part = seqs[first : first + FETCHED]
-                    for seq, raw in zip(part, self.bucket.get_many([self.key(s) for s in part]), strict=True):
+                    for seq, raw in zip(part, self._objects([self.key(s) for s in part]), strict=True):
                         if raw is None:
                             raise FileNotFoundError(self.key(seq))
                         total += self._land_update(seq, files, raw) if self._whole else self._land(seq, files, raw)
@@ -353,12 +382,13 @@ class ObjectSegment(Segment):
                 "ids()."
             ) from None
 
-    def _missing(self, name: str) -> npt.NDArray[np.bool_]:
+    def _seqs(self, name: str) -> list[int]:
+        """The commits of rows that are wanted, and of which an array is not there yet."""
         wanted = self._wanted.copy()
         done = self._fetched.get(name)
         if done is not None:
             wanted[: len(done)] &= ~done
-        return wanted
+        return [seq for seq in np.flatnonzero(wanted).tolist() if seq < self.records and self.history[seq].n_rows]
 
     def _note_fetched(self, name: str, seq: int) -> None:
         done = self._fetched.get(name)
@@ -448,7 +478,7 @@ class ObjectSegment(Segment):
         if known is None:
             size = TAIL
             while known is None:
-                found = self.bucket.tails([key], size)[0]
+                found = self.bucket.tails([key], [size])[0]
                 if found is None:
                     raise FileNotFoundError(key)
                 try:
@@ -475,7 +505,7 @@ class ObjectSegment(Segment):
 
     def sealed_values(self, name: str, sealed: Mapping[str, Any]) -> npt.NDArray[Any]:
         """Get and check an array of a merged segment."""
-        values = read_sharded(self.name, self.specs[name], self.bucket.get_many)
+        values = read_sharded(self.name, self.specs[name], self._objects)
         if crc32c(values.view(np.uint8)) != sealed["crc"][name]:
             raise CorruptionError(f"array {self.name}/{name} does not have the checksum of its segment.")
         return values

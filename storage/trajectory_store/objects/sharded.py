@@ -52,6 +52,13 @@ def shard_key(folder: str, spec: ArraySpec, number: int) -> str:
     return f"{folder}/{spec.name}/c/{'/'.join(map(str, (number, *(0 for _ in spec.shape))))}"
 
 
+def shards(folder: str, spec: ArraySpec) -> list[str]:
+    """The objects of an array."""
+    values = spec.capacity * (spec.itemsize // spec.dtype.itemsize)
+    per_shard = CHUNK * CHUNKS * (spec.itemsize // spec.dtype.itemsize)
+    return [shard_key(folder, spec, i) for i in range(-(-values // per_shard))]
+
+
 class ShardWriter:
     """Writes one array in order.
 
@@ -126,7 +133,7 @@ def read_sharded(folder: str, spec: ArraySpec, get: Callable[[list[str]], list[b
     width = spec.itemsize // spec.dtype.itemsize
     out = np.empty(spec.capacity * width, spec.dtype)
     per_shard = CHUNK * CHUNKS * width
-    keys = [shard_key(folder, spec, i) for i in range(-(-len(out) // per_shard))]
+    keys = shards(folder, spec)
     for i, (key, raw) in enumerate(zip(keys, get(keys), strict=True)):
         if raw is None:
             raise FileNotFoundError(key)
