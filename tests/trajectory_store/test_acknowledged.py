@@ -397,7 +397,7 @@ def test_a_look_that_fails_half_way_is_made_again_as_a_whole(tmp_path, backend, 
         check(what)
     write(len(ids) + 1)
     with monkeypatch.context() as patches:
-        kind, name = (LocalSegment, "refresh") if backend == "memmap" else (ObjectSegment, "take")
+        kind, name = (LocalSegment, "refresh") if backend == "memmap" else (ObjectSegment, "take_next")
         failing_once(patches, kind, name, ReadFailedError(5, "no answer", str(path)))
         with pytest.raises(ReadFailedError):
             reader.refresh()
