@@ -32,6 +32,7 @@ from rlhf_pipeline.data.keys import (
     Key,
 )
 from rlhf_pipeline.errors import DataError, IncompleteError, MissingKeyError
+from trajectory_store import BufferPool
 
 TOKEN_KEYS: tuple[Key, ...] = (TOKENS, ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS)
 """Keys that always hold one value per token."""
@@ -118,15 +119,15 @@ class Trajectories(dict[Key, Flat | Text]):
         )
 
 
-def _rows_in_order(parts: Sequence[Flat], order: Sequence[int]) -> Tensor:
+def _rows_in_order(parts: Sequence[Flat], order: Sequence[int], pool: BufferPool | None = None) -> Tensor:
     """The values of some rows of ragged columns, counted over all of them, one after the other.
 
-    One copy of whole rows: an index of every element is larger than most columns. A slice of an array takes a tenth
-    of the time of a tensor for it.
+    One copy of whole rows, into the memory of a pool if there is one: an index of every element is larger than most
+    columns. A slice of an array takes a tenth of the time of a tensor for it.
     """
     values = [part.values for part in parts]
     plain = all(v.dtype in _NUMPY and not v.requires_grad and v.is_cpu for v in values)
-    sources: list[Any] = [v.numpy() for v in values] if plain else values
+    sources: list[Any] = [np.ascontiguousarray(v.numpy()) for v in values] if plain else values
     rows: list[Any] = []
     for part, source in zip(parts, sources, strict=True):
         start = 0
@@ -134,7 +135,12 @@ def _rows_in_order(parts: Sequence[Flat], order: Sequence[int]) -> Tensor:
             rows.append(source[start : start + length])
             start += length
     chosen = [rows[i] for i in order] or [source[:0] for source in sources[:1]]
-    return torch.from_numpy(np.concatenate(chosen)) if plain else torch.cat(chosen)
+    if not plain:
+        return torch.cat(chosen)
+    if pool is None:
+        return torch.from_numpy(np.concatenate(chosen))
+    shape = (sum(map(len, chosen)), *values[0].shape[1:])
+    return torch.from_numpy(pool.join(chosen, shape, sources[0].dtype))
 
 
 def unwrap(item: Any) -> Any:
@@ -325,14 +331,16 @@ def leaves_of(rows: Sequence[Any], key: Key) -> list[Any] | None:
     """One leaf of every row, or None where one of them lacks it."""
     found: Sequence[Any] = rows
     for name in (key,) if isinstance(key, str) else key:
-        plain = set(map(type, found)) == {TensorDict}
-        if plain and name not in found[0]._tensordict:
-            return None
-        if plain:
-            found = [row._tensordict.get(name) for row in found]
+        if set(map(type, found)) == {TensorDict}:
+            try:
+                found = [row._tensordict[name] for row in found]
+            except KeyError:
+                return None
         else:
             found = [row.get(name, None) if is_tensor_collection(row) else None for row in found]
-    return None if any(leaf is None for leaf in found) else list(found)
+            if any(leaf is None for leaf in found):
+                return None
+    return list(found)
 
 
 def holds(td: TensorDictBase, key: Key) -> bool:
@@ -352,7 +360,7 @@ def flatten_leaves(key: Key, column: list[Any], shared: dict[tuple[int, ...], Te
             # For one dimension the number of elements is the length, and five times faster to ask for.
             sizes = tuple(map(Tensor.numel, column))
             if key not in RAGGED_KEYS and sizes.count(sizes[0]) == len(sizes):
-                return Flat(torch.stack(column))
+                return Flat(torch.cat(column).view(len(sizes), -1))  # as `torch.stack`, in half the time
             lengths = None if shared is None else shared.get(sizes)
             if lengths is None:
                 lengths = torch.from_numpy(np.array(sizes))
@@ -505,8 +513,15 @@ def _plant(tree: dict[str, Any], key: Key, leaf: Any) -> None:
     tree[names[-1]] = leaf
 
 
-def concat(parts: Sequence[Trajectories], order: Sequence[int] | None = None) -> Trajectories:
+def concat(
+    parts: Sequence[Trajectories], order: Sequence[int] | None = None, pool: BufferPool | None = None
+) -> Trajectories:
     """Put several batches one after the other, and then in an order of all their rows.
+
+    Args:
+        parts: with the same keys.
+        order: of the rows of all parts; as they come by default.
+        pool: where the memory of ragged columns comes from; None takes fresh memory.
 
     Raises:
         DataError: if the parts do not hold the same keys.
@@ -528,12 +543,16 @@ def concat(parts: Sequence[Trajectories], order: Sequence[int] | None = None) ->
         flats = [column for column in columns if isinstance(column, Flat)]
         if len(flats) != len(columns):
             raise DataError(f"{key!r} is text in some trajectories and a tensor in others")
-        out[key] = _concat_flat(flats, counts, order, shared)
+        out[key] = _concat_flat(flats, counts, order, shared, pool)
     return out
 
 
 def _concat_flat(
-    flats: Sequence[Flat], counts: Sequence[int], order: Sequence[int], shared: dict[tuple[int, ...], Tensor]
+    flats: Sequence[Flat],
+    counts: Sequence[int],
+    order: Sequence[int],
+    shared: dict[tuple[int, ...], Tensor],
+    pool: BufferPool | None,
 ) -> Flat:
     """The rows of several columns; trajectories whose parts share their lengths share them when put together, too."""
     if all(c.lengths is None for c in flats) and len({c.values.shape[1:] for c in flats}) == 1:
@@ -550,7 +569,7 @@ def _concat_flat(
     if lengths is None:
         lengths = torch.cat([c.lengths for c in ragged if c.lengths is not None])[torch.tensor(order)]
         shared[found] = lengths
-    return Flat(_rows_in_order(ragged, order), lengths)
+    return Flat(_rows_in_order(ragged, order, pool), lengths)
 
 
 def columns_state(columns: Trajectories) -> dict[str, Any]:
@@ -679,10 +698,7 @@ def attach(td: TensorDictBase, columns: Mapping[Key, Flat]) -> TensorDictBase:
     if not columns:
         return td
     if is_stack(td):
-        masks = leaves_of(rows_of(td), ATTENTION_MASK)
-        split = {key: _padded_rows(column, masks) for key, column in columns.items()}
-        news = [dict(zip(split, leaves, strict=True)) for leaves in zip(*split.values(), strict=True)]
-        return lazy_stack([_with(row, new) for row, new in zip(rows_of(td), news, strict=True)])  # pyright: ignore[reportReturnType]
+        return stack_with(rows_of(td), columns)
     mask = td.get(ATTENTION_MASK, None)
     padded = mask.to(torch.bool) if isinstance(mask, Tensor) and not is_jagged(mask) else None
     lengths = None if padded is None else padded.sum(1)
@@ -702,6 +718,14 @@ def attach(td: TensorDictBase, columns: Mapping[Key, Flat]) -> TensorDictBase:
             leaves[key] = jagged(column) if leaf is None else leaf
     device = td.device
     return _with(td, leaves if device is None else {key: leaf.to(device) for key, leaf in leaves.items()})
+
+
+def stack_with(rows: Sequence[TensorDictBase], columns: Mapping[Key, Flat]) -> TensorDictBase:
+    """A lazy stack of shallow copies of some TensorDicts with these columns set."""
+    masks = leaves_of(rows, ATTENTION_MASK)
+    split = [_padded_rows(column, masks) for column in columns.values()]
+    news = (dict(zip(columns, leaves, strict=True)) for leaves in zip(*split, strict=True))
+    return lazy_stack([_with(row, new) for row, new in zip(rows, news, strict=True)])  # pyright: ignore[reportReturnType]
 
 
 def _padded_rows(column: Flat, masks: list[Any] | None) -> list[Tensor]:

@@ -114,17 +114,17 @@ def plan_batches(
         whole = count * int(width[0])
         if whole <= token_budget and whole - int(width.sum()) < overhead:
             return [torch.from_numpy(order)]  # one more batch costs more than all the padding there is
-    cost = np.zeros(count + 1)
-    cut = np.zeros(count, dtype=np.int64)
+    cost, cut, steps = np.zeros(count + 1), [0] * count, np.arange(1, min(limit, count) + 1)
+    widths = width.tolist()
     for i in range(count - 1, -1, -1):
-        rows = min(token_budget // int(width[i]), limit, count - i)
-        choices = np.arange(1, rows + 1) * width[i] + cost[i + 1 : i + rows + 1]
+        rows = min(token_budget // widths[i], limit, count - i)
+        choices = steps[:rows] * widths[i] + cost[i + 1 : i + rows + 1]
         best = int(choices.argmin())
         cost[i], cut[i] = choices[best] + overhead, i + 1 + best
     plan: list[torch.Tensor] = []
     start = 0
     while start < count:
-        end = int(cut[start])
+        end = cut[start]
         plan.append(torch.from_numpy(order[start:end].copy()))
         start = end
     return plan

@@ -220,10 +220,8 @@ def score(
     starts = lengths.cumsum(0) - lengths
     for rows in plan_batches(lengths, max(token_budget, int(lengths.max()))):
         real = length_mask(lengths[rows])
-        at = torch.where(
-            real, starts[rows, None] + torch.arange(real.shape[1]), 0
-        )  # where each place is in the flat ids
-        targets = scored[at] & real
+        at = torch.where(real, starts[rows, None] + torch.arange(real.shape[1]), 0)  # where each place is in the ids
+        targets = scored[at]  # padding is at the first place, which is never scored
         if not bool(targets.any()):
             continue
         ids = torch.where(real, tokens.values[at], 0).to(torch.int64)

@@ -21,6 +21,7 @@ from rlhf_pipeline.data.keys import ASSISTANT_MASK, DEGENERATE, KL_COEF, LOG_PRO
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, concat, segment_sum, spread, step_sum
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.advantage import group_advantage, penalty_rounding, whitened_step_rewards
+from trajectory_store import BufferPool
 
 Ints = npt.NDArray[np.int64]
 
@@ -510,8 +511,8 @@ def scores_together(members: Iterable[Member]) -> Scores:
     return Scores.join([arrived.scores.take(torch.tensor(taken)) for arrived, taken in parts]).take(torch.tensor(order))
 
 
-def gather(members: Iterable[Member]) -> Arrived:
-    """The members together, in the given order; they are in memory."""
+def gather(members: Iterable[Member], pool: BufferPool) -> Arrived:
+    """The members together, in the given order; they are in memory, and go to memory of the pool."""
     parts, order = _parts(members)
     if len(parts) == 1:
         return parts[0][0].take(parts[0][1])
@@ -523,7 +524,7 @@ def gather(members: Iterable[Member]) -> Arrived:
         first = [0, *accumulate(sizes)]
         steps = [step for i in order for step in range(first[i], first[i] + sizes[i])]
     return Arrived(
-        concat([part.steps for part in found], steps),
+        concat([part.steps for part in found], steps, pool),
         [0, *accumulate(sizes[i] for i in order)],
         [groups[i] for i in order],
         found[0].reward_key,
@@ -698,7 +699,9 @@ class Grader:
             return values
         if mask.lengths is not lengths and not torch.equal(mask.lengths, lengths):
             return values
-        return values.mul_(mask.values.to(torch.bool).reshape(-1, *(1 for _ in shape[1:])))
+        keep = mask.values.to(torch.bool).reshape(-1, *(1 for _ in shape[1:]))
+        np.multiply(values.numpy(), keep.numpy(), out=values.numpy())  # a third of the time of `mul_`
+        return values
 
 
 def group_ids(column: Flat | Text, first: Sequence[int], key: Key, *, numbers: bool) -> list[Hashable]:

@@ -337,8 +337,9 @@ def constant_controller(coef: Any) -> KLController:
 def _k1(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both log-probs in float64, where they count, and k1 there (0 elsewhere)."""
     lp, lr = log_probs.detach().double(), ref_log_probs.detach().double()
-    valid = mask & lp.isfinite() & lr.isfinite()
-    return lp, lr, valid, torch.where(valid, kl_k1(lp, lr), 0.0)
+    k1 = kl_k1(lp, lr)
+    valid = mask & k1.isfinite()  # where both are
+    return lp, lr, valid, torch.where(valid, k1, 0.0)
 
 
 def _as_keys(keys: Key | Sequence[Key] | None, default: list[Key]) -> list[Key]:

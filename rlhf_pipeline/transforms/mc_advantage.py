@@ -42,10 +42,12 @@ from rlhf_pipeline.data.trajectories import (
     columns_from_state,
     columns_state,
     ends,
+    holds,
     in_form_of,
     is_stack,
     some_steps_of,
     stack_of,
+    stack_with,
     td_of,
     whole,
 )
@@ -68,6 +70,7 @@ from rlhf_pipeline.transforms.groups import (
     scores_of,
 )
 from rlhf_pipeline.transforms.waiting_rows import Later, StoreCall, WaitingRows
+from trajectory_store import BufferPool
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
 
@@ -231,7 +234,7 @@ class MCAdvantage(Transform):
         self._stats: dict[str, float] = {}
         self.reset_stats()
         self._queue = self._new_queue()
-        self._lock = threading.RLock()
+        self._lock, self._pool = threading.RLock(), BufferPool()
         self._grader = Grader(
             estimator=estimator,
             zero_variance=zero_variance,
@@ -337,7 +340,7 @@ class MCAdvantage(Transform):
             if not tensordict.numel():
                 done = self._finish(self._queue.close_overdue(self._now()))
                 return None if done is None else done.in_form_of(tensordict)
-            batch = some_steps_of(tensordict, self._needed())
+            batch = some_steps_of(tensordict, self._needed(tensordict))
             arrived = self._arrived(batch)
             if ROWS in batch:  # the rest is in the rows
                 for key in [key for key in batch if key not in (ROWS, ASSISTANT_MASK, PRIORITY, arrived.reward_key)]:
@@ -360,10 +363,10 @@ class MCAdvantage(Transform):
         queue.shrink(arrived)
         return done
 
-    def _needed(self) -> list[Key]:
+    def _needed(self, td: TensorDictBase) -> list[Key]:
         """The keys that are read of a batch."""
         identities = (self.group_key,) if self.group_key is not None else (GROUP_ID, self.prompt_key, *_PROMPT_KEYS)
-        penalised = (KL_COEF, LOG_PROBS)  # what the rounding of a penalty is told from
+        penalised = (KL_COEF, LOG_PROBS) if not is_stack(td) or holds(td, KL_COEF) else ()  # what the rounding of a penalty is told from
         named = (*identities, self.rewards_key, TASK_REWARD, ASSISTANT_MASK, self.done_key, PRIORITY, *penalised)
         return list(dict.fromkeys(key for key in named if key is not None))
 
@@ -386,7 +389,7 @@ class MCAdvantage(Transform):
             return tensordict
         if not tensordict.numel():
             return tensordict
-        arrived = self._arrived(some_steps_of(tensordict, self._needed()))
+        arrived = self._arrived(some_steps_of(tensordict, self._needed(tensordict)))
         seen: dict[Hashable, int] = {}
         codes = torch.tensor([seen.setdefault(group, len(seen)) for group in arrived.groups])
         graded = graded_groups(arrived.scores, codes, self.estimator, None)
@@ -533,7 +536,8 @@ class MCAdvantage(Transform):
         groups = [group for group in closed if group.members]
         if not groups:
             return None
-        return self._finished(gather([member for group in groups for member in group.members]), Closing.of(groups))
+        arrived = gather([member for group in groups for member in group.members], self._pool)
+        return self._finished(arrived, Closing.of(groups))
 
     def _finish_whole(self, arrived: Arrived, groups: list[list[int]]) -> _Finished | None:
         """The same for groups that came whole in one call, each given by its members."""
@@ -776,14 +780,15 @@ class MCAdvantage(Transform):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state.pop("_lock", None)
+        for name in ("_lock", "_pool"):
+            state.pop(name, None)
         if self._rows is not None:  # a process that gets a copy finds what waits in the store
             state |= {"_rows": None, "_queue": self._new_queue()}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._lock = threading.RLock()
+        self._lock, self._pool = threading.RLock(), BufferPool()
 
     @property
     def queues(self) -> dict[Hashable, list[TensorDictBase]]:
@@ -858,7 +863,7 @@ class _Finished:
         """Both together, in the form of a TensorDict."""
         rows = self.source.get(ROWS)
         if isinstance(rows, Text) and (is_stack(td) or td.batch_dims != 1):
-            return attach(lazy_stack(rows.items), self.columns)  # pyright: ignore[reportArgumentType]
+            return stack_with(rows.items, self.columns)
         return in_form_of(td, self.batch)
 
 
