@@ -21,7 +21,7 @@ from rlhf_pipeline.exchange._encode import Encoder, columns_of, load_tokenizer, 
 from rlhf_pipeline.exchange._rewards import weighted
 from rlhf_pipeline.exchange._rollout import Messages, Rollout, as_answer, as_text
 from rlhf_pipeline.exchange.target import SOURCE_BITS, held, next_base
-from rlhf_pipeline.replay.schema import trajectory_schema
+from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from trajectory_store import StoreError, StoreExistsError, StoreNotFoundError, TrajectoryStore
 
 _log = logging.getLogger("rlhf_pipeline")

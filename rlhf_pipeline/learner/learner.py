@@ -28,7 +28,7 @@ from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.model_parts import rounding
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.samplers import StoreView
-from rlhf_pipeline.replay.schema import column_of_key
+from rlhf_pipeline.replay.trajectory_schema import column_of_key
 
 if TYPE_CHECKING:
     from rlhf_pipeline.learner.distributed import Shards

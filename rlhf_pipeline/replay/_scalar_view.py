@@ -14,7 +14,7 @@ from rlhf_pipeline.data.padding import pad_rows
 from rlhf_pipeline.data.trajectories import unchecked
 from rlhf_pipeline.errors import DataError, MissingKeyError
 from rlhf_pipeline.replay.batches import scalar_batch
-from rlhf_pipeline.replay.schema import column_name
+from rlhf_pipeline.replay.trajectory_schema import column_name
 
 
 class ScalarView(TensorDict):

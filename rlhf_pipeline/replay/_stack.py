@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, CREATED_AT, DONE, NUM_PROMPT_TOKENS, REWARD, TOKENS, Key
 from rlhf_pipeline.data.trajectories import Text, plain_entries
-from rlhf_pipeline.replay.schema import column_of_key
+from rlhf_pipeline.replay.trajectory_schema import column_of_key
 from trajectory_store import Column, RaggedArray, Schema
 
 Leaves = dict[Key, list[Any] | tuple[Any, ...]]

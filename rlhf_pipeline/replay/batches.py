@@ -34,7 +34,7 @@ from rlhf_pipeline.data.keys import (
     Key,
 )
 from rlhf_pipeline.data.trajectories import Flat, jagged, last_position, text_stack, unchecked
-from rlhf_pipeline.replay.schema import INTERNAL, REWARD_COLUMN, column_name, key_of
+from rlhf_pipeline.replay.trajectory_schema import INTERNAL, REWARD_COLUMN, column_name, key_of
 from trajectory_store import BufferPool, Schema, TrajectoryStore
 
 _INT64, _FLOAT = np.dtype(np.int64), np.dtype(np.float32)

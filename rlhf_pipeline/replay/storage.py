@@ -49,12 +49,12 @@ from rlhf_pipeline.errors import (
     RunMismatchError,
     did_you_mean,
 )
-from rlhf_pipeline.replay._copy import copy_rows, dump_store, find_dump
+from rlhf_pipeline.replay._dumps import copy_rows, dump_store, find_dump
 from rlhf_pipeline.replay._scalar_view import ScalarView
-from rlhf_pipeline.replay._slots import UNBOUNDED, SlotMap
+from rlhf_pipeline.replay._slot_map import UNBOUNDED, SlotMap
 from rlhf_pipeline.replay._stack import stack_data
 from rlhf_pipeline.replay.batches import jagged_batch, padded_batch, padded_columns, single
-from rlhf_pipeline.replay.schema import (
+from rlhf_pipeline.replay.trajectory_schema import (
     FAILED_MEMBERS,
     NEWEST_VERSION,
     REWARD_COLUMN,

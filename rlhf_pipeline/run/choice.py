@@ -17,7 +17,7 @@ from rlhf_pipeline.config import Replay
 from rlhf_pipeline.data.keys import LEFT_OUT
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.exchange.filters import select
-from rlhf_pipeline.replay.schema import WAITING
+from rlhf_pipeline.replay.trajectory_schema import WAITING
 from rlhf_pipeline.run.files import write_atomically
 from rlhf_pipeline.run.folder import RunFolder, is_run
 from trajectory_store import StoreNotFoundError, TrajectoryStore

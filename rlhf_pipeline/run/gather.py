@@ -25,7 +25,7 @@ from rlhf_pipeline.data.trajectories import Flat, Trajectories, segment_sum
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, group_advantage, penalty_rounding
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
-from rlhf_pipeline.replay.schema import INTERNAL, REWARD_COLUMN, SLOT, WAITING, trajectory_schema
+from rlhf_pipeline.replay.trajectory_schema import INTERNAL, REWARD_COLUMN, SLOT, WAITING, trajectory_schema
 from rlhf_pipeline.run.choice import Choice, Limits, check_vocabulary, open_sources
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.loop import tell

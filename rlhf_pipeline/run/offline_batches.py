@@ -134,7 +134,7 @@ class Batches:
 
     >>> import tempfile
     >>> from rlhf_pipeline.run.gather import SOURCE
-    >>> from rlhf_pipeline.replay.schema import trajectory_schema
+    >>> from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
     >>> with TrajectoryStore.create(tempfile.mkdtemp() + "/store", trajectory_schema([SOURCE])) as store:
     ...     _ = store.append({"input_ids": [[1]] * 4, "source": [0] * 4, "group_id": [7, 7, 8, 8]})
     ...     batches = Batches(store, replay=Replay(epochs=2), sample=Sample(), batch_size=2, seed=0, ledger=None)

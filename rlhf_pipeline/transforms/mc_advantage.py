@@ -366,7 +366,9 @@ class MCAdvantage(Transform):
     def _needed(self, td: TensorDictBase) -> list[Key]:
         """The keys that are read of a batch."""
         identities = (self.group_key,) if self.group_key is not None else (GROUP_ID, self.prompt_key, *_PROMPT_KEYS)
-        penalised = (KL_COEF, LOG_PROBS) if not is_stack(td) or holds(td, KL_COEF) else ()  # what the rounding of a penalty is told from
+        penalised = (
+            (KL_COEF, LOG_PROBS) if not is_stack(td) or holds(td, KL_COEF) else ()
+        )  # what the rounding of a penalty is told from
         named = (*identities, self.rewards_key, TASK_REWARD, ASSISTANT_MASK, self.done_key, PRIORITY, *penalised)
         return list(dict.fromkeys(key for key in named if key is not None))
 

@@ -45,7 +45,7 @@ from rlhf_pipeline.data.trajectories import (  # noqa: E402
     td_of,
 )
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer  # noqa: E402
-from rlhf_pipeline.replay.schema import trajectory_schema  # noqa: E402
+from rlhf_pipeline.replay.trajectory_schema import trajectory_schema  # noqa: E402
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage  # noqa: E402
 from trajectory_store import RaggedArray, TrajectoryStore  # noqa: E402
 

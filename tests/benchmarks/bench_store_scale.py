@@ -106,7 +106,7 @@ def bare_sampler(path: Path, batches: int = 64) -> Callable[[], object]:
 def buffer_sampler(stack: contextlib.ExitStack, path: Path, count: int, mean: float) -> Callable[[], object]:
     """`TrajectoryReplayBuffer.sample` on a store of its own schema."""
     from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
-    from rlhf_pipeline.replay.schema import trajectory_schema
+    from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 
     rng = np.random.default_rng(0)
     with TrajectoryStore.create(path, trajectory_schema()) as store:

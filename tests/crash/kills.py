@@ -208,7 +208,7 @@ def offline(folder: Path) -> Act:
 
 
 def _graded_schema() -> Any:
-    from rlhf_pipeline.replay.schema import trajectory_schema
+    from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 
     return trajectory_schema()
 

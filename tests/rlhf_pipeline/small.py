@@ -24,7 +24,7 @@ from rlhf_pipeline import (
 )
 from rlhf_pipeline.config_text import override_all
 from rlhf_pipeline.data.rewards import RewardFunction
-from rlhf_pipeline.replay.schema import trajectory_schema
+from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from rlhf_pipeline.run.processes.rollouts import StoredRollout
 from trajectory_store import Column, RaggedArray, TrajectoryStore
 

@@ -10,8 +10,8 @@ from rlhf_pipeline.data.trajectories import unjagged
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.replay._transfer import DeviceRing, pack, plan, unpack
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
-from rlhf_pipeline.replay.schema import trajectory_schema
 from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from trajectory_store import Column

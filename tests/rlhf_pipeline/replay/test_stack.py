@@ -8,8 +8,8 @@ from tensordict import TensorDict, lazy_stack
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.trajectories import trajectories_of
 from rlhf_pipeline.replay._stack import stack_data
-from rlhf_pipeline.replay.schema import trajectory_schema
 from rlhf_pipeline.replay.storage import TrajectoryStorage, append_data
+from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from trajectory_store import Column, RaggedArray, TrajectoryStore
 
 SCHEMA = trajectory_schema([Column("top_k", "int32", ragged=True, fill=0)])

@@ -9,8 +9,8 @@ from tensordict import TensorDict, lazy_stack
 
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
-from rlhf_pipeline.replay.schema import trajectory_schema
 from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from trajectory_store import Column, Schema, StoreError, TrajectoryStore
 
 

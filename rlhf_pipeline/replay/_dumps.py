@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhf_pipeline.data.keys import LEFT_OUT
 from rlhf_pipeline.errors import MissingPathError
-from rlhf_pipeline.replay.schema import SLOT, WAITING
+from rlhf_pipeline.replay.trajectory_schema import SLOT, WAITING
 from trajectory_store import RaggedArray, TrajectoryStore
 
 _CHUNK = 1024
