@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -281,7 +281,7 @@ def _transpose(rows: Sequence[Any], prefix: tuple[str, ...]) -> Iterator[tuple[K
         _check_same_keys(entries, prefix)
     for name, leaf in entries[0].items():
         try:
-            leaves = [entry[name] for entry in entries]
+            leaves = list(map(itemgetter(name), entries))
         except KeyError:
             _check_same_keys(entries, prefix)
             raise
@@ -360,7 +360,7 @@ def flatten_leaves(key: Key, column: list[Any], shared: dict[tuple[int, ...], Te
             # For one dimension the number of elements is the length, and five times faster to ask for.
             sizes = tuple(map(Tensor.numel, column))
             if key not in RAGGED_KEYS and sizes.count(sizes[0]) == len(sizes):
-                return Flat(torch.cat(column).view(len(sizes), -1))  # as `torch.stack`, in half the time
+                return Flat(_stacked(column).unsqueeze(1) if sizes[0] == 1 else torch.stack(column))
             lengths = None if shared is None else shared.get(sizes)
             if lengths is None:
                 lengths = torch.from_numpy(np.array(sizes))
@@ -379,12 +379,10 @@ def flatten_leaves(key: Key, column: list[Any], shared: dict[tuple[int, ...], Te
 
 
 def _stacked(column: list[Tensor]) -> Tensor:
-    """Scalars of the rows, `[n]`; as Python numbers they come faster than `torch.stack` makes a view of each."""
+    """One element of each row, `[n]`; as Python numbers they come faster than `torch.stack` makes a view of each."""
     dtype = _NUMPY.get(column[0].dtype)
-    if dtype is None or not column[0].is_cpu:
-        return torch.stack(column)
-    items = list(map(Tensor.item, column))
-    return torch.from_numpy(np.array(items, dtype)) if len(set(map(type, items))) == 1 else torch.stack(column)
+    items = list(map(Tensor.item, column)) if dtype is not None and column[0].is_cpu else []
+    return torch.from_numpy(np.array(items, dtype)) if len(set(map(type, items))) == 1 else torch.stack(column).view(-1)
 
 
 def _from_dense(td: TensorDictBase) -> Trajectories:

@@ -35,9 +35,7 @@ from rlhf_pipeline.data.trajectories import (
     Text,
     Trajectories,
     as_ragged,
-    is_stack,
     last_position,
-    rows_of,
     segment_sum,
     trajectories_of,
 )
@@ -52,7 +50,6 @@ from rlhf_pipeline.errors import (
 from rlhf_pipeline.replay._dumps import copy_rows, dump_store, find_dump
 from rlhf_pipeline.replay._scalar_view import ScalarView
 from rlhf_pipeline.replay._slot_map import UNBOUNDED, SlotMap
-from rlhf_pipeline.replay._stack import stack_data
 from rlhf_pipeline.replay.batches import jagged_batch, padded_batch, padded_columns, single
 from rlhf_pipeline.replay.trajectory_schema import (
     FAILED_MEMBERS,
@@ -262,11 +259,6 @@ class TrajectoryStorage(Storage):
         """The number of trajectories, and their columns as the store takes them."""
         if not isinstance(data, (TensorDictBase, Trajectories)):
             raise DataError(f"a storage of trajectories takes TensorDicts, not {type(data).__name__}")
-        if is_stack(data):
-            rows = rows_of(data)
-            straight = stack_data(rows, self.store.schema) if rows else None
-            if straight is not None:
-                return len(rows), straight
         columns = data if isinstance(data, Trajectories) else trajectories_of(data)
         return columns.n, append_data(columns, self.store.schema) if columns.n else {}
 
@@ -632,11 +624,11 @@ def append_data(columns: Trajectories, schema: Schema) -> dict[str, Any]:
         raise DataError(f"trajectory {int(tokens.lengths.argmin())} of {columns.n} has no tokens; leave it out.")
     _derive(columns, tokens, schema)
     out: dict[str, Any] = {}
-    plan = column_of_key(schema)
+    plan, alike = column_of_key(schema), dict[int, RaggedArray]()
     for key, value in columns.items():
         column = plan.get(key)
         if column is not None:
-            out[column.name] = stored_array(column, key, value, columns.n)
+            out[column.name] = stored_array(column, key, value, columns.n, alike)
         elif key not in _DERIVED:
             _report_unknown(key, value, schema)
     if CREATED_AT not in columns and "created_at" in schema:
@@ -700,8 +692,16 @@ def _derive_reward(columns: Trajectories, schema: Schema) -> None:
         columns[RETURN] = Flat(total.float())
 
 
-def stored_array(column: Column, key: Key, value: Flat | Text, n: int) -> Any:
+def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: dict[int, RaggedArray]) -> Any:
     """What `append` takes for one column.
+
+    Args:
+        column: of the store.
+        key: of the batch.
+        value: the values.
+        n: trajectories.
+        alike: the ragged columns made before, by the id of their lengths, which they keep: who shares lengths shares
+            them in the store's form too.
 
     Raises:
         DataError: if the values do not fit the column.
@@ -710,7 +710,7 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int) -> Any:
         plain = value.plain()
         if not column.is_text:
             return np.asarray(plain)
-        return [item if isinstance(item, str) else str(item) for item in plain]
+        return plain if set(map(type, plain)) == {str} else list(map(str, plain))
     if column.is_text:
         raise DataError(f"{key!r} is a tensor, and the column '{column.name}' holds text")
     if column.ragged and value.values.ndim >= 2:  # rows of one length, in a batch where all have it
@@ -731,7 +731,11 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int) -> Any:
         return array
     if value.lengths is None:
         raise DataError(f"{key!r} must hold one value per token, got shape {tuple(value.values.shape)}")
-    return RaggedArray(array, value.lengths.numpy())
+    like = alike.get(id(value.lengths))
+    if like is not None:
+        return like.beside(array)
+    alike[id(value.lengths)] = made = RaggedArray(array, value.lengths.numpy())
+    return made
 
 
 _reported: set[Key] = set()

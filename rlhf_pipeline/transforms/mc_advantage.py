@@ -303,8 +303,8 @@ class MCAdvantage(Transform):
                 f"group_timeout_s is {self.group_timeout_s}; it must not be negative.",
             ),
         ]
-        for holds, message in rules:
-            if not holds:
+        for is_met, message in rules:
+            if not is_met:
                 raise DefinitionError(message)
 
     # -- the write path ----------------------------------------------------------------------------------------
@@ -366,10 +366,9 @@ class MCAdvantage(Transform):
     def _needed(self, td: TensorDictBase) -> list[Key]:
         """The keys that are read of a batch."""
         identities = (self.group_key,) if self.group_key is not None else (GROUP_ID, self.prompt_key, *_PROMPT_KEYS)
-        penalised = (
-            (KL_COEF, LOG_PROBS) if not is_stack(td) or holds(td, KL_COEF) else ()
-        )  # what the rounding of a penalty is told from
-        named = (*identities, self.rewards_key, TASK_REWARD, ASSISTANT_MASK, self.done_key, PRIORITY, *penalised)
+        named = [*identities, self.rewards_key, TASK_REWARD, ASSISTANT_MASK, self.done_key, PRIORITY, KL_COEF]
+        if not is_stack(td) or holds(td, KL_COEF):
+            named.append(LOG_PROBS)  # what the rounding of a penalty is told from
         return list(dict.fromkeys(key for key in named if key is not None))
 
     def _now(self) -> float:

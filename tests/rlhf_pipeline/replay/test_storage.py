@@ -8,10 +8,11 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from rlhf_pipeline.data import keys
+from rlhf_pipeline.data.trajectories import trajectories_of
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
-from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.replay.storage import TrajectoryStorage, append_data
 from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
-from trajectory_store import Column, Schema, StoreError, TrajectoryStore
+from trajectory_store import Column, RaggedArray, Schema, StoreError, TrajectoryStore
 
 
 @pytest.fixture
@@ -56,6 +57,14 @@ def test_round_trip_in_every_form(storage, make_rows, to_form, form):
     assert batch[keys.TRAJECTORY_ID].tolist() == [2, 0, 1, 0]
     assert batch[keys.DONE].tolist() == [True] * 4
     assert batch[keys.ROW_ID].tolist() == storage.row_ids([2, 0, 1, 0]).tolist()
+
+
+def test_columns_of_equal_lengths_share_them(make_rows):
+    """So that the store checks and writes one array of offsets."""
+    data = append_data(trajectories_of(lazy_stack(make_rows([4, 5]))), trajectory_schema())
+    ragged = [value for value in data.values() if isinstance(value, RaggedArray)]
+    assert len(ragged) > 2
+    assert len({id(value.lengths) for value in ragged}) == 1
 
 
 def test_strings_stay_apart(storage, make_rows, to_form, form):
