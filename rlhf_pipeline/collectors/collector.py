@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -115,13 +115,21 @@ class Collector:
                 "groups. A batch is a rollout: give both the same number."
             )
 
-    def collect(self, rollout: int, policy_version: int, *, refresh: WeightRefresh | None = None) -> Rollout:
+    def collect(
+        self,
+        rollout: int,
+        policy_version: int,
+        *,
+        refresh: WeightRefresh | None = None,
+        digests: Mapping[int, int] | None = None,
+    ) -> Rollout:
         """Ensure that the whole of rollout number `rollout` is in the store.
 
         Args:
             rollout: 0, 1, 2, ...
             policy_version: optimizer steps behind the policy's weights.
             refresh: takes up newer weights on the way; only with a `CausalLMPolicy`.
+            digests: of the published weights by version, read when all is sampled; None where none are published.
 
         Returns:
             The summary of the rollout, read from the store if it was there already.
@@ -169,18 +177,20 @@ class Collector:
         # Where the advantage needs the whole rollout, all of it is written; of a trajectory that is in the store twice
         # the newest row counts.
         rows = (missing | self._whole_rollouts)[completions.prompt_index]
-        self.buffer.extend(
-            trajectories(
-                prompts,
-                prompt_ids,
-                completions.select(rows),
-                list(compress(texts, rows)),
-                list(compress(grades, rows)),
-                cursors=cursors,
-                group_size=self.config.group_size,
-                policy_version=policy_version,
-            )
+        stored = trajectories(
+            prompts,
+            prompt_ids,
+            completions.select(rows),
+            list(compress(texts, rows)),
+            list(compress(grades, rows)),
+            cursors=cursors,
+            group_size=self.config.group_size,
+            policy_version=policy_version,
         )
+        if digests is not None:
+            sampled_by = stored[keys.POLICY_VERSION].values.tolist()
+            stored[keys.POLICY_DIGEST] = Flat(torch.tensor([digests.get(version, 0) for version in sampled_by]))
+        self.buffer.extend(stored)
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
         error = next((item.error for item in grades if item.error is not None), None)
         return self._summary(rollout, rewards, len(completions.token_ids), error, started, from_store=False)

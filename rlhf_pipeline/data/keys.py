@@ -29,6 +29,8 @@ GROUP_ID: Final[Key] = "group_id"
 POLICY_VERSION: Final[Key] = "policy_version"
 NEWEST_POLICY_VERSION: Final[Key] = "newest_policy_version"
 """Where weights were replaced in the middle of a trajectory: the last ones' version; else -1."""
+POLICY_DIGEST: Final[Key] = "policy_digest"
+"""Of the published weights whose version `policy_version` is; 0 where none were published."""
 NUM_PROMPT_TOKENS: Final[Key] = "num_prompt_tokens"
 DONE: Final[Key] = ("next", "done")
 FINISH_REASON: Final[Key] = "finish_reason"
@@ -63,6 +65,7 @@ COLUMN_OF_KEY: Final[dict[Key, str]] = {
     GROUP_ID: "group_id",
     POLICY_VERSION: "policy_version",
     NEWEST_POLICY_VERSION: "newest_policy_version",
+    POLICY_DIGEST: "policy_digest",
     NUM_PROMPT_TOKENS: "num_prompt_tokens",
     DONE: "done",
     FINISH_REASON: "finish_reason",

@@ -241,11 +241,11 @@ class Learner:
             self._forget_proximal(version)
         if row_ids is None:
             row_ids, ages = self.chosen_rows(step)
+            if len(row_ids) == 0:
+                self._notices.append(f"step {step} has nothing to learn from: every group was without spread.")
         elif ages is None:
             ages = version - store.read_scalars("policy_version", row_ids)
         uses = None if self._uses is None else self._uses.before(step, store.read_scalars("trajectory_id", row_ids))
-        if len(row_ids) == 0:
-            self._notices.append(f"step {step} has nothing to learn from: every group was without spread and dropped.")
         if self.shards is not None:
             self.shards.tell("step", step=step, row_ids=row_ids.tolist(), ages=None if aged is None else aged.tolist())
         plan = plan_step(

@@ -54,6 +54,7 @@ from rlhf_pipeline.replay.batches import jagged_batch, padded_batch, padded_colu
 from rlhf_pipeline.replay.trajectory_schema import (
     FAILED_MEMBERS,
     NEWEST_VERSION,
+    POLICY_DIGEST,
     REWARD_COLUMN,
     SLOT,
     WAITING,
@@ -569,7 +570,7 @@ def _open(
         if mode == "r":
             return TrajectoryStore.open(path, mode=mode)
         # Stores that are older than these columns gain them.
-        gained = [WAITING, FAILED_MEMBERS, NEWEST_VERSION, *extra]
+        gained = [WAITING, FAILED_MEMBERS, NEWEST_VERSION, POLICY_DIGEST, *extra]
         return TrajectoryStore.open(path, mode=mode, durability=durability, add_columns=gained)
     except StoreNotFoundError:
         if mode == "r":

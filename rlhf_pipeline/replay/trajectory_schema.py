@@ -16,6 +16,9 @@ SLOT = "slot"
 NEWEST_VERSION = Column("newest_policy_version", "int64", fill=-1)
 """Column of the newest version that sampled a token, where weights were replaced in the middle; else -1."""
 
+POLICY_DIGEST = Column("policy_digest", "int64", fill=0)
+"""Column of the digest of the published weights that sampled the first token; 0 where none were published."""
+
 WAITING = Column("waiting", "int64", fill=-1)
 """Column that says whether a row waits for the rest of its group; see `rlhf_pipeline.data.keys.WAITING`."""
 
@@ -127,6 +130,7 @@ def trajectory_schema(extra: Mapping[Key, str] | Iterable[Column] = (), *, token
         Column("group_id", "int64", fill=-1),
         Column("policy_version", "int64", fill=0),
         NEWEST_VERSION,
+        POLICY_DIGEST,
         Column("num_prompt_tokens", "int32", fill=0),
         Column("done", "bool", fill=True),
         Column("degenerate", "bool", fill=False),

@@ -165,7 +165,7 @@ def _check_weights(run: RunFolder) -> Iterator[Finding]:
     if published is None:
         yield Finding(part="weights", ok=True, text="nothing is published yet")
         return
-    problem = weights_problem(run, published.version)
+    problem = weights_problem(run, published)
     text = f"the newest are of step {published.version}: every checksum holds"
     if problem is not None:
         text = f"the newest, of step {published.version}: {problem}. The learner publishes them again when it starts"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -137,6 +138,16 @@ def folder_problem(folder: Path, *, checksums: bool = True) -> str | None:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return f"it has no {name}"
     return None
+
+
+def folder_digest(folder: Path) -> int:
+    """Return a number from 1 to 2^63 - 1 that folders with other files do not share.
+
+    Args:
+        folder: a folder that `new_folder` made.
+    """
+    digest = hashlib.blake2b((folder / MANIFEST).read_bytes(), digest_size=8).digest()
+    return max(int.from_bytes(digest) >> 1, 1)
 
 
 def _seal(folder: Path, *, sync: bool) -> None:

@@ -49,7 +49,7 @@ from rlhf_pipeline.errors import (
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
 from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs
-from rlhf_pipeline.run.medium import Address, below, is_url, open_medium
+from rlhf_pipeline.run.medium import Address, below, open_medium
 from rlhf_pipeline.run.rows import Row, StepRows
 
 FORMAT: Final = 1
@@ -196,6 +196,10 @@ class RunFolder:
         """Return what a process of the run said of itself last; empty if it never did."""
         return self.medium.said(name)
 
+    def forget(self, path: Path) -> None:
+        """Remove a sealed folder where it is a copy."""
+        self.medium.forget(path.relative_to(self.path).as_posix())
+
     def drop(self, path: Path) -> None:
         """Have a sealed folder, which this process has removed, be gone for all."""
         self.medium.drop(path.relative_to(self.path).as_posix())
@@ -265,13 +269,7 @@ class RunFolder:
     @property
     def is_free(self) -> bool:
         """Whether a new run may be made here: nothing is there, or only what a failed start left."""
-        if is_url(self.address):
-            return not self.is_recorded or self.came_to_nothing
-        if not self.path.exists():
-            return True
-        if not self.path.is_dir():
-            return False
-        return {path.name for path in self.path.iterdir()} <= _BEFORE_THE_RECORD or self.came_to_nothing
+        return self.medium.is_blank(_BEFORE_THE_RECORD) or self.came_to_nothing
 
     @property
     def came_to_nothing(self) -> bool:
@@ -283,9 +281,9 @@ class RunFolder:
         # Imported where a store is opened, as NumPy takes longer than all else that a command does before it answers.
         from trajectory_store import StoreError, StoreNotFoundError, TrajectoryStore
 
-        for folder in (self.store_path, self.rollouts):
+        for name in self.medium.stores:
             try:
-                with TrajectoryStore.open(folder) as store:
+                with TrajectoryStore.open(below(self.address, name)) as store:
                     if store.watermark:
                         return False
             except StoreNotFoundError:
@@ -426,9 +424,7 @@ class RunFolder:
         """Say that a store of the run is not there, or has seen less than the run had stored."""
         from trajectory_store import StoreError, TrajectoryStore
 
-        if name == self.rollouts.name and is_url(self.address):  # an object each, and no store
-            if not self.is_of_several:
-                yield f"there is no {name}"
+        if name not in self.medium.stores:  # an object each
             return
         try:
             with TrajectoryStore.open(below(self.address, name)) as store:

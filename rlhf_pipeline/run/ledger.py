@@ -45,10 +45,12 @@ class Ledger:
         """Write a step's row; return False if an earlier try at this step used other trajectories.
 
         Rows of one step are the same if they name the same `trajectory_ids`; where a row has none, the same `row_ids`
-        (a trajectory that was lost with its ring and sampled again is the same trajectory in another row).
+        (a trajectory that was lost with its ring and sampled again is the same trajectory in another row). Where both
+        give `ages`, these are the same, too: lost rows that other weights sampled again may have the same ids.
         """
         before = self.planned(row["step"])
-        if before is not None and before["row_ids"] == row["row_ids"]:
+        as_old = before is not None and before.get("ages", row.get("ages")) == row.get("ages", before.get("ages"))
+        if before is not None and as_old and before["row_ids"] == row["row_ids"]:
             return True
         # What was planned after this step was planned from it.
         if self.metrics is not None:
@@ -58,4 +60,4 @@ class Ledger:
         if before is None:
             return True
         named = before.get("trajectory_ids")
-        return named is not None and named == row.get("trajectory_ids")
+        return as_old and named is not None and named == row.get("trajectory_ids")

@@ -8,6 +8,7 @@ will need. For a folder both do nothing: the files are the run. For an object st
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -54,11 +55,17 @@ class RunMedium(ABC):
         root: where this process finds and writes files of the run.
         address: the run itself, for people.
         patience_s: the longest pause between two looks while nothing happens, in seconds.
+        stores: the names of what is kept in trajectory stores.
     """
 
     root: Path
     address: Address
     patience_s: float
+    stores: Collection[str]
+
+    @abstractmethod
+    def is_blank(self, besides: Collection[str]) -> bool:
+        """Whether a run may be made here, as there is nothing that could be one, besides files of these names."""
 
     @abstractmethod
     def bring(self, name: str) -> None:
@@ -85,6 +92,10 @@ class RunMedium(ABC):
     @abstractmethod
     def drop(self, name: str) -> None:
         """Remove a sealed folder for all processes."""
+
+    @abstractmethod
+    def forget(self, name: str) -> None:
+        """Remove this process's copy of a sealed folder, where the run is kept elsewhere."""
 
     @abstractmethod
     def outline(self, name: str) -> None:
@@ -171,10 +182,17 @@ class FolderMedium(RunMedium):
     """
 
     patience_s = 0.1
+    stores = ("store", "rollouts")
 
     def __init__(self, path: Path) -> None:
         self.root = path
         self.address = path
+
+    def is_blank(self, besides: Collection[str]) -> bool:
+        """Whether there is no folder, or nothing else in it."""
+        if not self.root.exists():
+            return True
+        return self.root.is_dir() and {path.name for path in self.root.iterdir()} <= set(besides)
 
     def bring(self, name: str) -> None:
         """It is here."""
@@ -191,6 +209,9 @@ class FolderMedium(RunMedium):
 
     def drop(self, name: str) -> None:
         """Whoever drops a folder has removed it."""
+
+    def forget(self, name: str) -> None:
+        """There are no copies."""
 
     def outline(self, name: str) -> None:
         """The folder itself says it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline, Replay
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.replay.schema import POLICY_DIGEST
 from rlhf_pipeline.run.build import Parts
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder
@@ -23,7 +24,7 @@ from rlhf_pipeline.run.loop import Batch, Source, tell
 from rlhf_pipeline.run.offline_batches import Batches
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet
-from rlhf_pipeline.run.rows import StepRows
+from rlhf_pipeline.run.rows import Row, StepRows
 from rlhf_pipeline.run.signals import StopRequest
 
 Ints = npt.NDArray[np.int64]
@@ -114,6 +115,14 @@ class Arrivals:
         self._waiting: list[int] = []
         """Rollouts that have arrived and were not learned from yet, in order."""
         self._current: _Arrived | None = None
+        self._digests: dict[int, int] = {}
+        """Of the weights that this process published, by version, as far back as they may be learned from."""
+
+    def note_weights(self, version: int, digest: int) -> None:
+        """Say what weights are published: those of the next step, or newer ones while steps are taken again."""
+        self._digests[version] = digest
+        if len(self._digests) > self._pipeline.buffer.max_staleness + 2:
+            del self._digests[min(self._digests)]
 
     def begins(self, step: int) -> bool:
         """Whether a step is the first on a rollout."""
@@ -131,16 +140,18 @@ class Arrivals:
             if begins:
                 self._begin(index)
         current = self._current
-        was = None if planned is None else np.asarray(planned["row_ids"], np.int64)
-        row_ids = was if was is not None and self._has(was) else self._usable(current, step)
+        row_ids = self._as_planned(planned, step)
+        if row_ids is None:
+            row_ids = self._usable(current, step)
         self._heartbeat.beat("learning", step=step, rollout=current.index)
         traffic = current.traffic if begins and current.traffic is not None else {}
+        digest = self._digests.get(step - 1) or (planned or {}).get(POLICY_DIGEST.name, 0)
         return Batch(
             task_reward=current.task_reward if begins else None,
             about=_about(current.index, current if begins else None)
             | {f"rollout_{name}": value for name, value in traffic.items()},
             row_ids=row_ids,
-            ledger_fields={"rollout": current.index},
+            ledger_fields={"rollout": current.index, POLICY_DIGEST.name: digest},
         )
 
     def state(self) -> dict[str, Any]:
@@ -213,6 +224,14 @@ class Arrivals:
         """Return the trajectories that `step` learns from; say how many of the rollout are too old."""
         if self._pipeline.sample.strategy != "fresh":
             return self._drawn(step)
+        known = self._of_this_run(arrived.row_ids, step)
+        if not known.all():
+            tell(
+                self._on_event,
+                f"step {step}: {int((~known).sum())} of {len(known)} trajectories of rollout {arrived.index} were "
+                "sampled with weights of steps that the run has lost since; they are kept and not learned from.",
+            )
+            arrived = replace(arrived, row_ids=arrived.row_ids[known])
         ages = step - 1 - self._parts.buffer.store.read_scalars("policy_version", arrived.row_ids)
         young = ages <= self._pipeline.buffer.max_staleness
         if not young.all():
@@ -223,18 +242,43 @@ class Arrivals:
             )
         return arrived.row_ids[young]
 
-    def _has(self, row_ids: Ints) -> bool:
-        return bool(np.isin(row_ids, self._parts.buffer.store.ids()).all())
+    def _as_planned(self, planned: Row | None, step: int) -> Ints | None:
+        """Return what a step was to learn from; None if that was never said, or is not there as it was."""
+        if planned is None:
+            return None
+        row_ids, store = np.asarray(planned["row_ids"], np.int64), self._parts.buffer.store
+        if not np.isin(row_ids, store.ids()).all():
+            return None
+        # A power loss may take rows that the ledger names; those that are sampled in their place may have their ids.
+        ages = step - 1 - store.read_scalars("policy_version", row_ids)
+        return row_ids if ages.tolist() == planned["ages"] and self._of_this_run(row_ids, step).all() else None
+
+    def _of_this_run(self, row_ids: Ints, step: int) -> npt.NDArray[np.bool_]:
+        """Return which trajectories were sampled with weights that this run has had before a step.
+
+        The ledger says which weights a step began with, this process what it has published. (Both are asked: taken
+        again on a GPU, steps give other last bits.) Trajectories that name no weights are believed.
+        """
+        store, ledger = self._parts.buffer.store, self._parts.learner.ledger
+        versions = store.read_scalars("policy_version", row_ids)
+        digests = store.read_scalars(POLICY_DIGEST.name, row_ids)
+        known = digests == 0
+        for version in np.unique(versions[~known & (versions < step)]).tolist():
+            row = ledger.planned(version + 1) or {}
+            had = {row.get(POLICY_DIGEST.name, 0), self._digests.get(version, 0)} - {0}
+            known |= (versions == version) & (np.isin(digests, list(had)) if had else True)
+        return known
 
     def _drawn(self, step: int) -> Ints:
         """Return what `sample.strategy` draws from the rollouts that were begun, which is what the ledger counts on."""
         store, size = self._parts.buffer.store, self._pipeline.collect.prompts_per_rollout
 
-        def begun(row_ids: Ints) -> npt.NDArray[np.bool_]:
+        def allowed(row_ids: Ints) -> npt.NDArray[np.bool_]:
             rollouts = (store.read_scalars("group_id", row_ids) // size).tolist()
-            return np.fromiter((rollout in self.done for rollout in rollouts), bool, len(rollouts))
+            begun = np.fromiter((rollout in self.done for rollout in rollouts), bool, len(rollouts))
+            return begun & self._of_this_run(row_ids, step)
 
-        return self._parts.learner.chosen_rows(step, keep=begun)[0]
+        return self._parts.learner.chosen_rows(step, keep=allowed)[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from safetensors import SafetensorError
@@ -21,15 +21,14 @@ from rlhf_pipeline.policies.engines.protocol import WeightRefresh
 from rlhf_pipeline.run.build import Parts, build_models, build_parts
 from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
-from rlhf_pipeline.run.files import remove_folder
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import tell
-from rlhf_pipeline.run.medium import Address, RunMedium, TrafficMeter, is_url
+from rlhf_pipeline.run.medium import Address, RunMedium, TrafficMeter
 from rlhf_pipeline.run.processes.claims import Claims, Flow
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause, process_lock
 from rlhf_pipeline.run.processes.rollouts import Rollouts, StoredRollout
 from rlhf_pipeline.run.processes.run_files import open_claims, open_rollouts, shared_run
-from rlhf_pipeline.run.processes.weights import Published, read_published, version_folder, weights_problem
+from rlhf_pipeline.run.processes.weights import Published, read_published, weights_folder, weights_problem
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 
 logger = logging.getLogger(__name__)
@@ -143,6 +142,8 @@ class _Worker:
     traffic: TrafficMeter
     refresh_weights_every: int = 0
     version: int = -1
+    digests: dict[int, int] = field(default_factory=dict[int, int])
+    """Of the weights that were taken for this rollout, by version."""
     num_rollouts: int = 0
     num_trajectories: int = 0
 
@@ -180,6 +181,7 @@ class _Worker:
     def _one(self, rollout: int, published: Published) -> bool:
         """Store a rollout and record it; returns that it is done."""
         self._take_weights(published)
+        self.digests = {self.version: self.digests[self.version]}
         self.heartbeat.beat("collecting", rollout=rollout, version=self.version, rollouts=self.num_rollouts)
         self.parts.load_write_path_state(published.write_path)
         if not self.claims.is_first:
@@ -216,7 +218,9 @@ class _Worker:
 
     def _collect(self, rollout: int) -> Rollout:
         try:
-            done = self.parts.collector.collect(rollout, policy_version=self.version, refresh=self._refresh())
+            done = self.parts.collector.collect(
+                rollout, policy_version=self.version, refresh=self._refresh(), digests=self.digests
+            )
         except RewardError:
             self.heartbeat.beat("failed: every reward call", rollout=rollout, rollouts=self.num_rollouts)
             raise
@@ -232,7 +236,7 @@ class _Worker:
 
         def load() -> int:
             newest = read_published(self.run)
-            if newest is not None:
+            if newest is not None and newest.version > self.version:  # not where the run went back to earlier ones
                 self._take_weights(newest)
             return self.version
 
@@ -241,16 +245,16 @@ class _Worker:
     def _take_weights(self, published: Published) -> None:
         """Load the published weights; if they have been replaced in the meantime, the newest ones."""
         tries = 0
-        while published.version != self.version:
+        while (self.version, self.digests.get(self.version)) != (published.version, published.digest):
             try:
-                load_policy(self.parts.policy, self.run, published.version)
-                self.version = published.version
+                load_policy(self.parts.policy, self.run, published)
+                self.version, self.digests[published.version] = published.version, published.digest
             except (OSError, SafetensorError, DataError):
                 newest = read_published(self.run)
                 tries += newest is None or newest.version == published.version
                 if tries > _TRIES:
                     raise
-                time.sleep(_LOOK_AGAIN_S)  # the learner may be replacing this very version
+                time.sleep(_LOOK_AGAIN_S)  # the learner may be replacing them by newer ones
                 published = newest or published
 
 
@@ -271,20 +275,20 @@ class _Refused:
             self.published, self.until = published, time.monotonic() + _LOOKS_A_CLAIM * medium.patience_s
 
 
-def load_policy(policy: CausalLMPolicy, run: RunFolder, version: int) -> None:
-    """Give the policy's engine the published weights of a version; the policy itself where it samples on its own.
+def load_policy(policy: CausalLMPolicy, run: RunFolder, published: Published) -> None:
+    """Give the policy's engine published weights; the policy itself where it samples on its own.
 
     Raises:
         DataError: a file is damaged, or the folder is gone: a newer version may have replaced it.
         EngineError: the engine cannot load them.
     """
-    problem, folder = weights_problem(run, version), version_folder(run.weights, version)
+    problem, folder = weights_problem(run, published), weights_folder(run, published)
     if problem is not None:
         raise DataError(
             f"the published weights {folder.name} of {run.address} cannot be used: {problem}. Start the learner "
             f"again, which publishes them again: rlhf-pipeline learn --run {shlex.quote(str(run.address))}"
         )
-    policy.engine.load_weights(folder, version)
-    for older in sorted(folder.parent.glob("version-*"))[:-_COPIES] if is_url(run.address) else ():
+    policy.engine.load_weights(folder, published.version)
+    for older in sorted(folder.parent.glob("version-*"))[:-_COPIES]:
         if older != folder:
-            remove_folder(older)
+            run.forget(older)

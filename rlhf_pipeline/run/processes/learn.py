@@ -117,37 +117,40 @@ class _Publisher:
         self._ledger = parts.learner.ledger
         self._source = source
         self._run = run
-        self._published = self._published_before(on_event)
-        """The version that is out, if it is whole, and the ledger's row of the step behind it."""
+        self._published, self._row = self._published_before(on_event)
+        """What is out, if it is whole, and the ledger's row of the step behind it."""
 
     def publish(self, step: int, reason: Reason | None) -> None:
         """Publish the weights behind a step, unless newer ones are out."""
         finished = None if reason == "interrupted" else reason
         newest = self._newest
-        if finished is None and newest is not None and newest > step:
+        if finished is None and newest is not None and newest.version > step:
             return
+        is_out = newest is not None and newest.version == step
         published = Published(
             version=step,
             next_version=-(-step // self._updates) * self._updates,
             rollouts_done=len(self._source.done),
             finished=finished,
             write_path=self._parts.write_path_state(),
+            digest=newest.digest if newest is not None and is_out else 0,
         )
-        save = self._parts.policy.save_pretrained if newest != step else None
-        publish(self._run, published, save=save, sync=self._sync)
-        self._published = step, self._ledger.planned(step)
+        save = None if is_out else self._parts.policy.save_pretrained
+        self._published = publish(self._run, published, save=save, sync=self._sync)
+        self._row = self._ledger.planned(step)
+        self._source.note_weights(step, self._published.digest)
 
     @property
-    def _newest(self) -> int | None:
-        """The version that is out; None if there is none that is whole and of this run."""
-        version, row = self._published
-        return version if version is not None and self._ledger.planned(version) == row else None
+    def _newest(self) -> Published | None:
+        """What is out; None if there is nothing that is whole and of this run."""
+        out = self._published
+        return out if out is not None and self._ledger.planned(out.version) == self._row else None
 
-    def _published_before(self, on_event: EventHandler) -> tuple[int | None, Row | None]:
+    def _published_before(self, on_event: EventHandler) -> tuple[Published | None, Row | None]:
         before = read_published(self._run)
         if before is None:
             return None, None
-        row, problem = self._ledger.planned(before.version), weights_problem(self._run, before.version)
+        row, problem = self._ledger.planned(before.version), weights_problem(self._run, before)
         if problem is not None:
             tell(on_event, f"the published weights of step {before.version} are damaged: {problem}.")
             return None, None
@@ -156,4 +159,4 @@ class _Publisher:
             return None, None
         if before.finished is not None:  # the run goes on
             publish(self._run, replace(before, finished=None), save=None)
-        return before.version, row
+        return before, row

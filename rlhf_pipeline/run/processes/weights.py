@@ -1,4 +1,8 @@
-"""Published weights: a folder per version and a pointer that is replaced in one rename."""
+"""Published weights: a folder per version and a pointer that is replaced in one rename.
+
+A run that has lost its last steps takes others and numbers their weights alike. So what tells weights apart is the
+digest of their files: folders have it in their names, and the store has it beside the version of each trajectory.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.run.files import folder_problem, new_folder, remove_folder, write_atomically
+from rlhf_pipeline.run.files import (
+    folder_digest,
+    folder_problem,
+    new_folder,
+    remove_folder,
+    sync_folder,
+    write_atomically,
+)
 from rlhf_pipeline.run.folder import RunFolder
 
 _POINTER = "latest.json"
-_VERSION = re.compile(r"version-(\d{8})")
+_VERSION = re.compile(r"version-(\d{8})(-[0-9a-f]{16})?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,39 +41,62 @@ class Published:
     """Why the run has ended, or None while it goes on. Collectors leave when they see it."""
     write_path: dict[str, Any] = field(default_factory=dict[str, Any])
     """State of the write path that the learner keeps for all collectors, for example the KL coefficient."""
+    digest: int = 0
+    """Of the weights; 0 in runs that are older than it."""
 
 
 def publish(
     run: RunFolder,
     published: Published,
     *,
-    save: Callable[[Path], None] | None,
+    save: Callable[[Path], object] | None,
     keep: int = 3,
     sync: bool = False,
-) -> None:
+) -> Published:
     """Make weights of a version the newest ones.
 
     Args:
         run: the run folder; its `weights` folder is made if absent.
         published: the version and the learner's progress.
-        save: writes the weights into an empty folder; None if this version's folder is there and only the progress
-            has changed.
+        save: writes the weights into an empty folder; None if those of `published.digest` are there and only the
+            progress has changed.
         keep: how many versions to keep.
         sync: have all of it on the disk before the pointer names it, so that it survives a power loss.
+
+    Returns:
+        What was published, with the digest of its weights.
     """
     folder = run.weights
     folder.mkdir(parents=True, exist_ok=True)
-    target = version_folder(folder, published.version)
     if save is not None:
-        with new_folder(target, sync=sync) as temporary:
-            save(temporary)
+        published = replace(published, digest=_add(folder, published.version, save, sync=sync))
+    target = weights_folder(run, published)
+    if save is not None:
         run.keep(target)
     write_atomically(folder / _POINTER, json.dumps(asdict(published)).encode(), sync=sync)
     run.keep(folder / _POINTER)
-    for old in sorted(path for path in folder.iterdir() if _VERSION.fullmatch(path.name))[:-keep]:
-        if old != target:
-            remove_folder(old)
-            run.drop(old)
+    earlier = [path for path in sorted(folder.iterdir()) if _VERSION.fullmatch(path.name) and path != target]
+    kept = [path for path in earlier if _version_of(path) < published.version][1 - keep :] if keep > 1 else []
+    for other in earlier:
+        if other not in kept:  # too old, or of steps that the run has lost
+            remove_folder(other)
+            run.drop(other)
+    return published
+
+
+def _add(folder: Path, version: int, save: Callable[[Path], object], *, sync: bool) -> int:
+    """Write weights into a folder that is named by what they are; returns their digest."""
+    new = folder / "new"
+    with new_folder(new, sync=sync) as temporary:
+        save(temporary)
+    digest = folder_digest(new)
+    target = version_folder(folder, version, digest)
+    if target.exists():
+        remove_folder(target)
+    new.rename(target)
+    if sync:
+        sync_folder(folder)
+    return digest
 
 
 def read_published(run: RunFolder) -> Published | None:
@@ -81,11 +115,24 @@ def reopen(run: RunFolder) -> None:
         run.medium.flush()
 
 
-def version_folder(folder: Path, version: int) -> Path:
-    """Return where the weights of a version are, or were."""
-    return folder / f"version-{version:08d}"
+def version_folder(folder: Path, version: int, digest: int = 0) -> Path:
+    """Return where the weights of a version are, or were; those without a digest by their number alone."""
+    return folder / (f"version-{version:08d}" + (f"-{digest:016x}" if digest else ""))
 
 
-def weights_problem(run: RunFolder, version: int) -> str | None:
-    """Say what is wrong with the published weights of a version, every checksum compared, or return None."""
-    return folder_problem(run.bring(version_folder(run.weights, version)))
+def weights_folder(run: RunFolder, published: Published) -> Path:
+    """Return where published weights are, or were."""
+    return version_folder(run.weights, published.version, published.digest)
+
+
+def weights_problem(run: RunFolder, published: Published) -> str | None:
+    """Say what is wrong with published weights, every checksum compared, or return None."""
+    folder = run.bring(weights_folder(run, published))
+    problem = folder_problem(folder)
+    if problem is None and published.digest not in (0, folder_digest(folder)):
+        return "they are not those that were published"
+    return problem
+
+
+def _version_of(folder: Path) -> int:
+    return int(folder.name.split("-")[1])

@@ -7,11 +7,12 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from rlhf_pipeline.run.files import remove_folder
 from rlhf_pipeline.run.medium import BESIDE, RunMedium
 from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
 from rlhf_pipeline.run.remote.copies import new_copy
@@ -40,6 +41,7 @@ class BucketMedium(RunMedium):
     """
 
     patience_s = 2.0
+    stores = ("store",)
 
     def __init__(self, url: str) -> None:
         self.address = url
@@ -84,6 +86,10 @@ class BucketMedium(RunMedium):
         return self.bucket.traffic
 
     # Files and folders
+
+    def is_blank(self, besides: Collection[str]) -> bool:
+        """Whether no run has been recorded."""
+        return self.bucket.get("config.json") is None
 
     def bring(self, name: str) -> None:
         """Have a file or a sealed folder here as it is now."""
@@ -137,6 +143,10 @@ class BucketMedium(RunMedium):
     def drop(self, name: str) -> None:
         """Delete a sealed folder."""
         self.outbox.add(lambda: self.sealed.drop(name))
+
+    def forget(self, name: str) -> None:
+        """Remove the copy."""
+        remove_folder(self.root / name)
 
     def outline(self, name: str) -> None:
         """Make an empty folder for each sealed one that is not here."""

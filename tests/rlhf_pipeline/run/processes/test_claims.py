@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.admission import may_start
 from rlhf_pipeline.run.processes.claims import Flow, FolderClaims
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, make_rollouts
-from rlhf_pipeline.run.processes.weights import Published, publish, read_published, version_folder
+from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_folder
 from tests.rlhf_pipeline.small import stored_rollout
 from trajectory_store import TrajectoryStore
 
@@ -84,10 +85,16 @@ def test_published_weights_are_whole_and_the_oldest_go(tmp_path):
     assert read_published(run) is None
     for version in range(5):
         said = Published(version=version, next_version=version, rollouts_done=version, write_path={"kl": 0.5})
-        publish(run, said, save=lambda path: (path / "model").write_text("w"), keep=2)
-        assert read_published(run) == said
-        assert (version_folder(folder, version) / "model").is_file()
-    assert sorted(path.name for path in folder.glob("version-*")) == ["version-00000003", "version-00000004"]
+        out = publish(run, said, save=lambda path: (path / "model").write_text("w"), keep=2)
+        assert read_published(run) == out == replace(said, digest=out.digest)
+        assert (weights_folder(run, out) / "model").is_file()
+    assert sorted(path.name[:16] for path in folder.iterdir()) == [
+        "latest.json",
+        "version-00000003",
+        "version-00000004",
+    ]
+    publish(run, replace(said, version=2), save=lambda path: (path / "model").write_text("of another history"), keep=2)
+    assert [path.name[:16] for path in folder.glob("version-*")] == ["version-00000002"]
     assert json.loads((folder / "latest.json").read_text())["finished"] is None
 
 

@@ -14,7 +14,7 @@ from rlhf_pipeline.run.processes.claims import Flow, FolderClaims
 from rlhf_pipeline.run.processes.collect import _named
 from rlhf_pipeline.run.processes.heartbeat import process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, make_rollouts
-from rlhf_pipeline.run.processes.weights import Published, publish, read_published, reopen, version_folder
+from rlhf_pipeline.run.processes.weights import Published, publish, read_published, reopen, weights_folder
 from trajectory_store import TrajectoryStore
 
 PUBLISHED = Published(version=0, next_version=0, rollouts_done=0)
@@ -27,8 +27,7 @@ def test_an_unsynced_pointer_after_a_power_loss(tmp_path: Path, content: str):
     publish(run, PUBLISHED, save=lambda folder: None)
     (run.weights / "latest.json").write_text(content)
     assert read_published(run) is None
-    publish(run, PUBLISHED, save=lambda folder: None)
-    assert read_published(run) == PUBLISHED
+    assert publish(run, PUBLISHED, save=lambda folder: None) == read_published(run)
 
 
 @pytest.mark.parametrize("content", ["", "\0" * 40, '{"rollout": 3'], ids=["empty", "zeros", "torn"])
@@ -71,17 +70,19 @@ def test_collectors_that_start_together_get_names_of_their_own(tmp_path: Path):
 
 def test_a_learner_that_comes_back_takes_the_end_back(tmp_path: Path):
     """Before it imports torch, so that collectors started beside it do not leave; a live learner's word stands."""
-    ended = replace(PUBLISHED, finished="steps")
-    publish(RunFolder(tmp_path), ended, save=lambda path: None)
+    ended = publish(RunFolder(tmp_path), replace(PUBLISHED, finished="steps"), save=lambda path: None)
     with process_lock(tmp_path / "processes", "learner"):
         reopen(RunFolder(tmp_path))
         assert read_published(RunFolder(tmp_path)) == ended
     reopen(RunFolder(tmp_path))
-    assert read_published(RunFolder(tmp_path)) == PUBLISHED
+    assert read_published(RunFolder(tmp_path)) == replace(ended, finished=None)
 
 
 def test_synced_weights_are_the_same_weights(tmp_path: Path):
     """With `sync` the pointer and the folder are what they are without it."""
-    publish(RunFolder(tmp_path), PUBLISHED, save=lambda path: (path / "model").write_text("w"), sync=True)
-    assert read_published(RunFolder(tmp_path)) == PUBLISHED
-    assert (version_folder(tmp_path / "weights", 0) / "model").read_text() == "w"
+    run = RunFolder(tmp_path)
+    synced, plain = (
+        publish(run, PUBLISHED, save=lambda path: (path / "model").write_text("w"), sync=sync) for sync in (True, False)
+    )
+    assert read_published(run) == synced == plain
+    assert (weights_folder(run, synced) / "model").read_text() == "w"

@@ -17,18 +17,18 @@ from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.build import build_policy
 from rlhf_pipeline.run.checkpoint import checkpoint_path
 from rlhf_pipeline.run.events import Event, Notice, RolloutDone, RunStarted, StepDone
-from rlhf_pipeline.run.files import new_folder
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.collect import collect, load_policy
 from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
 from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.processes.rollouts import ROLLOUTS_SCHEMA
-from rlhf_pipeline.run.processes.weights import read_published, version_folder
+from rlhf_pipeline.run.processes.weights import publish, read_published, weights_folder
 from tests.rlhf_pipeline.small import tiny
 from trajectory_store import TrajectoryStore
 
 FORGED = b"of a step that did not happen"
-PIPELINE = tiny(buffer__max_staleness="4", learn__updates_per_rollout="1", learn__steps="3")
+SETTINGS = {"buffer__max_staleness": "4", "learn__updates_per_rollout": "1", "learn__steps": "3"}
+PIPELINE = tiny(**SETTINGS)
 
 
 def stop_at(kind: type[Event], number: int = 1) -> Callable[[Event], None]:
@@ -62,23 +62,26 @@ def published(run: RunFolder) -> tuple[int, bytes]:
     """The version that is out, and its weights."""
     found = read_published(run)
     assert found is not None
-    return found.version, (version_folder(run.weights, found.version) / "model.safetensors").read_bytes()
+    return found.version, (weights_folder(run, found) / "model.safetensors").read_bytes()
 
 
-def forge(run: RunFolder, version: int) -> None:
-    """Put sealed weights of other bytes in place of a version's."""
-    with new_folder(version_folder(run.weights, version)) as made:
-        (made / "model.safetensors").write_bytes(FORGED)
+def forge(run: RunFolder, save: Callable[[Path], object]) -> None:
+    """Publish other weights under the number of those that are out, as a run does that has lost its last steps."""
+    said = read_published(run)
+    assert said is not None
+    publish(run, said, save=save)
 
 
 def test_damaged_weights_are_named_refused_and_published_again(run):
     """One flipped byte: `verify` names the file, a collector does not load it, and a learner that starts mends it."""
-    before, folder = published(run), version_folder(run.weights, 2)
+    said = read_published(run)
+    assert said is not None
+    before, folder = published(run), weights_folder(run, said)
     (folder / "model.safetensors").write_bytes(before[1][:-5] + bytes([before[1][-5] ^ 1]) + before[1][-4:])
     problems = [finding.text for finding in check_run(run) if not finding.ok]
     assert any("of step 2: model.safetensors has other bytes" in text for text in problems)
     with pytest.raises(DataError, match=r"has other bytes .* learn --run"):
-        load_policy(build_policy(PIPELINE, seed=0, device="cpu"), run, 2)
+        load_policy(build_policy(PIPELINE, seed=0, device="cpu"), run, said)
     learn(PIPELINE, run_dir=run.path, on_event=stop_at(RunStarted))
     assert published(run) == before
     assert [finding.text for finding in check_run(RunFolder(run.path)) if not finding.ok] == []
@@ -96,7 +99,6 @@ def test_weights_of_a_step_that_the_ledger_lacks_are_replaced(run):
     learn(PIPELINE, run_dir=run.path, on_event=lambda event: (events.append(event), stop(event)))
     assert published(run)[0] == 0
     assert any("the ledger has no step 2" in event.message for event in events if isinstance(event, Notice))
-    forge(run, 2)
     learn(PIPELINE, run_dir=run.path, on_event=stop_at(StepDone, 2))
     assert published(run) == before  # the same rollouts in the same order
 
@@ -107,11 +109,82 @@ def test_weights_of_a_step_that_is_taken_otherwise_are_replaced(run):
     row = run.ledger[1]
     run.ledger.drop_from(2)
     run.ledger.append({**row, "row_ids": [10**9]})
-    forge(run, 2)
+    forge(run, lambda folder: (folder / "model.safetensors").write_bytes(FORGED))
     learn(PIPELINE, run_dir=run.path, on_event=stop_at(StepDone, 2))
     version, weights = published(run)
     assert version == 2
     assert weights != FORGED
+
+
+def sampled(run: RunFolder, rollout: int) -> list[list[float]]:
+    """The log-probs of a rollout's trajectories."""
+    with TrajectoryStore.open(run.store_path) as store:
+        rows = store.read(store.ids(), ["log_probs", "group_id", "trajectory_id"])
+    size = PIPELINE.collect.prompts_per_rollout
+    mine = [at for at, group in enumerate(rows["group_id"]) if group // size == rollout]
+    return [rows["log_probs"][at].tolist() for at in sorted(mine, key=lambda at: rows["trajectory_id"][at])]
+
+
+def test_a_collector_takes_up_other_weights_of_a_number_that_it_has(run, tmp_path):
+    """What it samples next is what a collector samples that has just been started."""
+    other = RunFolder(shutil.copytree(run.path, tmp_path / "other"))
+    other_weights = build_policy(PIPELINE, seed=1, device="cpu").save_pretrained
+    rollouts: list[int] = []
+
+    def look(event: Event) -> None:
+        if isinstance(event, RolloutDone):
+            rollouts.append(event.rollout)
+            assert event.policy_version == 2
+            if len(rollouts) == 1:
+                forge(run, other_weights)
+            else:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    collect(PIPELINE, run_dir=run.path, on_event=look)
+    collect(PIPELINE, run_dir=other.path, on_event=stop_at(RolloutDone))
+    forge(other, other_weights)
+    collect(PIPELINE, run_dir=other.path, on_event=stop_at(RolloutDone))
+    assert rollouts == [3, 4]
+    assert str(sampled(run, 3)) == str(sampled(other, 3))
+    assert str(sampled(run, 4)) == str(sampled(other, 4))
+
+
+def test_what_weights_of_lost_steps_sampled_is_not_learned_from(run):
+    """A power loss took the last steps, and others are taken: who has sampled with the lost weights is behind."""
+    collect(PIPELINE, run_dir=run.path, on_event=stop_at(RolloutDone))  # rollout 3, with version 2
+    shutil.rmtree(checkpoint_path(run.checkpoints, 2))
+    for rows in (run.ledger, run.metrics):
+        rows.drop_from(2)
+    with TrajectoryStore.open(run.rollouts) as rollouts:
+        arrived = [rollouts.read(rollouts.ids()[[place]]) for place in (0, 2, 1, 3)]  # the row of 1 was lost as well
+    shutil.rmtree(run.rollouts)
+    with TrajectoryStore.create(run.rollouts, ROLLOUTS_SCHEMA) as rollouts:
+        for row in arrived:
+            rollouts.append(row)
+    events: list[Event] = []
+    learn(tiny(**SETTINGS | {"learn__steps": "4"}), run_dir=run.path, on_event=events.append)
+    taken = [(row["rollout"], len(row["row_ids"])) for row in RunFolder(run.path).ledger]
+    assert taken == [(0, 12), (2, 12), (1, 12), (3, 0)]
+    said = [event.message for event in events if isinstance(event, Notice)]
+    assert any("12 of 12 trajectories of rollout 3 were sampled with weights of steps that" in text for text in said)
+    assert [finding.text for finding in check_run(RunFolder(run.path)) if not finding.ok] == []
+
+
+def test_rows_with_the_ids_of_lost_ones_are_not_taken_for_them(run):
+    """A power loss leaves the ledger and takes rows that it names; other weights sample the rollout again."""
+    shutil.rmtree(checkpoint_path(run.checkpoints, 2))
+    planned = run.ledger[1]
+    with TrajectoryStore.open(run.store_path) as store:
+        schema, ids = store.schema, store.ids()
+        rows = store.read(ids)
+    assert planned["ages"] == [1] * 12
+    rows["policy_version"][12:24], rows["policy_digest"][12:24] = 1, planned["policy_digest"]
+    shutil.rmtree(run.store_path)
+    with TrajectoryStore.create(run.store_path, schema) as store:
+        assert store.append(rows).tolist() == ids.tolist()
+    learn(PIPELINE, run_dir=run.path, on_event=stop_at(StepDone, 2))
+    taken = RunFolder(run.path).ledger[1]
+    assert (taken["row_ids"], taken["ages"]) == (planned["row_ids"], [0] * 12)
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be opened")
