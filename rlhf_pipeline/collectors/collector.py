@@ -177,20 +177,19 @@ class Collector:
         # Where the advantage needs the whole rollout, all of it is written; of a trajectory that is in the store twice
         # the newest row counts.
         rows = (missing | self._whole_rollouts)[completions.prompt_index]
-        stored = trajectories(
-            prompts,
-            prompt_ids,
-            completions.select(rows),
-            list(compress(texts, rows)),
-            list(compress(grades, rows)),
-            cursors=cursors,
-            group_size=self.config.group_size,
-            policy_version=policy_version,
+        self.buffer.extend(
+            trajectories(
+                prompts,
+                prompt_ids,
+                completions.select(rows),
+                list(compress(texts, rows)),
+                list(compress(grades, rows)),
+                cursors=cursors,
+                group_size=self.config.group_size,
+                policy_version=policy_version,
+                digests=digests,
+            )
         )
-        if digests is not None:
-            sampled_by = stored[keys.POLICY_VERSION].values.tolist()
-            stored[keys.POLICY_DIGEST] = Flat(torch.tensor([digests.get(version, 0) for version in sampled_by]))
-        self.buffer.extend(stored)
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
         error = next((item.error for item in grades if item.error is not None), None)
         return self._summary(rollout, rewards, len(completions.token_ids), error, started, from_store=False)
@@ -249,6 +248,7 @@ def trajectories(
     cursors: np.ndarray,
     group_size: int,
     policy_version: int,
+    digests: Mapping[int, int] | None = None,
 ) -> Trajectories:
     """Return `n` completed trajectories.
 
@@ -264,6 +264,7 @@ def trajectories(
         cursors: int64 [P], the cursor of each prompt; it is the group's id.
         group_size: members of a whole group; makes `trajectory_id` unique.
         policy_version: optimizer steps behind the behaviour policy's weights, where the completions do not say it.
+        digests: of the published weights, by version.
     """
     owner = completions.prompt_index
     prompt_lengths = np.array([len(ids) for ids in prompt_ids])[owner]
@@ -292,6 +293,7 @@ def trajectories(
         trajectory_ids=groups * group_size + completions.member,
         policy_version=policy_version,
         versions=completions.versions,
+        digests=digests,
         num_prompt_tokens=prompt_lengths,
         finish_reasons=reasons,
         prompts=[prompts[index].text for index in owner],
@@ -311,6 +313,7 @@ def trajectory_rows(
     trajectory_ids: np.ndarray,
     policy_version: int,
     versions: np.ndarray | None = None,
+    digests: Mapping[int, int] | None = None,
     num_prompt_tokens: np.ndarray,
     finish_reasons: list[str],
     prompts: list[str],
@@ -330,6 +333,7 @@ def trajectory_rows(
         policy_version: of all of them.
         versions: int64 `[n, 2]`, of the first and the last token of each, where weights were replaced on the way; a
             trajectory is as old as its first token.
+        digests: of the published weights, by version; one that is not there is not known.
         num_prompt_tokens: int64.
         finish_reasons: why each ended.
         prompts: text.
@@ -337,6 +341,7 @@ def trajectory_rows(
         metas: JSON.
     """
     num, lengths = len(offsets) - 1, torch.from_numpy(np.diff(offsets))
+    oldest = np.full(num, policy_version) if versions is None else versions[:, 0]
     data = Trajectories(num)
     for key, values in ((keys.TOKENS, tokens), (keys.ASSISTANT_MASK, assistant), (keys.LOG_PROBS, log_probs)):
         data[key] = Flat(torch.from_numpy(values), lengths)
@@ -344,14 +349,15 @@ def trajectory_rows(
     scalars = {
         keys.GROUP_ID: groups,
         keys.TRAJECTORY_ID: trajectory_ids,
-        keys.POLICY_VERSION: np.full(num, policy_version) if versions is None else versions[:, 0],
+        keys.POLICY_VERSION: oldest,
         keys.NUM_PROMPT_TOKENS: num_prompt_tokens,
         keys.DONE: np.ones(num, np.bool_),
         keys.CREATED_AT: np.full(num, time.time()),
     }
     if versions is not None:
-        first, last = versions[:, 0], versions[:, 1]
-        scalars[keys.NEWEST_POLICY_VERSION] = np.where(first < last, last, -1)
+        scalars[keys.NEWEST_POLICY_VERSION] = np.where(oldest < versions[:, 1], versions[:, 1], -1)
+    if digests is not None:
+        scalars[keys.POLICY_DIGEST] = np.array([digests.get(version, 0) for version in oldest.tolist()])
     for key, values in scalars.items():
         data[key] = Flat(torch.from_numpy(np.ascontiguousarray(values)))
     data[keys.FINISH_REASON], data[keys.PROMPT] = Text(finish_reasons), Text(prompts)
