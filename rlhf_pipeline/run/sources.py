@@ -16,7 +16,7 @@ from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline, Replay
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.replay.schema import POLICY_DIGEST
+from rlhf_pipeline.replay.trajectory_schema import POLICY_DIGEST
 from rlhf_pipeline.run.build import Parts
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder

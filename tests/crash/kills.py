@@ -545,11 +545,15 @@ def one_of_several(run_dir: Path) -> Iterator[str]:
         arrived = sorted(rollouts.read_scalars("rollout").tolist())
     if len(np.unique(numbers)) < len(numbers):
         yield "a trajectory was stored twice"
-    if groups.tolist() != list(range(len(groups))) or set(members.tolist()) != {SWEPT.collect.group_size}:
+    stored = sorted(set((groups // size).tolist()))
+    whole = [rollout * size + prompt for rollout in stored for prompt in range(size)]
+    if groups.tolist() != whole or set(members.tolist()) != {SWEPT.collect.group_size}:
         yield f"prompts were lost or repeated: {groups.tolist()}, {members.tolist()}"
-    # A collector that was killed as the run ended may have stored a rollout that its next try is to record.
-    if len(set(arrived)) < len(arrived) or not {*begun, *arrived} <= set((groups // size).tolist()):
-        yield f"rollouts arrived {arrived}, and the groups are {groups.tolist()}"
+    if len(set(arrived)) < len(arrived) or not {*begun, *arrived} <= set(stored):
+        yield f"rollouts arrived {arrived}, of {begun} steps learned, and {stored} are stored"
+    # The run may end while a collector is dead. What it had begun, stored or not, is what the next one takes up.
+    if len({*range(max(stored) + 1)} - {*arrived}) > 1:
+        yield f"rollouts were lost: {arrived} arrived"
     for row in folder.ledger:
         if len(row["row_ids"]) != SWEPT.collect.rollout_size or not np.isin(row["row_ids"], ids).all():
             yield f"step {row['step']} learned from {row['row_ids']}"
