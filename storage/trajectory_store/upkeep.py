@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,12 +92,21 @@ def evict(catalog: Catalog, root: Root) -> int:
 
 
 def _drop(catalog: Catalog, ordinals: set[int], rows: dict[int, int]) -> set[int]:
-    """Take segments out of the catalog and remove them; returns those that this process took out."""
+    """Take segments out of the catalog and remove them; returns those that this process took out.
+
+    Args:
+        catalog: where they are.
+        ordinals: the segments.
+        rows: those whose rows go for good, and how many these are: all of them leave, or nothing does. Where one was
+            merged since, its rows are somewhere else now, and so their updates have to stay.
+    """
     taken: dict[int, Entry] = {}
 
     def step(state: State) -> State | None:
         taken.clear()
         taken.update({e.ordinal: e for e in state.entries if e.ordinal in ordinals})
+        if not rows.keys() <= taken.keys():
+            taken.clear()
         return state.without(set(taken), sum(rows.get(o, 0) for o in taken)) if taken else None
 
     if catalog.journal.change(step, catalog.newest_ns) is None:
@@ -132,22 +141,22 @@ def _victims(catalog: Catalog, root: Root) -> list[Segment]:
     return victims
 
 
-def _owners(segments: Iterable[Segment], state: State) -> set[int]:
-    """The original segments whose rows are still there."""
-    wanted = {s.ordinal for s in segments}
-    runs = owners_of([e for e in state.entries if e.ordinal in wanted])
-    return {o for first, last in runs for o in range(first, last + 1)}
+def _belong(state: State, targets: Int64Array, gone: Collection[int] = ()) -> npt.NDArray[np.bool_]:
+    """Which updates belong to rows that count, also where those cannot be read, or are not in this record yet."""
+    owners = targets >> ORDINAL_SHIFT
+    found = owners >= state.next_ordinal
+    for first, last in owners_of([e for e in state.entries if e.kind == "rows" and e.ordinal not in gone]):
+        found |= (first <= owners) & (owners <= last)
+    return found
 
 
 def _useless_updates(catalog: Catalog, gone: set[int]) -> set[int]:
     """Finished update segments whose trajectories are all gone."""
-    left = _owners([s for s in catalog.row_segments() if s.ordinal not in gone], catalog.state)
     out: set[int] = set()
-    for update in catalog.updates.values():
+    for update in list(catalog.updates.values()):
         if catalog.settled(update):
             update.want(np.arange(update.rows))
-            targets = np.unique(update.array(TARGET)[: update.rows] >> ORDINAL_SHIFT)
-            if not left.intersection(targets.tolist()):
+            if not _belong(catalog.state, update.array(TARGET)[: update.rows], gone).any():
                 out.add(update.ordinal)
     return out
 
@@ -323,8 +332,7 @@ def _last_of(catalog: Catalog, targets: Int64Array) -> npt.NDArray[np.bool_]:
     """Which updates are the last ones of their rows, less those whose rows are gone."""
     last = np.zeros(len(targets), bool)
     last[len(targets) - 1 - np.unique(targets[::-1], return_index=True)[1]] = True
-    left, owners = _owners(catalog.row_segments(), catalog.state), targets >> ORDINAL_SHIFT
-    return last & (np.isin(owners, np.array(sorted(left), np.int64)) | (owners >= catalog.state.next_ordinal))
+    return last & _belong(catalog.state, targets)
 
 
 def _write_merged(

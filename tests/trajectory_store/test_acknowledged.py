@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trajectory_store import Column, MissingRowError, Schema, StoreError, TrajectoryStore
+from trajectory_store import Column, MissingRowError, Schema, StoreError, TrajectoryStore, upkeep
 from trajectory_store.catalog import Catalog
 from trajectory_store.errors import ReadFailedError, SegmentGoneError
 from trajectory_store.memmap import LocalWriter, Memmap
@@ -312,6 +312,61 @@ def test_of_two_updates_at_one_time_the_same_wins_after_a_merge(tmp_path, backen
         assert found == [[1.0, 200.0]] * 6
         with TrajectoryStore.open(path) as fresh:
             assert fresh.verify().ok, str(fresh.verify())
+
+
+@pytest.mark.parametrize("meanwhile", ["merge", "update"])
+def test_an_eviction_takes_no_update_of_a_row_that_stays(tmp_path, backend, meanwhile, monkeypatch):
+    """Another process merges the rows that were to go, or updates a row that the eviction does not know of."""
+    path = create(tmp_path / "s", backend, max_trajectories=4)
+    ids = np.concatenate([append_and_close(path, tags) for tags in ([0, 1], [2, 3])])
+    other = TrajectoryStore.open(path, "a")
+    other.update(ids, priority=5.0)
+    if meanwhile == "merge":
+        other.close()
+    look, waiting, late = upkeep._victims, [True], []
+
+    def look_before_the_other(catalog, root):
+        found = look(catalog, root)
+        if found and waiting:
+            waiting.clear()
+            if meanwhile == "merge":
+                with TrajectoryStore.open(path, "a")._look_in() as theirs:
+                    assert upkeep._merge(theirs, theirs.row_segments()[:2])
+            else:
+                late.append(other.append(rows([9])))
+                other.update(late[0], priority=7.0)
+            other.close()
+        return found
+
+    monkeypatch.setattr(upkeep, "_victims", look_before_the_other)
+    with TrajectoryStore.open(path, "a") as store:
+        store.append(rows(range(4, 8)))
+        assert not waiting
+        if meanwhile == "merge":
+            assert store.read_scalars("priority", ids).tolist() == [5.0] * 4
+        else:
+            store.refresh()
+            assert store.read_scalars("priority", late[0]).tolist() == [7.0]
+        assert store.verify().ok
+
+
+def test_updates_of_a_segment_that_cannot_be_read_stay(tmp_path, backend):
+    """Whoever puts the damaged segment back finds its later values, too."""
+    path = create(tmp_path / "s", backend, max_trajectories=6)
+    ids = append_and_close(path, range(2))
+    with TrajectoryStore.open(path, "a") as store:
+        store.append(rows([2, 3]))
+        store.update(ids, priority=5.0)
+    header = path / "seg-00000000" / "zarr.json"
+    whole = header.read_bytes()
+    header.write_bytes(b"")
+    with pytest.warns(RuntimeWarning, match="cannot be opened"), TrajectoryStore.open(path, "a") as store:
+        store.compact()
+        for first in range(4, 40, 6):
+            store.append(rows(range(first, first + 6)))
+    header.write_bytes(whole)
+    with TrajectoryStore.open(path) as store:
+        assert store.read_scalars("priority", ids).tolist() == [5.0] * 2
 
 
 def test_a_writer_that_ends_while_another_process_opens_is_no_damage(tmp_path, backend, monkeypatch):
