@@ -5,6 +5,7 @@
 'input_ids'
 """
 
+from trajectory_store.catalog import Snapshot
 from trajectory_store.compare import StoreDiff, copy_rows, diff
 from trajectory_store.errors import (
     BatchError,
@@ -26,7 +27,6 @@ from trajectory_store.errors import (
 from trajectory_store.pool import BufferPool
 from trajectory_store.ragged import RaggedArray
 from trajectory_store.schema import Column, Schema
-from trajectory_store.snapshot import Snapshot
 from trajectory_store.store import TrajectoryStore
 from trajectory_store.upkeep import CompactReport
 from trajectory_store.verify import VerifyReport

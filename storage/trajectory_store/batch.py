@@ -63,7 +63,7 @@ class Batch:
         out |= {offsets_name(axis): offsets_of(self.lengths[axis]) for axis in schema.axes}
         if meta.has_present:
             out[PRESENT] = self.present(schema)
-        return out | {name: self.extra[name] for name in meta.internal_rows()}
+        return out | {name: self.extra[name] for name in meta.internal_rows}
 
     def put(self, column: Column, values: npt.NDArray[Any], given: npt.NDArray[np.bool_]) -> None:
         """Set the values of a column, and note which rows were given one beside those that were before."""

@@ -117,11 +117,13 @@ class Bucket(ABC):
     Attributes:
         where: the address, for messages.
         local: requests cost microseconds, so several small ones are better than a large one.
+        tail: bytes at the end of an object that one look takes; most commits have their record and directory there.
         traffic: what was asked of it so far, where requests are counted.
     """
 
     where: str
     local = False
+    tail = 1 << 15
     traffic = Traffic()
 
     @abstractmethod
@@ -225,6 +227,7 @@ class FolderBucket(Bucket):
     """
 
     local = True
+    tail = 1 << 12
 
     def __init__(self, root: Path, *, durable: bool) -> None:
         self.root = root

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store.errors import CorruptionError, MissingRowError, SegmentGoneError
+from trajectory_store.errors import CorruptionError, MissingRowError, SchemaError, SegmentGoneError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK
 from trajectory_store.journal import Entry, Journal, State
 from trajectory_store.medium import Medium
-from trajectory_store.order import ArrivalOrder
 from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.schema import Column
 from trajectory_store.segment import Segment
@@ -35,6 +35,157 @@ class Address(NamedTuple):
     rows: Int64Array
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """Per segment that was ever written, how many rows, or updates, were visible.
+
+    Several writers interleave, so a number of rows alone does not say which rows; this does. It is small
+    (one number per segment) and goes into a ledger as JSON. `TrajectoryStore.ids` takes it for the rows of then,
+    `TrajectoryStore.as_of` for their values.
+
+    Attributes:
+        rows: ordinal of a segment -> rows.
+        watermark: rows committed since the store was made.
+        updates: ordinal of a segment of updates -> updates.
+
+    >>> Snapshot.from_json(Snapshot({0: 5}, 5).to_json())
+    Snapshot(rows={0: 5}, watermark=5, updates={})
+    """
+
+    rows: Mapping[int, int]
+    watermark: int
+    updates: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        rows, updates = ({str(k): v for k, v in part.items()} for part in (self.rows, self.updates))
+        return {"rows": rows, "watermark": self.watermark, "updates": updates}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Snapshot:
+        """Rebuild it from `to_json`."""
+        try:
+            rows, updates = ({int(k): int(v) for k, v in data[name].items()} for name in ("rows", "updates"))
+            return cls(rows, int(data["watermark"]), updates)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SchemaError(f"a snapshot cannot be read: {error!r} in {dict(data)!r}") from None
+
+    def select(self, ids: Int64Array) -> Int64Array:
+        """Keep the ids that existed, in their order."""
+        return ids[self._existed(ids)]
+
+    def later(self, ids: Int64Array) -> Int64Array:
+        """Keep the ids that did not exist yet, in their order: what was committed since, also between known rows.
+
+        >>> Snapshot({0: 2}, 2).later(np.array([0, 1, 2, 1 << 32])).tolist()
+        [2, 4294967296]
+        """
+        return ids[~self._existed(ids)]
+
+    def _existed(self, ids: Int64Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        if not self.rows or not len(ids):
+            return np.zeros(len(ids), bool)
+        owners, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
+        ordinals = np.array(sorted(self.rows), np.int64)
+        limits = np.array([self.rows[ordinal] for ordinal in ordinals.tolist()], np.int64)
+        at = np.minimum(np.searchsorted(ordinals, owners), len(ordinals) - 1)
+        return (ordinals[at] == owners) & (rows < limits[at])
+
+
+class ArrivalOrder:
+    """All ids of a store in the order in which they were committed.
+
+    The key is (time of the commit, id); ids hold the segment's ordinal above the row, and a segment's times
+    grow with its rows, so the order is total and the same for every reader. New commits are appended
+    to what is known; only where several writers interleave is the order sorted again.
+    """
+
+    def __init__(self) -> None:
+        self._firsts: Int64Array = np.empty(0, np.int64)
+        self._ends: Int64Array = np.empty(0, np.int64)
+        self._ids: Int64Array = np.empty(0, np.int64)
+        self._count = 0
+        self._last = (-1, -1)
+        self._seen: dict[int, tuple[int, int]] = {}
+
+    def reset(self) -> None:
+        """Forget everything: segments were removed."""
+        self.__init__()
+
+    def replace(self, sources: Iterable[int], merged: Segment) -> None:
+        """The rows of some segments are in another one now. Where all of them were known, the order is as before."""
+        seen = [self._seen.pop(source, (0, 0))[1] for source in sources]
+        if sum(seen) == merged.rows:
+            self._seen[merged.ordinal] = (merged.records, merged.rows)
+        else:
+            self.reset()
+
+    def update(self, segments: Iterable[Segment]) -> None:
+        """Take in what the segments hold beyond what is known."""
+        segments = list(segments)
+        news: list[tuple[Int64Array, Int64Array, Int64Array]] = []
+        seen: dict[int, tuple[int, int]] = {}
+        for segment in segments:
+            records, rows = self._seen.get(segment.ordinal, (0, 0))
+            if segment.records != records:
+                seen[segment.ordinal] = (segment.records, segment.rows)
+                news.append(segment.runs(records, rows))
+        self._seen.update(seen)  # only now, as a segment may have left: then all of it is read again
+        if not news:
+            return
+        times, firsts, counts = (np.concatenate(parts) for parts in zip(*news, strict=True))
+        if not len(times):
+            return
+        order = np.lexsort((firsts, times))
+        times, firsts, counts = times[order], firsts[order], counts[order]
+        if (int(times[0]), int(firsts[0])) < self._last:
+            self.reset()
+            self.update(segments)
+            return
+        self._last = (int(times[-1]), int(firsts[-1]))
+        self._append(expand(firsts, counts))
+
+    def _append(self, ids: Int64Array) -> None:
+        need = self._count + len(ids)
+        if need > len(self._ids):
+            grown = np.empty(max(need, 2 * len(self._ids)), np.int64)
+            grown[: self._count] = self._ids[: self._count]
+            self._ids = grown
+        self._ids[self._count : need] = ids
+        self._count = need
+
+    def ids(self) -> Int64Array:
+        """The ids; a read-only view that later calls leave as it is."""
+        view = self._ids[: self._count]
+        view.flags.writeable = False
+        return view
+
+    def runs(self) -> tuple[Int64Array, Int64Array]:
+        """The same as runs of consecutive ids: the first of each, and how many. Found when they are asked for."""
+        known = int(self._ends[-1]) if len(self._ends) else 0
+        if known < self._count:
+            start = max(known - 1, 0)
+            ids = self._ids[start : self._count]
+            ends = np.append(np.flatnonzero(ids[1:] != ids[:-1] + 1) + 1, len(ids)) + start
+            if known:  # the last run may go on
+                self._ends, self._firsts = self._ends[:-1], self._firsts[:-1]
+            begins = np.concatenate([self._ends[-1:] if len(self._ends) else [0], ends[:-1]])
+            self._firsts = np.concatenate([self._firsts, self._ids[begins]])
+            self._ends = np.concatenate([self._ends, ends])
+        return self._firsts, np.diff(self._ends, prepend=0)
+
+
+def expand(firsts: Int64Array, counts: Int64Array) -> Int64Array:
+    """Turn runs into their members.
+
+    >>> expand(np.array([10, 20]), np.array([2, 3])).tolist()
+    [10, 11, 20, 21, 22]
+    """
+    total = int(counts.sum())
+    before = np.cumsum(counts) - counts
+    return np.repeat(firsts - before, counts) + np.arange(total, dtype=np.int64)
+
+
 class Catalog:
     """A reader's view of a store.
 
@@ -45,6 +196,7 @@ class Catalog:
     Attributes:
         segments: the segments whose rows count, by ordinal.
         updates: the segments with later values, by ordinal.
+        state: the record of the catalog whose segments are the ones here; the journal may have read a newer one.
         generation: grows with every change that a reader can see.
         problems: what is damaged as far as opening showed, in words.
     """
@@ -64,7 +216,7 @@ class Catalog:
         self.problems: list[str] = []
         self.newest_ns = 0
         self._watermark = 0
-        self._state = self.journal.state
+        self.state = self.journal.state
         self.claim: str | None = None
         self.order = ArrivalOrder()
         self._order_generation = -1
@@ -78,18 +230,13 @@ class Catalog:
         self._later_generation: dict[str, int] = {}
         self._take_state()
 
-    @property
-    def state(self) -> State:
-        """The record of the catalog whose segments are the ones here; the journal may have read a newer one."""
-        return self._state
-
     # Following
 
     def refresh(self) -> None:
         """Take in new commits, new segments and removals."""
         with self._lock:
             self.journal.follow()
-            if self.journal.state.number != self._state.number:
+            if self.journal.state.number != self.state.number:
                 self._take_state()
             self._look([s for s in (*self.segments.values(), *self.updates.values()) if not s.finished])
 
@@ -153,7 +300,7 @@ class Catalog:
         for entry, found in new.items():
             if isinstance(found, Segment):
                 self._add(entry, found, homes)
-        self._state = state
+        self.state = state
         self._homes = homes  # at once: another thread finds rows as they were, or as they are
         for ordinal in gone:
             self._forget(ordinal)
@@ -345,14 +492,6 @@ class Catalog:
             "refresh() shows what other processes wrote or evicted."
         )
 
-    def row_limits(self) -> dict[int, int]:
-        """Rows visible per original segment: the vector that a snapshot keeps."""
-        return _limits_of(self.segments)
-
-    def update_limits(self) -> dict[int, int]:
-        """The same for updates."""
-        return _limits_of(self.updates)
-
     # Later values
 
     def later(self, column: Column) -> Later | None:
@@ -410,7 +549,8 @@ def _sources(entry: Entry) -> Int64Array:
     return np.array([o for first, last in entry.owners for o in range(first, last + 1)] or [entry.ordinal], np.int64)
 
 
-def _limits_of(segments: Mapping[int, Segment]) -> dict[int, int]:
+def limits_of(segments: Mapping[int, Segment]) -> dict[int, int]:
+    """Rows, or updates, visible per original segment: the vector that a snapshot keeps."""
     out: dict[int, int] = {}
     for segment in list(segments.values()):
         out.update(segment.row_limits())

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import struct
 import time
@@ -112,7 +113,7 @@ class ArraySpec(NamedTuple):
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 def offsets_name(axis: str) -> str:
@@ -160,6 +161,7 @@ class SegmentMeta:
     boot_id: str = field(default_factory=fs.boot_id)
     created_ns: int = field(default_factory=time.time_ns)
 
+    @functools.cached_property
     def internal_rows(self) -> tuple[str, ...]:
         """The names of the per-row int64 arrays that this kind of segment has."""
         return (TARGET,) * (self.kind == "update") + (ROW_ID, ROW_TIME) * self.merged
@@ -175,7 +177,7 @@ class SegmentMeta:
         out.extend(ArraySpec(offsets_name(a), int64, self.rows_cap + 1, a, edges=True) for a in self.schema.axes)
         if self.has_present:
             out.append(ArraySpec(PRESENT, np.dtype("<u8"), self.rows_cap))
-        out.extend(ArraySpec(name, int64, self.rows_cap) for name in self.internal_rows())
+        out.extend(ArraySpec(name, int64, self.rows_cap) for name in self.internal_rows)
         return out
 
     @functools.cached_property
@@ -183,7 +185,7 @@ class SegmentMeta:
         """The names of all arrays but the commits."""
         return tuple(spec.name for spec in self.arrays())
 
-    @property
+    @functools.cached_property
     def has_present(self) -> bool:
         """Whether rows say which optional columns they were given; an update gives all of its columns."""
         return bool(self.schema.optional) and self.kind == "rows"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import Bucket
 from trajectory_store.errors import StoreError
 from trajectory_store.format import SegmentMeta
 from trajectory_store.journal import CATALOG, Entry, State
+from trajectory_store.ragged import Int64Array
 from trajectory_store.root import KEY, Root, catalog_json
 from trajectory_store.segment import Segment
-from trajectory_store.verify import Findings
+from trajectory_store.verify import VerifyReport
 
 
 class SegmentWriter(ABC):
@@ -28,7 +29,10 @@ class SegmentWriter(ABC):
         records: commits so far.
         ends: per axis the elements so far.
         last_time: of the last commit.
+        pending: the last commit, while it is not known whether it was made; else None.
     """
+
+    pending: Any = None
 
     def __init__(self, ordinal: int, meta: SegmentMeta) -> None:
         self.ordinal = ordinal
@@ -38,11 +42,6 @@ class SegmentWriter(ABC):
         self.ends: dict[str, int] = dict.fromkeys(meta.schema.axes, 0)
         self.last_time: int = 0
         self.specs = {spec.name: spec for spec in meta.arrays()}
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether the outcome of the last commit is not known."""
-        return False
 
     def has_room(self, batch: Batch) -> bool:
         """Whether a batch still fits."""
@@ -113,6 +112,10 @@ Claim = Callable[[int, int], int]
 """From an ordinal and a salt to the same ordinal, which is entered in the catalog then, or to the least one to try."""
 
 
+Part = tuple[str, Int64Array | None]
+"""Rows of an array; None for all."""
+
+
 class Medium(ABC):
     """Where a store is.
 
@@ -134,8 +137,8 @@ class Medium(ABC):
     def open_segments(self, entries: Sequence[Entry]) -> list[Segment | Exception]:
         """Open segments for reading; a StoreError or OSError for those that cannot be."""
 
-    def fetch(self, wanted: Mapping[Segment, Iterable[str]]) -> None:  # noqa: B027 - most media have everything
-        """Ask at the same time for what will be read: of some segments some arrays, and the rows that they want."""
+    def fetch(self, wanted: Mapping[Segment, Iterable[Part]]) -> None:  # noqa: B027 - most media have everything
+        """Ask at the same time for what will be read of some segments."""
 
     @abstractmethod
     def refresh(self, segments: Sequence[Segment]) -> None:
@@ -172,7 +175,7 @@ class Medium(ABC):
         """Remove what killed processes left behind."""
 
     @abstractmethod
-    def check(self, segment: Segment, report: Findings) -> None:
+    def check(self, segment: Segment, report: VerifyReport) -> None:
         """Recompute every checksum of a segment."""
 
     def check_root(self) -> list[str]:

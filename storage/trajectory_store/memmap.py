@@ -47,7 +47,7 @@ from trajectory_store.medium import Claim, Medium, SegmentWriter
 from trajectory_store.ragged import Int64Array
 from trajectory_store.root import Root, fill_root, taken
 from trajectory_store.segment import LocalSegment, Segment
-from trajectory_store.verify import Findings
+from trajectory_store.verify import VerifyReport
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -208,7 +208,7 @@ class Memmap(Medium):
                 out.append(f"{path.name} holds commits, and no record of the catalog names it: records are missing")
         return out
 
-    def check(self, segment: Segment, report: Findings) -> None:
+    def check(self, segment: Segment, report: VerifyReport) -> None:
         """Recompute every checksum of a segment."""
         check_segment(assert_local(segment), report)
 
@@ -460,7 +460,7 @@ class LocalMerge:
 # Checking
 
 
-def check_segment(segment: LocalSegment, report: Findings) -> None:
+def check_segment(segment: LocalSegment, report: VerifyReport) -> None:
     """Recompute every checksum of a segment: metadata, records, offsets, data."""
     name, mark = segment.name, segment.acknowledged()
     segment.refresh()
@@ -482,7 +482,7 @@ def check_segment(segment: LocalSegment, report: Findings) -> None:
     segment.let_log_go()
 
 
-def _check_records(segment: LocalSegment, report: Findings) -> tuple[int, int]:
+def _check_records(segment: LocalSegment, report: VerifyReport) -> tuple[int, int]:
     """Check each record and its data; returns the number of records and the rows that they cover."""
     name, log, covered = segment.name, segment.log, 0
     edges = dict.fromkeys(segment.schema.axes, 0)

@@ -13,14 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.batch import Batch
-from trajectory_store.catalog import Catalog
+from trajectory_store.catalog import Catalog, Snapshot, limits_of
+from trajectory_store.columns import ColumnReader, Side, scan, scan_lengths
 from trajectory_store.errors import BatchError, CorruptionError, SchemaError, SegmentGoneError, StoreClosedError
-from trajectory_store.gather import Gather, Side, scan, scan_lengths
 from trajectory_store.pool import BufferPool
 from trajectory_store.ragged import Int64Array, RaggedArray
 from trajectory_store.root import Root
 from trajectory_store.schema import Column, Schema
-from trajectory_store.snapshot import Snapshot
 from trajectory_store.upkeep import read_batch
 from trajectory_store.where import evaluate
 
@@ -128,7 +127,8 @@ class StoreReads:
         `ids(snapshot)` gives the rows of then, `as_of(snapshot)` their values of then.
         """
         self._check_open()
-        return Snapshot(self._catalog.row_limits(), self.watermark, self._catalog.update_limits())
+        catalog = self._catalog
+        return Snapshot(limits_of(catalog.segments), self.watermark, limits_of(catalog.updates))
 
     def as_of(self, snapshot: Snapshot) -> StoreReads:
         """A view that reads values as of a snapshot: later updates do not count.
@@ -229,21 +229,21 @@ class StoreReads:
             UnknownColumnError: the store has no such column.
         """
         selected = self.schema.select(columns)
-        gather = self._gather(ids, selected)
+        reader = self._reader(ids, selected)
         out: dict[str, Any] = {}
         for column in selected:
             if column.is_text:
-                out[column.name] = gather.text(column)
+                out[column.name] = reader.text(column)
             elif column.axis is not None:
-                out[column.name] = gather.ragged(column).to_list()
+                out[column.name] = reader.ragged(column).to_list()
             else:
-                out[column.name] = gather.scalars(column)
+                out[column.name] = reader.scalars(column)
         return out
 
     @following
     def read_batch(self, ids: Ids, schema: Schema | None = None) -> Batch:
         """Read whole rows in the form in which they are written, later values folded in."""
-        return read_batch(self._gather(ids, schema or self.schema), schema or self.schema)
+        return read_batch(self._reader(ids, schema or self.schema), schema or self.schema)
 
     @following
     def read_ragged(self, column: str, ids: Ids | None = None) -> RaggedArray:
@@ -251,7 +251,7 @@ class StoreReads:
         found = self._ragged_column(column)
         if found.is_text:
             raise SchemaError(f"column '{column}' is text; use read().")
-        return self._gather(self.ids() if ids is None else ids, [found]).ragged(found)
+        return self._reader(self.ids() if ids is None else ids, [found]).ragged(found)
 
     @following
     def read_padded(
@@ -288,10 +288,10 @@ class StoreReads:
             raise SchemaError(f"pad_to_multiple_of={pad_to_multiple_of} must be 1 or more.")
         begin = time.perf_counter()
         selected = self.schema.select(columns)
-        gather = self._gather(ids, selected)
+        reader = self._reader(ids, selected)
         if self._cold:
             self._cold -= 1
-            gather.prefetch(selected)
+            reader.prefetch(selected)
         pads = _by_column(pad_value)
         result: dict[str, Any] = {}
         lengths: dict[str, Any] = {}
@@ -299,19 +299,19 @@ class StoreReads:
         for column in selected:
             name, axis = column.name, column.axis
             if axis is None:
-                result[name] = gather.scalars(column)
+                result[name] = reader.scalars(column)
                 continue
             if column.is_text:
-                result[name] = gather.text(column)
+                result[name] = reader.text(column)
                 continue
-            spans = gather.spans(column)
+            spans = reader.spans(column)
             width = -(-spans.width // pad_to_multiple_of) * pad_to_multiple_of
             pad = pad_value if pads is None else pads.get(name, 0)
             given = None if out is None else out.get(name)
-            result[name] = gather.padded(column, spans, width, pad, side, self._pool, given)
+            result[name] = reader.padded(column, spans, width, pad, side, self._pool, given)
             first_axis = first_axis or axis
             lengths["lengths" if axis == first_axis else f"{axis}.lengths"] = spans.lengths
-        if self._cold or time.perf_counter() - begin > COLD_COPY_S * (len(selected) * len(gather) + 64):
+        if self._cold or time.perf_counter() - begin > COLD_COPY_S * (len(selected) * len(reader) + 64):
             self._note_reads()
         return result | lengths
 
@@ -331,8 +331,8 @@ class StoreReads:
             values = scan(self._catalog, found, self._skip())
             if values is not None:
                 return values
-        gather = self._gather(self.ids() if ids is None else ids, [found])
-        return np.array(gather.text(found), dtype=object) if found.is_text else gather.scalars(found)
+        reader = self._reader(self.ids() if ids is None else ids, [found])
+        return np.array(reader.text(found), dtype=object) if found.is_text else reader.scalars(found)
 
     @following
     def lengths(self, column: str, ids: Ids | None = None) -> Int64Array:
@@ -342,14 +342,14 @@ class StoreReads:
             lengths = scan_lengths(self._catalog, found, self._skip())
             if lengths is not None:
                 return lengths
-        return self._gather(self.ids() if ids is None else ids, [found]).lengths(found)
+        return self._reader(self.ids() if ids is None else ids, [found]).lengths(found)
 
     @following
     def present(self, column: str, ids: Ids | None = None) -> npt.NDArray[np.bool_]:
         """`[B]` bool: whether a value was given, at the append or by an update, and not filled in."""
         self._check_open()
         found = self.schema[column]
-        return self._gather(self.ids() if ids is None else ids, [found]).present(found)
+        return self._reader(self.ids() if ids is None else ids, [found]).present(found)
 
     # Helpers
 
@@ -363,11 +363,11 @@ class StoreReads:
             self._cold = COLD_BATCHES
         self._blocks = blocks
 
-    def _gather(self, ids: Ids, columns: Iterable[Column]) -> Gather:
+    def _reader(self, ids: Ids, columns: Iterable[Column]) -> ColumnReader:
         self._check_open()
-        gather = Gather(self._catalog, as_ids(ids), self._limits)
-        gather.fetch(columns)
-        return gather
+        reader = ColumnReader(self._catalog, as_ids(ids), self._limits)
+        reader.fetch(columns)
+        return reader
 
     def _skip(self) -> int:
         """Rows that are there and no longer part of the store, oldest first."""

@@ -116,7 +116,7 @@ class Column:
         if not same or isinstance(self.fill, str):
             raise SchemaError(f"fill {self.fill!r} of column '{self.name}' is not a {self.dtype}.")
 
-    @property
+    @functools.cached_property
     def is_text(self) -> bool:
         """Whether the column holds one text, or one string of bytes, per row."""
         return self.dtype in ("str", "bytes")
@@ -126,7 +126,7 @@ class Column:
         """Values per element: the product of the shape."""
         return math.prod(self.shape)
 
-    @property
+    @functools.cached_property
     def optional(self) -> bool:
         """Whether `append` may leave the column out."""
         return self.fill is not None or self.mutable
@@ -136,7 +136,7 @@ class Column:
         """The little-endian dtype on disk; uint8 for text and bytes."""
         return np.dtype("uint8") if self.is_text else np.dtype(self.dtype).newbyteorder("<")
 
-    @property
+    @functools.cached_property
     def fill_value(self) -> Fill:
         """The fill, or the default of the dtype: NaN, 0, False or the empty text."""
         if self.fill is not None:
@@ -218,7 +218,7 @@ class Schema:
                 f"flags for {MAX_OPTIONAL}."
             )
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The column names, in order."""
         return tuple(self._by_name)

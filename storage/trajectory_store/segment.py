@@ -48,7 +48,7 @@ from trajectory_store.format import (
 from trajectory_store.journal import Entry
 from trajectory_store.maps import FORMATS, Io, PreadBytes, PreadItems, open_file
 from trajectory_store.ragged import Int64Array
-from trajectory_store.schema import Column, Schema
+from trajectory_store.schema import Column
 
 VERIFIED = "verified"
 
@@ -61,6 +61,7 @@ class Segment(ABC):
         owners: of a merged segment, runs `(first, last)` of the ordinals whose rows or updates it holds.
         name: of its folder, for messages.
         meta: what its metadata says.
+        schema: the columns of this segment.
         rows: rows that its commits cover.
         records: commits seen.
         finished: nothing more will come.
@@ -71,6 +72,7 @@ class Segment(ABC):
         self.owners = entry.owners
         self.name = name
         self.meta = meta
+        self.schema = meta.schema
         self.rows: int = 0
         self.records: int = 0
         self.finished: bool = False
@@ -83,11 +85,6 @@ class Segment(ABC):
     def specs(self) -> dict[str, ArraySpec]:
         """The arrays of the segment by name."""
         return {spec.name: spec for spec in self.meta.arrays()}
-
-    @property
-    def schema(self) -> Schema:
-        """The columns of this segment."""
-        return self.meta.schema
 
     # What a medium defines
 
@@ -111,17 +108,19 @@ class Segment(ABC):
     def _open(self, name: str) -> memoryview | PreadBytes:
         """The bytes of an array."""
 
-    def want(self, rows: Int64Array) -> None:  # noqa: B027 - nothing has to be fetched on a local disk
-        """Note that these rows will be read."""
-
     # What every medium shares
 
     def has(self, name: str) -> bool:
         """Whether the segment holds values of a column."""
         return name in self.schema
 
-    def raw(self, name: str) -> memoryview | PreadBytes:
-        """The bytes of an array, opened at first use."""
+    def raw(self, name: str, rows: Int64Array | None = None) -> memoryview | PreadBytes:
+        """The bytes of an array, opened at first use.
+
+        Args:
+            name: of the array.
+            rows: those that are read of it, where only these have to be there; None for all.
+        """
         found = self._maps.get(name)
         if found is None:
             found = self._maps[name] = self._open(name)
@@ -132,12 +131,12 @@ class Segment(ABC):
         for table in (self._maps, self._items, self._arrays, self._loaded):
             table.pop(name, None)
 
-    def items(self, name: str) -> memoryview | PreadItems:
+    def items(self, name: str, rows: Int64Array | None = None) -> memoryview | PreadItems:
         """The values of an array as unsigned integers: what rows are copied from.
 
         Elements with a shape count as that many items; 8-byte integers, where an element is no power of two.
         """
-        raw = self.raw(name)
+        raw = self.raw(name, rows)
         found = self._items.get(name)
         if found is None or found[0] is not raw:
             size = self.specs[name].dtype.itemsize
@@ -145,9 +144,9 @@ class Segment(ABC):
             found = self._items[name] = (raw, view)
         return found[1]
 
-    def array(self, name: str) -> npt.NDArray[Any]:
+    def array(self, name: str, rows: Int64Array | None = None) -> npt.NDArray[Any]:
         """A per-row array of the segment as numpy sees it; valid as far as the rows go."""
-        raw = self.raw(name)
+        raw = self.raw(name, rows)
         found = self._arrays.get(name)
         if isinstance(raw, PreadBytes):
             return self._load(name, found)
@@ -176,9 +175,9 @@ class Segment(ABC):
         raw = self.raw(name)[start * spec.itemsize : stop * spec.itemsize]
         return np.frombuffer(raw, spec.dtype) if len(raw) else np.empty(0, spec.dtype)
 
-    def offsets(self, axis: str) -> Int64Array:
+    def offsets(self, axis: str, rows: Int64Array | None = None) -> Int64Array:
         """Int64, element `i` and `i + 1` of which say where row `i` of an axis begins and ends."""
-        return self.array(offsets_name(axis))
+        return self.array(offsets_name(axis), rows)
 
     def present(self, column: Column, rows: Int64Array) -> npt.NDArray[np.bool_]:
         """Whether rows were given a value of a column."""
@@ -186,7 +185,7 @@ class Segment(ABC):
         if column.name not in names or not self.meta.has_present:
             return np.full(len(rows), column.name in self.schema)
         bit = np.uint64(names.index(column.name))
-        return (self.array(PRESENT)[rows] >> bit & np.uint64(1)).astype(bool)
+        return (self.array(PRESENT, rows)[rows] >> bit & np.uint64(1)).astype(bool)
 
     def row_ids(self, first: int, end: int) -> Int64Array:
         """The ids of a range of rows; of updates, where each was first written."""
@@ -407,7 +406,7 @@ class LocalSegment(Segment):
             crc = crc32c(self.part(column.name, start, stop).view(np.uint8), crc)
         for axis in self.schema.axes:
             crc = crc32c(self.part(offsets_name(axis), first + 1, end + 1).view(np.uint8), crc)
-        for name in (*((PRESENT,) if self.meta.has_present else ()), *self.meta.internal_rows()):
+        for name in (*((PRESENT,) if self.meta.has_present else ()), *self.meta.internal_rows):
             crc = crc32c(self.part(name, first, end).view(np.uint8), crc)
         return crc
 

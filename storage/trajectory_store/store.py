@@ -15,9 +15,9 @@ from trajectory_store import fs
 from trajectory_store.batch import Batch, prepare
 from trajectory_store.bucket import Traffic
 from trajectory_store.catalog import Catalog
+from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import BatchError, ReadOnlyError, SchemaError, SegmentGoneError
 from trajectory_store.format import DURABILITIES, ORDINAL_SHIFT, TARGET, Durability
-from trajectory_store.gather import Gather
 from trajectory_store.journal import State
 from trajectory_store.maps import Io
 from trajectory_store.medium import Medium
@@ -317,12 +317,12 @@ class TrajectoryStore(StoreReads):
     @following
     def _update_batch(self, schema: Schema, ids: Int64Array, values: Mapping[str, Any]) -> Batch:
         """The rows of an update, checked against those that they belong to."""
-        gather = Gather(self._catalog, ids, {})
+        reader = ColumnReader(self._catalog, ids, {})
         given = {column.name: _for_all(column, values[column.name], len(ids)) for column in schema}
         batch = prepare(schema, given, len(ids))
         for column in schema:
             if column.axis is not None and len(self.schema.axes[column.axis]) > 1:
-                _same_lengths(column, batch.lengths[column.axis], gather.base_lengths(column.axis))
+                _same_lengths(column, batch.lengths[column.axis], reader.base_lengths(column.axis))
         batch.extra = {TARGET: np.ascontiguousarray(ids)}
         return batch
 

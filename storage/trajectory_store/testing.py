@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from trajectory_store.catalog import Snapshot
 from trajectory_store.errors import (
     BatchError,
     MissingRowError,
@@ -30,7 +31,6 @@ from trajectory_store.errors import (
 )
 from trajectory_store.ragged import RaggedArray
 from trajectory_store.schema import Column, Schema
-from trajectory_store.snapshot import Snapshot
 from trajectory_store.store import TrajectoryStore
 
 

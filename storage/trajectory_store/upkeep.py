@@ -20,9 +20,9 @@ import numpy.typing as npt
 from trajectory_store import fs
 from trajectory_store.batch import Batch
 from trajectory_store.catalog import Catalog
+from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import SegmentGoneError, StoreError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_TIME, TARGET, SegmentMeta
-from trajectory_store.gather import Gather
 from trajectory_store.journal import Entry, State, owners_of
 from trajectory_store.ragged import Int64Array, RaggedArray
 from trajectory_store.root import Root
@@ -154,10 +154,8 @@ def _useless_updates(catalog: Catalog, gone: set[int]) -> set[int]:
     """Finished update segments whose trajectories are all gone."""
     out: set[int] = set()
     for update in list(catalog.updates.values()):
-        if catalog.settled(update):
-            update.want(np.arange(update.rows))
-            if not _belong(catalog.state, update.array(TARGET)[: update.rows], gone).any():
-                out.add(update.ordinal)
+        if catalog.settled(update) and not _belong(catalog.state, update.array(TARGET)[: update.rows], gone).any():
+            out.add(update.ordinal)
     return out
 
 
@@ -309,8 +307,6 @@ def _merge(catalog: Catalog, group: list[Segment], *, superseded: bool = False) 
     """
     if not _sound(catalog, group):
         return False
-    for segment in group:
-        segment.want(np.arange(segment.rows))
     ids = np.concatenate([s.row_ids(0, s.rows) for s in group])
     extra = {ROW_ID: ids, ROW_TIME: np.concatenate([s.row_times() for s in group])}
     ordinals = np.repeat([s.ordinal for s in group], [s.rows for s in group])
@@ -344,11 +340,11 @@ def _write_merged(
     sources = {s.ordinal for s in group}
     if not len(rows):
         return bool(_drop(catalog, sources, {}))
-    gather = Gather.of_rows(catalog, ordinals, rows)
+    reader = ColumnReader.of_rows(catalog, ordinals, rows)
     meta = SegmentMeta(
         schema=schema,
         rows_cap=len(rows),
-        elems_cap={axis: max(1, _elements(gather, schema, axis)) for axis in schema.axes},
+        elems_cap={axis: max(1, _elements(reader, schema, axis)) for axis in schema.axes},
         kind=group[0].meta.kind,
         merged=True,
         durability="power",
@@ -360,7 +356,7 @@ def _write_merged(
     try:
         for first in range(0, len(rows), CHUNK_ROWS):
             part = slice(first, first + CHUNK_ROWS)
-            batch = read_batch(Gather.of_rows(catalog, ordinals[part], rows[part]), schema)
+            batch = read_batch(ColumnReader.of_rows(catalog, ordinals[part], rows[part]), schema)
             batch.extra = {name: values[part] for name, values in extra.items()}
             target.write(batch, int(batch.extra[ROW_TIME].max()))
         entry = target.finish()
@@ -385,29 +381,29 @@ def _write_merged(
     return True
 
 
-def _elements(gather: Gather, schema: Schema, axis: str) -> int:
+def _elements(reader: ColumnReader, schema: Schema, axis: str) -> int:
     """Elements that rows have on an axis, as they will be written."""
-    return int(gather.lengths(schema.axes[axis][0]).sum())
+    return int(reader.lengths(schema.axes[axis][0]).sum())
 
 
-def read_batch(gather: Gather, schema: Schema) -> Batch:
+def read_batch(reader: ColumnReader, schema: Schema) -> Batch:
     """Read whole rows in the form in which they are written; columns that no row was given are left out."""
-    batch = Batch(len(gather), {}, {})
+    batch = Batch(len(reader), {}, {})
     for column in schema:
-        given = gather.present(column)
+        given = reader.present(column)
         if column.optional and not given.any():
             continue
         if not given.all():
             batch.partial[column.name] = given
         if column.axis is None:
-            batch.values[column.name] = gather.scalars(column)
+            batch.values[column.name] = reader.scalars(column)
             continue
         if column.is_text:
-            parts = [t.encode() if isinstance(t, str) else t for t in gather.text(column)]
+            parts = [t.encode() if isinstance(t, str) else t for t in reader.text(column)]
             lengths = np.array([len(p) for p in parts], np.int64)
             ragged = RaggedArray(np.frombuffer(b"".join(parts), np.uint8), lengths)
         else:
-            ragged = gather.ragged(column)
+            ragged = reader.ragged(column)
         batch.values[column.name] = ragged.values.reshape(-1)
         batch.lengths[column.axis] = ragged.lengths
     return batch

@@ -75,9 +75,6 @@ class VerifyReport:
         self.damaged_ids = np.union1d(self.damaged_ids, ids)
 
 
-Findings = VerifyReport
-
-
 def verify(look_in: Callable[[], AbstractContextManager[Catalog]], path: Path | str) -> VerifyReport:
     """Check a store that others may write, evict and compact meanwhile: damage is only what two looks agree on."""
     with look_in() as catalog:

@@ -85,7 +85,7 @@ class Stream:
         if batch.n_rows == 0:
             raise BatchError("a commit needs at least one row.")
         with self._lock:
-            writer, first = self._settled(batch)
+            writer, first = (None, -1) if self._writer is None or self._writer.pending is None else self._settled(batch)
             while writer is None:
                 writer = self._writer_for(batch, schema)
                 try:
@@ -93,7 +93,7 @@ class Stream:
                 except SealedError:  # it was taken for dead: the rows go to a segment that counts
                     self._writer = writer = None
                 except OSError as error:
-                    if not writer.in_doubt:
+                    if writer.pending is None:
                         self._give_up()
                     if isinstance(error, StoreError):
                         raise
@@ -109,15 +109,13 @@ class Stream:
 
     def _settled(self, batch: Batch) -> tuple[SegmentWriter | None, int]:
         """Find out what became of a commit whose outcome was not known; these rows may be the ones that were in it."""
-        writer = self._writer
-        if writer is not None and writer.in_doubt:
+        writer, first = self._writer, None
+        if writer is not None:
             try:
                 first = writer.resolve(batch)
             except SealedError:
-                self._writer, first = None, None
-            if first is not None:
-                return writer, first
-        return None, -1
+                self._writer = None
+        return (None, -1) if first is None else (writer, first)
 
     def _now(self) -> int:
         """A time behind every commit that this process has seen, whatever the clock says."""

@@ -360,7 +360,9 @@ def test_updates_of_a_segment_that_cannot_be_read_stay(tmp_path, backend):
     header = path / "seg-00000000" / "zarr.json"
     whole = header.read_bytes()
     header.write_bytes(b"")
-    with pytest.warns(RuntimeWarning, match="cannot be opened"), TrajectoryStore.open(path, "a") as store:
+    with pytest.warns(RuntimeWarning, match="cannot be opened"):
+        store = TrajectoryStore.open(path, "a")
+    with store:
         store.compact()
         for first in range(4, 40, 6):
             store.append(rows(range(first, first + 6)))

@@ -22,7 +22,9 @@ from trajectory_store import (
     bucket,
     upkeep,
 )
+from trajectory_store.bucket import FolderBucket
 from trajectory_store.catalog import Catalog
+from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import ReadFailedError
 from trajectory_store.objects import medium, remote, segment
 from trajectory_store.objects.medium import ObjectMerge, open_objects
@@ -148,6 +150,42 @@ def test_plain_zarr_reads_a_commit_and_a_merged_segment(tmp_path):
     same_rows(store, more, parts[0])
     assert not set(more.tolist()) & set(ids.tolist())
     store.close()
+
+
+def test_a_batch_of_a_merged_segment_gets_the_chunks_that_it_needs(tmp_path, monkeypatch):
+    """Few bytes for few rows; a damaged chunk costs the rows in it, and no other read, whoever asked before."""
+    schema = Schema([Column("x", "int32", ragged=True), Column("n", "int64")])
+    length, count = 20_000, 40
+    values = np.random.default_rng(0).integers(0, 1 << 30, (count, length), dtype=np.int32)
+    with TrajectoryStore.create(tmp_path / "s", schema, backend="zarr") as store:
+        for first in (0, count // 2):
+            store.append({"x": list(values[first : first + count // 2]), "n": np.arange(first, first + count // 2)})
+        store.compact()
+    folder = next((tmp_path / "s").glob("*-merged"))
+    got, ranges = [], FolderBucket.ranges
+    monkeypatch.setattr(
+        FolderBucket, "ranges", lambda self, key, spans: got.append(np.diff(spans).sum()) or ranges(self, key, spans)
+    )
+    with TrajectoryStore.open(tmp_path / "s") as store:
+        ids = store.ids()
+        for row in (3, 39, 0, 3):
+            assert (store.read_padded(ids[[row]], "x")["x"][0] == values[row]).all()
+        assert sum(got) < values.nbytes / 5
+        got.clear()
+        assert (store.read_ragged("x").values == values.reshape(-1)).all()
+        assert 0 < sum(got) < 1.01 * values.nbytes
+    shard = folder / "x" / "c" / "0"
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    shard.write_bytes(raw)
+    with TrajectoryStore.open(tmp_path / "s") as store:
+        held = ColumnReader(store._catalog, ids[:2])
+        for _ in range(2):
+            with pytest.raises(CorruptionError, match="chunk"):
+                store.read(ids[[0, count // 2]])
+            assert (store.read(ids[[39]])["x"][0] == values[39]).all()
+        assert (held.ragged(schema["x"]).values == values[:2].reshape(-1)).all()
+        assert "chunk" in str(store.verify())
 
 
 def test_a_failing_object_store_loses_nothing(monkeypatch):
@@ -425,6 +463,25 @@ def test_damaged_and_missing_objects_are_named(tmp_path):
         assert len(store.read(ids[:5], "log_probs")["log_probs"]) == 5
         assert len(store) == 15
         store.close()
+
+
+def test_a_damaged_object_costs_the_reads_of_its_rows_only(tmp_path, monkeypatch):
+    """A read that was begun before another one failed gets its rows, and none that are not there."""
+    schema = Schema([Column("n", "int64")])
+    path = tmp_path / "s"
+    with TrajectoryStore.create(path, schema, backend="zarr") as store:
+        ids = np.concatenate([store.append({"n": [n, n]}) for n in (1, 2, 3)])
+    damaged = path / "seg-00000000" / "00000001.zip"
+    raw = bytearray(damaged.read_bytes())
+    raw[70] ^= 1
+    damaged.write_bytes(raw)
+    with TrajectoryStore.open(path) as store:
+        begun = [ColumnReader(store._catalog, ids[part]) for part in (slice(0, 2), slice(4, 6), slice(2, 4))]
+        with pytest.raises(CorruptionError):
+            store.read_scalars("n", ids)
+        assert [reader.scalars(schema["n"]).tolist() for reader in begun[:2]] == [[1, 1], [3, 3]]
+        with pytest.raises(CorruptionError):
+            begun[2].scalars(schema["n"])
 
 
 def test_the_oldest_segments_leave():

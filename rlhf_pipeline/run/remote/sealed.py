@@ -133,7 +133,7 @@ class SealedFolders:
         def fetch(pack: str) -> dict[str, bytes]:
             spans = missing[pack]
             joined = _joined(spans)
-            parts = self._bucket.parts(pack, [(span.start, span.start + span.length) for span in joined])
+            parts = self._bucket.ranges(pack, [(span.start, span.start + span.length) for span in joined])
             return _cut(joined, parts, spans)
 
         try:

@@ -33,9 +33,6 @@ from trajectory_store.format import (
     whole,
 )
 
-TAIL = 1 << 15
-"""Bytes from the end that hold the record and the directory of a usual commit."""
-
 BLOCK = 128
 """Every so many commits, one says the record of all in its block: a reader that opens need not read each."""
 
@@ -266,22 +263,23 @@ def read_commit(tail: bytes, size: int, key: str, meta: SegmentMeta) -> Commit:
 
 
 def read_record(tail: bytes, size: int, key: str) -> bytes:
-    """The group's zarr.json from the end of the object of a commit, raising the same."""
-    start, end = directory(tail, size, key).get("zarr.json", (-1, -1))
-    first = size - len(tail)
-    if 0 <= start < first:
-        raise NeedMore(size - start)
-    raw = tail[start - first : end - first] if start >= 0 else b""
-    found = _entry_crc(tail, b"zarr.json")
-    if start < 0 or zlib.crc32(raw) != found:
+    """The group's zarr.json from the end of the object of a commit, raising the same: it is the last entry."""
+    name = b"zarr.json"
+    at = len(tail) - _END.size - _ENTRY.size - len(name)
+    if at < 0:
+        if len(tail) < size:
+            raise NeedMore(size)
+        raise CorruptionError(f"object {key} is damaged: it does not end like a commit.")
+    fields, start = _ENTRY.unpack_from(tail, at), _END.unpack_from(tail, len(tail) - _END.size)[6]
+    crc, nbytes, header = fields[7], fields[9], fields[16]
+    ends = tail[at + _ENTRY.size : -_END.size] == name and header + nbytes <= start <= size
+    first = start - nbytes - size + len(tail)
+    if ends and first < 0 < size - len(tail):
+        raise NeedMore(size - start + nbytes)
+    raw = tail[first : first + nbytes] if ends and first >= 0 else b""
+    if not ends or zlib.crc32(raw) != crc:
         raise CorruptionError(f"object {key} is damaged: its record does not have its checksum.")
     return raw
-
-
-def _entry_crc(tail: bytes, name: bytes) -> int:
-    """The checksum that the directory has for its last entry."""
-    at = len(tail) - _END.size - _ENTRY.size - len(name)
-    return int(_ENTRY.unpack_from(tail, at)[7]) if at >= 0 else -1
 
 
 def decode(raw: bytes | memoryview, size: int, crc: int, where: str) -> npt.NDArray[np.uint8]:

@@ -20,7 +20,6 @@ from trajectory_store.batch import Batch
 from trajectory_store.bucket import Bucket, FolderBucket, Transient
 from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, WriteFailedError
 from trajectory_store.format import (
-    MAX_CRC,
     ArraySpec,
     Durability,
     SegmentMeta,
@@ -36,12 +35,11 @@ from trajectory_store.format import (
     whole,
 )
 from trajectory_store.journal import Entry, State
-from trajectory_store.medium import Claim, Medium, SealedError, SegmentWriter
+from trajectory_store.medium import Claim, Medium, Part, SealedError, SegmentWriter
 from trajectory_store.memmap import create_folder
 from trajectory_store.objects.archive import (
     BLOCK,
     LEVEL,
-    TAIL,
     Commit,
     NeedMore,
     build,
@@ -53,10 +51,10 @@ from trajectory_store.objects.archive import (
 )
 from trajectory_store.objects.remote import open_bucket
 from trajectory_store.objects.segment import Cache, ObjectSegment
-from trajectory_store.objects.sharded import ShardWriter, sharded_json
+from trajectory_store.objects.sharded import CHUNK, ShardWriter, sharded_json
 from trajectory_store.root import Root, complete_root, fill_root, read_root
 from trajectory_store.segment import Segment
-from trajectory_store.verify import Findings
+from trajectory_store.verify import VerifyReport
 
 HEADER = "zarr.json"
 AHEAD = 256
@@ -186,14 +184,16 @@ class ObjectMedium(Medium):
         while there:
             seqs = {segment: segment.next_seqs(some) for segment, some in there.items()}
             asked = [segment.key(seq) for segment, some in seqs.items() for seq in some]
-            tails = iter(self.bucket.tails(asked, [TAIL] * len(asked)))
+            tails = iter(self.bucket.tails(asked, [self.bucket.tail] * len(asked)))
             again: dict[ObjectSegment, list[int]] = {}
             for segment, some in seqs.items():
                 first = segment.records
                 found = [segment.parse(seq, next(tails)) for seq in some]
                 segment.take(found)
                 if opening and segment.records == first and any(found):
-                    now = segment.parse(first, self.bucket.tails([segment.key(first)], [TAIL])[0])  # put meanwhile?
+                    now = segment.parse(
+                        first, self.bucket.tails([segment.key(first)], [self.bucket.tail])[0]
+                    )  # put meanwhile?
                     if now is None or not segment.add(now):
                         _ = any(commit is not None and segment.skip_to(commit) for commit in found)
                 if segment.records > first and not segment.finished:
@@ -213,18 +213,18 @@ class ObjectMedium(Medium):
         good = 0
         while good < segment.records:
             found = self.bucket.get(segment.key(good))
-            if found is None or _wrong_in(found, segment, good, Findings(self.where)):
+            if found is None or _wrong_in(found, segment, good, VerifyReport(self.where)):
                 break
             good += 1
         segment.trust_until(good)
         with suppress(StoreError, Transient):
             self.bucket.put_new(key, pack_verified(good))
 
-    def fetch(self, wanted: Mapping[Segment, Iterable[str]]) -> None:
+    def fetch(self, wanted: Mapping[Segment, Iterable[Part]]) -> None:
         """Ask at the same time for the objects that will be read first; the segments take them in as they are read."""
         if self.bucket.local:
             return
-        asked = [(s, key) for s, names in wanted.items() if isinstance(s, ObjectSegment) for key in s.missing(names)]
+        asked = [(s, key) for s, parts in wanted.items() if isinstance(s, ObjectSegment) for key in s.missing(parts)]
         for (segment, key), raw in zip(asked[:AHEAD], self.bucket.get_many([k for _, k in asked[:AHEAD]]), strict=True):
             if raw is not None:
                 segment.got[key] = raw
@@ -306,7 +306,7 @@ class ObjectMedium(Medium):
         self.bucket.delete(key for key in keys if key not in kept)
 
     def _is_seal(self, key: str) -> bool:
-        found = self.bucket.tails([key], [TAIL])[0]
+        found = self.bucket.tails([key], [self.bucket.tail])[0]
         if found is None:
             return False
         try:
@@ -339,7 +339,7 @@ class ObjectMedium(Medium):
         late = sorted(name for name in names if (n := ordinal_of(name)) is not None and n >= state.next_ordinal)
         return [f"{name} holds commits, and no record of the catalog names it: records are missing" for name in late]
 
-    def check(self, segment: Segment, report: Findings) -> None:
+    def check(self, segment: Segment, report: VerifyReport) -> None:
         """Fetch every object of a segment and recompute its checksums."""
         if not isinstance(segment, ObjectSegment):
             raise TypeError(f"{segment.name} is not a segment of a bucket")
@@ -361,18 +361,21 @@ def check_sealed(sealed: Any, meta: SegmentMeta, name: str) -> None:
     try:
         whole(sealed["rows"], meta.rows_cap)
         per_name(sealed["ends"], meta.elems_cap)
-        per_name(sealed["crc"], dict.fromkeys(meta.array_names, MAX_CRC))
+        for spec in meta.arrays():
+            if len(bytes.fromhex(sealed["crc"][spec.name])) != 4 * -(-spec.capacity // CHUNK):
+                raise ValueError(f"not every chunk of {spec.name} has a checksum")
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError(f"{name}/{HEADER}: the attribute 'sealed' is missing or damaged ({error}).") from None
 
 
-def _check_sealed(bucket: Bucket, segment: ObjectSegment, sealed: Mapping[str, Any], report: Findings) -> None:
+def _check_sealed(bucket: Bucket, segment: ObjectSegment, sealed: Mapping[str, Any], report: VerifyReport) -> None:
     bad = False
     for spec in segment.meta.arrays():
         if bucket.get(f"{segment.name}/{spec.name}/zarr.json") != sharded_json(spec):
             report.problem(f"{segment.name}/{spec.name}/zarr.json is damaged or missing")
         try:
-            report.bytes += segment.sealed_values(spec.name, sealed).nbytes
+            chunks = range(-(-spec.capacity // CHUNK))
+            report.bytes += sum(values.nbytes for _, values in segment.chunks(spec.name, chunks, sealed))
         except (StoreError, OSError) as error:
             bad = True
             report.problem(
@@ -387,7 +390,7 @@ def _check_sealed(bucket: Bucket, segment: ObjectSegment, sealed: Mapping[str, A
 
 
 def _check_commits(
-    bucket: Bucket, segment: ObjectSegment, report: Findings, follow: Callable[[Sequence[Segment]], object]
+    bucket: Bucket, segment: ObjectSegment, report: VerifyReport, follow: Callable[[Sequence[Segment]], object]
 ) -> None:
     there = {key for key in bucket.keys(f"{segment.name}/") if key.endswith(".zip")}
     for seq, brief in enumerate(segment.history):
@@ -411,7 +414,7 @@ def _check_commits(
             report.problem(f"{segment.name}: commit {first} is missing or damaged, and commit {last} is there")
 
 
-def _wrong_in(raw: bytes, segment: ObjectSegment, seq: int, report: Findings) -> str:
+def _wrong_in(raw: bytes, segment: ObjectSegment, seq: int, report: VerifyReport) -> str:
     """What is wrong with the object of a commit, in words; empty where nothing is."""
     key, brief = segment.key(seq), segment.history[seq]
     try:
@@ -456,12 +459,7 @@ class ObjectWriter(SegmentWriter):
         self._own = own
         self._compress = compress
         self._name = segment_name(ordinal)
-        self._pending: tuple[Commit, bytes] | None = None
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether the outcome of the last commit is not known."""
-        return self._pending is not None
+        self.pending: tuple[Commit, bytes] | None = None
 
     def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
         """Put the object of a commit; returns its first row."""
@@ -471,7 +469,7 @@ class ObjectWriter(SegmentWriter):
         time_ns = max(time_ns, self.last_time + 1)
         commit = self._next(time_ns, batch.n_rows, ends, catalog=catalog, crc=crc)
         shaped = {name: (self._exact(name, values), values) for name, values in arrays.items()}
-        self._pending = commit, build(commit, shaped, compress=self._compress)
+        self.pending = commit, build(commit, shaped, compress=self._compress)
         return self._settle()
 
     def _next(self, time_ns: int, n_rows: int, ends: Mapping[str, int], **more: Any) -> Commit:
@@ -496,22 +494,22 @@ class ObjectWriter(SegmentWriter):
 
     def resolve(self, batch: Batch) -> int | None:
         """Put the object again until somebody's is there, and read whose it is."""
-        if self._pending is None:
+        if self.pending is None:
             return None
-        commit = self._pending[0]
+        commit = self.pending[0]
         first = self._settle()
         arrays = batch.fitted(self.meta.schema).arrays(self.meta)
         same = all(commit.crc[name] == crc32c(values.view(np.uint8)) for name, values in arrays.items())
         return first if commit.n_rows == batch.n_rows and same else None
 
     def _settle(self) -> int:
-        commit, raw = self._pending or (None, b"")
+        commit, raw = self.pending or (None, b"")
         if commit is None:
             raise WriteFailedError(None, "there is no commit to settle", self._bucket.where)
         if not self._bucket.settle(f"{self._name}/{commit.seq:08d}.zip", raw):
-            self._pending = None
+            self.pending = None
             raise SealedError(f"{self._name} was ended by another process")
-        self._pending = None
+        self.pending = None
         self.rows, self.ends, self.last_time = commit.rows_end, dict(commit.ends), commit.time_ns
         self.records += 1
         self._own.append(commit)
@@ -524,7 +522,7 @@ class ObjectWriter(SegmentWriter):
 
     def finish(self) -> None:
         """Put the end of the segment; one that cannot be put is put by whoever tidies up."""
-        if self._pending is not None or not self.records:
+        if self.pending is not None or not self.records:
             return
         end = self._next(self.last_time + 1, 0, dict(self.ends))
         try:

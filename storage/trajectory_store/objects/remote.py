@@ -114,13 +114,6 @@ class _Parallel(Bucket):
         """List several prefixes at the same time."""
         return self._each(self.keys, prefixes)
 
-    def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Some ranges of bytes of one object: it is fetched whole, as most of it is wanted."""
-        raw = self.get(key)
-        if raw is None:
-            raise FileNotFoundError(key)
-        return [raw[start:stop] for start, stop in spans]
-
     def _get(self, key: str) -> bytes:
         raise NotImplementedError
 
@@ -241,7 +234,7 @@ class ObstoreBucket(_Parallel):
                 None, f"replacing {key} failed: {error}. Whether it was replaced is not known", self.where
             ) from error
 
-    def parts(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+    def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """Some ranges of bytes of one object, and nothing else of it.
 
         Raises:
@@ -386,6 +379,13 @@ class ZarrBucket(_Parallel):
     def _tail(self, key: str, size: int) -> tuple[bytes, int]:
         whole = self._get(key)
         return whole[-size:], len(whole)
+
+    def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Some ranges of bytes of one object: it is fetched whole, as most of it is wanted."""
+        raw = self.get(key)
+        if raw is None:
+            raise FileNotFoundError(key)
+        return [raw[start:stop] for start, stop in spans]
 
     def keys(self, prefix: str, after: str = "") -> list[str]:
         """List keys."""

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,12 +22,12 @@ import numpy.typing as npt
 from trajectory_store import fs
 from trajectory_store.bucket import Bucket
 from trajectory_store.errors import CorruptionError, ReadFailedError, SegmentGoneError, StoreError
-from trajectory_store.format import KIND_ROWS, RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta, crc32c
+from trajectory_store.format import KIND_ROWS, RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta
 from trajectory_store.journal import Entry
 from trajectory_store.maps import PreadBytes, open_file
+from trajectory_store.medium import Part
 from trajectory_store.objects.archive import (
     BLOCK,
-    TAIL,
     Commit,
     NeedMore,
     commit_key,
@@ -36,8 +36,8 @@ from trajectory_store.objects.archive import (
     entry_name,
     read_commit,
 )
-from trajectory_store.objects.sharded import read_sharded, shards
-from trajectory_store.ragged import Int64Array
+from trajectory_store.objects.sharded import CHUNK, read_chunks, shards
+from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.segment import Segment
 
 ABANDONED_AFTER_S = 3600.0
@@ -77,6 +77,8 @@ class Cache:
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder = folder
+        self.lock = threading.RLock()
+        """Held from the moment a column is fetched until its file is open: nothing makes room for others meanwhile."""
         self._max_bytes = max_bytes
         self._bytes = 0
         self._used: dict[tuple[ObjectSegment, str], int] = {}
@@ -123,13 +125,9 @@ class ObjectSegment(Segment):
         self.damaged: dict[int, str] = {}
         self.sealed = sealed
         self.trusted = False
-        self._lock = threading.RLock()
-        self._whole = meta.merged or meta.kind == "update"
-        self._wanted = np.zeros(64, bool)
         self._edges: Int64Array = np.empty(0, np.int64)
-        self._version = 0
         self._fetched: dict[str, npt.NDArray[np.bool_]] = {}
-        self._current: dict[str, int] = {}
+        self._indexes: dict[str, Int64Array] = {}
         self._known: dict[int, tuple[dict[str, tuple[int, int]], Mapping[str, int]]] = {}
         self.got: dict[str, bytes] = {}
         """Objects that are here and not taken in yet."""
@@ -189,17 +187,14 @@ class ObjectSegment(Segment):
     def _add(self, brief: Brief) -> None:
         self.history.append(brief)
         self.records += 1
-        if self.records > len(self._wanted):
-            self._wanted = np.concatenate([self._wanted, np.zeros_like(self._wanted)])
-        if self._whole:
-            self._wanted[self.records - 1] = True
-            self._version += 1
         self.rows = brief.rows_end
 
     @property
     def next_size(self) -> int:
         """How much to ask for of the next commit: all of it where those before were read, too."""
-        return WHOLE if self.records and self._wanted[self.records - 1] else TAIL
+        last = self.records - 1
+        read = any(last < len(done) and done[last] for done in list(self._fetched.values())) if self.records else False
+        return WHOLE if read else self.bucket.tail
 
     def take_next(self, found: tuple[bytes, int] | None) -> bool:
         """Take in the next commit, if it is there; an object that came as a whole is not asked for again."""
@@ -292,47 +287,33 @@ class ObjectSegment(Segment):
 
     # Fetching
 
-    def want(self, rows: Int64Array) -> None:
-        """Note that these rows will be read: their commits are fetched with the next array that is asked for."""
-        if self._whole or not len(rows):
-            return
-        if len(self._edges) != self.records:
-            self._edges = np.array([c.rows_end for c in self.history], np.int64)
-        seqs = np.searchsorted(self._edges, rows, side="right")
-        if not self._wanted[seqs].all():
-            self._wanted[seqs] = True
-            self._version += 1
-
-    def missing(self, names: Iterable[str]) -> list[str]:
+    def missing(self, parts: Iterable[Part]) -> list[str]:
         """The objects that have to be fetched before some arrays can be read."""
-        with self._lock:
-            stale = [name for name in names if self._current.get(name) != self._version]
-            if self.sealed is not None:
-                keys = [
-                    key for name in stale if name not in self._fetched for key in shards(self.name, self.specs[name])
-                ]
-            else:
-                keys = [self.key(seq) for seq in self._seqs(stale[0])] if stale else []
-            return [key for key in keys if key not in self.got]
+        keys: dict[str, None] = {}
+        with self._cache.lock:
+            for name, rows in parts:
+                units = self._units(name, rows)
+                units = units[~self._done(name)[units]].tolist()
+                some = [self.key(seq) for seq in units] if self.sealed is None else shards(self.name, self.specs[name])
+                keys |= dict.fromkeys(some if units else ())
+        return [key for key in keys if key not in self.got]
 
-    def _objects(self, keys: Sequence[str]) -> list[bytes | None]:
+    def _objects(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Objects, those that are here already among them."""
         asked = [key for key in keys if key not in self.got]
         found = dict(zip(asked, self.bucket.get_many(asked), strict=True))
-        return [found[key] if key in found else self.got.pop(key) for key in keys]
+        out: dict[str, bytes] = {}
+        for key in keys:
+            raw = found[key] if key in found else self.got.pop(key)
+            if raw is None:
+                raise FileNotFoundError(key)
+            out[key] = raw
+        return out
 
-    def raw(self, name: str) -> memoryview | PreadBytes:
-        """The bytes of an array, fetched for the commits of all rows that were wanted so far.
-
-        Updates and merged segments are fetched whole.
-        """
-        fetched = 0
-        with self._lock:
-            if self._current.get(name) != self._version:
-                version = self._version
-                fetched = self._fetch(name)
-                self._current[name] = version
-            self._cache.touch(self, name, fetched)
+    def raw(self, name: str, rows: Int64Array | None = None) -> memoryview | PreadBytes:
+        """The bytes of an array, fetched as far as these rows need it; of updates always all of it."""
+        with self._cache.lock:
+            self._cache.touch(self, name, self._fetch(name, rows))
             return super().raw(name)
 
     def _open(self, name: str) -> memoryview | PreadBytes:
@@ -350,54 +331,84 @@ class ObjectSegment(Segment):
     def _cached(self, name: str) -> Path:
         return self._cache.folder / f"{self._files_of}.{name}"  # no folders: making and removing them takes longest
 
-    def _fetch(self, name: str) -> int:
-        """Fetch what is wanted and not there yet; returns the bytes."""
-        seqs = self._seqs(name)
+    def _fetch(self, name: str, rows: Int64Array | None) -> int:
+        """Fetch what rows need of an array and is not there yet; returns the bytes."""
+        units, done = self._units(name, rows), self._done(name)
+        missing = units[~done[units]]
         self._file(name)
-        if not seqs:
+        if not len(missing):
             return 0
         try:
             if self.sealed is not None:
-                return self._fetch_sealed(name, self.sealed)
-            few = self.bucket.local and self.meta.kind == "rows"
-            with self._files([name] if few else list(self.specs)) as files:
-                if few:
-                    return sum(self._land(seq, files, None) for seq in seqs)
-                total = 0
-                for first in range(0, len(seqs), FETCHED):
-                    part = seqs[first : first + FETCHED]
-                    for seq, raw in zip(part, self._objects([self.key(s) for s in part]), strict=True):
-                        if raw is None:
-                            raise FileNotFoundError(self.key(seq))
-                        total += self._land_update(seq, files, raw) if self._whole else self._land(seq, files, raw)
-                return total
-        except BaseException as error:
-            if not self._whole:  # the next read may be of other rows
-                self._wanted[seqs] = False
-                self._version += 1
-            if not isinstance(error, FileNotFoundError):
-                raise
+                return self._fetch_chunks(name, missing, self.sealed)
+            return self._fetch_commits(name, missing.tolist())
+        except FileNotFoundError as error:
             raise SegmentGoneError(
                 f"object {error} was evicted or compacted away before it was read. Call refresh(), and take ids from "
                 "ids()."
             ) from None
 
-    def _seqs(self, name: str) -> list[int]:
-        """The commits of rows that are wanted, and of which an array is not there yet."""
-        wanted = self._wanted.copy()
-        done = self._fetched.get(name)
-        if done is not None:
-            wanted[: len(done)] &= ~done
-        return [seq for seq in np.flatnonzero(wanted).tolist() if seq < self.records and self.history[seq].n_rows]
+    def _units(self, name: str, rows: Int64Array | None) -> Int64Array:
+        """What holds the values of rows: commits, or of a merged segment the chunks of the array."""
+        spec = self.specs[name]
+        if self.meta.kind == "update" or (self.sealed is not None and not self.bucket.local):
+            rows = None  # few requests are better than few bytes
+        if self.sealed is None:
+            if len(self._edges) != len(self.history):
+                self._edges = np.array([c.rows_end for c in self.history], np.int64)
+            if rows is None:
+                return np.flatnonzero(np.diff(self._edges, prepend=0))
+            return np.array(distinct(self._edges.searchsorted(rows, side="right")), np.int64)
+        count = -(-spec.capacity // CHUNK)
+        if rows is None or spec.axis is None or spec.edges:
+            return np.arange(count)
+        offsets = self.offsets(spec.axis)
+        starts, ends = offsets[rows], offsets[rows + 1]
+        some = ends > starts
+        edges = np.zeros(count + 1, np.int64)
+        np.add.at(edges, starts[some] // CHUNK, 1)
+        np.subtract.at(edges, (ends[some] - 1) // CHUNK + 1, 1)
+        return np.flatnonzero(edges.cumsum()[:count])
 
-    def _note_fetched(self, name: str, seq: int) -> None:
+    def _done(self, name: str) -> npt.NDArray[np.bool_]:
+        """Which of them are in the cached file."""
         done = self._fetched.get(name)
-        if done is None or len(done) <= seq:
-            grown = np.zeros(max(len(self._wanted), seq + 1), bool)
+        count = len(self.history) if self.sealed is None else -(-self.specs[name].capacity // CHUNK)
+        if done is None or len(done) < count:
+            grown = np.zeros(max(64, 2 * count), bool)
             if done is not None:
                 grown[: len(done)] = done
             done = self._fetched[name] = grown
-        done[seq] = True
+        return done
+
+    def _fetch_commits(self, name: str, seqs: Sequence[int]) -> int:
+        few = self.bucket.local and self.meta.kind == "rows"
+        with self._files([name] if few else list(self.specs)) as files:
+            if few:
+                return sum(self._land(seq, files, None) for seq in seqs)
+            total, land = 0, self._land if self.meta.kind == "rows" else self._land_update
+            for first in range(0, len(seqs), FETCHED):
+                part = seqs[first : first + FETCHED]
+                objects = self._objects([self.key(seq) for seq in part])
+                total += sum(land(seq, files, objects[self.key(seq)]) for seq in part)
+            return total
+
+    def _fetch_chunks(self, name: str, chunks: Int64Array, sealed: Mapping[str, Any]) -> int:
+        total = 0
+        with self._files([name]) as files:
+            for chunk, values in self.chunks(name, chunks.tolist(), sealed):
+                fs.pwrite(files[name], values.view(np.uint8), chunk * CHUNK * self.specs[name].itemsize)
+                self._done(name)[chunk] = True
+                total += values.nbytes
+        return total
+
+    def chunks(
+        self, name: str, chunks: Sequence[int], sealed: Mapping[str, Any]
+    ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """Get and check some chunks of an array of a merged segment."""
+        spec = self.specs[name]
+        objects = {} if self.bucket.local else self._objects(shards(self.name, spec))
+        return read_chunks(self.bucket, objects, self.name, spec, sealed["crc"][name], chunks, self._indexes)
 
     @contextmanager
     def _files(self, names: Sequence[str]) -> Generator[Mapping[str, int]]:
@@ -427,7 +438,7 @@ class ObjectSegment(Segment):
                     values = values + self.history[seq].starts[self._axes.index(spec.axis or "")]
                 fs.pwrite(fd, values.view(np.uint8), start * spec.itemsize)
                 total += size
-            self._note_fetched(name, seq)
+            self._done(name)[seq] = True
         return total
 
     def _land_update(self, seq: int, files: Mapping[str, int], raw: bytes) -> int:
@@ -444,7 +455,7 @@ class ObjectSegment(Segment):
         nowhere = np.full(brief.n_rows, -1, spec.dtype)
         fs.pwrite(files[TARGET], nowhere.view(np.uint8), (brief.rows_end - brief.n_rows) * spec.itemsize)
         for name in files:
-            self._note_fetched(name, seq)
+            self._done(name)[seq] = True
         return nowhere.nbytes
 
     def trust_until(self, records: int) -> None:
@@ -476,15 +487,14 @@ class ObjectSegment(Segment):
             return directory(raw, len(raw), key), read_commit(raw, len(raw), key, self.meta).crc
         known = self._known.get(seq)
         if known is None:
-            size = TAIL
+            found = self.bucket.tails([key], [self.bucket.tail])[0]
             while known is None:
-                found = self.bucket.tails([key], [size])[0]
                 if found is None:
                     raise FileNotFoundError(key)
                 try:
                     known = directory(*found, key), read_commit(*found, key, self.meta).crc
                 except NeedMore as more:
-                    size = more.size
+                    found = self.bucket.tails([key], [more.size])[0]
             self._known[seq] = known
         return known
 
@@ -496,23 +506,8 @@ class ObjectSegment(Segment):
             return brief.ends[at] - brief.starts[at], brief.starts[at]
         return brief.n_rows + spec.edges, brief.rows_end - brief.n_rows
 
-    def _fetch_sealed(self, name: str, sealed: Mapping[str, Any]) -> int:
-        values = self.sealed_values(name, sealed)
-        with self._files([name]) as files:
-            fs.pwrite(files[name], values.view(np.uint8), 0)
-        self._note_fetched(name, 0)
-        return values.nbytes
-
-    def sealed_values(self, name: str, sealed: Mapping[str, Any]) -> npt.NDArray[Any]:
-        """Get and check an array of a merged segment."""
-        values = read_sharded(self.name, self.specs[name], self._objects)
-        if crc32c(values.view(np.uint8)) != sealed["crc"][name]:
-            raise CorruptionError(f"array {self.name}/{name} does not have the checksum of its segment.")
-        return values
-
     def drop(self, name: str) -> None:
         """Give up the cached file of an array; maps that are in use stay valid."""
         super().drop(name)
         self._fetched.pop(name, None)
-        self._current.pop(name, None)
         fs.remove_file(self._cached(name))

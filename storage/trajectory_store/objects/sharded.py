@@ -6,16 +6,19 @@ two u64 (all ones for a chunk that holds only fill values), and the CRC32C of th
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store.bucket import Bucket
 from trajectory_store.errors import CorruptionError
 from trajectory_store.format import ArraySpec, crc32c, spec_json
 from trajectory_store.objects.archive import zstd
+from trajectory_store.ragged import Int64Array
 
 CHUNK = 1 << 15
 CHUNKS = 128
@@ -24,6 +27,7 @@ CHUNKS = 128
 SEALED_LEVEL = 3
 """zstd level; the values are written once and read often."""
 
+INDEX_SIZE = 16 * CHUNKS + 4
 _EMPTY = (1 << 64) - 1
 
 
@@ -54,9 +58,7 @@ def shard_key(folder: str, spec: ArraySpec, number: int) -> str:
 
 def shards(folder: str, spec: ArraySpec) -> list[str]:
     """The objects of an array."""
-    values = spec.capacity * (spec.itemsize // spec.dtype.itemsize)
-    per_shard = CHUNK * CHUNKS * (spec.itemsize // spec.dtype.itemsize)
-    return [shard_key(folder, spec, i) for i in range(-(-values // per_shard))]
+    return [shard_key(folder, spec, i) for i in range(-(-spec.capacity // (CHUNK * CHUNKS)))]
 
 
 class ShardWriter:
@@ -78,11 +80,11 @@ class ShardWriter:
         self._chunks: list[bytes] = []
         self._shards = 0
         self._total = 0
-        self.crc = 0
+        self.crc = ""
+        """Of the values of each chunk its CRC32C, eight hexadecimal digits each."""
 
     def write(self, values: npt.NDArray[Any]) -> None:
         """Write values behind those before."""
-        self.crc = crc32c(values.view(np.uint8), self.crc)
         self._waiting.append(values)
         self._count += len(values)
         self._total += len(values)
@@ -90,11 +92,12 @@ class ShardWriter:
         if self._count >= size:
             whole = np.concatenate(self._waiting)
             for first in range(0, len(whole) - size + 1, size):
-                self._add(whole[first : first + size])
+                self._add(whole[first : first + size], size)
             rest = whole[len(whole) - len(whole) % size :]
             self._waiting, self._count = [rest], len(rest)
 
-    def _add(self, chunk: npt.NDArray[Any]) -> None:
+    def _add(self, chunk: npt.NDArray[Any], count: int) -> None:
+        self.crc += f"{crc32c(chunk[:count].view(np.uint8)):08x}"
         self._chunks.append(bytes(zstd(SEALED_LEVEL).encode(np.ascontiguousarray(chunk))))
         if len(self._chunks) == CHUNKS:
             self._end_shard()
@@ -118,44 +121,77 @@ class ShardWriter:
         if len(rest):
             last = np.full(CHUNK * self._width, self._spec.fill, self._spec.dtype)
             last[: len(rest)] = rest
-            self._add(last)
+            self._add(last, len(rest))
         self._end_shard()
         spec = self._spec._replace(capacity=self._total // self._width)
         self._put(f"{self._folder}/{self._spec.name}/zarr.json", sharded_json(spec))
 
 
-def read_sharded(folder: str, spec: ArraySpec, get: Callable[[list[str]], list[bytes | None]]) -> npt.NDArray[Any]:
-    """Read a whole array.
+def read_chunks(
+    bucket: Bucket,
+    objects: Mapping[str, bytes],
+    folder: str,
+    spec: ArraySpec,
+    crc: str,
+    chunks: Sequence[int],
+    indexes: dict[str, Int64Array],
+) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """Get some inner chunks of an array, each checked; those that follow one another are asked for at once.
+
+    Args:
+        bucket: where the shards are.
+        objects: shards that are here already.
+        folder: of the segment.
+        spec: the array; its capacity is its size.
+        crc: of all its chunks, eight digits each.
+        chunks: their numbers, ascending.
+        indexes: by shard where its chunks begin and end, as far as that is known; completed here.
 
     Raises:
-        CorruptionError: a shard is missing or damaged.
+        FileNotFoundError: a shard is missing.
+        CorruptionError: a shard is damaged.
     """
-    width = spec.itemsize // spec.dtype.itemsize
-    out = np.empty(spec.capacity * width, spec.dtype)
-    per_shard = CHUNK * CHUNKS * width
-    keys = shards(folder, spec)
-    for i, (key, raw) in enumerate(zip(keys, get(keys), strict=True)):
-        if raw is None:
+    asked = {shard: list(some) for shard, some in itertools.groupby(chunks, lambda chunk: chunk // CHUNKS)}
+    keys = {shard: shard_key(folder, spec, shard) for shard in asked}
+    unknown = [key for key in keys.values() if key not in indexes and key not in objects]
+    ends = zip(unknown, bucket.tails(unknown, [INDEX_SIZE] * len(unknown)), strict=True)
+    for key, found in [*((key, (raw[-INDEX_SIZE:], len(raw))) for key, raw in objects.items()), *ends]:
+        if found is None:
             raise FileNotFoundError(key)
-        try:
-            _unpack(memoryview(raw), out[i * per_shard : (i + 1) * per_shard], CHUNK * width)
-        except (ValueError, RuntimeError) as error:
-            raise CorruptionError(f"object {key} is damaged: {error}.") from error
-    return out
+        indexes[key] = _index(key, *found)
+    for shard, some in asked.items():
+        places = indexes[keys[shard]][[chunk % CHUNKS for chunk in some]]
+        first = np.flatnonzero(np.append(True, places[1:, 0] != places[:-1, 1]))
+        last = np.append(first[1:], len(some)) - 1
+        spans = list(zip(places[first, 0].tolist(), places[last, 1].tolist(), strict=True))
+        whole = objects.get(keys[shard])
+        parts = bucket.ranges(keys[shard], spans) if whole is None else [whole[start:end] for start, end in spans]
+        packed = dict(zip(first.tolist(), parts, strict=True))
+        raw, begin = b"", 0
+        for i, chunk in enumerate(some):
+            start, end = places[i].tolist()
+            if i in packed:
+                raw, begin = packed[i], start
+            yield chunk, _unpack(raw[start - begin : end - begin], spec, chunk, crc, keys[shard])
 
 
-def _unpack(shard: memoryview, out: npt.NDArray[Any], size: int) -> None:
-    tail = shard[max(0, len(shard) - 16 * CHUNKS - 4) :]
-    if len(tail) != 16 * CHUNKS + 4 or crc32c(bytes(tail[:-4])) != int.from_bytes(tail[-4:], "little"):
-        raise ValueError("the checksum of its index does not hold")
-    index = np.frombuffer(tail[:-4], "<u8").reshape(-1, 2).tolist()
-    scratch = np.empty(size * out.itemsize, np.uint8)
-    for i, (offset, length) in enumerate(index[: -(-len(out) // size)]):
-        if offset == _EMPTY or offset + length > len(shard):
-            raise ValueError("a chunk is missing")
-        packed, target = shard[offset : offset + length], out[i * size : (i + 1) * size]
-        if len(target) == size:
-            zstd().decode(packed, target.view(np.uint8))
-        else:  # the last chunk is filled up
-            zstd().decode(packed, scratch)
-            target[:] = scratch.view(out.dtype)[: len(target)]
+def _index(key: str, tail: bytes, size: int) -> Int64Array:
+    """`[CHUNKS, 2]`: where each chunk of a shard begins and ends; of one that is not there, nowhere."""
+    if len(tail) != INDEX_SIZE or crc32c(tail[:-4]) != int.from_bytes(tail[-4:], "little"):
+        raise CorruptionError(f"object {key} is damaged: the checksum of its index does not hold.")
+    index = np.frombuffer(tail[:-4], "<u8").reshape(-1, 2)
+    there = (index[:, 0] <= size) & (index[:, 1] <= size)
+    return np.where(there[:, None], np.stack([index[:, 0], index[:, 0] + index[:, 1]], axis=1), 0).astype(np.int64)
+
+
+def _unpack(packed: bytes, spec: ArraySpec, chunk: int, crc: str, key: str) -> npt.NDArray[Any]:
+    width = spec.itemsize // spec.dtype.itemsize
+    values = np.empty(CHUNK * width, spec.dtype)  # the last chunk is filled up
+    try:
+        zstd().decode(packed, values.view(np.uint8))
+    except (ValueError, RuntimeError) as error:
+        raise CorruptionError(f"object {key} is damaged: chunk {chunk % CHUNKS} cannot be read ({error}).") from error
+    values = values[: (spec.capacity - chunk * CHUNK) * width]
+    if f"{crc32c(values.view(np.uint8)):08x}" != crc[8 * chunk : 8 * chunk + 8]:
+        raise CorruptionError(f"object {key} is damaged: chunk {chunk % CHUNKS} does not have its checksum.")
+    return values

@@ -6,8 +6,10 @@ own memmap objects cost twelve times as much per slice. What does not depend on 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, cast
+from functools import cached_property
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +18,9 @@ from trajectory_store.catalog import Catalog
 from trajectory_store.errors import BatchError, CorruptionError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, TARGET, offsets_name
 from trajectory_store.maps import will_need
-from trajectory_store.places import Places, Spans
+from trajectory_store.medium import Part
 from trajectory_store.pool import BufferPool
-from trajectory_store.ragged import Int64Array, RaggedArray
+from trajectory_store.ragged import Int64Array, RaggedArray, offsets_of
 from trajectory_store.schema import Column
 from trajectory_store.segment import Segment
 from trajectory_store.updates import Later
@@ -28,9 +30,143 @@ _UNSIGNED = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtyp
 _BYTE = _UNSIGNED[1]
 _EDGES = np.dtype("V16")
 _NOTHING = np.empty(0, np.uint8)
+_FEW = 4
+"""Rows of one segment for which looking at them first costs more than it saves."""
+T = TypeVar("T")
 
 
-class Gather:
+class Places:
+    """The rows of a batch, segment by segment.
+
+    "Run order" is the order of the runs one after another; it is the order of the batch where one segment has all rows.
+
+    Attributes:
+        ordinals: `[B]` int64, the segment of each row, in the order of the batch.
+        rows: `[B]` int64, the row in it.
+        order: `[B]` the place in the batch of each row in run order; None where the orders agree.
+        runs: per segment its ordinal and the rows in it.
+
+    >>> places = Places(np.array([5, 2, 5]), np.array([0, 1, 7]))
+    >>> [(ordinal, rows.tolist()) for ordinal, rows in places.runs]
+    [(2, [1]), (5, [0, 7])]
+    >>> places.join([rows * 10 for _, rows in places.runs]).tolist()
+    [0, 10, 70]
+    """
+
+    def __init__(self, ordinals: Int64Array, rows: Int64Array) -> None:
+        self.ordinals = ordinals
+        self.rows = rows
+        self.order: Int64Array | None = None
+        self.runs: list[tuple[int, Int64Array]] = []
+        n = len(rows)
+        if not n:
+            return
+        first = int(ordinals[0])
+        if np.count_nonzero(ordinals == first) == n:
+            self.runs.append((first, rows))
+            return
+        self.order = ordinals.argsort(kind="stable")
+        ordinals, rows = ordinals[self.order], rows[self.order]
+        edges = [0, *(np.flatnonzero(ordinals[1:] != ordinals[:-1]) + 1).tolist(), n]
+        self.runs += [(int(ordinals[a]), rows[a:b]) for a, b in itertools.pairwise(edges)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def inverse(self) -> Int64Array:
+        """`[B]` the place in run order of each row of the batch."""
+        inverse = np.empty(len(self.rows), np.int64)
+        inverse[self.order] = np.arange(len(inverse))
+        return inverse
+
+    @cached_property
+    def owners(self) -> list[int]:
+        """The segment of each row of the batch."""
+        return self.ordinals.tolist()
+
+    def restore(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """From run order to the order of the batch."""
+        return values if self.order is None else values[self.inverse]
+
+    def join(self, parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """From the values of each run to those of the batch, in its order."""
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)[self.inverse]
+
+    def split(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """From values of the batch to those of each run."""
+        if self.order is None:
+            return [values] if self.runs else []
+        return np.split(values[self.order], np.cumsum([len(rows) for _, rows in self.runs[:-1]]))
+
+
+class Spans:
+    """Where the elements of rows are on one axis.
+
+    Args:
+        places: the rows.
+        edges: `[B, 2]` int64, in run order: the first element in the segment and one past the last; an attribute, too.
+
+    Attributes:
+        starts: `[B]` int64, in run order: the first elements.
+        lengths: `[B]` int64, in the order of the batch.
+        width: the longest row.
+    """
+
+    def __init__(self, places: Places, edges: Int64Array) -> None:
+        self.places = places
+        self.edges = edges
+        self.starts: Int64Array
+        self.starts, self._ends = edges.T.copy()
+        self._counts = self._ends - self.starts
+        self.lengths: Int64Array = places.restore(self._counts)
+        self._blanks: dict[tuple[int, int], tuple[memoryview, list[memoryview]]] = {}
+
+    @cached_property
+    def width(self) -> int:
+        """The longest row."""
+        return int(self.lengths.max()) if len(self.lengths) else 0
+
+    @cached_property
+    def heads(self) -> list[tuple[int, Int64Array]]:
+        """The first elements of the rows of each segment that has more than a few of them."""
+        edges = itertools.accumulate((len(rows) for _, rows in self.places.runs), initial=0)
+        starts = zip(self.places.runs, itertools.pairwise(edges), strict=True)
+        return [(ordinal, self.starts[a:b]) for (ordinal, _), (a, b) in starts if b - a > _FEW]
+
+    @cached_property
+    def parts(self) -> list[slice]:
+        """Per row, in the order of the batch, what to copy."""
+        starts, ends = self.places.restore(self.starts), self.places.restore(self._ends)
+        return list(map(slice, starts.tolist(), ends.tolist()))
+
+    def blanks(self, width: int, blank: memoryview, item: int) -> list[memoryview]:
+        """Per row, in the order of the batch, what pads it to a width: a part of `blank`, `item` bytes per element."""
+        found = self._blanks.get((width, item))
+        if found is None or found[0] is not blank:
+            parts = [blank[:size] for size in ((width - self.lengths) * item).tolist()]
+            found = self._blanks[width, item] = (blank, parts)
+        return found[1]
+
+    def flat(self, table: Mapping[int, T]) -> tuple[list[T | None], list[slice], list[slice]]:
+        """How to copy the rows one after another: what a table has for the segment, what to copy, where it goes.
+
+        Rows that are next to one another in a segment and in the batch are copied at once.
+        """
+        starts, ends = self.starts, self._ends
+        begins = offsets_of(self.lengths)[:-1]
+        begins = begins if self.places.order is None else begins[self.places.order]
+        stops = begins + self._counts
+        owners = np.repeat([o for o, _ in self.places.runs], [len(rows) for _, rows in self.places.runs])
+        breaks = (starts[1:] != ends[:-1]) | (begins[1:] != stops[:-1]) | (owners[1:] != owners[:-1])
+        cuts = np.flatnonzero(breaks)
+        firsts, lasts = np.concatenate(([0], cuts + 1)), np.concatenate((cuts, [len(starts) - 1]))
+        parts = map(slice, starts[firsts].tolist(), ends[lasts].tolist())
+        targets = map(slice, begins[firsts].tolist(), stops[lasts].tolist())
+        return [table.get(owner) for owner in owners[firsts].tolist()], list(parts), list(targets)
+
+
+class ColumnReader:
     """Reads columns of one list of ids, sharing the look-ups between columns.
 
     Args:
@@ -44,27 +180,20 @@ class Gather:
         self._catalog = catalog
         self._ids = ids
         self._limits = limits
-        self._base = self._wanting(Places(*catalog.locate(ids)))
+        self._base = Places(*catalog.locate(ids))
         self._spans: dict[str, Spans] = {}
         self._updated: dict[str, Places] = {}
 
     @classmethod
-    def of_rows(cls, catalog: Catalog, ordinals: Int64Array, rows: Int64Array) -> Gather:
+    def of_rows(cls, catalog: Catalog, ordinals: Int64Array, rows: Int64Array) -> ColumnReader:
         """Read rows of segments as they were committed, also those of updates."""
-        gather = cls(catalog, np.empty(0, np.int64), {})
-        gather._ids = rows
-        gather._base = gather._wanting(Places(ordinals, rows))
-        return gather
+        reader = cls(catalog, np.empty(0, np.int64), {})
+        reader._ids = rows
+        reader._base = Places(ordinals, rows)
+        return reader
 
     def __len__(self) -> int:
         return len(self._ids)
-
-    def _wanting(self, places: Places) -> Places:
-        """Tell segments whose columns have to be fetched which rows of them will be read."""
-        if not self._catalog.medium.complete:
-            for ordinal, rows in places.runs:
-                self._catalog.any_segment(ordinal).want(rows)
-        return places
 
     def fetch(self, columns: Iterable[Column]) -> None:
         """Where columns have to be fetched, ask for all that will be read, and not for one column after another."""
@@ -72,15 +201,19 @@ class Gather:
         if medium.complete:
             return
         columns = list(columns)
-        updates = {s: [TARGET, *(c.name for c in columns if s.has(c.name))] for s in catalog.updates.values()}
-        medium.fetch({segment: names for segment, names in updates.items() if len(names) > 1})
-        wanted: dict[Segment, set[str]] = {}
+        wanted: dict[Segment, list[Part]] = {}
+        for update in catalog.updates.values():
+            names = [column.name for column in columns if update.has(column.name)]
+            if names:
+                wanted[update] = [(name, None) for name in (TARGET, *names)]
+        medium.fetch(wanted)
+        wanted = {}
         for column in columns:
-            for ordinal, _ in self._places(column).runs:
+            for ordinal, rows in self._places(column).runs:
                 segment = catalog.any_segment(ordinal)
-                names = wanted.setdefault(segment, set())
-                names.update([column.name] if segment.has(column.name) else [])
-                names.update([offsets_name(column.axis)] if column.axis in segment.schema.axes else [])
+                names = [column.name] if segment.has(column.name) else []
+                names += [offsets_name(column.axis)] if column.axis in segment.schema.axes else []
+                wanted.setdefault(segment, []).extend((name, rows) for name in names)
         medium.fetch(wanted)
 
     def _later(self, column: Column) -> Later | None:
@@ -106,14 +239,14 @@ class Gather:
         if not hit.any():
             return self._base
         ordinals = np.where(hit, at >> ORDINAL_SHIFT, self._base.ordinals)
-        return self._wanting(Places(ordinals, np.where(hit, at & ROW_MASK, self._base.rows)))
+        return Places(ordinals, np.where(hit, at & ROW_MASK, self._base.rows))
 
-    def _look_up(self, key: str, places: Places, find: Callable[[Segment], Any]) -> dict[int, Any]:
-        """By ordinal the array of each segment of the rows; without those that have none."""
+    def _look_up(self, key: str, places: Places, find: Callable[[Segment, Int64Array], Any]) -> dict[int, Any]:
+        """By ordinal the array of each segment of the rows, with these in it; without those that have none."""
         table = self._catalog.table(key)
-        for ordinal, _ in places.runs:
+        for ordinal, rows in places.runs:
             if ordinal not in table:
-                found = find(self._catalog.any_segment(ordinal))
+                found = find(self._catalog.any_segment(ordinal), rows)
                 if found is not None:
                     table[ordinal] = found
         return table
@@ -121,21 +254,23 @@ class Gather:
     def _edges(self, axis: str, places: Places) -> dict[int, npt.NDArray[np.void]]:
         """Per row where it begins and where it ends, as one item: both are read in one step."""
 
-        def edges(segment: Segment) -> npt.NDArray[np.void] | None:
+        def edges(segment: Segment, rows: Int64Array) -> npt.NDArray[np.void] | None:
             if axis not in segment.schema.axes:
                 return None
-            offsets = segment.offsets(axis)
+            offsets = segment.offsets(axis, rows)
             return np.ndarray(len(offsets) - 1, _EDGES, offsets, strides=offsets.strides)
 
         return self._look_up(offsets_name(axis), places, edges)
 
     def _items(self, column: Column, places: Places) -> dict[int, memoryview]:
         """The values of a ragged column; those of `io="pread"` are sliced like memoryviews."""
-        return self._look_up(column.name, places, lambda s: s.items(column.name) if s.has(column.name) else None)
+        name = column.name
+        return self._look_up(name, places, lambda s, rows: s.items(name, rows) if s.has(name) else None)
 
     def _arrays(self, column: Column, places: Places) -> dict[int, npt.NDArray[Any]]:
         """The values of a scalar column."""
-        return self._look_up(column.name, places, lambda s: s.array(column.name) if s.has(column.name) else None)
+        name = column.name
+        return self._look_up(name, places, lambda s, rows: s.array(name, rows) if s.has(name) else None)
 
     def _touch(self, column: Column, spans: Spans) -> None:
         """Look at the first element of every row at once: these waits for memory overlap, those of the copies do not.
@@ -253,10 +388,9 @@ class Gather:
             spans, item, at = self.spans(column), column.np_dtype.itemsize, 0
             for ordinal, rows in spans.places.runs:
                 segment = self._catalog.any_segment(ordinal)
-                parts = spans.slices[at : at + len(rows)]
+                edges = spans.edges[at : at + len(rows)] * (item * column.width)
                 at += len(rows)
                 if segment.has(column.name):
-                    edges = np.array([(part.start, part.stop) for part in parts], np.int64) * (item * column.width)
                     will_need(segment.raw(column.name), edges[:, 0], edges[:, 1])
 
     def ragged(self, column: Column) -> RaggedArray:
@@ -270,28 +404,17 @@ class Gather:
 
     def text(self, column: Column) -> list[Any]:
         """The rows of a column of text or bytes."""
-        spans = self.spans(column)
+        spans, fill = self.spans(column), str(column.fill_value).encode()
+        rows = _rows(column, self._items(column, spans.places), spans, fill)
+        if column.dtype == "bytes":
+            return [bytes(row) for row in rows]
         try:
-            texts = self._texts(column, spans)
+            return [str(row, "utf-8") for row in rows]
         except UnicodeDecodeError as error:
             raise CorruptionError(
                 f"{self._catalog.medium.where}: column '{column.name}' holds bytes that are no text for some of these "
                 f"rows ({error.reason}). Run verify(): it lists the trajectories that are damaged."
             ) from None
-        if spans.places.order is None:
-            return texts
-        placed: list[Any] = [None] * len(texts)
-        for place, value in zip(spans.places.order.tolist(), texts, strict=True):
-            placed[place] = value
-        return placed
-
-    def _texts(self, column: Column, spans: Spans) -> list[Any]:
-        """The same in run order."""
-        pieces = zip(spans.places.spread(self._items(column, spans.places)), spans.slices, strict=True)
-        if column.dtype == "bytes":
-            return [b"" if source is None else bytes(source[part]) for source, part in pieces]
-        fill = str(column.fill_value)
-        return [fill if source is None else str(source[part], "utf-8") for source, part in pieces]
 
     def padded(
         self,
@@ -382,15 +505,19 @@ def _copy(
             flat[target] = column.fill_value
 
 
-def _rows(column: Column, table: Mapping[int, Any], spans: Spans) -> list[Any]:
-    """Per row, in the order of the batch, its values; a segment without the column is not in the table."""
+def _rows(column: Column, table: Mapping[int, Any], spans: Spans, fill: Any = None) -> list[Any]:
+    """Per row, in the order of the batch, its values; those of a segment without the column are the fill."""
     owners, parts = spans.places.owners, _scaled(spans.parts, column.width)
     try:
         return [table[owner][part] for owner, part in zip(owners, parts, strict=True)]
-    except KeyError:
-        fill, dtype = column.fill_value, column.np_dtype
+    except KeyError:  # a segment without the column is not in the table
+        value, dtype = column.fill_value, column.np_dtype
         return [
-            table[owner][part] if owner in table else np.full(part.stop - part.start, fill, dtype)
+            table[owner][part]
+            if owner in table
+            else np.full(part.stop - part.start, value, dtype)
+            if fill is None
+            else fill
             for owner, part in zip(owners, parts, strict=True)
         ]
 
