@@ -104,7 +104,7 @@ class TrajectoryStore(StoreReads):
                 when a segment is made.
             segment_rows: rows per segment; by default few, growing to 512 Ki (preallocated, or zarr: 64 Ki).
             segment_elements: elements per ragged axis and segment; by default few, growing to 64 Mi (16 Mi).
-            compress: zarr backend: zstd for chunks of whole numbers, masks and text.
+            compress: zarr backend: zstd for chunks that become smaller by it.
             cache_dir: zarr backend: where columns that were read are kept; default: a temporary folder.
             cache_bytes: zarr backend: how much is kept there.
 

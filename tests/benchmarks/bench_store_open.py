@@ -2,7 +2,8 @@
 
     python tests/benchmarks/bench_store_open.py [--quick] [--check]
 
-Two stores with the same number of segments, one with 64 times the rows of the other, are opened in fresh processes.
+Two stores with the same number of segments, one with 64 times the rows of the other, both in commits of 64 rows, are
+opened in fresh processes. A third one has as many commits as objects in a local folder, merged in the background.
 The first batch takes 64 rows by ids that are known, four columns, padded. Memory is RssAnon, what the process itself
 holds; pages of files that the kernel may drop at any time do not count. `ids()`, the list of all rows, is 8 bytes per
 row by its nature and has a line of its own.
@@ -32,16 +33,16 @@ from _stores import BATCH, TOKEN_COLUMNS, Table, anonymous_kb, child, rows_of, t
 from trajectory_store import Column, Schema, TrajectoryStore
 
 SEGMENTS = 16
-OPEN_MS, BATCH_MS, VISIBLE_MS = 10.0, 50.0, 1.0
+OPEN_MS, BATCH_MS, VISIBLE_MS, OBJECTS_MS = 10.0, 50.0, 1.0, 100.0
 MEMORY_RATIO = 1.05
 
 
-def fill(path: Path, rows_per_segment: int) -> None:
-    """A store of 16 segments in commits of an eighth of a segment, four tokens per row."""
-    part = max(1, rows_per_segment // 8)
-    data = rows_of(np.full(part, 4), np.random.default_rng(0))
-    with TrajectoryStore.create(path, token_schema(), segment_rows=8 * part) as store:
-        for _ in range(8 * SEGMENTS):
+def fill(path: Path, rows_per_segment: int, backend: str = "memmap") -> None:
+    """A store of 16 segments in commits of 64 rows, four tokens per row."""
+    data = rows_of(np.full(BATCH, 4), np.random.default_rng(0))
+    sizes = {"backend": "zarr"} if backend == "zarr" else {"segment_rows": rows_per_segment}
+    with TrajectoryStore.create(path, token_schema(), **sizes) as store:
+        for _ in range(rows_per_segment * SEGMENTS // BATCH):
             store.append(data)
         ids = store.ids()
         np.save(path.with_suffix(".npy"), np.random.default_rng(1).choice(ids, BATCH))
@@ -116,7 +117,7 @@ def follow(folder: str, commits: int) -> tuple[float, float, int]:
 def main() -> int:
     """Print the table; exit 1 with --check where a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="100 thousand rows instead of a million")
+    parser.add_argument("--quick", action="store_true", help="130 thousand rows instead of a million")
     parser.add_argument("--check", action="store_true", help="fail where a goal is missed")
     parser.add_argument("--opening", help=argparse.SUPPRESS)
     parser.add_argument("--write", nargs=2, help=argparse.SUPPRESS)
@@ -127,7 +128,7 @@ def main() -> int:
     if options.write:
         write(options.write[0], int(options.write[1]))
         return 0
-    large = 6_400 if options.quick else 64_000
+    large = BATCH * BATCH * (2 if options.quick else 16)
     with tempfile.TemporaryDirectory() as folder:
         found = []
         for size in (large // 64, large):
@@ -147,6 +148,9 @@ def main() -> int:
         table.line("  all anonymous memory, large / small", ratio, "x", MEMORY_RATIO)
         table.line("ids(): the list of all rows", big[4], "ms")
         table.line("  its memory, per row", (big[8] - big[6]) * 1024 / big[0], "B")
+        fill(Path(folder, "objects"), large, "zarr")
+        objects = measure(Path(folder, "objects"), 5)
+        table.line(f"zarr: open {objects[0]:.0f} trajectories, merged in the background", objects[1], "ms", OBJECTS_MS)
         commits = 100 if options.quick else 400
         middle, most, count = follow(folder, commits)
         table.line(f"commit of 64 rows seen by another process, median of {count}", middle, "ms", VISIBLE_MS)

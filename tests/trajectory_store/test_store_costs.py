@@ -42,7 +42,7 @@ def test_a_raw_store_takes_one_percent_more_than_its_payload(tmp_path):
 
 
 def test_gsm8k_sealed_takes_less_than_half(tmp_path, gsm8k_dir):
-    """Text, ids, mask and log-probs of noise for 3000 answers after compact(): at most 0.48 of their bytes."""
+    """Text, ids, mask and log-probs of noise for 3000 answers: at most 0.6 of their bytes, after compact() 0.48."""
     pytest.importorskip("zarr")
     lines = (gsm8k_dir / "train.jsonl").read_text(encoding="utf-8").splitlines()[:3000]
     pairs = [json.loads(line) for line in lines]
@@ -69,6 +69,7 @@ def test_gsm8k_sealed_takes_less_than_half(tmp_path, gsm8k_dir):
     for part in np.array_split(np.arange(3000), 10):
         taken = {n: v.take(part) if isinstance(v, RaggedArray) else [v[i] for i in part] for n, v in values.items()}
         store.append(taken)
+    assert sum(file.stat().st_size for file in (tmp_path / "s").rglob("*.zip")) <= 0.6 * payload
     store.compact()
     assert store.read(store.ids()[[0, 2999]], "completion")["completion"] == [
         values["completion"][i] for i in (0, 2999)
