@@ -14,6 +14,7 @@ import pytest
 from trajectory_store import (
     Column,
     CorruptionError,
+    RaggedArray,
     Schema,
     StoreError,
     StoreExistsError,
@@ -483,6 +484,22 @@ def test_a_damaged_object_costs_the_reads_of_its_rows_only(tmp_path, monkeypatch
         assert [reader.scalars(schema["n"]).tolist() for reader in begun[:2]] == [[1, 1], [3, 3]]
         with pytest.raises(CorruptionError):
             begun[2].scalars(schema["n"])
+
+
+def test_what_was_fetched_stays_within_its_budget(tmp_path):
+    """Objects come as a whole, so every array of them counts, and goes when there is no room."""
+    names, budget = ("a", "b", "c"), 1 << 20
+    memory = MemoryStore()
+    values = np.random.default_rng(0).integers(0, 1 << 30, (20, 10_000), dtype=np.int32)
+    with TrajectoryStore.create(
+        memory, Schema([Column(name, "int32", ragged=True) for name in names]), backend="zarr"
+    ) as store:
+        for row in values:
+            store.append({name: RaggedArray(row + k, [1000] * 10) for k, name in enumerate(names)})
+    with TrajectoryStore.open(memory, cache_dir=tmp_path, cache_bytes=budget) as store:
+        for k, name in [*enumerate(names)] * 2:
+            assert (store.read_ragged(name).values == values.reshape(-1) + k).all()
+            assert sum(f.stat().st_blocks * 512 for f in tmp_path.rglob("*") if f.is_file()) <= 1.1 * budget
 
 
 def test_the_oldest_segments_leave():

@@ -83,11 +83,14 @@ class Cache:
         self._bytes = 0
         self._used: dict[tuple[ObjectSegment, str], int] = {}
 
-    def touch(self, segment: ObjectSegment, name: str, fetched: int) -> None:
+    def add(self, segment: ObjectSegment, name: str, size: int) -> None:
+        """Note a use, and bytes that were fetched."""
+        self._used[segment, name] = self._used.pop((segment, name), 0) + size
+        self._bytes += size
+
+    def use(self, segment: ObjectSegment, name: str) -> None:
         """Note a use, and make room."""
-        before = self._used.pop((segment, name), 0)
-        self._used[segment, name] = before + fetched
-        self._bytes += fetched
+        self.add(segment, name, 0)
         for key in list(self._used):
             if self._bytes <= self._max_bytes or key == (segment, name):
                 break
@@ -313,7 +316,8 @@ class ObjectSegment(Segment):
     def raw(self, name: str, rows: Int64Array | None = None) -> memoryview | PreadBytes:
         """The bytes of an array, fetched as far as these rows need it; of updates always all of it."""
         with self._cache.lock:
-            self._cache.touch(self, name, self._fetch(name, rows))
+            self._fetch(name, rows)
+            self._cache.use(self, name)
             return super().raw(name)
 
     def _open(self, name: str) -> memoryview | PreadBytes:
@@ -331,17 +335,18 @@ class ObjectSegment(Segment):
     def _cached(self, name: str) -> Path:
         return self._cache.folder / f"{self._files_of}.{name}"  # no folders: making and removing them takes longest
 
-    def _fetch(self, name: str, rows: Int64Array | None) -> int:
-        """Fetch what rows need of an array and is not there yet; returns the bytes."""
+    def _fetch(self, name: str, rows: Int64Array | None) -> None:
+        """Fetch what rows need of an array and is not there yet."""
         units, done = self._units(name, rows), self._done(name)
         missing = units[~done[units]]
         self._file(name)
         if not len(missing):
-            return 0
+            return
         try:
             if self.sealed is not None:
-                return self._fetch_chunks(name, missing, self.sealed)
-            return self._fetch_commits(name, missing.tolist())
+                self._fetch_chunks(name, missing, self.sealed)
+            else:
+                self._fetch_commits(name, missing.tolist())
         except FileNotFoundError as error:
             raise SegmentGoneError(
                 f"object {error} was evicted or compacted away before it was read. Call refresh(), and take ids from "
@@ -381,26 +386,25 @@ class ObjectSegment(Segment):
             done = self._fetched[name] = grown
         return done
 
-    def _fetch_commits(self, name: str, seqs: Sequence[int]) -> int:
+    def _fetch_commits(self, name: str, seqs: Sequence[int]) -> None:
         few = self.bucket.local and self.meta.kind == "rows"
+        land = self._land if self.meta.kind == "rows" else self._land_update
         with self._files([name] if few else list(self.specs)) as files:
-            if few:
-                return sum(self._land(seq, files, None) for seq in seqs)
-            total, land = 0, self._land if self.meta.kind == "rows" else self._land_update
             for first in range(0, len(seqs), FETCHED):
                 part = seqs[first : first + FETCHED]
-                objects = self._objects([self.key(seq) for seq in part])
-                total += sum(land(seq, files, objects[self.key(seq)]) for seq in part)
-            return total
+                objects = {} if few else self._objects([self.key(seq) for seq in part])
+                for seq in part:
+                    land(seq, files, objects.get(self.key(seq)))
 
-    def _fetch_chunks(self, name: str, chunks: Int64Array, sealed: Mapping[str, Any]) -> int:
-        total = 0
+    def _fetch_chunks(self, name: str, chunks: Int64Array, sealed: Mapping[str, Any]) -> None:
         with self._files([name]) as files:
             for chunk, values in self.chunks(name, chunks.tolist(), sealed):
                 fs.pwrite(files[name], values.view(np.uint8), chunk * CHUNK * self.specs[name].itemsize)
-                self._done(name)[chunk] = True
-                total += values.nbytes
-        return total
+                self._have(name, chunk, values.nbytes)
+
+    def _have(self, name: str, unit: int, size: int) -> None:
+        self._done(name)[unit] = True
+        self._cache.add(self, name, size)
 
     def chunks(
         self, name: str, chunks: Sequence[int], sealed: Mapping[str, Any]
@@ -422,11 +426,13 @@ class ObjectSegment(Segment):
             for fd in files.values():
                 os.close(fd)
 
-    def _land(self, seq: int, files: Mapping[str, int], raw: bytes | None) -> int:
-        """Put the values of some arrays of a commit where they belong; returns the bytes."""
-        key, total = self.key(seq), 0
+    def _land(self, seq: int, files: Mapping[str, int], raw: bytes | None) -> None:
+        """Put the values of some arrays of a commit where they belong."""
+        key = self.key(seq)
         places, crcs = self._contents(seq, raw)
         for name, fd in files.items():
+            if self._done(name)[seq]:
+                continue
             spec = self.specs[name]
             count, start = self.extent(spec, seq)
             size = count * spec.itemsize
@@ -437,26 +443,23 @@ class ObjectSegment(Segment):
                 if spec.edges:  # these count from the start of the segment there
                     values = values + self.history[seq].starts[self._axes.index(spec.axis or "")]
                 fs.pwrite(fd, values.view(np.uint8), start * spec.itemsize)
-                total += size
-            self._done(name)[seq] = True
-        return total
+            self._have(name, seq, size)
 
-    def _land_update(self, seq: int, files: Mapping[str, int], raw: bytes) -> int:
+    def _land_update(self, seq: int, files: Mapping[str, int], raw: bytes | None) -> None:
         """The same for an update; one that is damaged is left out, so that it costs only itself."""
         try:
-            return self._land(seq, files, raw)
+            self._land(seq, files, raw)
         except CorruptionError as error:
             warnings.warn(
                 f"{self.name}: an update of {self.history[seq].n_rows} rows does not count: {error}",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        brief, spec = self.history[seq], self.specs[TARGET]
-        nowhere = np.full(brief.n_rows, -1, spec.dtype)
-        fs.pwrite(files[TARGET], nowhere.view(np.uint8), (brief.rows_end - brief.n_rows) * spec.itemsize)
-        for name in files:
-            self._done(name)[seq] = True
-        return nowhere.nbytes
+            brief, spec = self.history[seq], self.specs[TARGET]
+            nowhere = np.full(brief.n_rows, -1, spec.dtype)
+            fs.pwrite(files[TARGET], nowhere.view(np.uint8), (brief.rows_end - brief.n_rows) * spec.itemsize)
+            for name in files:
+                self._have(name, seq, 0)
 
     def trust_until(self, records: int) -> None:
         """Only the first commits count: the machine went down before the others were safe."""
