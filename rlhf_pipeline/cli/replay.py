@@ -15,7 +15,7 @@ from rlhf_pipeline.report.words import count
 if TYPE_CHECKING:
     from rlhf_pipeline.cli.plan import Plan
     from rlhf_pipeline.cli.progress import RunView
-    from rlhf_pipeline.report.replayed import Comparison
+    from rlhf_pipeline.report.diff_steps import StepsDifference
     from rlhf_pipeline.run.folder import RunConfig, RunFolder
 
 HELP = "learn from stores alone; or take a run's steps again and compare"
@@ -175,7 +175,7 @@ def _advice(config: RunConfig) -> str:
 
 def _compare(plan: Plan, view: RunView) -> int:
     """Compare the replay of a run in recorded order with the run; 1 if they should be equal and are not."""
-    from rlhf_pipeline.report.replayed import compare
+    from rlhf_pipeline.report.diff_steps import compare_figures, compare_weights
     from rlhf_pipeline.run.folder import RunFolder, is_run
 
     replay = plan.pipeline.replay
@@ -185,13 +185,16 @@ def _compare(plan: Plan, view: RunView) -> int:
     source = source if is_run(source) else source.parent
     if not is_run(source):
         return 0
-    run = RunFolder.open(source)
-    found = compare(run, RunFolder.open(plan.out))
-    if not found.num_steps:
+    run, done = RunFolder.open(source), RunFolder.open(plan.out)
+    # Where the run dropped groups without spread, its store does not tell the mean reward.
+    dropped = run.config.pipeline.get("write", {}).get("zero_variance") == "drop"
+    found = compare_figures(run, done, without=["task_reward"] if dropped else [])
+    if not found.num_both:
         view.say(f"{source} has no metrics to compare with.")
         return 0
-    view.say(_sentence(found, source))
-    if found.same:
+    weights = compare_weights(run, done)
+    view.say(_sentence(found, weights, source))
+    if not found.differences and (weights is None or weights[1]):
         return 0
     reason = _what_was_changed(run, plan) or _why_not_exact(run)
     if reason is not None:
@@ -200,23 +203,22 @@ def _compare(plan: Plan, view: RunView) -> int:
     return 1
 
 
-def _sentence(found: Comparison, source: Path) -> str:
+def _sentence(found: StepsDifference, weights: tuple[int, bool] | None, source: Path) -> str:
     here = Path.cwd()
     source = source.relative_to(here) if source.is_relative_to(here) else source
-    steps = count(found.num_steps, "step")
-    if found.num_different == 0:
+    if not found.differences:
+        steps = count(found.num_both, "step")
         said = f"the same as {source}: loss, reward and gradient norm of {steps} are equal, bit for bit"
     else:
-        first, name = found.different or (0, "")
+        first = found.differences[0]
         said = (
-            f"NOT the same as {source}: {found.num_different} of {steps} differ, the first is step {first} ({name}); "
-            f"losses by up to {found.largest:.1e} of their size"
+            f"NOT the same as {source}: the {first.what} differs from step {first.first_step} on, in "
+            f"{first.num_steps} of {count(found.num_both, 'step')}, by up to {first.largest:.1e} of its size"
         )
-    if found.weights_step is not None:
-        equal = "equal, byte for byte" if found.same_weights else "DIFFERENT"
-        said += f"; the weights after step {found.weights_step} are {equal}"
-    if found.num_missing:
-        said += f"; {count(found.num_missing, 'step')} of the run were not replayed"
+    if weights is not None:
+        said += f"; the weights after step {weights[0]} are {'equal, byte for byte' if weights[1] else 'DIFFERENT'}"
+    if found.only_left is not None:
+        said += f"; {count(found.only_left[2], 'step')} of the run were not replayed"
     return f"{said}."
 
 

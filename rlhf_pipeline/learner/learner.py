@@ -323,7 +323,8 @@ class Learner:
         ages = version - store.read_scalars("policy_version", seen)
         if len(every) == store.watermark:
             young = ages <= oldest
-            self._passed = (version, passed + (int(young.argmax()) if young.any() else 0))
+            begin = int(young.argmax()) if young.any() else 0
+            self._passed, seen, ages = (version, passed + begin), seen[begin:], ages[begin:]
         # A NaN reward marks a trajectory whose reward call failed: stored, never learned from.
         usable = (ages >= 0) & (ages <= oldest) & np.isfinite(store.read_scalars("task_reward", seen))
         ready = self.buffer.trajectories.ready(seen)

@@ -10,6 +10,8 @@ from trajectory_store import Snapshot, TrajectoryStore
 Ints = npt.NDArray[np.int64]
 
 _BLOCK_ROWS = 4096
+_READ_ROWS = 16 * _BLOCK_ROWS
+"""Looked at in one go when a long run is taken up."""
 
 
 class NewIds:
@@ -68,12 +70,12 @@ class StoredGroups:
 
     def _read_new(self) -> None:
         new = self._new.take()
-        if not len(new):
-            return
-        groups = self._store.read_scalars("group_id", new)
-        breaks = np.flatnonzero(np.diff(new) != 1) + 1
-        for ids_part, groups_part in zip(np.split(new, breaks), np.split(groups, breaks), strict=True):
-            self._add(int(ids_part[0]), groups_part)
+        for at in range(0, len(new), _READ_ROWS):
+            ids = new[at : at + _READ_ROWS]
+            groups = self._store.read_scalars("group_id", ids)
+            breaks = np.flatnonzero(np.diff(ids) != 1) + 1
+            for ids_part, groups_part in zip(np.split(ids, breaks), np.split(groups, breaks), strict=True):
+                self._add(int(ids_part[0]), groups_part)
 
     def _add(self, start: int, groups: npt.NDArray[np.int64]) -> None:
         """Add rows without a gap between them, to the last block as far as it has room."""

@@ -38,7 +38,7 @@ def check_store(path: Address, *, part: str = "store", what: str = "trajectory")
         what: what its rows are, one of them.
     """
     try:
-        with Stored(path) as stored:
+        with Stored(path, whole=True) as stored:
             report = stored.store.verify()
     except StoreError as error:
         yield Finding(part=part, ok=False, text=str(error))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_pipeline.report.words import flat_fields
+from rlhf_pipeline.run.checkpoint import step_of
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rows import Row, StepRows
 
@@ -39,6 +41,8 @@ class StepDifference:
     left: Any
     """At the first step: the value; of a batch the number of trajectories."""
     right: Any
+    largest: float
+    """The largest difference of two values, relative to the larger of the two; 0.0 of a batch."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,6 +52,8 @@ class StepsDifference:
     only_left: tuple[int, int, int] | None = None
     """The first and the last step that only the left run has taken, and how many."""
     only_right: tuple[int, int, int] | None = None
+    num_both: int = 0
+    """Steps that both have taken."""
     differences: list[StepDifference] = field(default_factory=list[StepDifference])
 
     @property
@@ -73,24 +79,52 @@ def compare_steps(left: RunFolder, right: RunFolder) -> StepsDifference:
     Raises:
         DataError: a line is damaged.
     """
-    found = StepsDifference()
     batch = _Differing("batch")
-    for step, mine, theirs in joined(left.ledger, right.ledger):
+    for step, mine, theirs in _joined(left.ledger, right.ledger):
         if mine is not None and theirs is not None:
             sizes = len(mine.get("row_ids", ())), len(theirs.get("row_ids", ()))
             batch.note(step, *sizes, differs=_batch(mine, theirs) != _batch(theirs, mine))
-    values = {name: _Differing(what) for name, what in STEP_VALUES.items()}
-    for step, mine, theirs in joined(left.metrics, right.metrics):
+    found, batches = compare_figures(left, right), batch.result()
+    found.differences = sorted([*batches, *found.differences], key=lambda one: one.first_step)
+    return found
+
+
+def compare_figures(left: RunFolder, right: RunFolder, *, without: Collection[str] = ()) -> StepsDifference:
+    """Compare the figures of the steps alone, as runs on different stores name different rows.
+
+    Args:
+        left: a run.
+        right: another one.
+        without: names of `STEP_VALUES` that are not compared.
+
+    Raises:
+        DataError: a line is damaged.
+    """
+    found = StepsDifference()
+    values = {name: _Differing(what) for name, what in STEP_VALUES.items() if name not in without}
+    for step, mine, theirs in _joined(left.metrics, right.metrics):
         if mine is None:
             found.only_right = _extended(found.only_right, step)
         elif theirs is None:
             found.only_left = _extended(found.only_left, step)
         else:
+            found.num_both += 1
             for name, value in values.items():
                 value.note(step, mine.get(name), theirs.get(name), differs=mine.get(name) != theirs.get(name))
-    results = [one.result() for one in (batch, *values.values())]
-    found.differences = sorted((one for one in results if one is not None), key=lambda one: one.first_step)
+    differing = [one for value in values.values() for one in value.result()]
+    found.differences = sorted(differing, key=lambda one: one.first_step)
     return found
+
+
+def compare_weights(left: RunFolder, right: RunFolder) -> tuple[int, bool] | None:
+    """Return the newest step of which both have a checkpoint, and whether its weights are equal, byte for byte."""
+    names = {path.name for path in left.saved()} & {path.name for path in right.saved()}
+    for name in sorted(names, reverse=True):
+        for file in ("model.safetensors", "adapter_model.safetensors"):
+            a, b = (run.bring(run.checkpoints / name) / file for run in (left, right))
+            if a.is_file() and b.is_file():
+                return step_of(a.parent), filecmp.cmp(a, b, shallow=False)
+    return None
 
 
 class _Differing:
@@ -100,20 +134,28 @@ class _Differing:
         self._what = what
         self._first: tuple[int, Any, Any] | None = None
         self._num = self._num_both = 0
+        self._largest = 0.0
 
     def note(self, step: int, left: Any, right: Any, *, differs: bool) -> None:
         self._num_both += 1
         self._num += differs
         if differs and self._first is None:
             self._first = step, left, right
+        if differs and isinstance(left, float) and isinstance(right, float):
+            self._largest = max(self._largest, abs(left - right) / max(abs(left), abs(right)))
 
-    def result(self) -> StepDifference | None:
-        if self._first is None:
-            return None
-        step, left, right = self._first
-        return StepDifference(
-            what=self._what, first_step=step, num_steps=self._num, num_both=self._num_both, left=left, right=right
-        )
+    def result(self) -> Iterator[StepDifference]:
+        if self._first is not None:
+            step, left, right = self._first
+            yield StepDifference(
+                what=self._what,
+                first_step=step,
+                num_steps=self._num,
+                num_both=self._num_both,
+                left=left,
+                right=right,
+                largest=self._largest,
+            )
 
 
 def _batch(row: Row, other: Row) -> Any:
@@ -126,7 +168,7 @@ def _extended(span: tuple[int, int, int] | None, step: int) -> tuple[int, int, i
     return (step, step, 1) if span is None else (span[0], step, span[2] + 1)
 
 
-def joined(left: StepRows, right: StepRows) -> Iterator[tuple[int, Row | None, Row | None]]:
+def _joined(left: StepRows, right: StepRows) -> Iterator[tuple[int, Row | None, Row | None]]:
     """Yield the rows of two files by step, None for a side that lacks it."""
     mine, theirs = iter(left), iter(right)
     a, b = next(mine, None), next(theirs, None)

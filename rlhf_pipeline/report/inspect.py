@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -141,8 +141,12 @@ def inspect_store(
     graded = np.empty(0) if rewards is None else rewards[np.isfinite(rewards)].astype(np.float64)
     sizes = distinct(groups)[1] if groups is not None else np.empty(0, np.int64)
     first_reward, last_reward = run.first_and_last("task_reward") if run is not None else (None, None)
-    finish_reasons = stored.texts("finish_reason", ids)
-    reasons = Counter(finish_reasons)
+    reasons, first_failed = Counter[str](), None
+    for part in stored.blocks(ids):
+        texts = stored.texts("finish_reason", ids[part])
+        reasons.update(texts)
+        if first_failed is None and "failed" in texts:
+            first_failed = int(ids[part][texts.index("failed")])
     check = None
     if reward is not None and rewards is not None:
         check = check_rewards(stored, ids, rewards.astype(np.float64), groups, reward, run)
@@ -159,7 +163,7 @@ def inspect_store(
         policy_versions=_first_last_count(versions) if versions is not None and num else None,
         finish_reasons={name: reasons[name] for name, _ in reasons.most_common() if name},
         num_failed=reasons["failed"],
-        first_failed_id=int(ids[finish_reasons.index("failed")]) if reasons["failed"] else None,
+        first_failed_id=first_failed,
         mean_reward=float(graded.mean()) if len(graded) else None,
         first_reward=first_reward,
         last_reward=last_reward,
@@ -187,32 +191,38 @@ def check_rewards(
         reward: the definition's reward function.
         run: the run with its `metrics.jsonl`, or None to compare with the store only.
     """
-    prompts, completions = stored.texts("prompt", ids), stored.texts("completion", ids)
-    again, errors = grade_again(reward, prompts, completions, stored.contexts(ids))
-    failed = np.isnan(rewards)
-    different = np.flatnonzero(~failed & ~np.isclose(again, rewards, rtol=TOLERANCE, atol=TOLERANCE))
-    failed_before = int((failed & np.isfinite(again)).sum())
-    again[failed] = np.nan
-    whole, partial, wrong = 0, 0, list[RolloutDisagreement]()
+    again = np.empty(len(ids))
+    num_different, failed_before, examples = 0, 0, list[Disagreement]()
+    for part in stored.blocks(ids):
+        some, before = ids[part], rewards[part]
+        texts = stored.texts("prompt", some), stored.texts("completion", some)
+        found, errors = grade_again(reward, *texts, stored.contexts(some))
+        failed = np.isnan(before)
+        different = np.flatnonzero(~failed & ~np.isclose(found, before, rtol=TOLERANCE, atol=TOLERANCE))
+        num_different += len(different)
+        failed_before += int((failed & np.isfinite(found)).sum())
+        examples += [
+            Disagreement(
+                id=int(some[place]),
+                stored=_or_none(float(before[place])),
+                graded_again=_or_none(float(found[place])),
+                error=errors.get(place),
+            )
+            for place in different[: _EXAMPLES - len(examples)].tolist()
+        ]
+        again[part] = np.where(failed, np.nan, found)
+    whole, partial, num_wrong, wrong = 0, 0, 0, list[RolloutDisagreement]()
     if run is not None and groups is not None:
-        whole, partial, wrong = _check_curve(run, groups, again)
+        whole, partial, num_wrong, wrong = _check_curve(run, groups, again)
     return RewardCheck(
         function=name_of(reward),
         num_trajectories=len(ids),
-        num_different=len(different),
+        num_different=num_different,
         num_failed_before=failed_before,
-        first_different=tuple(
-            Disagreement(
-                id=int(ids[place]),
-                stored=_or_none(float(rewards[place])),
-                graded_again=_or_none(float(again[place])),
-                error=errors.get(place),
-            )
-            for place in different[:_EXAMPLES].tolist()
-        ),
+        first_different=tuple(examples),
         num_rollouts=whole,
-        num_rollouts_different=len(wrong),
-        first_rollouts_different=tuple(wrong[:_EXAMPLES]),
+        num_rollouts_different=num_wrong,
+        first_rollouts_different=tuple(wrong),
         num_rollouts_partial=partial,
     )
 
@@ -237,40 +247,50 @@ def grade_again(
     return again, errors
 
 
-def _check_curve(run: RunFolder, groups: npt.NDArray[Any], again: Floats) -> tuple[int, int, list[RolloutDisagreement]]:
-    """Compare each rollout's mean with its line of `metrics.jsonl`; a group's id is its prompt's number in the run."""
+def _check_curve(
+    run: RunFolder, groups: npt.NDArray[Any], again: Floats
+) -> tuple[int, int, int, list[RolloutDisagreement]]:
+    """Compare each rollout's mean with its line of `metrics.jsonl`; a group's id is its prompt's number in the run.
+
+    Returns:
+        How many rollouts are there whole and in part, how many differ, and the first of these.
+    """
     collect = run.config.pipeline.get("collect", {})
     prompts, group_size = collect.get("prompts_per_rollout"), collect.get("group_size")
-    if not prompts or not group_size:
-        return 0, 0, []
-    means = dict(_rollout_means(groups // prompts, again))
-    whole, partial = 0, 0
+    if not prompts or not group_size or not len(groups):
+        return 0, 0, 0, []
+    numbers, counts, means = _rollout_means(groups // prompts, again)
+    whole, partial, num_wrong = 0, 0, 0
     wrong: list[RolloutDisagreement] = []
     for row in run.metrics:
         rollout, recorded = row.get("rollout"), row.get("task_reward")
         if rollout is None or recorded is None:
             continue
-        num, mean = means.get(rollout, (0, math.nan))
-        if num < prompts * group_size:
+        place = min(int(np.searchsorted(numbers, rollout)), len(numbers) - 1)
+        if numbers[place] != rollout or counts[place] < prompts * group_size:
             partial += 1
             continue
         whole += 1
+        mean = float(means[place])
         if not abs(mean - recorded) <= TOLERANCE * max(1.0, abs(recorded)):
-            wrong.append(
-                RolloutDisagreement(step=row["step"], rollout=rollout, recorded=recorded, graded_again=_or_none(mean))
-            )
-    return whole, partial, wrong
+            num_wrong += 1
+            if num_wrong <= _EXAMPLES:
+                now = _or_none(mean)
+                wrong.append(
+                    RolloutDisagreement(step=row["step"], rollout=rollout, recorded=recorded, graded_again=now)
+                )
+    return whole, partial, num_wrong, wrong
 
 
-def _rollout_means(rollouts: npt.NDArray[Any], rewards: Floats) -> Iterator[tuple[int, tuple[int, float]]]:
-    """Yield each rollout with its number of trajectories and the mean of its rewards, failed ones left out."""
+def _rollout_means(rollouts: npt.NDArray[Any], rewards: Floats) -> tuple[npt.NDArray[Any], npt.NDArray[Any], Floats]:
+    """Return the rollouts, ascending, each with its number of trajectories and its mean reward without failed ones."""
     numbers, counts = distinct(rollouts)
     places = np.searchsorted(numbers, rollouts)
     known = np.isfinite(rewards)
     sums = np.bincount(places, np.where(known, rewards, 0.0), minlength=len(numbers))
     graded = np.bincount(places, known, minlength=len(numbers))
-    for number, num, total, good in zip(numbers, counts, sums, graded, strict=True):
-        yield int(number), (int(num), float(total / good) if good else math.nan)
+    with np.errstate(invalid="ignore"):
+        return numbers, counts, sums / graded
 
 
 def distinct(values: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:

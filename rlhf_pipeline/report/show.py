@@ -12,6 +12,7 @@ from rlhf_pipeline.report.samples import Trajectory
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.words import count, number, one_line
 from rlhf_pipeline.run.folder import RunFolder
+from trajectory_store import MissingRowError
 
 
 def brief(items: Sequence[Trajectory], width: int = 110) -> Iterator[str]:
@@ -161,7 +162,11 @@ def _step(stored: Stored, run: RunFolder | None, ids: Ids, step: int) -> Ids:
         known = f"steps {run.ledger[0]['step']} to {run.ledger.last_step}" if len(run.ledger) else "no steps"
         raise DataError(f"the ledger {run.path / 'ledger.jsonl'} has no step {step}; it has {known}.")
     wanted = np.array(row.get("row_ids", []), np.int64)
-    there = wanted[np.isin(wanted, ids)]
+    try:
+        stored.lengths("input_ids", wanted)
+        there = wanted
+    except MissingRowError:  # then all ids are looked at
+        there = wanted[np.isin(wanted, ids)]
     if not len(there):
         raise DataError(f"none of the {len(wanted)} trajectories of step {step} is in the store any more (evicted).")
     return there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from rlhf_pipeline.run.medium import Address, address_of
 from trajectory_store import TrajectoryStore
 
 Ids = npt.NDArray[np.int64]
+
+_BLOCK_ROWS = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,14 +36,15 @@ class Stored:
 
     Args:
         path: the store's folder, or its URL.
+        whole: all of it is read, and once: not through maps, which would count as memory of this process.
 
     Raises:
         StoreError: there is no store, or it is damaged.
     """
 
-    def __init__(self, path: Address) -> None:
+    def __init__(self, path: Address, *, whole: bool = False) -> None:
         self.path = path
-        self.store: Any = TrajectoryStore.open(path, mode="r")
+        self.store: Any = TrajectoryStore.open(path, mode="r", io="pread" if whole else "auto")
         self.columns = {column.name: column for column in self.store.schema}
 
     def __enter__(self) -> Stored:
@@ -52,6 +56,11 @@ class Stored:
     def ids(self) -> Ids:
         """Return the ids of all trajectories in order of arrival, [N] int64."""
         return np.asarray(self.store.ids())
+
+    def blocks(self, ids: Ids) -> Iterator[slice]:
+        """Yield where to cut ids so that the texts of a part take little memory."""
+        for start in range(0, len(ids), _BLOCK_ROWS):
+            yield slice(start, start + _BLOCK_ROWS)
 
     def scalars(self, name: str, ids: Ids | None = None) -> npt.NDArray[Any] | None:
         """Return one value per trajectory, or None if the store has no such column, or has it per token."""
