@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, did_you_mean
-from rlhf_pipeline.exchange._rollout import Rollout, check_text, text_of
+from rlhf_pipeline.exchange._completion import Rollout, check_text, text_of
 from trajectory_store import RaggedArray
 
 Ids = npt.NDArray[np.int64]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
-from rlhf_pipeline.exchange._rollout import Rollout, Row
+from rlhf_pipeline.exchange._completion import Rollout, Row
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("prompt", "question", "query", "problem", "instruction", "prompts", "input", "input_prompt"),

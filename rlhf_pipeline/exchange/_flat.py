@@ -9,16 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange._fields import NONE, Fields, Format
-from rlhf_pipeline.exchange._rewards import (
-    MOST_COLUMNS,
-    AdvantageCheck,
-    RewardTerms,
-    all_sums,
-    contradiction,
-    question,
-)
-from rlhf_pipeline.exchange._rollout import (
+from rlhf_pipeline.exchange._completion import (
     ONE_ROW,
     Rollout,
     Row,
@@ -33,6 +24,15 @@ from rlhf_pipeline.exchange._rollout import (
     as_text,
     is_messages,
     shown,
+)
+from rlhf_pipeline.exchange._fields import NONE, Fields, Format
+from rlhf_pipeline.exchange._reward_columns import (
+    MOST_COLUMNS,
+    AdvantageCheck,
+    RewardTerms,
+    all_sums,
+    contradiction,
+    question,
 )
 
 

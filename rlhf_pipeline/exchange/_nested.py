@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange._fields import Format
-from rlhf_pipeline.exchange._rollout import (
+from rlhf_pipeline.exchange._completion import (
     ONE_ROW,
     Rollout,
     Row,
@@ -25,6 +24,7 @@ from rlhf_pipeline.exchange._rollout import (
     field_of,
     message_text,
 )
+from rlhf_pipeline.exchange._fields import Format
 
 
 class SolutionsReader:

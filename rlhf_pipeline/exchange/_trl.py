@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.exchange._rewards import weighted
+from rlhf_pipeline.exchange._reward_columns import weighted
 from rlhf_pipeline.policies.model_parts import evaluated
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.exchange._columns import Values, arrow_type, to_arrow, to_json
-from rlhf_pipeline.exchange._sources import SCHEMA_KEY, Container, need, schema_beside
+from rlhf_pipeline.exchange._tables import SCHEMA_KEY, Container, need, schema_beside
 from rlhf_pipeline.exchange.filters import Ids, select
 from rlhf_pipeline.exchange.target import appearing_whole, check_absent
 from trajectory_store import Schema, TrajectoryStore

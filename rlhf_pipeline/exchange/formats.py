@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
+from rlhf_pipeline.exchange._completion import ONE_ROW, Row
 from rlhf_pipeline.exchange._fields import Format
 from rlhf_pipeline.exchange._flat import FlatReader, OpenInstructReader, SkyRLBatchReader, TRLReader
 from rlhf_pipeline.exchange._nested import EpisodeReader, MaskedReader, SolutionsReader, TinkerReader, is_solution
-from rlhf_pipeline.exchange._rollout import ONE_ROW, Row
-from rlhf_pipeline.exchange._sources import Container
+from rlhf_pipeline.exchange._tables import Container
 
 
 def is_tinker_summary(row: Row) -> bool:

@@ -12,14 +12,14 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
+from rlhf_pipeline.exchange._completion import ONE_ROW, Rollout
+from rlhf_pipeline.exchange._counts import FileReport, ImportReport
 from rlhf_pipeline.exchange._encode import Encoder, columns_of, load_tokenizer, meta_of
+from rlhf_pipeline.exchange._exported import import_stored
 from rlhf_pipeline.exchange._fields import Reader
 from rlhf_pipeline.exchange._flat import TRLReader
 from rlhf_pipeline.exchange._nested import TinkerReader
-from rlhf_pipeline.exchange._report import FileReport, ImportReport
-from rlhf_pipeline.exchange._rollout import ONE_ROW, Rollout
-from rlhf_pipeline.exchange._sources import Container, Source, find_sources
-from rlhf_pipeline.exchange._stored import import_stored
+from rlhf_pipeline.exchange._tables import Container, Source, find_sources
 from rlhf_pipeline.exchange.formats import CONTAINERS, NAMES, find_format, is_tinker_summary
 from rlhf_pipeline.exchange.target import Files, open_target
 

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.exchange._completion import Messages, Rollout, as_answer, as_text
 from rlhf_pipeline.exchange._encode import Encoder, columns_of, load_tokenizer, meta_of
-from rlhf_pipeline.exchange._rewards import weighted
-from rlhf_pipeline.exchange._rollout import Messages, Rollout, as_answer, as_text
+from rlhf_pipeline.exchange._reward_columns import weighted
 from rlhf_pipeline.exchange.target import SOURCE_BITS, held, next_base
 from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from trajectory_store import StoreError, StoreExistsError, StoreNotFoundError, TrajectoryStore

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
-from rlhf_pipeline.exchange._rollout import Rollout
+from rlhf_pipeline.exchange._completion import Rollout
 from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from trajectory_store import Schema, StoreNotFoundError, TrajectoryStore
 

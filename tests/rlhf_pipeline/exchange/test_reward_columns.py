@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange import import_files
-from rlhf_pipeline.exchange._rewards import RewardTerms
+from rlhf_pipeline.exchange._reward_columns import RewardTerms
 from trajectory_store import TrajectoryStore
 
 from .conftest import Write

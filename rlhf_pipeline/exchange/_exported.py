@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange._columns import Values, from_arrow, from_json, take
-from rlhf_pipeline.exchange._report import FileReport, ImportReport
-from rlhf_pipeline.exchange._sources import ROWS_PER_READ, Source
+from rlhf_pipeline.exchange._counts import FileReport, ImportReport
+from rlhf_pipeline.exchange._tables import ROWS_PER_READ, Source
 from rlhf_pipeline.exchange.target import open_target
 from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from trajectory_store import RaggedArray, Schema, StoreError, TrajectoryStore

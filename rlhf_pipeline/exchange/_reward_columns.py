@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
-from rlhf_pipeline.exchange._rollout import as_reward, shown
+from rlhf_pipeline.exchange._completion import as_reward, shown
 
 Array = npt.NDArray[np.float64]
 
