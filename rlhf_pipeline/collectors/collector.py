@@ -22,8 +22,7 @@ from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
-from rlhf_pipeline.policies.engines.completions import RaggedCompletions
-from rlhf_pipeline.policies.engines.protocol import WeightRefresh, Weights
+from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, WeightRefresh, Weights
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.stored_groups import StoredGroups
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform

@@ -16,7 +16,7 @@ from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError, di
 from rlhf_pipeline.policies.chat import continued_prompt, decode_completion, encode_chat, encode_prompt
 from rlhf_pipeline.policies.containers import LLMWrapperBase, LogProbs, Masks, Tokens, _sub
 from rlhf_pipeline.policies.distribution import TokenDistribution
-from rlhf_pipeline.policies.engines.completions import RaggedCompletions
+from rlhf_pipeline.policies.engines.protocol import RaggedCompletions
 from rlhf_pipeline.policies.td_output import (
     completion_row,
     grouped_rows,

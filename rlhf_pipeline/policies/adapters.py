@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from rlhf_pipeline.policies.engines.completions import RaggedCompletions
+from rlhf_pipeline.policies.engines.protocol import RaggedCompletions
 
 __all__ = ["Adapter", "Policy", "actor_of", "methods_are_of", "policy_of", "register"]
 

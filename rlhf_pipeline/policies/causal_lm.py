@@ -17,8 +17,7 @@ from rlhf_pipeline.policies._scoring import ScoringRows, token_states
 from rlhf_pipeline.policies._td_policy import TensorDictPolicy
 from rlhf_pipeline.policies.distribution import TokenDistribution
 from rlhf_pipeline.policies.encoding import tokenizer_with_template
-from rlhf_pipeline.policies.engines.completions import Completion, RaggedCompletions
-from rlhf_pipeline.policies.engines.protocol import Engine, Request, WeightRefresh
+from rlhf_pipeline.policies.engines.protocol import Completion, Engine, RaggedCompletions, Request, WeightRefresh
 from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.folder import resolve_source
 from rlhf_pipeline.policies.loading import (

@@ -33,7 +33,7 @@ from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.containers import LLMWrapperBase, Masks, Tokens
 from rlhf_pipeline.policies.distortions import find_distortion
 from rlhf_pipeline.policies.encoding import tokenizer_with_template
-from rlhf_pipeline.policies.engines.completions import RaggedCompletions
+from rlhf_pipeline.policies.engines.protocol import RaggedCompletions
 from rlhf_pipeline.policies.loading import end_token_ids
 from rlhf_pipeline.policies.model_parts import find_parts
 

@@ -100,7 +100,7 @@ def _through_slots(parts: ModelParts, own: bool) -> Tensor:
     )
     out = [hidden[rows, lengths - 1]]
     cache = SlotCache(parts.num_layers, num_slots=2, longest_prompt=longest, longest_completion=_NEW, device=device)
-    cache.begin(0, most_rows=2, closing=False)
+    cache.begin(0, rows=0, to_come=2)
     cache.insert(rows, prompts.right_aligned(lengths), rows, lengths)
     for step in range(_NEW):
         mask = cache.open_column(2, longest + step)
@@ -111,6 +111,6 @@ def _through_slots(parts: ModelParts, own: bool) -> Tensor:
             past_key_values=cache,
             use_cache=True,
         )
-        cache.close_column()
+        cache.column += 1
         out.append(hidden[:, 0])
     return torch.stack(out, 1)

@@ -34,13 +34,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 from safetensors.torch import save_file
 
 from rlhf_pipeline.errors import DataError, EngineError
-from rlhf_pipeline.policies.engines.completions import RaggedCompletions, VersionSpans
-from rlhf_pipeline.policies.engines.jobs import Job, jobs_of, with_head
-from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh, Weights
+from rlhf_pipeline.policies.engines.jobs import Job, Row, collected, jobs_of, with_head
+from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, Request, WeightRefresh, Weights
 
 __all__ = ["HTTPEngine"]
 
@@ -68,16 +66,6 @@ class _Server:
 
     max_model_len: int | None
     max_num_seqs: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Sampled:
-    """One completion of a reply."""
-
-    tokens: list[int]
-    log_probs: list[float]
-    spans: list[tuple[int, int]]
-    finish_reason: str
 
 
 class HTTPEngine:
@@ -137,11 +125,11 @@ class HTTPEngine:
         with self._lock:
             self._calls.add(call)
         try:
-            sampled = call.run(refresh)
+            rows = call.run(refresh)
         finally:
             with self._lock:
                 self._calls.discard(call)
-        return _collected(request, sampled, self.version is not None)
+        return collected(request, rows, versioned=self.version is not None)
 
     def pause(self) -> None:
         """Stop the server's sampling, everybody's; see `Engine.pause`."""
@@ -344,7 +332,7 @@ class _Call:
         self._over = threading.Event()
         """Nobody waits for replies any more."""
 
-    def run(self, refresh: WeightRefresh | None) -> list[_Sampled]:
+    def run(self, refresh: WeightRefresh | None) -> list[Row]:
         """Return the completions, in the order of the request."""
         if not self._jobs:
             return []
@@ -352,7 +340,7 @@ class _Call:
             futures = [pool.submit(self._job, job) for job in self._jobs]
             try:
                 self._watch(set(futures), refresh)
-                return [sampled for future in futures for sampled in future.result()]
+                return [row for future in futures for row in future.result()]
             finally:
                 self._over.set()
                 self._hang_up()
@@ -365,7 +353,7 @@ class _Call:
         if names:
             self._engine._ask("POST", "/abort_requests", {"request_ids": names})
 
-    def _watch(self, pending: set[Future[list[_Sampled]]], refresh: WeightRefresh | None) -> None:
+    def _watch(self, pending: set[Future[list[Row]]], refresh: WeightRefresh | None) -> None:
         """Wait for the replies; meanwhile take up newer weights, keep the deadline and see that the server lives."""
         engine = self._engine
         heard = looked = time.monotonic()
@@ -400,12 +388,12 @@ class _Call:
                 with contextlib.suppress(OSError):
                     connection.sock.shutdown(2)
 
-    def _job(self, job: Job) -> list[_Sampled]:
+    def _job(self, job: Job) -> list[Row]:
         """Send a job until there is a reply."""
         engine, since, pause = self._engine, time.monotonic(), 0.05
         while not self._over.is_set():
             if self._aborted:
-                return [_Sampled([], [], [], "abort")] * job.members
+                return [Row() for _ in range(job.members)]
             name = f"{engine._owner}-{uuid.uuid4().hex}"
             try:
                 with self._named(name):
@@ -443,7 +431,7 @@ class _Call:
             with self._lock:
                 self._open.discard(name)
 
-    def _read(self, job: Job, status: int, reply: Any) -> list[_Sampled]:
+    def _read(self, job: Job, status: int, reply: Any) -> list[Row]:
         """Return the completions of a reply, every part of it checked."""
         engine = self._engine
         if status != 200:
@@ -462,7 +450,7 @@ class _Call:
                 f"{_short(reply)}"
             ) from error
 
-    def _completion(self, choice: dict[str, Any], limit: int) -> _Sampled:
+    def _completion(self, choice: dict[str, Any], limit: int) -> Row:
         tokens = [int(token) for token in choice["token_ids"]]
         content = choice["logprobs"]["content"] or []
         if [entry["token_id"] for entry in content] != tokens:
@@ -470,36 +458,15 @@ class _Call:
         reason = choice["finish_reason"]
         if reason not in ("stop", "length", "abort") or len(tokens) > limit or not (tokens or reason == "abort"):
             raise ValueError(f"{len(tokens)} tokens, at most {limit}, with the finish reason {reason!r}")
-        spans = []
+        versions: list[int] = []
         if self._engine.version is not None and tokens:
             said = choice["weight_versions"]
             starts = [int(span["start"]) for span in said]
             if not starts or starts[0] != 0 or starts != sorted(set(starts)) or said[-1]["end"] != len(tokens):
                 raise ValueError(f"weight_versions {said} of {len(tokens)} tokens")
-            spans = [
-                (start, self._engine.version_of(span["version"])) for start, span in zip(starts, said, strict=True)
-            ]
-        return _Sampled(tokens, [_log_prob(entry["logprob"]) for entry in content], spans, reason)
-
-
-def _log_prob(value: float | None) -> float:
-    """Return a log-prob; NaN for one that the server could not give."""
-    return math.nan if value is None or not math.isfinite(value) else float(value)
-
-
-def _collected(request: Request, sampled: list[_Sampled], versioned: bool) -> RaggedCompletions:
-    reasons = [item.finish_reason for item in sampled]
-    aborted = np.array([reason == "abort" for reason in reasons], np.bool_)
-    return RaggedCompletions(
-        token_ids=np.array([token for item in sampled for token in item.tokens], np.int64),
-        log_probs=np.array([value for item in sampled for value in item.log_probs], np.float32),
-        lengths=np.array([len(item.tokens) for item in sampled], np.int64),
-        prompt_index=np.repeat(np.arange(len(request.prompts), dtype=np.int64), request.group_size),
-        member=np.tile(np.arange(request.group_size, dtype=np.int64), len(request.prompts)),
-        stopped=np.array([reason == "stop" for reason in reasons], np.bool_),
-        spans=VersionSpans.of_lists([item.spans for item in sampled]) if versioned else None,
-        aborted=aborted if aborted.any() else None,
-    )
+            for span, start, end in zip(said, starts, [*starts[1:], len(tokens)], strict=True):
+                versions += [self._engine.version_of(span["version"])] * (end - start)
+        return Row(tokens, [entry["logprob"] for entry in content], versions, reason)
 
 
 def _folder_tag(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""How requests and weights are put to vLLM, in process or over HTTP."""
+"""What the engines over vLLM share, in process or over HTTP: how requests, replies and weights are put."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,9 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_pipeline.policies.engines.completions import Int64Array
-from rlhf_pipeline.policies.engines.protocol import Request
-from rlhf_pipeline.policies.engines.uniforms import stream_keys
+from rlhf_pipeline.errors import EngineError
+from rlhf_pipeline.policies.engines.protocol import Int64Array, RaggedCompletions, Request, VersionSpans
+from rlhf_pipeline.policies.engines.sampling import stream_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,54 @@ def jobs_of(request: Request, limits: Int64Array, *, most: int | None) -> list[J
                 tokens = [int(token) for token in request.prompts[prompt]]
                 jobs.append(Job(prompt, tokens, prompt * size + first, members, sampling))
     return jobs
+
+
+@dataclass(slots=True)
+class Row:
+    """One completion as it comes: at once, or token by token.
+
+    Attributes:
+        tokens: its ids.
+        log_probs: of each; None for one that vLLM could not give.
+        versions: of the weights that sampled each; empty where nobody named them.
+        reason: why it ended.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float | None] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    reason: str | None = "abort"
+
+
+def collected(request: Request, rows: Sequence[Row], *, versioned: bool) -> RaggedCompletions:
+    """Return the completions of a request.
+
+    Args:
+        request: what was asked for.
+        rows: one per completion, in the order of the request.
+        versioned: whether each token's version is known.
+
+    Raises:
+        EngineError: one ended for a reason that leaves nothing to learn from.
+    """
+    unknown = {row.reason for row in rows} - {"stop", "length", "abort"}
+    if unknown:
+        raise EngineError(f"vLLM ended completions with {sorted(map(str, unknown))}; nothing of them is kept.")
+    lengths = np.array([len(row.tokens) for row in rows], np.int64)
+    versions = np.array([version for row in rows for version in row.versions], np.int64)
+    # None becomes NaN.
+    log_probs = np.array([value for row in rows for value in row.log_probs], np.float32)
+    aborted = np.array([row.reason == "abort" for row in rows], np.bool_)
+    return RaggedCompletions(
+        token_ids=np.array([token for row in rows for token in row.tokens], np.int64),
+        log_probs=np.where(np.isfinite(log_probs), log_probs, np.float32(np.nan)),
+        lengths=lengths,
+        prompt_index=request.prompt_of,
+        member=request.member_of,
+        stopped=np.array([row.reason == "stop" for row in rows], np.bool_),
+        spans=VersionSpans.of_tokens(versions, lengths) if versioned else None,
+        aborted=aborted if aborted.any() else None,
+    )
 
 
 @contextmanager

@@ -9,19 +9,22 @@ Nothing here knows TensorDict, stores or runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.policies.engines.completions import Int64Array, RaggedCompletions
 
-__all__ = ["Engine", "Request", "WeightRefresh", "Weights"]
+__all__ = ["Completion", "Engine", "RaggedCompletions", "Request", "VersionSpans", "WeightRefresh", "Weights"]
 
+FinishReason = Literal["stop", "length", "abort"]
+Int64Array = npt.NDArray[np.int64]
 Weights = Path | Mapping[str, Tensor]
 """Where new weights come from: a checkpoint folder as `save_pretrained` writes it, or the model's state dict."""
 
@@ -55,6 +58,16 @@ class Request:
     def count(self) -> int:
         """Completions that are asked for."""
         return len(self.prompts) * self.group_size
+
+    @property
+    def prompt_of(self) -> Int64Array:
+        """The prompt of each completion, int64 `[count]`: prompt-major."""
+        return np.repeat(np.arange(len(self.prompts), dtype=np.int64), self.group_size)
+
+    @property
+    def member_of(self) -> Int64Array:
+        """The member of each completion, int64 `[count]`: member-minor."""
+        return np.tile(np.arange(self.group_size, dtype=np.int64), len(self.prompts))
 
     def streams(self) -> list[int]:
         """Return the stream id of each prompt.
@@ -125,6 +138,143 @@ def _check_prompt(index: int, prompt: Sequence[int], vocab: int | None) -> None:
         raise DataError(
             f"Prompt {index} has the token id {low if low < 0 else high}; the model's vocabulary is "
             f"0 .. {'' if vocab is None else vocab - 1}. Encode it with this model's own tokenizer."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled completion.
+
+    Attributes:
+        prompt_index: which prompt of the call it belongs to.
+        member: its index in the prompt's group.
+        token_ids: the new tokens, with the end-of-sequence token when that was sampled.
+        log_probs: float32 `[len(token_ids)]`, the log-prob of each token in nats, at the sampling temperature.
+        finish_reason: "stop" when it ends with an end-of-sequence token, "abort" when it was cut short, else "length".
+    """
+
+    prompt_index: int
+    member: int
+    token_ids: list[int]
+    log_probs: Tensor
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpans:
+    """Which weights sampled which tokens: per completion, spans of its tokens, each from its start to the next one's.
+
+    Attributes:
+        counts: spans per completion, int64 `[N]`; 0 for one without tokens.
+        starts: the first token of each span, counted within its completion, int64 `[sum(counts)]`.
+        versions: of the weights, int64 `[sum(counts)]`.
+    """
+
+    counts: Int64Array
+    starts: Int64Array
+    versions: Int64Array
+
+    @classmethod
+    def of_tokens(cls, versions: Int64Array, lengths: Int64Array) -> VersionSpans:
+        """Return the spans of completions whose tokens' versions are given one behind the other.
+
+        >>> spans = VersionSpans.of_tokens(np.array([7, 7, 8, 8, 8]), np.array([3, 0, 2]))
+        >>> spans.counts.tolist(), spans.starts.tolist(), spans.versions.tolist()
+        ([2, 0, 1], [0, 2, 0], [7, 8, 8])
+        """
+        firsts = np.cumsum(lengths) - lengths
+        begins = np.zeros(len(versions), np.bool_)
+        begins[1:] = versions[1:] != versions[:-1]
+        begins[firsts[lengths > 0]] = True
+        owner = np.repeat(np.arange(len(lengths)), lengths)
+        at = np.flatnonzero(begins)
+        return cls(np.bincount(owner[at], minlength=len(lengths)), at - firsts[owner[at]], versions[at])
+
+    def lists(self) -> list[list[tuple[int, int]]]:
+        """Return one list of (first token, version) per completion."""
+        pairs = list(zip(self.starts.tolist(), self.versions.tolist(), strict=True))
+        ends = np.cumsum(self.counts).tolist()
+        return [pairs[end - count : end] for end, count in zip(ends, self.counts.tolist(), strict=True)]
+
+    def select(self, keep: npt.NDArray[np.bool_]) -> VersionSpans:
+        """Return those of the completions whose flag is set."""
+        inside = np.repeat(keep, self.counts)
+        return VersionSpans(self.counts[keep], self.starts[inside], self.versions[inside])
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedCompletions:
+    """All completions of a call in flat arrays, prompt-major and member-minor.
+
+    Attributes:
+        token_ids: int64 `[sum(lengths)]`.
+        log_probs: float32 `[sum(lengths)]`; NaN where the engine has none.
+        lengths: new tokens per completion, int64 `[N]`; 0 only where it was aborted.
+        prompt_index: int64 `[N]`.
+        member: int64 `[N]`.
+        stopped: bool `[N]`, True where the completion ends with an end-of-sequence token.
+        spans: which weights sampled which tokens; None where nobody named their version.
+        aborted: bool `[N]`, True where the completion was cut short; None where none was.
+    """
+
+    token_ids: Int64Array
+    log_probs: npt.NDArray[np.float32]
+    lengths: Int64Array
+    prompt_index: Int64Array
+    member: Int64Array
+    stopped: npt.NDArray[np.bool_]
+    spans: VersionSpans | None = None
+    aborted: npt.NDArray[np.bool_] | None = None
+
+    @classmethod
+    def none(cls, *, versioned: bool) -> RaggedCompletions:
+        """Return no completions, of known versions or not."""
+        ids, nothing = np.zeros(0, np.int64), np.zeros(0, np.bool_)
+        spans = VersionSpans(ids, ids, ids) if versioned else None
+        return cls(ids, np.zeros(0, np.float32), ids, ids, ids, nothing, spans)
+
+    @property
+    def versions(self) -> Int64Array | None:
+        """Versions of the weights that sampled the first and the last token, int64 `[N, 2]`; -1 without tokens."""
+        if self.spans is None:
+            return None
+        out = np.full((len(self), 2), -1, dtype=np.int64)
+        some = self.spans.counts > 0
+        ends = np.cumsum(self.spans.counts)
+        out[some, 0] = self.spans.versions[(ends - self.spans.counts)[some]]
+        out[some, 1] = self.spans.versions[ends[some] - 1]
+        return out
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[Completion]:
+        """Yield one `Completion` after the other."""
+        ends = np.cumsum(self.lengths)
+        tokens = self.token_ids.tolist()
+        log_probs = torch.from_numpy(self.log_probs)
+        for i, (end, length) in enumerate(zip(ends.tolist(), self.lengths.tolist(), strict=True)):
+            aborted = self.aborted is not None and bool(self.aborted[i])
+            yield Completion(
+                prompt_index=int(self.prompt_index[i]),
+                member=int(self.member[i]),
+                token_ids=tokens[end - length : end],
+                log_probs=log_probs[end - length : end],
+                finish_reason="abort" if aborted else "stop" if self.stopped[i] else "length",
+            )
+
+    def select(self, keep: npt.NDArray[np.bool_]) -> RaggedCompletions:
+        """Return the completions whose flag is set."""
+        tokens = np.repeat(keep, self.lengths)
+        return RaggedCompletions(
+            token_ids=self.token_ids[tokens],
+            log_probs=self.log_probs[tokens],
+            lengths=self.lengths[keep],
+            prompt_index=self.prompt_index[keep],
+            member=self.member[keep],
+            stopped=self.stopped[keep],
+            spans=None if self.spans is None else self.spans.select(keep),
+            aborted=None if self.aborted is None else self.aborted[keep],
         )
 
 

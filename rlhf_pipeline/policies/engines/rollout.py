@@ -16,8 +16,7 @@ from torch import Tensor
 
 from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.policies.engines.completions import Int64Array
-from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
+from rlhf_pipeline.policies.engines.protocol import Int64Array, RaggedCompletions, Request, VersionSpans, WeightRefresh
 from rlhf_pipeline.policies.engines.slot_cache import PrefillCache
 
 if TYPE_CHECKING:
@@ -44,7 +43,8 @@ class Prefilled:
 class Gate:
     """Where threads that sample stand between two tokens, so that others may pause them or change the weights.
 
-    Any number of threads samples at once, and none while the gate is closed or somebody needs them still.
+    Any number of threads samples at once, each within `with gate:`, and none while the gate is closed or somebody needs
+    them still.
     """
 
     def __init__(self) -> None:
@@ -57,23 +57,27 @@ class Gate:
         """Have a copy of what holds a gate get an open one of its own."""
         return Gate, ()
 
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        """Sample inside; waits until that is allowed."""
-        self._enter()
-        try:
-            yield
-        finally:
-            self._leave()
+    def __enter__(self) -> None:
+        """Sample from here on; waits until that is allowed."""
+        with self._changed:
+            while self._closed or self._needed_still:
+                self._changed.wait()
+            self._sampling += 1
+
+    def __exit__(self, *_: object) -> None:
+        """Sample no more."""
+        with self._changed:
+            self._sampling -= 1
+            self._changed.notify_all()
 
     @contextmanager
     def standing_aside(self) -> Iterator[None]:
-        """Within `sampling`: not sampling inside; the end waits until sampling is allowed again."""
-        self._leave()
+        """Not sampling inside, though within `with gate:`; the end waits until sampling is allowed again."""
+        self.__exit__()
         try:
             yield
         finally:
-            self._enter()
+            self.__enter__()
 
     def close(self) -> None:
         """Keep threads from sampling until `open`; returns when none does."""
@@ -99,16 +103,6 @@ class Gate:
                 self._needed_still -= 1
                 self._changed.notify_all()
 
-    def _enter(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._closed and not self._needed_still)
-            self._sampling += 1
-
-    def _leave(self) -> None:
-        with self._changed:
-            self._sampling -= 1
-            self._changed.notify_all()
-
 
 class Rollout:
     """The state of one call of `SlotEngine.generate`; its subclasses decode.
@@ -116,7 +110,6 @@ class Rollout:
     Args:
         engine: whose call it is.
         request: what to sample.
-        prompt_of: the prompt of each completion, int64 `[N]`.
         limits: the most tokens of each, int64 `[N]`.
         keys: of their random numbers, uint64 `[N]`.
         refresh: takes up newer weights on the way.
@@ -127,7 +120,6 @@ class Rollout:
         engine: SlotEngine,
         request: Request,
         *,
-        prompt_of: Int64Array,
         limits: Int64Array,
         keys: npt.NDArray[np.uint64],
         refresh: WeightRefresh | None,
@@ -142,11 +134,11 @@ class Rollout:
         self.is_end[[token for token in request.end_token_ids if 0 <= token < vocab]] = True
         self.prompts: Sequence[Sequence[int]] = request.prompts
         self.prompt_lengths = np.array([len(p) for p in request.prompts], dtype=np.int64)
-        self.prompt_of = prompt_of
+        self.prompt_of = request.prompt_of
         self.limits = limits
         self.keys = keys
         self.temperature = request.temperature
-        self.count = len(prompt_of)
+        self.count = request.count
         self.num_slots = min(engine.num_slots, self.count)
         self.next = 0
         """The first completion that has not started."""
@@ -156,12 +148,34 @@ class Rollout:
         self.out_tokens: list[Int64Array] = []
         self.out_log_probs: list[npt.NDArray[np.float32]] = []
         self.out_versions: list[int | None] = []
+        self.member_of = request.member_of
         self.stopped = np.zeros(self.count, dtype=np.bool_)
         self.unfinished: npt.NDArray[np.bool_] | None = None
         """Which completions were cut short; None where none was."""
         self._deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         self._loads, self._aborts = engine.loads, engine.aborts
         self._looked = 0
+
+    def completions(self) -> RaggedCompletions:
+        """Return what was sampled, in the order of the request."""
+        flat = np.concatenate(self.out_rows)
+        order = np.argsort(flat, kind="stable")
+        lengths = np.bincount(flat, minlength=self.count).astype(np.int64)
+        spans = None
+        # Where the version was named on the way only, nobody knows that of the tokens before.
+        if None not in self.out_versions:
+            versions = np.repeat(np.array(self.out_versions, np.int64), [len(part) for part in self.out_rows])
+            spans = VersionSpans.of_tokens(versions[order], lengths)
+        return RaggedCompletions(
+            token_ids=np.concatenate(self.out_tokens)[order],
+            log_probs=np.concatenate(self.out_log_probs)[order],
+            lengths=lengths,
+            prompt_index=self.prompt_of,
+            member=self.member_of,
+            stopped=self.stopped,
+            spans=spans,
+            aborted=self.unfinished,
+        )
 
     def step(self) -> bool:
         """Sample a token, or a few, for every live and every new completion; False when none is left."""

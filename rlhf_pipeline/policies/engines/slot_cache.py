@@ -97,12 +97,10 @@ class PrefillCache(Cache):
             if index is None:
                 shift = width - lengths
                 index = (torch.arange(width, device=lengths.device) - shift[:, None]).clamp_(min=0)
-            out.append((_gather_columns(layer.keys, index), _gather_columns(layer.values, index)))
+            at = index[:, None, :, None]
+            keys, values = (x.gather(2, at.expand(-1, x.shape[1], -1, x.shape[3])) for x in (layer.keys, layer.values))
+            out.append((keys, values))
         return out
-
-
-def _gather_columns(x: Tensor, index: Tensor) -> Tensor:
-    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 class _SlotLayer(CacheLayer):
@@ -162,7 +160,8 @@ class SlotCache(Cache):
         longest_completion: int,
         device: torch.device,
     ) -> None:
-        super().__init__(layers=[_SlotLayer(self) for _ in range(num_layers)])
+        self.slot_layers = [_SlotLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=[*self.slot_layers])
         self.num_slots = num_slots
         self.lead = longest_prompt
         self.bound = longest_prompt + longest_completion
@@ -172,25 +171,20 @@ class SlotCache(Cache):
         self.column = self.lead
         self.low = self.lead
 
-    @property
-    def slot_layers(self) -> list[_SlotLayer]:
-        """The layers, typed."""
-        return [layer for layer in self.layers if isinstance(layer, _SlotLayer)]
-
-    def begin(self, longest: int, *, most_rows: int, closing: bool) -> None:
+    def begin(self, longest: int, *, rows: int, to_come: int) -> None:
         """Make sure that the shared column is free. Call this before rows are inserted.
 
         Args:
             longest: tokens of the longest live row; 0 when none is live.
-            most_rows: the most rows that will be live from now on.
-            closing: True when no prompt will be inserted any more.
+            rows: how many are live.
+            to_come: how many will be inserted yet.
         """
         if longest == 0:
             self.column = self.lead
-        if closing:
+        if not to_come:
             self.lead = 0
         if self.column >= self.num_columns:
-            self._relayout(longest, most_rows)
+            self._relayout(longest, min(self.num_slots, rows + to_come))
 
     def _relayout(self, longest: int, most_rows: int) -> None:
         """Move the live window to the front, into wider buffers when it fills most of them."""
@@ -267,13 +261,10 @@ class SlotCache(Cache):
             longest: tokens that the longest of them has stored so far.
 
         Returns:
-            bool `[rows, longest + 1]`, a view: the last column is the token being fed.
+            bool `[rows, longest + 1]`, a view: the last column is the token being fed. After the forward pass go to the
+            next one: `column += 1`.
         """
         self.rows = rows
         self.low = self.column - longest
         self.mask[:rows, self.column] = True
         return self.mask[:rows, self.low : self.column + 1]
-
-    def close_column(self) -> None:
-        """Go to the next column, after the forward pass."""
-        self.column += 1

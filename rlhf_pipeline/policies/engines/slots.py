@@ -28,13 +28,11 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.engines.cache_check import WITHOUT_SLOTS, verified_parts
-from rlhf_pipeline.policies.engines.completions import Int64Array, RaggedCompletions, collect
-from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh, Weights
+from rlhf_pipeline.policies.engines.protocol import Int64Array, RaggedCompletions, Request, WeightRefresh, Weights
 from rlhf_pipeline.policies.engines.rollout import Gate, Rollout, States
-from rlhf_pipeline.policies.engines.sampling import sample_rows
+from rlhf_pipeline.policies.engines.sampling import sample_rows, stream_keys, uniforms
 from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, SlotCache
 from rlhf_pipeline.policies.engines.static import StaticRun, mask_form
-from rlhf_pipeline.policies.engines.uniforms import stream_keys, uniforms
 from rlhf_pipeline.policies.model_parts import ModelParts
 from rlhf_pipeline.policies.weight_files import load_weights
 
@@ -97,33 +95,28 @@ class SlotEngine:
             vocab=self._vocab, positions=self.parts.max_positions, positions_by=self.parts.positions_by
         )
         streams = request.streams()
-        prompt_of = np.repeat(np.arange(len(request.prompts), dtype=np.int64), request.group_size)
-        member_of = np.tile(np.arange(request.group_size, dtype=np.int64), len(request.prompts))
         if request.count == 0:
-            none = None if refresh is None and self.version is None else []
-            return collect([], [], [], prompt_of, member_of, np.zeros(0, np.bool_), none)
+            return RaggedCompletions.none(versioned=refresh is not None or self.version is not None)
         static = self.decode == "static" or (self.decode == "auto" and self.parts.head.weight.is_cuda)
         form = mask_form(self.parts) if static else None
         if form is None and self.decode == "static":
             raise DefinitionError(
                 f"{type(self.parts.trunk).__name__} takes no masks of static slots. Decode with decode='auto'."
             )
-        with self.gate.sampling():
+        with self.gate:
             if refresh is not None:
                 self.version = refresh.version
-            keys = stream_keys(request.seed, np.array(streams, dtype=object)[prompt_of].tolist(), member_of)
-            given: dict[str, Any] = {"prompt_of": prompt_of, "limits": limits, "keys": keys, "refresh": refresh}
+            keys = stream_keys(
+                request.seed, np.array(streams, dtype=object)[request.prompt_of].tolist(), request.member_of
+            )
+            given: dict[str, Any] = {"limits": limits, "keys": keys, "refresh": refresh}
             if form is None:
                 run: Rollout = _Ragged(self, request, **given)
             else:
                 run = StaticRun(self, request, form=form, **given)
             while run.step():
                 pass
-        # Where the version was named on the way only, nobody knows that of the tokens before.
-        versions = None if None in run.out_versions else [v for v in run.out_versions if v is not None]
-        return collect(
-            run.out_rows, run.out_tokens, run.out_log_probs, prompt_of, member_of, run.stopped, versions, run.unfinished
-        )
+        return run.completions()
 
     def pause(self) -> None:
         """Stop between two tokens; see `Engine.pause`."""
@@ -230,7 +223,7 @@ class _Ragged(Rollout):
 
         The last token of each was sampled in this step; it is fed next.
         """
-        self._begin(int(self.stored.max()), len(self.live), closing=self.next == self.count)
+        self.cache.begin(int(self.stored.max()), rows=len(self.live), to_come=self.count - self.next)
         for part, states, _ in self.prefilled_again(self.live, self.stored):
             slots = np.arange(part.start, part.stop, dtype=np.int64)
             self.cache.insert(
@@ -274,23 +267,20 @@ class _Ragged(Rollout):
         longest = int(kept.max()) if len(kept) else 0
         if movers:
             self.cache.move(self.upload(homeless[:movers]), self.upload(holes[:movers]), longest)
-        self._begin(longest, total, closing=self.next == self.count and movers == len(homeless))
-        if movers < len(homeless):
-            self._insert(new[homeless[movers:] - old], holes[movers:])
+        starting, slots = new[homeless[movers:] - old], holes[movers:]
+        self.cache.begin(longest, rows=total - len(starting), to_come=len(starting) + self.count - self.next)
+        owners = self.prompt_of[starting]
+        for batch, mine, at in self.places_of(owners):
+            lengths = self.upload(self.prompt_lengths[owners[mine]])
+            self.cache.insert(self.upload(slots[mine]), batch.states, self.upload(at), lengths)
         stored = np.concatenate((self.stored, self.prompt_lengths[self.prompt_of[new]]))
         self.stored = stored[slot_row]
         return slot_row
 
-    def _insert(self, completions: Int64Array, slots: Int64Array) -> None:
-        owners = self.prompt_of[completions]
-        for batch, mine, source in self.places_of(owners):
-            lengths = self.upload(self.prompt_lengths[owners[mine]])
-            self.cache.insert(self.upload(slots[mine]), batch.states, self.upload(source), lengths)
-
     def _forward(self, tokens: Int64Array) -> None:
         """Feed the sampled tokens of the live rows and keep their hidden states."""
         longest = int(self.stored.max())
-        self._begin(longest, len(tokens), closing=self.next == self.count)
+        self.cache.begin(longest, rows=len(tokens), to_come=self.count - self.next)
         inputs = self.upload(np.stack((tokens, self.stored)))
         mask = self.cache.open_column(len(tokens), longest)
         if not self.parts.builds_own_mask:
@@ -304,8 +294,4 @@ class _Ragged(Rollout):
         )
         self.hidden = hidden[:, 0]
         self.stored = self.stored + 1
-        self.cache.close_column()
-
-    def _begin(self, longest: int, rows: int, *, closing: bool) -> None:
-        most_rows = min(self.num_slots, rows + self.count - self.next)
-        self.cache.begin(longest, most_rows=most_rows, closing=closing)
+        self.cache.column += 1

@@ -31,11 +31,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from rlhf_pipeline.policies.engines.cache_check import plain_states, probe
-from rlhf_pipeline.policies.engines.completions import Int64Array
+from rlhf_pipeline.policies.engines.protocol import Int64Array
 from rlhf_pipeline.policies.engines.rollout import Rollout, States
-from rlhf_pipeline.policies.engines.sampling import sample_rows
+from rlhf_pipeline.policies.engines.sampling import device_uniforms, sample_rows
 from rlhf_pipeline.policies.engines.slot_cache import CacheLayer, PrefillCache
-from rlhf_pipeline.policies.engines.uniforms import device_uniforms
 from rlhf_pipeline.policies.model_parts import ModelParts, rounding
 
 logger = logging.getLogger(__name__)
@@ -112,7 +111,8 @@ class StaticSlots(Cache):
         temperature: float,
         look_every: int,
     ) -> None:
-        super().__init__(layers=[_StaticLayer(self) for _ in range(parts.num_layers)])
+        self.static_layers = [_StaticLayer(self) for _ in range(parts.num_layers)]
+        super().__init__(layers=[*self.static_layers])
         self.parts = parts
         self.form: MaskForm = form
         self.num_slots = self.size = num_slots
@@ -138,11 +138,6 @@ class StaticSlots(Cache):
         self._captures = device.type == "cuda"
         # One pool for all graphs: they run one after the other, and what lasts beyond a step is in the state.
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
-
-    @property
-    def static_layers(self) -> list[_StaticLayer]:
-        """The layers, typed."""
-        return [layer for layer in self.layers if isinstance(layer, _StaticLayer)]
 
     def step(self) -> None:
         """Sample one token per live slot and feed it. No shape depends on data, and nothing leaves the device."""

@@ -15,12 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlhf_pipeline.errors import DefinitionError, EngineError
-from rlhf_pipeline.policies.engines.completions import RaggedCompletions, VersionSpans
-from rlhf_pipeline.policies.engines.jobs import Job, jobs_of, with_head
-from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh, Weights
+from rlhf_pipeline.policies.engines.jobs import Job, Row, collected, jobs_of, with_head
+from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, Request, WeightRefresh, Weights
 from rlhf_pipeline.policies.engines.rollout import Gate
 
 __all__ = ["VLLMEngine"]
@@ -91,13 +88,14 @@ class VLLMEngine:
         """See `Engine.generate`; seeds as in `HTTPEngine.generate`."""
         limits = request.limits(vocab=self._vocab, positions=self._positions, positions_by="max_model_len of vLLM")
         jobs = jobs_of(request, limits, most=None)
-        rows = [_Row() for _ in range(request.count)]
-        with self._one, self._gate.sampling():
+        rows = [Row() for _ in range(request.count)]
+        with self._one, self._gate:
             if rows:
                 self._run(request, jobs, rows, refresh)
-        return _collected(request, rows, versioned=self.version is not None)
+        versioned = self.version is not None and all(len(row.versions) == len(row.tokens) for row in rows)
+        return collected(request, rows, versioned=versioned)
 
-    def _run(self, request: Request, jobs: list[Job], rows: list[_Row], refresh: WeightRefresh | None) -> None:
+    def _run(self, request: Request, jobs: list[Job], rows: list[Row], refresh: WeightRefresh | None) -> None:
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
@@ -116,7 +114,7 @@ class VLLMEngine:
                 # One token of each completion that is live; all of them of the weights in use.
                 for output in engine.step():
                     for part in output.outputs:
-                        rows[first_of[output.request_id] + part.index].add(part, self.version)
+                        self._add(rows[first_of[output.request_id] + part.index], part)
                 steps += 1
                 with self._gate.standing_aside():
                     if refresh is not None:
@@ -127,6 +125,15 @@ class VLLMEngine:
             # Also where an error ends the call: nothing of it goes on in the next one.
             if engine.has_unfinished_requests():
                 engine.abort_request(list(first_of))
+
+    def _add(self, row: Row, part: Any) -> None:
+        """Take in what a step gave."""
+        tokens = list(part.token_ids)
+        row.tokens += tokens
+        row.log_probs += [entry[token].logprob for token, entry in zip(tokens, part.logprobs, strict=True)]
+        row.versions += [] if self.version is None else [self.version] * len(tokens)
+        if part.finish_reason is not None:
+            row.reason = part.finish_reason
 
     def pause(self) -> None:
         """Stop between two tokens; see `Engine.pause`."""
@@ -167,47 +174,6 @@ class VLLMEngine:
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
-
-
-class _Row:
-    """One completion as it grows."""
-
-    __slots__ = ("log_probs", "reason", "tokens", "versions")
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.log_probs: list[float] = []
-        self.versions: list[int] = []
-        self.reason = "abort"
-
-    def add(self, part: Any, version: int | None) -> None:
-        """Take in what a step gave."""
-        tokens = list(part.token_ids)
-        self.tokens += tokens
-        self.log_probs += [entry[token].logprob for token, entry in zip(tokens, part.logprobs, strict=True)]
-        self.versions += [-1 if version is None else version] * len(tokens)
-        if part.finish_reason is not None:
-            self.reason = part.finish_reason
-
-
-def _collected(request: Request, rows: list[_Row], *, versioned: bool) -> RaggedCompletions:
-    unknown = {row.reason for row in rows} - {"stop", "length", "abort"}
-    if unknown:
-        raise EngineError(f"vLLM ended completions with {sorted(unknown)}; nothing of them is kept.")
-    lengths = np.array([len(row.tokens) for row in rows], np.int64)
-    versions = np.array([version for row in rows for version in row.versions], np.int64)
-    log_probs = np.array([value for row in rows for value in row.log_probs], np.float32)
-    aborted = np.array([row.reason == "abort" for row in rows], np.bool_)
-    return RaggedCompletions(
-        token_ids=np.array([token for row in rows for token in row.tokens], np.int64),
-        log_probs=np.where(np.isfinite(log_probs), log_probs, np.float32(np.nan)),
-        lengths=lengths,
-        prompt_index=np.repeat(np.arange(len(request.prompts), dtype=np.int64), request.group_size),
-        member=np.tile(np.arange(request.group_size, dtype=np.int64), len(request.prompts)),
-        stopped=np.array([row.reason == "stop" for row in rows], np.bool_),
-        spans=VersionSpans.of_tokens(versions, lengths) if versioned and (versions >= 0).all() else None,
-        aborted=aborted if aborted.any() else None,
-    )
 
 
 @contextmanager

@@ -15,8 +15,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.policies.engines.completions import RaggedCompletions
-from rlhf_pipeline.policies.engines.protocol import Engine, Request, WeightRefresh
+from rlhf_pipeline.policies.engines.protocol import Engine, RaggedCompletions, Request, WeightRefresh
 
 VOCAB, POSITIONS = 128, 256
 PROMPTS = [[5, 6, 7, 8, 9], [100], [11] * 20]

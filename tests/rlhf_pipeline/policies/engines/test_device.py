@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
-from rlhf_pipeline.policies.engines.completions import RaggedCompletions
-from rlhf_pipeline.policies.engines.protocol import Request
+from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, Request
 from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.engines.static import LOOK_EVERY, StaticSlots
 from tests.rlhf_pipeline.fake_device import FakeDevice, OnDevice, to_device

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy, Completion
 from rlhf_pipeline.policies.engines.protocol import WeightRefresh
-from rlhf_pipeline.policies.engines.uniforms import stream_keys, uniforms
+from rlhf_pipeline.policies.engines.sampling import stream_keys, uniforms
 
 PROMPTS = [[2 + i] + [3 + (7 * i + j) % 90 for j in range(5 * i)] for i in range(6)]
 RAGGED = [2 + 2 * i for i in range(18)]

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
+from rlhf_pipeline.policies.engines.sampling import device_uniforms, stream_keys, uniforms
 from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.engines.static import LOOK_EVERY, StaticSlots
-from rlhf_pipeline.policies.engines.uniforms import device_uniforms, stream_keys, uniforms
 from tests.rlhf_pipeline.policies.engines.contract import Bench, EngineContract
 
 Make = Callable[..., PreTrainedModel]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhf_pipeline.policies.engines.uniforms import stream_keys, uniforms
+from rlhf_pipeline.policies.engines.sampling import stream_keys, uniforms
 
 
 def _splitmix64(x: int) -> int:
