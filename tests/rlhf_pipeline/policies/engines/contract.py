@@ -17,7 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies.engines.protocol import Engine, RaggedCompletions, Request, WeightRefresh
 
-VOCAB, POSITIONS = 128, 256
+VOCAB, POSITIONS = 128, 2048
 PROMPTS = [[5, 6, 7, 8, 9], [100], [11] * 20]
 CLOSE = 2e-5
 
@@ -112,11 +112,11 @@ class EngineContract:
     """Inherit it as `Test...` and give the fixture `bench`.
 
     `start_s` says how long it takes until tokens are being sampled, `in_flight_tokens` how many of a completion take
-    longer than the weights need to arrive.
+    longer than that, and than new weights, a pause or an abort need to arrive.
     """
 
     start_s = 0.05
-    in_flight_tokens = 120
+    in_flight_tokens = 200
 
     @pytest.fixture
     def bench(self, folders: dict[int, Path]) -> Any:
@@ -209,7 +209,7 @@ class EngineContract:
 
     def test_pause_keeps_what_is_in_progress(self, bench: Bench):
         """Nothing is sampled while it is paused, and then it goes on where it was."""
-        request = Request(prompts=PROMPTS, max_new_tokens=120, seed=6)
+        request = Request(prompts=PROMPTS, max_new_tokens=self.in_flight_tokens, seed=6)
         going = InThread(bench.engine, request)
         time.sleep(self.start_s)
         bench.engine.pause()
@@ -218,25 +218,26 @@ class EngineContract:
         bench.engine.resume()
         assert going_on
         found = going.result()
-        assert found.lengths.tolist() == [120] * 3
+        assert found.lengths.tolist() == [self.in_flight_tokens] * 3
         assert bench.worst(found, PROMPTS, 1.0) < CLOSE
 
     def test_abort_returns_what_was_sampled(self, bench: Bench):
         """The tokens so far with their log-probs and spans, marked as aborted; and the engine goes on sampling."""
-        going = InThread(bench.engine, Request(prompts=PROMPTS, group_size=2, max_new_tokens=200, seed=6))
+        request = Request(prompts=PROMPTS, group_size=2, max_new_tokens=self.in_flight_tokens, seed=6)
+        going = InThread(bench.engine, request)
         time.sleep(self.start_s)
         bench.engine.abort()
         found = going.result()
         assert found.aborted is not None
         assert found.aborted.all()
-        assert (found.lengths < 200).all()
+        assert (found.lengths < self.in_flight_tokens).all()
         assert {c.finish_reason for c in found} == {"abort"}
         assert bench.worst(found, PROMPTS, 1.0) < CLOSE
         assert bench.engine.generate(Request(prompts=[[5]], max_new_tokens=2)).lengths.tolist() == [2]
 
     def test_a_deadline_aborts(self, bench: Bench):
         """What is done by then is whole; the rest is marked as aborted."""
-        limits = [1, 200, 200]
+        limits = [1, self.in_flight_tokens, self.in_flight_tokens]
         found = bench.engine.generate(Request(prompts=PROMPTS, max_new_tokens=limits, deadline_s=self.start_s))
         assert found.aborted is not None
         assert found.aborted.tolist() == [False, True, True]

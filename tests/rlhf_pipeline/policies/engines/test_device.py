@@ -46,12 +46,38 @@ def test_the_host_looks_once_in_several_tokens(name: str, make_model: Make, monk
     plain = CausalLMPolicy(copy.deepcopy(model), num_slots=4, eos_token_id=[]).engine.generate(REQUEST)
     found, seen = on_device(model, "static", monkeypatch)
     assert found.token_ids.tolist() == plain.token_ids.tolist()
+    check_looks(seen)
+
+
+def check_looks(seen: FakeDevice) -> None:
+    """Fail where a device is mixed with another, or where the host waits anywhere but at a look."""
     assert seen.total("refused") == 0, seen.events
     waits = [event for event in seen.events if event[0] == "wait"]
     assert len(waits) == 1, waits
     assert waits[0][2].startswith("policies/engines/static.py")
     # Six completions on four slots: 40 steps, and 25 of the one that began last, at the second look.
     assert seen.total("wait") <= -(-(40 + 25) // LOOK_EVERY) + 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda slots: bool(slots.live.any()),
+        lambda slots: slots.tokens[0, 0].item(),
+        lambda slots: slots.hidden[slots.live],  # a shape that depends on data
+        lambda slots: slots.log_probs + torch.zeros(1, LOOK_EVERY),  # made on the host
+    ],
+    ids=["is anything live", "a token read", "live rows alone", "a tensor of the host"],
+)
+def test_a_fault_in_each_step_is_found(
+    fault: Callable[[StaticSlots], Any], make_model: Make, monkeypatch: pytest.MonkeyPatch
+):
+    """What the check above keeps away, put into the step of one shape."""
+    step = StaticSlots.step
+    monkeypatch.setattr(StaticSlots, "step", lambda slots: (fault(slots), step(slots))[1])
+    _, seen = on_device(make_model(), "static", monkeypatch)
+    with pytest.raises(AssertionError):
+        check_looks(seen)
 
 
 def test_a_look_at_every_token_is_counted(make_model: Make, monkeypatch: pytest.MonkeyPatch):

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.engines import static as static_module
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
 from rlhf_pipeline.policies.engines.sampling import device_uniforms, stream_keys, uniforms
 from rlhf_pipeline.policies.engines.slots import SlotEngine
@@ -23,19 +24,17 @@ Make = Callable[..., PreTrainedModel]
 
 PROMPTS = [[2 + i] + [3 + (7 * i + j) % 90 for j in range(5 * i)] for i in range(6)]
 RAGGED = [2 + 2 * i for i in range(12)]
+ARCHITECTURES = [
+    *("qwen2", "qwen2-tied", "qwen2-sliding", "llama", "mistral", "gemma3_text", "gemma2", "granite"),
+    *("phi", "gpt2", "gpt_neox", "opt"),
+]
 
 
 def engine(model: PreTrainedModel, decode: str, num_slots: int = 5) -> SlotEngine:
     return SlotEngine(CausalLMPolicy(model)._parts, num_slots=num_slots, model=model, decode=decode)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("qwen2", "qwen2-tied", "qwen2-sliding", "llama", "mistral", "gemma3_text", "gemma2", "granite"),
-        *("phi", "gpt2", "gpt_neox", "opt"),
-    ],
-)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_completions_are_those_of_live_rows_alone(name: str, make_model: Make):
     """Ragged prompts and limits on few slots, which are filled again: the same ids, log-probs to 5e-6."""
     request = Request(
@@ -60,13 +59,14 @@ def test_greedy_and_a_larger_vocabulary(vocab_size: int, make_model: Make):
         assert static.token_ids.tolist() == ragged.token_ids.tolist()
 
 
-def test_newer_weights_in_the_middle(make_model: Make):
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_newer_weights_in_the_middle(name: str, make_model: Make):
     """Replaced after the same token, both ways go on with the same ids."""
     request = Request(prompts=PROMPTS, group_size=2, max_new_tokens=24, temperature=0.7, seed=2)
-    newer = make_model(seed=5).state_dict()
+    newer = make_model(name, seed=5).state_dict()
     found = []
     for decode in ("ragged", "static"):
-        slots = engine(make_model(), decode, num_slots=12)
+        slots = engine(make_model(name), decode, num_slots=12)
 
         def load(slots: SlotEngine = slots) -> int:
             if slots.version == 0:
@@ -82,16 +82,53 @@ def test_newer_weights_in_the_middle(make_model: Make):
     assert float(np.abs(static.log_probs - ragged.log_probs).max()) < 5e-6
 
 
-def test_steps_have_few_shapes(make_model: Make, monkeypatch: pytest.MonkeyPatch):
-    """Powers of two, and at most the window: as many columns as the longest needs, as few slots as are live."""
+def shapes_of_steps(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Slots and columns of each step of a call with one long completion among short ones."""
     shapes: list[tuple[int, int]] = []
     step = StaticSlots.step
     monkeypatch.setattr(StaticSlots, "step", lambda s: (shapes.append((s.size, s.columns)), step(s))[1])
     limits = [130, *[8] * 15]
-    found = engine(make_model(), "static", num_slots=8).generate(Request(prompts=[[5]] * 16, max_new_tokens=limits))
+    found = engine(model, "static", num_slots=8).generate(Request(prompts=[[5]] * 16, max_new_tokens=limits))
     assert found.lengths.tolist() == limits
-    assert list(dict.fromkeys(shapes)) == [(8, 64), (1, 128), (1, 192)]
+    return shapes
+
+
+FEW_SHAPES = [(8, 64), (1, 128), (1, 192)]
+
+
+def test_steps_have_few_shapes(make_model: Make, monkeypatch: pytest.MonkeyPatch):
+    """Powers of two, and at most the window: as many columns as the longest needs, as few slots as are live."""
+    shapes = shapes_of_steps(make_model(), monkeypatch)
+    assert list(dict.fromkeys(shapes)) == FEW_SHAPES
     assert shapes.count((8, 64)) < 64
+
+
+def test_a_shape_that_follows_the_longest_row_is_found(make_model: Make, monkeypatch: pytest.MonkeyPatch):
+    """Columns as many as are needed, and no more: a graph for each look, which the check above keeps away."""
+    monkeypatch.setattr(static_module, "_power_of_two", lambda n: n)
+    assert len(set(shapes_of_steps(make_model(), monkeypatch))) > len(FEW_SHAPES)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda keys, index: device_uniforms(keys, torch.full_like(index, int(index.max()))),
+        lambda keys, index: device_uniforms(keys, index + 1),
+        lambda keys, index: device_uniforms(keys.roll(1), index),
+    ],
+    ids=["one counter for all slots", "the next counter", "another slot's key"],
+)
+def test_a_number_of_another_counter_is_found(
+    fault: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    make_model: Make,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The ids are then not those of live rows alone, where slots are filled again."""
+    request = Request(prompts=PROMPTS, group_size=2, max_new_tokens=RAGGED, seed=1)
+    model = make_model()
+    ragged = engine(model, "ragged").generate(request)
+    monkeypatch.setattr(static_module, "device_uniforms", fault)
+    assert engine(model, "static").generate(request).token_ids.tolist() != ragged.token_ids.tolist()
 
 
 def test_numbers_made_on_the_device():
