@@ -30,14 +30,13 @@ if TYPE_CHECKING:
     from rlhf_pipeline.errors import PipelineError
     from rlhf_pipeline.functional.advantage import group_advantage
     from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
+    from rlhf_pipeline.interop.torchrl.containers import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
+    from rlhf_pipeline.interop.torchrl.distribution import LogProbDistribution
     from rlhf_pipeline.interop.torchrl.losses import DAPO, CISPOLoss
+    from rlhf_pipeline.interop.torchrl.policy import CausalLMPolicy, scratch_policy
     from rlhf_pipeline.interop.torchrl.rollout_from_model import RolloutFromModel
     from rlhf_pipeline.learner.learner import Learner
     from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
-    from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
-    from rlhf_pipeline.policies.containers import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
-    from rlhf_pipeline.policies.distribution import LogProbDistribution
-    from rlhf_pipeline.policies.new_model import scratch_policy
     from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
     from rlhf_pipeline.replay.storage import TrajectoryStorage
     from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController, ConstantKLController
@@ -73,23 +72,23 @@ _LIGHT = {
 _HEAVY = {
     "AdaptiveKLController": "rlhf_pipeline.transforms.kl_controllers",
     "CISPOLoss": "rlhf_pipeline.interop.torchrl.losses",
-    "CausalLMPolicy": "rlhf_pipeline.policies.causal_lm",
-    "ChatHistory": "rlhf_pipeline.policies.containers",
+    "CausalLMPolicy": "rlhf_pipeline.interop.torchrl.policy",
+    "ChatHistory": "rlhf_pipeline.interop.torchrl.containers",
     "Collector": "rlhf_pipeline.collectors.collector",
     "ConstantKLController": "rlhf_pipeline.transforms.kl_controllers",
     "DAPO": "rlhf_pipeline.interop.torchrl.losses",
     "GRPOLoss": "rlhf_pipeline.losses.grpo",
     "GRPOLossOutput": "rlhf_pipeline.losses.grpo",
     "KLRewardTransform": "rlhf_pipeline.transforms.kl_reward",
-    "LLMWrapperBase": "rlhf_pipeline.policies.containers",
+    "LLMWrapperBase": "rlhf_pipeline.interop.torchrl.containers",
     "Learner": "rlhf_pipeline.learner.learner",
-    "LogProbDistribution": "rlhf_pipeline.policies.distribution",
-    "LogProbs": "rlhf_pipeline.policies.containers",
+    "LogProbDistribution": "rlhf_pipeline.interop.torchrl.distribution",
+    "LogProbs": "rlhf_pipeline.interop.torchrl.containers",
     "MCAdvantage": "rlhf_pipeline.transforms.mc_advantage",
-    "Masks": "rlhf_pipeline.policies.containers",
+    "Masks": "rlhf_pipeline.interop.torchrl.containers",
     "RetrieveLogProb": "rlhf_pipeline.transforms.retrieve_log_prob",
-    "Text": "rlhf_pipeline.policies.containers",
-    "Tokens": "rlhf_pipeline.policies.containers",
+    "Text": "rlhf_pipeline.interop.torchrl.containers",
+    "Tokens": "rlhf_pipeline.interop.torchrl.containers",
     "RolloutFromModel": "rlhf_pipeline.interop.torchrl.rollout_from_model",
     "TrajectoryReplayBuffer": "rlhf_pipeline.replay.buffer",
     "TrajectoryStorage": "rlhf_pipeline.replay.storage",
@@ -97,7 +96,7 @@ _HEAVY = {
     "kl_k1": "rlhf_pipeline.functional.kl",
     "kl_k2": "rlhf_pipeline.functional.kl",
     "kl_k3": "rlhf_pipeline.functional.kl",
-    "scratch_policy": "rlhf_pipeline.policies.new_model",
+    "scratch_policy": "rlhf_pipeline.interop.torchrl.policy",
 }
 """Names that need torch, and the modules that define them."""
 

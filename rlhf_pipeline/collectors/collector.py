@@ -70,7 +70,7 @@ class Collector:
 
     >>> import tempfile
     >>> from rlhf_pipeline import CopyDigits, MCAdvantage, token_match
-    >>> from rlhf_pipeline.policies.new_model import scratch_policy
+    >>> from rlhf_pipeline import scratch_policy
     >>> policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0)
     >>> buffer = TrajectoryReplayBuffer(storage=tempfile.mkdtemp() + "/store", transform=MCAdvantage(4))
     >>> collector = Collector(

@@ -111,7 +111,7 @@ def converse(
     Raises:
         DefinitionError: a limit is out of range, or there is no chat template.
 
-    >>> from rlhf_pipeline.policies.new_model import scratch_policy
+    >>> from rlhf_pipeline import scratch_policy
     >>> policy = scratch_policy("01+=?U:A", hidden_size=16, num_layers=1, num_heads=2)
     >>> policy.tokenizer.chat_template = (
     ...     "{% for m in messages %}{{ 'U:' if m.role == 'user' else 'A:' }}{{ m.content }}{% endfor %}"

@@ -68,7 +68,7 @@ class Learner:
     >>> from pathlib import Path
     >>> from rlhf_pipeline import Collect, Collector, CopyDigits, MCAdvantage, token_match
     >>> from rlhf_pipeline.run.ledger import Ledger
-    >>> from rlhf_pipeline.policies.new_model import scratch_policy
+    >>> from rlhf_pipeline import scratch_policy
     >>> folder = tempfile.mkdtemp()
     >>> policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0)
     >>> buffer = TrajectoryReplayBuffer(storage=folder + "/store", transform=MCAdvantage(4))

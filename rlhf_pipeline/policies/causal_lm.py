@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.errors import DefinitionError, did_you_mean
+from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.head import token_log_probs
 from rlhf_pipeline.policies._packed_attention import same_attention_when_recomputed
 from rlhf_pipeline.policies._scoring import ScoringRows, token_states
-from rlhf_pipeline.policies._td_policy import TensorDictPolicy
-from rlhf_pipeline.policies.distribution import TokenDistribution
-from rlhf_pipeline.policies.encoding import tokenizer_with_template
 from rlhf_pipeline.policies.engines.protocol import Completion, Engine, RaggedCompletions, Request, WeightRefresh
 from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.folder import resolve_source
@@ -31,17 +28,19 @@ from rlhf_pipeline.policies.loading import (
 )
 from rlhf_pipeline.policies.model_parts import ModelParts, find_parts, set_recomputation, switch_recomputation
 from rlhf_pipeline.policies.packed import LayoutScorer
-from rlhf_pipeline.policies.token_batches import Key
 
 __all__ = ["CausalLMPolicy", "Completion", "RaggedCompletions", "ScoringRows"]
 
 
-class CausalLMPolicy(TensorDictPolicy):
+class CausalLMPolicy(nn.Module):
     """A policy around any causal language model of transformers.
 
     It samples completions on KV-cache slots, with the log-prob of every token as it is sampled, and scores given
     tokens from hidden states, so that `[B, T, V]` logits never exist. Dropout stays off: `train()` leaves the model
     in eval mode, because a ratio between a policy with dropout and the same policy without it is noise.
+
+    It works on token ids. `rlhf_pipeline.CausalLMPolicy` is this class with TorchRL's arguments and methods beside it,
+    for TensorDicts.
 
     Args:
         model: a causal language model; one wrapped by peft works as well, with adapters off the head.
@@ -53,23 +52,6 @@ class CausalLMPolicy(TensorDictPolicy):
         pad_token_id: the token that fills padding. None takes the tokenizer's, the config's, the first EOS, or 0. It
             may equal an EOS token: masks tell padding from tokens, ids never do.
         num_slots: how many completions are generated side by side.
-        input_mode: what `forward` reads: "tokens", "text" or "history"; TorchRL's names from here on.
-        input_key: where it reads; `(tokens_key, "prompt")` or `(tokens_key, "full")` by default, and likewise.
-        attention_mask_key: where the attention mask of tokens is, if there is none among the masks.
-        generate: whether `forward` samples; it scores when False.
-        generate_kwargs: `max_new_tokens`, `temperature`, `num_return_sequences`, `do_sample`, `seed` of that sampling.
-        tokenizer_kwargs: `chat_template` or `chat_template_name`; what would change the tokens otherwise is refused.
-        chat_template_name: one of TorchRL's chat templates, in place of the tokenizer's.
-        chat_template: a chat template, in place of the tokenizer's.
-        return_log_probs: whether sampling returns log-probs; True when None.
-        pad_output: whether what is sampled comes padded.
-        inplace: True writes into the input, False into a copy, "empty" into a new TensorDict.
-        num_samples: completions per prompt; adds a batch dimension.
-        prefer_tokens: with histories, go on from the token ids under `(tokens_key, "prompt")` where there are some
-            (what was sampled in earlier turns stays as it was), and encode only the messages after them.
-        layout: None or `torch.strided`; rows come as a lazy stack.
-        device: where to put the model; left where it is when None.
-        tokens_key: likewise `masks_key`, `log_probs_key`, `text_key`, `history_key`: where the containers go.
         scoring_layout: how scored rows go through the model: "padded", "packed" or "prefix_shared" (see
             `policies.packed`). Where the model does not allow the last two, rows are padded and `layout_notices`
             says so.
@@ -78,7 +60,7 @@ class CausalLMPolicy(TensorDictPolicy):
         DefinitionError: an argument is out of range, or the model is of a kind that cannot be scored from its hidden
             states (the message says why).
 
-    >>> from rlhf_pipeline.policies.new_model import scratch_policy
+    >>> from rlhf_pipeline import scratch_policy
     >>> policy = scratch_policy("01=", hidden_size=16, num_layers=1, num_heads=2, seed=0, max_new_tokens=3)
     >>> prompt = policy.tokenizer.encode("01=")
     >>> group = policy.generate_groups([prompt], group_size=2, seed=0)
@@ -100,29 +82,9 @@ class CausalLMPolicy(TensorDictPolicy):
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
         num_slots: int = 64,
-        input_mode: str = "tokens",
-        input_key: Key | None = None,
-        attention_mask_key: Key = "attention_mask",
-        generate: bool = False,
-        generate_kwargs: dict[str, Any] | None = None,
-        tokenizer_kwargs: dict[str, Any] | None = None,
-        chat_template_name: str | None = None,
-        chat_template: str | None = None,
-        return_log_probs: bool | None = None,
-        pad_output: bool = False,
-        inplace: bool | str | None = None,
-        num_samples: int | None = None,
-        prefer_tokens: bool = False,
-        layout: torch.layout | None = None,
-        device: torch.device | str | None = None,
-        tokens_key: Key = "tokens",
-        masks_key: Key = "masks",
-        log_probs_key: Key = "log_probs",
-        text_key: Key = "text",
-        history_key: Key = "history",
         scoring_layout: str = "padded",
     ) -> None:
-        super().__init__()  # pyright: ignore[reportCallIssue]
+        super().__init__()
         if not temperature >= 0:
             raise DefinitionError(f"temperature is {temperature}; it must be at least 0.")
         if max_new_tokens < 1:
@@ -134,34 +96,13 @@ class CausalLMPolicy(TensorDictPolicy):
                 raise DefinitionError(
                     f"{name} is the name {value!r}. Load it: CausalLMPolicy.from_pretrained({value!r}, ...)."
                 )
-        self.model = (model if device is None else model.to(device)).eval()
-        templates = {"chat_template": chat_template, "chat_template_name": chat_template_name}
-        self.tokenizer: Any = tokenizer_with_template(tokenizer, {**(tokenizer_kwargs or {}), **templates})
+        self.model = model.eval()
+        self.tokenizer: Any = tokenizer
         self.temperature = float(temperature)
         self.max_new_tokens = max_new_tokens
         self.num_slots = num_slots
         self.eos_token_ids = end_token_ids(model, tokenizer) if eos_token_id is None else as_id_tuple(eos_token_id)
         self.pad_token_id = padding_id(self.model, self.tokenizer, given=pad_token_id, ends=self.eos_token_ids)
-        self._set_wrapper_options(
-            input_mode=input_mode,
-            input_key=input_key,
-            generate=generate,
-            generate_kwargs=generate_kwargs,
-            return_log_probs=return_log_probs,
-            pad_output=pad_output,
-            inplace=inplace,
-            num_samples=num_samples,
-            prefer_tokens=prefer_tokens,
-            layout=layout,
-            keys={
-                "tokens_key": tokens_key,
-                "masks_key": masks_key,
-                "log_probs_key": log_probs_key,
-                "text_key": text_key,
-                "history_key": history_key,
-                "attention_mask_key": attention_mask_key,
-            },
-        )
         self._checkpointing = False
         self._scorer = LayoutScorer(scoring_layout)
         self._found: list[Any] = []
@@ -185,7 +126,7 @@ class CausalLMPolicy(TensorDictPolicy):
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
         **kwargs: Any,
-    ) -> CausalLMPolicy:
+    ) -> Self:
         """Load model and tokenizer from a folder, or from the Hugging Face hub by name.
 
         Args:
@@ -214,58 +155,8 @@ class CausalLMPolicy(TensorDictPolicy):
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
-    def get_new_version(self, **kwargs: Any) -> CausalLMPolicy:
-        """Return a policy over the same model and tokenizer with some arguments changed.
-
-        The weights are shared: a version that scores follows what a version that is trained learns.
-
-        Args:
-            **kwargs: keyword arguments of the constructor.
-
-        >>> from rlhf_pipeline.policies.new_model import scratch_policy
-        >>> policy = scratch_policy("ab", hidden_size=8, num_heads=2)
-        >>> sampler = policy.get_new_version(generate=True, temperature=0.7)
-        >>> sampler.head_weight is policy.head_weight, sampler.temperature, policy.temperature
-        (True, 0.7, 1.0)
-        """
-        options: dict[str, Any] = {
-            "tokenizer": self.tokenizer,
-            "temperature": self.temperature,
-            "max_new_tokens": self.max_new_tokens,
-            "eos_token_id": self.eos_token_ids,
-            "pad_token_id": self.pad_token_id,
-            "num_slots": self.num_slots,
-            "input_mode": self.input_mode,
-            "generate": self.generate,
-            "generate_kwargs": self.generate_kwargs,
-            "return_log_probs": self.return_log_probs,
-            "pad_output": self.pad_output,
-            "inplace": self.inplace,
-            "num_samples": self.num_samples,
-            "prefer_tokens": self.prefer_tokens,
-            "attention_mask_key": self.attention_mask_key,
-            "scoring_layout": self.scoring_layout,
-            **self._container_key_options(),
-        }
-        if "generate" not in kwargs and "input_mode" not in kwargs:
-            options["input_key"] = self.input_key
-        if kwargs.get("device") not in (None, self.device):
-            raise DefinitionError(
-                f"A new version shares its weights with this one, which are on {self.device}. Move the policy, or make "
-                "a CausalLMPolicy over a copy of the model."
-            )
-        known = ("model", "input_key", "device", "layout", "tokenizer_kwargs", "chat_template_name", "chat_template")
-        for name in kwargs:
-            if name not in options and name not in known:
-                raise DefinitionError(f"CausalLMPolicy has no argument {name!r}." + did_you_mean(name, options))
-        other = type(self)(**{"model": self.model, **options, **kwargs})
-        if self._checkpointing and other.model is self.model:
-            other._checkpointing = True
-            other._recompute(True)
-        return other
-
     @property
-    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def device(self) -> torch.device:
         """Where the head's weight is."""
         return self.head_weight.device
 
@@ -313,7 +204,7 @@ class CausalLMPolicy(TensorDictPolicy):
         """Return why rows were padded in spite of `scoring_layout`, each reason once; empty most of the time."""
         return self._scorer.take_notices()
 
-    def train(self, mode: bool = True) -> CausalLMPolicy:
+    def train(self, mode: bool = True) -> Self:
         """Set the mode of the policy; the model inside stays in eval mode, so dropout stays off."""
         super().train(mode)
         self.model.eval()
@@ -404,19 +295,6 @@ class CausalLMPolicy(TensorDictPolicy):
         )
         out = torch.zeros(input_ids.shape, dtype=torch.float32, device=scores.device)
         return out.index_put((found.rows, found.columns), scores.float())
-
-    def token_distribution(self, input_ids: Tensor, attention_mask: Tensor, mask: Tensor) -> TokenDistribution:
-        """Return the distribution of the masked tokens given those before them, at the policy's temperature.
-
-        First tokens and padding have none and leave the mask. See `get_dist` for TensorDicts.
-        """
-        found = self.scoring_rows(input_ids, attention_mask, mask)
-        scored = torch.zeros(input_ids.shape, dtype=torch.bool, device=found.rows.device)
-        scored[found.rows, found.columns] = True
-        temperature = self.temperature if self.temperature > 0 else 1.0
-        return TokenDistribution(
-            found.hidden, self.head_weight, self.head_bias, scored, temperature, soft_cap=self.head_soft_cap
-        )
 
     # Generation
 

@@ -10,15 +10,14 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.data.llm import History
 from torchrl.data.llm.history import _CHAT_TEMPLATES
+from torchrl.modules.llm.policies.common import ChatHistory, Masks, Text, Tokens
 
 from rlhf_pipeline.data.padding import Side, pad_rows
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.policies.chat import encode_chat, encode_prompt, has_generation_markers
-from rlhf_pipeline.policies.containers import ChatHistory, Masks, Text, Tokens
-from rlhf_pipeline.policies.td_output import history_messages, text_list
 from rlhf_pipeline.policies.token_batches import Key, pad_ids
 
-__all__ = ["tokenizer_with_template", "with_tokens"]
+__all__ = ["history_messages", "text_list", "tokenizer_with_template", "with_tokens"]
 
 _TEMPLATE_OPTIONS = ("chat_template", "chat_template_name")
 # What TorchRL's own defaults say, and what is done here anyway.
@@ -120,6 +119,19 @@ def with_tokens(
         masks = Masks(all_attention_mask=real, all_assistant_mask=said[i] if said else None)
         rows.append(cast(TensorDictBase, row).copy().set("tokens", Tokens(full=ids[i])).set("masks", masks))
     return lazy_stack(rows)
+
+
+def text_list(value: Any) -> list[str]:
+    """Return the strings of a non-tensor leaf."""
+    if isinstance(value, str):
+        return [value]
+    data = value.tolist() if hasattr(value, "tolist") else value
+    return [data] if isinstance(data, str) else [str(item) for item in data]
+
+
+def history_messages(history: Any) -> list[dict[str, Any]]:
+    """Return the chat messages of one `History` `[turns]`."""
+    return [{"role": turn.role, "content": turn.content} for turn in history.unbind(0)]
 
 
 def _encode(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool] | None]:

@@ -1,4 +1,4 @@
-"""Models made from scratch: a small checkpoint folder, or a tiny policy in memory.
+"""Models made from scratch: a small checkpoint folder, or a tiny model in memory.
 
 Both have random weights, so nothing is downloaded. A checkpoint has a byte-level BPE tokenizer that knows every text
 (unknown characters fall back to bytes) and a chat template that marks the assistant's tokens.
@@ -28,7 +28,6 @@ from transformers import (
 )
 
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.loading import quiet_progress
 
 # The special tokens of Qwen2's chat models.
@@ -148,7 +147,7 @@ def new_model(
     )
 
 
-def scratch_policy(
+def scratch_model(
     alphabet: str,
     *,
     hidden_size: int = 64,
@@ -156,9 +155,8 @@ def scratch_policy(
     num_heads: int = 4,
     seed: int = 0,
     max_positions: int = 512,
-    **policy_kwargs: Any,
-) -> CausalLMPolicy:
-    """Make a tiny policy in memory: one token per character, random weights.
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Make a tiny model in memory, with a tokenizer of one token per character; random weights.
 
     Args:
         alphabet: every character that may occur, each once. Token ids are 0 for padding, 1 for the end of a
@@ -168,14 +166,13 @@ def scratch_policy(
         num_heads: attention heads.
         seed: of the weights.
         max_positions: the longest sequence.
-        **policy_kwargs: the keyword arguments of `CausalLMPolicy`.
 
     Raises:
         DefinitionError: the alphabet is empty or repeats itself, or a size is out of range.
 
-    >>> policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0)
-    >>> policy.tokenizer.encode("10="), policy.tokenizer.decode([3, 2, 12, 1], skip_special_tokens=True)
-    ([3, 2, 12], '10=')
+    >>> model, tokenizer = scratch_model("01=", hidden_size=16, num_layers=1, num_heads=2)
+    >>> tokenizer.encode("10="), model.config.vocab_size
+    ([3, 2, 4], 5)
     """
     if not alphabet or len(set(alphabet)) != len(alphabet):
         raise DefinitionError(f"alphabet {alphabet!r} is empty or repeats itself; name every character once.")
@@ -189,8 +186,7 @@ def scratch_policy(
         pad_token_id=_PAD_ID,
         **_sizes(hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads),
     )
-    model = _random_model(LlamaForCausalLM, config, seed)
-    return CausalLMPolicy(model, tokenizer, **policy_kwargs)
+    return _random_model(LlamaForCausalLM, config, seed), tokenizer
 
 
 def _sizes(*, hidden_size: int, num_layers: int, num_heads: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rlhf_pipeline.learner.lora import AdaptersOff, add_adapters
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.losses.grpo import GRPOLoss
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
-from rlhf_pipeline.policies.new_model import scratch_policy
+from rlhf_pipeline.policies.new_model import scratch_model
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.engines import HandOver
@@ -136,15 +136,14 @@ def _policy(pipeline: Pipeline, seed: int, device: str) -> CausalLMPolicy:
         "num_slots": collect.num_slots,
     }
     if isinstance(config, TinyPolicy):
-        policy = scratch_policy(
+        made = scratch_model(
             config.alphabet,
             hidden_size=config.hidden_size,
             num_layers=config.num_layers,
             num_heads=config.num_heads,
             seed=seed,
-            **sampling,
         )
-        return policy.to(device)
+        return CausalLMPolicy(*made, **sampling).to(device)
     named = config.dtype
     if named == "auto":
         named = "bfloat16" if torch.device(device).type == "cuda" else "float32"

@@ -67,8 +67,7 @@ def build(case: Case, variant: str) -> tuple[Any, Any]:
     from torchrl.objectives import llm
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from rlhf_pipeline import CausalLMPolicy, GRPOLoss
-    from rlhf_pipeline.policies.new_model import scratch_policy
+    from rlhf_pipeline import CausalLMPolicy, GRPOLoss, scratch_policy
 
     torch.manual_seed(0)
     config = Qwen2Config(

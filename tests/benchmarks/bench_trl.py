@@ -149,7 +149,7 @@ def trls(work: Work) -> tuple[Callable[..., float], int]:
 
     import _trl
 
-    from rlhf_pipeline.policies.new_model import scratch_policy
+    from rlhf_pipeline import scratch_policy
 
     tokenizer = scratch_policy("01", hidden_size=8, num_layers=1, num_heads=1, seed=0).tokenizer
     parts = len(work.prompts) // MICRO

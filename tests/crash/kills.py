@@ -52,12 +52,12 @@ from rlhf_pipeline import (
     TinyPolicy,
     TrajectoryReplayBuffer,
     WritePath,
+    scratch_policy,
     token_match,
 )
 from rlhf_pipeline.cli import main as rlhf_pipeline
 from rlhf_pipeline.collectors.multi_turn import conversation_rows, converse
 from rlhf_pipeline.config_text import override_all
-from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run import choice
 from rlhf_pipeline.run.checkpoint import checkpoint_path, load_checkpoint, newest_checkpoint, save_checkpoint

@@ -42,10 +42,10 @@ from rlhf_pipeline import (
     TrajectoryStorage,
     WritePath,
     override,
+    scratch_policy,
     token_match,
 )
 from rlhf_pipeline.collectors.multi_turn import conversation_rows, converse
-from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.run.processes.collect import collect
 from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.retake import plan_rerun, retake

@@ -6,9 +6,15 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from rlhf_pipeline import GRPOLoss, KLRewardTransform, MCAdvantage, RetrieveLogProb, TrajectoryReplayBuffer
+from rlhf_pipeline import (
+    GRPOLoss,
+    KLRewardTransform,
+    MCAdvantage,
+    RetrieveLogProb,
+    TrajectoryReplayBuffer,
+    scratch_policy,
+)
 from rlhf_pipeline.errors import DataError, IncompleteError, MissingKeyError, PipelineError
-from rlhf_pipeline.policies.new_model import scratch_policy
 
 
 @pytest.fixture(scope="module")

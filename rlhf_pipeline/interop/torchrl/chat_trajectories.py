@@ -13,7 +13,7 @@ from torchrl.envs.transforms import Transform
 
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, IncompleteError, MissingKeyError
-from rlhf_pipeline.policies.td_output import history_messages
+from rlhf_pipeline.policies.encoding import history_messages
 
 __all__ = ["ChatTrajectories"]
 

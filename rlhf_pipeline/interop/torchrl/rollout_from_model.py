@@ -61,7 +61,7 @@ class RolloutFromModel:
     Raises:
         DefinitionError: an argument is out of range.
 
-    >>> from rlhf_pipeline.policies.new_model import scratch_policy
+    >>> from rlhf_pipeline import scratch_policy
     >>> policy = scratch_policy("01=", hidden_size=8, num_layers=1, num_heads=2, seed=0)
     >>> rollout = RolloutFromModel(policy, policy, lambda ids, mask: mask.sum(1).float(), max_new_tokens=4)
     >>> prompts = TensorDict({"input_ids": [[2, 3, 0], [3, 4, 2]], "attention_mask": [[1, 1, 0], [1, 1, 1]],

@@ -28,9 +28,9 @@ from torchrl.modules.llm.policies.common import LLMWrapperBase as _TorchRLWrappe
 from torchrl.modules.llm.policies.transformers_wrapper import TransformersWrapper
 
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.interop.torchrl.containers import LLMWrapperBase, Masks, Tokens
+from rlhf_pipeline.interop.torchrl.policy import CausalLMPolicy
 from rlhf_pipeline.policies.adapters import methods_are_of
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
-from rlhf_pipeline.policies.containers import LLMWrapperBase, Masks, Tokens
 from rlhf_pipeline.policies.distortions import find_distortion
 from rlhf_pipeline.policies.encoding import tokenizer_with_template
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions

@@ -14,10 +14,10 @@ from rlhf_pipeline import (
     MCAdvantage,
     RetrieveLogProb,
     TrajectoryReplayBuffer,
+    scratch_policy,
 )
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
-from rlhf_pipeline.policies.new_model import scratch_policy
 
 
 def spread(prompt, completion, answer, meta):

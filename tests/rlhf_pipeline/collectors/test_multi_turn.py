@@ -13,11 +13,18 @@ from torch import Tensor
 from torchrl.data.llm import History
 from torchrl.envs import Compose
 
-from rlhf_pipeline import CausalLMPolicy, ChatHistory, GRPOLoss, KLRewardTransform, MCAdvantage, RetrieveLogProb
+from rlhf_pipeline import (
+    CausalLMPolicy,
+    ChatHistory,
+    GRPOLoss,
+    KLRewardTransform,
+    MCAdvantage,
+    RetrieveLogProb,
+    scratch_policy,
+)
 from rlhf_pipeline.collectors.multi_turn import Conversation, conversation_rows, converse
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies.chat import encode_reply
-from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 
 TEMPLATE = (

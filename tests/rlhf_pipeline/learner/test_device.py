@@ -23,12 +23,12 @@ from rlhf_pipeline import (
     MCAdvantage,
     RetrieveLogProb,
     TrajectoryReplayBuffer,
+    scratch_policy,
     token_match,
 )
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.losses.loss_batch import LossBatch
 from rlhf_pipeline.policies.engines.static import LOOK_EVERY, StaticSlots, mask_form
-from rlhf_pipeline.policies.new_model import scratch_policy
 from tests.rlhf_pipeline.fake_device import FakeDevice, OnDevice, to_device
 from tests.rlhf_pipeline.small import trajectory
 

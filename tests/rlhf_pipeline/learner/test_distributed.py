@@ -16,13 +16,12 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from rlhf_pipeline import Learn, MCAdvantage, TrajectoryReplayBuffer
+from rlhf_pipeline import Learn, MCAdvantage, TrajectoryReplayBuffer, scratch_policy
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.distributed import Shards, shard_policy
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.state import read_state
-from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.report.check import check_run, check_store
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rows import read_rows

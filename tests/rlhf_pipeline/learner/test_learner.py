@@ -6,10 +6,9 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from rlhf_pipeline import GRPOLoss, Learn, MCAdvantage, TrajectoryReplayBuffer
+from rlhf_pipeline import GRPOLoss, Learn, MCAdvantage, TrajectoryReplayBuffer, scratch_policy
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.run.ledger import Ledger
 from tests.rlhf_pipeline.small import trajectory
 

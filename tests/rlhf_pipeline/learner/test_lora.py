@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf_pipeline import scratch_policy
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.learner.lora import AdaptersOff, add_adapters
-from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run

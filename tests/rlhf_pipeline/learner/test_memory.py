@@ -12,9 +12,9 @@ from rlhf_pipeline import (
     Pipeline,
     PretrainedPolicy,
     override,
+    scratch_policy,
 )
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.run.events import Event, Notice
 from rlhf_pipeline.run.rows import read_rows
 from rlhf_pipeline.run.start import run

@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhf_pipeline import Learn
+from rlhf_pipeline import Learn, scratch_policy
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.learner.lora import add_adapters
 from rlhf_pipeline.learner.metrics import ModelCost, data_metrics, known_peak_flops, measured_peak_flops
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
-from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.run.events import Event
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loggers import with_logger

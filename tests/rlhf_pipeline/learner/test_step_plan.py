@@ -15,11 +15,11 @@ from rlhf_pipeline import (
     Pipeline,
     Sample,
     TrajectoryReplayBuffer,
+    scratch_policy,
 )
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.step_plan import UseCounts, sampler_of
-from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.replay.samplers import as_sampler
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.retake import plan_rerun, retake

@@ -214,7 +214,7 @@ def test_a_torchrl_wrapper_is_an_actor(tiny):
     """TorchRL's TransformersWrapper around a model gives the loss of the model."""
     from torchrl.modules.llm import TransformersWrapper
 
-    from rlhf_pipeline.policies.new_model import scratch_policy
+    from rlhf_pipeline import scratch_policy
 
     source = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0)
     wrapper = TransformersWrapper(

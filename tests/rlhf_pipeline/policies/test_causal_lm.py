@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlhf_pipeline import scratch_policy
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
-from rlhf_pipeline.policies.new_model import scratch_policy
 
 ROWS = [[5, 6, 7, 8, 9, 10, 11], [1, 20, 1], [33], [40, 41, 42, 43]]
 

@@ -17,9 +17,9 @@ from torchrl.modules.llm.policies import common as torchrl_common
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 from transformers import PreTrainedModel
 
+from rlhf_pipeline import CausalLMPolicy
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies import containers
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.chat import encode_chat
 from rlhf_pipeline.policies.new_model import new_model, scratch_policy
 

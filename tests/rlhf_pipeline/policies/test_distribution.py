@@ -9,7 +9,7 @@ from torchrl.modules.distributions.discrete import LLMMaskedCategorical
 from torchrl.modules.llm.policies.common import LogProbDistribution as TorchRLLogProbDistribution
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.policies.distribution import LogProbDistribution, TokenDistribution
+from rlhf_pipeline.interop.torchrl.distribution import LogProbDistribution, TokenDistribution
 
 MASK = torch.tensor([[False, True, True], [False, False, True]])
 

@@ -17,9 +17,9 @@ from rlhf_pipeline import (
     RetrieveLogProb,
     Text,
     Tokens,
+    scratch_policy,
 )
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.policies.new_model import scratch_policy
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] + ':' }}{% if m.role == 'assistant' %}"

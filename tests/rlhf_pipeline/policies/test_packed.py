@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_pipeline import CausalLMPolicy
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.packed import LAYOUTS, plan_batches, plan_micro_batches
 
 LAYOUTS_TO_COMPARE = [layout for layout in LAYOUTS if layout != "padded"]

@@ -21,10 +21,10 @@ from rlhf_pipeline import (
     Pipeline,
     TinyPolicy,
     override,
+    scratch_policy,
     token_match,
 )
 from rlhf_pipeline.errors import DefinitionError, EngineError
-from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.run.events import Event, Notice
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.collect import collect

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline import Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, token_match
+from rlhf_pipeline import Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, scratch_policy, token_match
 from rlhf_pipeline.data.prompts import JsonlPrompts
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
-from rlhf_pipeline.policies.new_model import scratch_policy
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.events import Event, Notice, StepDone
 from rlhf_pipeline.run.folder import RunFolder

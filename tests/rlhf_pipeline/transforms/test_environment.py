@@ -10,8 +10,7 @@ from tensordict import TensorDict
 from torchrl.data import Binary, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv, check_env_specs
 
-from rlhf_pipeline import KLRewardTransform, RetrieveLogProb
-from rlhf_pipeline.policies.new_model import scratch_policy
+from rlhf_pipeline import KLRewardTransform, RetrieveLogProb, scratch_policy
 
 N, T, PROMPT = 3, 6, 2
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
+from rlhf_pipeline import CausalLMPolicy
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.trajectories import columns_of
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
 
 

@@ -1,4 +1,4 @@
-"""TensorDicts out of sampled completions, and small readings of TorchRL's containers."""
+"""TensorDicts out of sampled completions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_s
 from torchrl.data.llm import History
 
 from rlhf_pipeline.data.padding import length_mask, pad_rows
-from rlhf_pipeline.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from rlhf_pipeline.interop.torchrl.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from rlhf_pipeline.policies.token_batches import Key
 
 
@@ -29,19 +29,6 @@ def grouped_rows(td: TensorDictBase, members: int | None) -> TensorDictBase:
         return td.reshape(-1, members)
     rows = list(td.unbind(0))
     return lazy_stack([lazy_stack(rows[i : i + members]) for i in range(0, len(rows), members)])
-
-
-def text_list(value: Any) -> list[str]:
-    """Return the strings of a non-tensor leaf."""
-    if isinstance(value, str):
-        return [value]
-    data = value.tolist() if hasattr(value, "tolist") else value
-    return [data] if isinstance(data, str) else [str(item) for item in data]
-
-
-def history_messages(history: Any) -> list[dict[str, Any]]:
-    """Return the chat messages of one `History` `[turns]`."""
-    return [{"role": turn.role, "content": turn.content} for turn in history.unbind(0)]
 
 
 def completion_row(fields: dict[str, list[Any]], i: int, keys: dict[str, Key]) -> TensorDict:

@@ -1,61 +1,104 @@
-"""The TensorDict side of a policy: `forward` reads prompts and samples, or reads tokens and scores."""
+"""`CausalLMPolicy` with TorchRL's arguments: `forward` reads prompts and samples, or reads tokens and scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributions as D
 
 from rlhf_pipeline.data.padding import Side, pad_rows
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError, did_you_mean
+from rlhf_pipeline.interop.torchrl.containers import LLMWrapperBase, LogProbs, Masks, Tokens, _sub
+from rlhf_pipeline.interop.torchrl.distribution import TokenDistribution
+from rlhf_pipeline.interop.torchrl.td_output import completion_row, grouped_rows, padded_completions, repeated_rows
+from rlhf_pipeline.policies.causal_lm import CausalLMPolicy as _TokenPolicy
 from rlhf_pipeline.policies.chat import continued_prompt, decode_completion, encode_chat, encode_prompt
-from rlhf_pipeline.policies.containers import LLMWrapperBase, LogProbs, Masks, Tokens, _sub
-from rlhf_pipeline.policies.distribution import TokenDistribution
+from rlhf_pipeline.policies.encoding import history_messages, text_list, tokenizer_with_template
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions
-from rlhf_pipeline.policies.td_output import (
-    completion_row,
-    grouped_rows,
-    history_messages,
-    padded_completions,
-    repeated_rows,
-    text_list,
-)
+from rlhf_pipeline.policies.new_model import scratch_model
 from rlhf_pipeline.policies.token_batches import Key, TokenBatch, leaf, pad_ids, pad_like, prompt_lengths, read_ids
 
 _GENERATE_KWARGS = ("max_new_tokens", "temperature", "num_return_sequences", "do_sample", "seed")
 _ALIASES = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
 
 
-class TensorDictPolicy(LLMWrapperBase):
-    """What `CausalLMPolicy` adds to its tensor methods so that it works on TensorDicts, with TorchRL's arguments."""
+class CausalLMPolicy(_TokenPolicy, LLMWrapperBase):
+    """A policy around any causal language model of transformers, for token ids and for TensorDicts.
 
-    # To be given by the policy.
-    tokenizer: Any
-    temperature: float
-    pad_token_id: int
-    log_probs: Callable[..., Tensor]
-    generate_ragged: Callable[..., RaggedCompletions]
+    See `policies.causal_lm.CausalLMPolicy` for how it samples and scores. `forward` and the distributions have the
+    arguments, keys and results of TorchRL's wrappers.
 
-    def _set_wrapper_options(
+    Args:
+        model: a causal language model; one wrapped by peft works as well, with adapters off the head.
+        tokenizer: its tokenizer, or None for work on token ids only.
+        input_mode: what `forward` reads: "tokens", "text" or "history".
+        input_key: where it reads; `(tokens_key, "prompt")` or `(tokens_key, "full")` by default, and likewise.
+        attention_mask_key: where the attention mask of tokens is, if there is none among the masks.
+        generate: whether `forward` samples; it scores when False.
+        generate_kwargs: `max_new_tokens`, `temperature`, `num_return_sequences`, `do_sample`, `seed` of that sampling.
+        tokenizer_kwargs: `chat_template` or `chat_template_name`; what would change the tokens otherwise is refused.
+        chat_template_name: one of TorchRL's chat templates, in place of the tokenizer's.
+        chat_template: a chat template, in place of the tokenizer's.
+        return_log_probs: whether sampling returns log-probs; True when None.
+        pad_output: whether what is sampled comes padded.
+        inplace: True writes into the input, False into a copy, "empty" into a new TensorDict.
+        num_samples: completions per prompt; adds a batch dimension.
+        prefer_tokens: with histories, go on from the token ids under `(tokens_key, "prompt")` where there are some
+            (what was sampled in earlier turns stays as it was), and encode only the messages after them.
+        layout: None or `torch.strided`; rows come as a lazy stack.
+        device: where to put the model; left where it is when None.
+        tokens_key: likewise `masks_key`, `log_probs_key`, `text_key`, `history_key`: where the containers go.
+        **options: `temperature`, `max_new_tokens`, `eos_token_id`, `pad_token_id`, `num_slots`, `scoring_layout` of
+            `policies.causal_lm.CausalLMPolicy`.
+
+    Raises:
+        DefinitionError: an argument is out of range, or the model is of a kind that cannot be scored from its hidden
+            states (the message says why).
+
+    >>> from rlhf_pipeline import scratch_policy
+    >>> policy = scratch_policy("01=", hidden_size=16, num_layers=1, num_heads=2, generate=True, max_new_tokens=3)
+    >>> out = policy(TensorDict({"tokens": {"prompt": torch.tensor([[2, 3, 4]])}}, [1]))
+    >>> out[0]["log_probs", "response"].shape == out[0]["tokens", "response"].shape
+    True
+    """
+
+    def __init__(
         self,
+        model: nn.Module,
+        tokenizer: Any | None = None,
         *,
-        input_mode: str,
-        input_key: Key | None,
-        generate: bool,
-        generate_kwargs: dict[str, Any] | None,
-        return_log_probs: bool | None,
-        pad_output: bool,
-        inplace: Any,
-        num_samples: int | None,
-        prefer_tokens: bool,
-        layout: torch.layout | None,
-        keys: dict[str, Key],
+        input_mode: str = "tokens",
+        input_key: Key | None = None,
+        attention_mask_key: Key = "attention_mask",
+        generate: bool = False,
+        generate_kwargs: dict[str, Any] | None = None,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        return_log_probs: bool | None = None,
+        pad_output: bool = False,
+        inplace: bool | str | None = None,
+        num_samples: int | None = None,
+        prefer_tokens: bool = False,
+        layout: torch.layout | None = None,
+        device: torch.device | str | None = None,
+        tokens_key: Key = "tokens",
+        masks_key: Key = "masks",
+        log_probs_key: Key = "log_probs",
+        text_key: Key = "text",
+        history_key: Key = "history",
+        **options: Any,
     ) -> None:
+        templates = {"chat_template": chat_template, "chat_template_name": chat_template_name}
+        if not isinstance(tokenizer, str):
+            tokenizer = tokenizer_with_template(tokenizer, {**(tokenizer_kwargs or {}), **templates})
+        if device is not None and isinstance(model, nn.Module):
+            model = model.to(device)
+        super().__init__(model, tokenizer, **options)
         if input_mode not in ("tokens", "text", "history"):
             raise DefinitionError(f"input_mode is {input_mode!r}; it must be 'tokens', 'text' or 'history'.")
         if inplace not in (True, False, None, "empty"):
@@ -65,16 +108,16 @@ class TensorDictPolicy(LLMWrapperBase):
                 f"layout is {layout}; what is sampled comes as a lazy stack of rows. Read a leaf of it with "
                 "td.get(key, as_nested_tensor=True, layout=torch.jagged), or pass pad_output=True."
             )
-        options = {_ALIASES.get(k, k): v for k, v in (generate_kwargs or {}).items()}
-        for name in options:
+        sampling = {_ALIASES.get(k, k): v for k, v in (generate_kwargs or {}).items()}
+        for name in sampling:
             if name not in _GENERATE_KWARGS:
                 raise DefinitionError(
                     f"generate_kwargs has {name!r}, which would change what is sampled and is not supported."
                     + did_you_mean(name, _GENERATE_KWARGS)
                 )
-        if options.pop("do_sample", True) is False:
-            options["temperature"] = 0.0
-        wanted = options.pop("num_return_sequences", None)
+        if sampling.pop("do_sample", True) is False:
+            sampling["temperature"] = 0.0
+        wanted = sampling.pop("num_return_sequences", None)
         if wanted is not None and num_samples is not None and wanted != num_samples:
             raise DefinitionError(f"num_samples is {num_samples} and generate_kwargs says {wanted}; give one of them.")
         self.num_samples = num_samples if num_samples is not None else wanted
@@ -83,13 +126,13 @@ class TensorDictPolicy(LLMWrapperBase):
         self.input_mode = input_mode
         self.input_key = input_key
         self.generate = generate
-        self.generate_kwargs = options
+        self.generate_kwargs = sampling
         self.return_log_probs = True if return_log_probs is None else return_log_probs
         self.pad_output = pad_output
         self.prefer_tokens = prefer_tokens
         self.inplace = True if inplace is None else inplace
-        for name, key in keys.items():
-            setattr(self, name, key)
+        self.tokens_key, self.masks_key, self.log_probs_key = tokens_key, masks_key, log_probs_key
+        self.text_key, self.history_key, self.attention_mask_key = text_key, history_key, attention_mask_key
         self._calls = 0
         self.in_keys = [self._input_key()]
         out: list[Key] = [self.tokens_key, self.masks_key]
@@ -100,6 +143,69 @@ class TensorDictPolicy(LLMWrapperBase):
         if generate and input_mode == "history":
             out.append(self.history_key)
         self.out_keys = out
+
+    def get_new_version(self, **kwargs: Any) -> CausalLMPolicy:
+        """Return a policy over the same model and tokenizer with some arguments changed.
+
+        The weights are shared: a version that scores follows what a version that is trained learns.
+
+        Args:
+            **kwargs: keyword arguments of the constructor.
+
+        >>> from rlhf_pipeline import scratch_policy
+        >>> policy = scratch_policy("ab", hidden_size=8, num_heads=2)
+        >>> sampler = policy.get_new_version(generate=True, temperature=0.7)
+        >>> sampler.head_weight is policy.head_weight, sampler.temperature, policy.temperature
+        (True, 0.7, 1.0)
+        """
+        options: dict[str, Any] = {
+            "tokenizer": self.tokenizer,
+            "temperature": self.temperature,
+            "max_new_tokens": self.max_new_tokens,
+            "eos_token_id": self.eos_token_ids,
+            "pad_token_id": self.pad_token_id,
+            "num_slots": self.num_slots,
+            "input_mode": self.input_mode,
+            "generate": self.generate,
+            "generate_kwargs": self.generate_kwargs,
+            "return_log_probs": self.return_log_probs,
+            "pad_output": self.pad_output,
+            "inplace": self.inplace,
+            "num_samples": self.num_samples,
+            "prefer_tokens": self.prefer_tokens,
+            "attention_mask_key": self.attention_mask_key,
+            "scoring_layout": self.scoring_layout,
+            **self._container_key_options(),
+        }
+        if "generate" not in kwargs and "input_mode" not in kwargs:
+            options["input_key"] = self.input_key
+        if kwargs.get("device") not in (None, self.device):
+            raise DefinitionError(
+                f"A new version shares its weights with this one, which are on {self.device}. Move the policy, or make "
+                "a CausalLMPolicy over a copy of the model."
+            )
+        known = ("model", "input_key", "device", "layout", "tokenizer_kwargs", "chat_template_name", "chat_template")
+        for name in kwargs:
+            if name not in options and name not in known:
+                raise DefinitionError(f"CausalLMPolicy has no argument {name!r}." + did_you_mean(name, options))
+        other = type(self)(**{"model": self.model, **options, **kwargs})
+        if self._checkpointing and other.model is self.model:
+            other._checkpointing = True
+            other._recompute(True)
+        return other
+
+    def token_distribution(self, input_ids: Tensor, attention_mask: Tensor, mask: Tensor) -> TokenDistribution:
+        """Return the distribution of the masked tokens given those before them, at the policy's temperature.
+
+        First tokens and padding have none and leave the mask. See `get_dist` for TensorDicts.
+        """
+        found = self.scoring_rows(input_ids, attention_mask, mask)
+        scored = torch.zeros(input_ids.shape, dtype=torch.bool, device=found.rows.device)
+        scored[found.rows, found.columns] = True
+        temperature = self.temperature if self.temperature > 0 else 1.0
+        return TokenDistribution(
+            found.hidden, self.head_weight, self.head_bias, scored, temperature, soft_cap=self.head_soft_cap
+        )
 
     def _input_key(self) -> Key:
         if self.input_key is not None:
@@ -349,3 +455,23 @@ class TensorDictPolicy(LLMWrapperBase):
                 row.set(self.tokens_key, Tokens(full=tokens[i], padded=False))
                 row.set(self.masks_key, Masks(all_attention_mask=real, all_assistant_mask=mask, padded=False))
         return lazy_stack(out)
+
+
+def scratch_policy(alphabet: str, *, seed: int = 0, **options: Any) -> CausalLMPolicy:
+    """Make a tiny policy in memory: one token per character, random weights.
+
+    Args:
+        alphabet: every character that may occur, each once; as `policies.new_model.scratch_model`.
+        seed: of the weights.
+        **options: `hidden_size`, `num_layers`, `num_heads` and `max_positions` of `scratch_model`, and the keyword
+            arguments of `CausalLMPolicy`.
+
+    Raises:
+        DefinitionError: the alphabet is empty or repeats itself, or a size is out of range.
+
+    >>> policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2)
+    >>> policy.tokenizer.encode("10="), policy.tokenizer.decode([3, 2, 12, 1], skip_special_tokens=True)
+    ([3, 2, 12], '10=')
+    """
+    sizes = {n: options.pop(n) for n in ("hidden_size", "num_layers", "num_heads", "max_positions") if n in options}
+    return CausalLMPolicy(*scratch_model(alphabet, seed=seed, **sizes), **options)

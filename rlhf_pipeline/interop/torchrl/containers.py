@@ -25,7 +25,7 @@ from torchrl.modules.llm.policies.common import LLMWrapperBase as _TorchRLWrappe
 
 from rlhf_pipeline.data.padding import Side
 from rlhf_pipeline.errors import DataError, MissingKeyError, UnsupportedError
-from rlhf_pipeline.policies.distribution import LogProbDistribution
+from rlhf_pipeline.interop.torchrl.distribution import LogProbDistribution
 from rlhf_pipeline.policies.token_batches import Key, TokenBatch, leaf, pad_like, prompt_lengths, read_ids
 
 __all__ = [
