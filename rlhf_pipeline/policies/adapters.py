@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions
 
@@ -96,6 +96,6 @@ def actor_of(model: Any) -> tuple[bool, Any | None]:
 
 def methods_are_of(model: Any, package: str, names: Sequence[str]) -> bool:
     """Whether the methods of these names that a model has are those of a package, and not somebody's own."""
-    found = (getattr(type(model), name, None) for name in names)
-    own = (method for method in found if method is not None)
+    found = ((getattr(type(model), name, None), getattr(nn.Module, name, None)) for name in names)
+    own = (method for method, missing in found if method is not missing)
     return all((getattr(method, "__module__", None) or "").partition(".")[0] == package for method in own)

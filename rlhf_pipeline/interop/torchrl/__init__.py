@@ -1,5 +1,6 @@
 """What exists here because TorchRL documents it. Importing it lets the core take TorchRL's wrappers and actors.
 
+- `policy`: `CausalLMPolicy` with TorchRL's arguments, over TensorDicts; `containers` and `distribution` are its base.
 - `wrappers`: TorchRL's `TransformersWrapper` and `vLLMWrapper` as policies.
 - `chat`: from what its `LLMCollector` and `ChatEnv` collect to the rows of the write path.
 - `actor_kl_reward`: the KL penalty for any probabilistic actor.

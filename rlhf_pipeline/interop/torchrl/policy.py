@@ -26,7 +26,7 @@ _GENERATE_KWARGS = ("max_new_tokens", "temperature", "num_return_sequences", "do
 _ALIASES = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
 
 
-class CausalLMPolicy(_TokenPolicy, LLMWrapperBase):
+class CausalLMPolicy(_TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A policy around any causal language model of transformers, for token ids and for TensorDicts.
 
     See `policies.causal_lm.CausalLMPolicy` for how it samples and scores. `forward` and the distributions have the

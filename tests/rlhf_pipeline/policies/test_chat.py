@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from rlhf_pipeline import CausalLMPolicy, scratch_policy
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.chat import (
     decode_completion,
     encode_chat,
     encode_prompt,
     has_generation_markers,
 )
-from rlhf_pipeline.policies.new_model import new_model, scratch_policy
+from rlhf_pipeline.policies.new_model import new_model
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from rlhf_pipeline import CausalLMPolicy, scratch_policy
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.chat import encode_prompt
-from rlhf_pipeline.policies.new_model import NewModel, new_model, scratch_policy
+from rlhf_pipeline.policies.new_model import NewModel, new_model
 
 SMALL = {"vocab_size": 300, "hidden_size": 16, "num_layers": 1, "num_heads": 2}
 

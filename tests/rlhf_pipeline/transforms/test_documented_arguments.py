@@ -14,12 +14,12 @@ from torchrl.data.llm import History
 from torchrl.envs import PendulumEnv, TransformedEnv
 from torchrl.modules import ProbabilisticActor, TanhNormal
 
-from rlhf_pipeline import CausalLMPolicy
+from rlhf_pipeline import CausalLMPolicy, scratch_policy
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.trajectories import columns_of
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.interop.torchrl.actor_kl_reward import ActorKLRewardTransform
-from rlhf_pipeline.policies.new_model import new_model, scratch_policy
+from rlhf_pipeline.policies.new_model import new_model
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage

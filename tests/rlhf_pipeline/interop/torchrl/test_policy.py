@@ -17,11 +17,11 @@ from torchrl.modules.llm.policies import common as torchrl_common
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 from transformers import PreTrainedModel
 
-from rlhf_pipeline import CausalLMPolicy
+from rlhf_pipeline import CausalLMPolicy, scratch_policy
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.policies import containers
+from rlhf_pipeline.interop.torchrl import containers
 from rlhf_pipeline.policies.chat import encode_chat
-from rlhf_pipeline.policies.new_model import new_model, scratch_policy
+from rlhf_pipeline.policies.new_model import new_model
 
 ROWS = [[5, 6, 7, 8, 9, 10], [20, 1, 22], [40, 41, 42, 43]]
 PROMPTS = [2, 1, 3]
