@@ -233,3 +233,8 @@ def above_zero(text: str, what: str = "number") -> float:
 def seconds(text: str) -> float:
     """Read a number of seconds above 0."""
     return above_zero(text, "number of seconds")
+
+
+def share(text: str) -> float:
+    """Read how many of something, also a part of one."""
+    return 0.0 if text == "0" else above_zero(text, "number, at least 0")

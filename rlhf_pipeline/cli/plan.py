@@ -148,7 +148,7 @@ def _new(args: argparse.Namespace, overrides: Overrides) -> Plan:
         raise DefinitionError(f"{args.definition} is a run, not a definition. Go on with it: {again}")
     definition = definitions.find(args.definition)
     out = address_of(args.out) if args.out else Path("runs") / definition.function
-    command = _command(args.definition, args.out, args.collectors)
+    command = _command(args.definition, args.out, args)
     preflight.check_new_folder(out, command)
     return plan_of(
         definition,
@@ -173,7 +173,7 @@ def _resumed(args: argparse.Namespace, overrides: Overrides) -> Plan:
     else:
         raise DefinitionError("name the run to continue: rlhf-pipeline run --resume --out runs/NAME")
     preflight.check_resumable(out)
-    command = _command(named, str(out) if args.out or named is None else None, args.collectors)
+    command = _command(named, str(out) if args.out or named is None else None, args)
     collectors = args.collectors or RunFolder.open(out).said("supervisor").get("collectors", 0)
     RunFolder.open(out).check_processes(several=collectors > 0)
     plan = recorded_plan(args, out, named, overrides, command)
@@ -234,9 +234,12 @@ def recorded_definition(run: Address, moved: str) -> definitions.Definition:
         ) from error
 
 
-def _command(definition: str | None, out: str | None, collectors: int | None) -> str:
+def _command(definition: str | None, out: str | None, args: argparse.Namespace) -> str:
     parts = ["rlhf-pipeline", "run", *([definition] if definition else []), *(["--out", out] if out else [])]
-    return shlex.join([*parts, *(["--collectors", str(collectors)] if collectors else [])])
+    for name in ("collectors", "ray"):
+        typed = getattr(args, name, None)
+        parts += [f"--{name}", str(typed)] if typed is not None else []
+    return shlex.join(parts)
 
 
 def make_replay_plan(args: argparse.Namespace) -> Plan:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline.cli.parser import add_overrides, add_steps, natural, positive, seconds
+from rlhf_pipeline.cli.parser import add_overrides, add_steps, natural, positive, seconds, share
 from rlhf_pipeline.cli.process import attend, import_torch, view_of_stdout
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import DefinitionError
@@ -28,6 +28,7 @@ examples:
   rlhf-pipeline run ./my_task.py:my_pipeline
   rlhf-pipeline run copy_digits --resume --steps 800
   rlhf-pipeline run long_running --collectors 2
+  rlhf-pipeline run long_running --collectors 8 --ray auto --out s3://bucket/run
 
 Ctrl-C finishes the step, saves, and says how to go on. After a crash, --resume goes on from the
 last checkpoint; trajectories that were stored since are used again and not resampled."""
@@ -52,6 +53,19 @@ def add_options(command: argparse.ArgumentParser) -> None:
     several = command.add_argument_group("collectors and learner as processes of their own (docs/long_running.md)")
     several.add_argument(
         "--collectors", type=positive, metavar="N", help="supervise N collectors and a learner; dead ones start again"
+    )
+    several.add_argument(
+        "--ray",
+        nargs="?",
+        const="local",
+        metavar="ADDRESS",
+        help="place them with Ray: an address, auto for the cluster of this machine, nothing for a new one here",
+    )
+    several.add_argument(
+        "--collector-gpus",
+        type=share,
+        metavar="G",
+        help="GPUs per collector with --ray (default: 1 with --device cuda)",
     )
     several.add_argument(
         "--max-failures",
@@ -83,6 +97,8 @@ def execute(args: argparse.Namespace) -> int:
     if sharded.is_follower():
         return sharded.follow(args)
     plan = make_plan(args)
+    if args.ray is not None and not plan.collectors:
+        raise DefinitionError(f"--ray places the processes of a run: say how many. {plan.again} --collectors 2")
     return _supervise(args, plan) if plan.collectors else run_plan(sharded.joined(plan))
 
 
@@ -151,9 +167,20 @@ def _supervise(args: argparse.Namespace, plan: Plan) -> int:
         f"{plan.pipeline.name}: {count(plan.collectors, 'collector')} and a learner, seed {plan.seed}, "
         f"on {plan.device}; they import torch ..."
     )
+    gpus = 1.0 if plan.device.startswith("cuda") else 0.0
+
+    def work() -> RunFinished:
+        if args.ray is None:
+            return supervise(plan.pipeline, config=config, on_event=view, **plan.inputs)
+        from rlhf_pipeline.run.processes.on_ray import on_ray
+
+        own = gpus if args.collector_gpus is None else args.collector_gpus
+        with on_ray(args.ray, plan.out, collectors=plan.collectors, collector_gpus=own, learner_gpus=gpus) as launch:
+            return supervise(plan.pipeline, config=config, launch=launch, on_event=view, **plan.inputs)
+
     finished, code = attend(
         view,
-        lambda: supervise(plan.pipeline, config=config, on_event=view, **plan.inputs),
+        work,
         stopped=lambda: f"stopped at once. Go on from the last checkpoint: {plan.again}",
     )
     if finished is not None:

@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import signal
-import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, Final
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.run.processes.heartbeat import holder, is_alive, read_heartbeat
+from rlhf_pipeline.run.processes.launch import Launcher, Process
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Child:
         command: what to execute.
         folder: the run's `processes` folder.
         config: the timeouts.
-        environment: of the process; None inherits.
+        launch: starts it.
         count: returns how far the child is, from its heartbeat; a number that grows with each rollout or step.
     """
 
@@ -114,7 +114,7 @@ class Child:
         *,
         folder: Path,
         config: SupervisorConfig,
-        environment: Mapping[str, str] | None = None,
+        launch: Launcher,
         count: Callable[[Mapping[str, Any]], int],
     ) -> None:
         self.name = name
@@ -127,9 +127,9 @@ class Child:
         self.is_wanted = True
         """Whether it is to be started again when it ends."""
         self._folder = folder
-        self._environment = environment
+        self._launch = launch
         self._count = count
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._next_start = -math.inf
         self._log_from = 0
         self._base = 0
@@ -139,6 +139,11 @@ class Child:
         self._told_of: int | None = None
 
     @property
+    def lives(self) -> bool:
+        """Whether it was started, and its end was not taken."""
+        return self._process is not None
+
+    @property
     def pid(self) -> int | None:
         """The process id while it lives."""
         return None if self._process is None else self._process.pid
@@ -146,7 +151,7 @@ class Child:
     def heartbeat(self) -> dict[str, Any]:
         """Return what the living process said last; empty until it speaks."""
         said = read_heartbeat(self._folder, self.name)
-        return said if said.get("pid") == self.pid is not None else {}
+        return said if self.pid is not None and said.get("pid") == self.pid else {}
 
     def start_if_due(self) -> bool:
         """Start it if it is wanted, its wait is over and nobody else has its name; return True if it was started."""
@@ -159,21 +164,12 @@ class Child:
         if self.log.exists() and self.log.stat().st_size > _LOG_BYTES:
             self.log.replace(self.log.with_suffix(".log.1"))
         self._base = self._count({})
-        with self.log.open("ab") as errors:
-            self._log_from = errors.tell()
-            # A process group of its own: Ctrl-C reaches the supervisor only, which asks each child once.
-            self._process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                env=self._environment,
-                process_group=0,
-            )
+        self._log_from = self.log.stat().st_size if self.log.exists() else 0
+        self._process = self._launch(self.name, self.command, self.log)
         self.num_starts += 1
         self._started = time.monotonic()
         self._pulse = _Pulse()
-        logger.info("%s: started, process %d", self.name, self._process.pid)
+        logger.info("%s: started, process %s", self.name, self._process.pid or "not placed yet")
         return True
 
     def take_exit(self) -> Exit | None:
@@ -224,7 +220,7 @@ class Child:
         else:
             why = self._pulse.verdict(said, config)
         if why is not None:
-            logger.warning("%s: %s; process %d is killed", self.name, why, self._process.pid)
+            logger.warning("%s: %s; process %s is killed", self.name, why, self._process.pid)
             self._process.kill()
         return why
 
@@ -257,6 +253,8 @@ class Child:
             self._pulse = _Pulse()
 
     def _last_words(self) -> str:
+        if not self.log.exists():
+            return ""
         with self.log.open("rb") as file:
             file.seek(max(self._log_from, file.seek(0, os.SEEK_END) - 65_536))
             lines = file.read().decode("utf-8", "replace").splitlines()

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_pipeline.config import Pipeline
@@ -21,6 +22,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.medium import BESIDE, Address
 from rlhf_pipeline.run.processes.children import Child, Exit, SupervisorConfig
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
+from rlhf_pipeline.run.processes.launch import Launcher, Subprocesses
 from rlhf_pipeline.run.processes.run_files import shared_run
 from rlhf_pipeline.run.processes.weights import read_published, reopen
 from rlhf_pipeline.run.rows import NewRows
@@ -45,6 +47,7 @@ def supervise(
     seed: int = 0,
     device: str = "cpu",
     overrides: Sequence[tuple[str, str]] = (),
+    launch: Launcher | None = None,
     on_event: EventHandler = ignore_events,
 ) -> RunFinished:
     """Run a pipeline with collectors and learner in processes of their own, and start again what dies.
@@ -57,6 +60,7 @@ def supervise(
         seed: the run's seed.
         device: where the models of all processes live.
         overrides: the `--set` pairs already applied.
+        launch: starts the processes; None starts them on this machine.
         on_event: receives the start, every step, what happens to processes, and the end.
 
     Raises:
@@ -93,6 +97,7 @@ def supervise(
             config,
             total_steps=pipeline.learn.steps,
             heartbeat=heartbeat,
+            launch=launch,
             on_event=on_event,
         )
         reason = supervisor.work(stop)
@@ -114,7 +119,7 @@ def supervise(
 def commands(run_dir: Address, collectors: int) -> dict[str, list[str]]:
     """Return what each process of a supervised run executes, by name, the learner first."""
     base = [sys.executable, "-m", "rlhf_pipeline"]
-    end = ["--run", str(run_dir), "--parent", str(os.getpid())]
+    end = ["--run", str(run_dir.absolute() if isinstance(run_dir, Path) else run_dir)]
     names = [f"collector-{number}" for number in range(collectors)]
     return {"learner": [*base, "learn", *end]} | {name: [*base, "collect", "--name", name, *end] for name in names}
 
@@ -134,6 +139,7 @@ class Supervisor:
         config: how patient to be.
         total_steps: of the run, for the events.
         heartbeat: the supervisor's own.
+        launch: starts the processes; None starts them on this machine.
         on_event: receives steps and of what happens to processes.
     """
 
@@ -145,6 +151,7 @@ class Supervisor:
         *,
         total_steps: int,
         heartbeat: Heartbeat,
+        launch: Launcher | None = None,
         on_event: EventHandler = ignore_events,
     ) -> None:
         self.run_dir = run_dir
@@ -155,7 +162,7 @@ class Supervisor:
         self.heartbeat = heartbeat
         self.on_event = on_event
         folder = self.run.processes
-        environment = {**share_cores(len(commands)), BESIDE: str(folder.absolute())}
+        launch = launch or Subprocesses({**share_cores(len(commands)), BESIDE: str(folder.absolute())})
         folder.mkdir(parents=True, exist_ok=True)
         self.children = {
             name: Child(
@@ -163,7 +170,7 @@ class Supervisor:
                 command,
                 folder=folder,
                 config=config,
-                environment=environment,
+                launch=launch,
                 count=self._steps_taken if name == "learner" else _rollouts_stored,
             )
             for name, command in commands.items()
@@ -194,8 +201,8 @@ class Supervisor:
             raise
         finally:
             for child in self.children.values():
-                if child.pid is not None:
-                    logger.warning("%s: process %d is killed", child.name, child.pid)
+                if child.lives:
+                    logger.warning("%s: process %s is killed", child.name, child.pid)
                     child.kill_now()
         return self._published_end() or "interrupted"
 
@@ -251,7 +258,7 @@ class Supervisor:
             if number is not None:
                 child.send(number)
         deadline = time.monotonic() + self.config.stop_timeout_s
-        while any(child.pid is not None for child in self.children.values()) and time.monotonic() < deadline:
+        while any(child.lives for child in self.children.values()) and time.monotonic() < deadline:
             self._follow()
             for child in self.children.values():
                 child.kill_if_hung()

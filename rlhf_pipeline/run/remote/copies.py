@@ -25,11 +25,14 @@ def new_copy(owner: object) -> Path:
         with suppress(OSError), (other / _LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(other, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    held = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    weakref.finalize(owner, _remove, folder, held)
-    return folder
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        held = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        if (folder / _LOCK).exists():
+            weakref.finalize(owner, _remove, folder, held)
+            return folder
+        os.close(held)  # another process that begins now took the lock first, and the folder for a dead one's
 
 
 def _remove(folder: Path, held: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -16,6 +18,7 @@ from rlhf_pipeline.run.files import folder_problem, new_folder
 from rlhf_pipeline.run.processes.claims import Flow
 from rlhf_pipeline.run.processes.rollouts import RolloutSet
 from rlhf_pipeline.run.processes.weights import Published
+from rlhf_pipeline.run.remote.copies import CACHE, new_copy
 from rlhf_pipeline.run.remote.leases import Leases
 from rlhf_pipeline.run.remote.medium import BucketMedium
 from rlhf_pipeline.run.remote.outbox import Outbox
@@ -111,6 +114,28 @@ def test_a_request_is_tried_for_a_time_and_not_a_number_of_times(memory, monkeyp
     monkeypatch.setenv(PATIENCE, "long")
     with pytest.raises(StoreError, match="TRAJECTORY_STORE_PATIENCE_S='long'"):
         real.get("part")
+
+
+def test_processes_that_begin_at_once_leave_each_other_their_folders(tmp_path, monkeypatch):
+    """One that is being made is not taken for a dead process's, and one whose owner is gone is removed."""
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    real, meanwhile = os.open, [lambda: new_copy(owners[1])]
+    owners = [type("Owner", (), {})() for _ in range(3)]
+
+    def open_late(path, *args, **kwargs):
+        found = real(path, *args, **kwargs)
+        if meanwhile and Path(path).name == ".in-use":
+            meanwhile.pop()()  # between the file and its lock
+        return found
+
+    monkeypatch.setattr(os, "open", open_late)
+    first = new_copy(owners[0])
+    assert first.is_dir()
+    assert len(list(tmp_path.iterdir())) == 2
+    del owners[:2]
+    gc.collect()
+    third = new_copy(owners[0])
+    assert list(tmp_path.iterdir()) == [third]
 
 
 # ------------------------------------------------------------------------------------------------ lines in parts

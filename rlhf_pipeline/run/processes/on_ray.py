@@ -1,0 +1,219 @@
+"""Processes of a run on the nodes of a Ray cluster: Ray places them, the supervisor starts again what is lost.
+
+Each is an actor that starts the same command as on one machine, so that it may be stopped by signals and killed, and
+tells of it. Nothing that matters is in Ray: a node that is lost takes nothing with it but the work of a moment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.run.medium import BESIDE, Address, is_url
+from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
+from rlhf_pipeline.run.processes.launch import Launcher, Subprocesses
+
+logger = logging.getLogger(__name__)
+
+HERE: Final = "local"
+"""The address of a cluster of this machine alone, which ends with the run."""
+_OLDEST: Final = (2, 50)
+_LOOK_S: Final = 0.2
+_KILL_S: Final = 10.0
+_TAIL_BYTES: Final = 65_536
+_OBJECTS_BYTES: Final = 100_000_000
+"""For Ray's own object store on this machine, through which nothing of a run goes."""
+_PASSED_ON: Final = ("AWS_", "GOOGLE_", "AZURE_", "RLHF_PIPELINE_", "TRAJECTORY_STORE_", "HF_")
+"""How the variables begin that the processes get from the environment of the supervisor."""
+
+
+class Look(NamedTuple):
+    """What an actor tells of its process."""
+
+    pid: int
+    node: str
+    code: int | None
+    said: dict[str, Any]
+    log: bytes
+    """The end of what it wrote to stderr, once it has ended."""
+
+
+class Host:
+    """The actor of one process.
+
+    Args:
+        name: of the process.
+        command: what to execute.
+        environment: variables beside those of the node.
+        folder: for its heartbeat and its log, where the supervisor sees them; None where it sees nothing of this node.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], folder: str | None) -> None:
+        self._name = name
+        self._own = None if folder else Path(tempfile.mkdtemp(prefix="rlhf-pipeline-"))
+        self._folder = self._own or Path(str(folder))
+        self._log = self._folder / f"{name}.log"
+        launch = Subprocesses({**os.environ, **environment, BESIDE: str(self._folder)})
+        self._process = launch(name, [sys.executable, *command[1:]], self._log)
+        self._node = str(importlib.import_module("ray").get_runtime_context().get_node_id())
+
+    def look(self) -> Look:
+        """Wait a moment for the end of the process, and tell of it."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LOOK_S)
+        code = self._process.poll()
+        said = read_heartbeat(self._folder, self._name) if self._own else {}
+        log = self._log.read_bytes()[-_TAIL_BYTES:] if self._own and code is not None else b""
+        if self._own and code is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+        return Look(self._process.pid, self._node, code, said, log)
+
+    def send(self, number: int) -> None:
+        """Send the process a signal."""
+        self._process.send_signal(number)
+
+
+class Placed:
+    """A process that Ray places, as the supervisor sees it: what the actor told last.
+
+    Args:
+        ray: the package.
+        actor: a `Host`.
+        name: of the process.
+        log: receives the log of a process that has ended, and its folder the heartbeats.
+    """
+
+    def __init__(self, ray: Any, actor: Any, name: str, log: Path) -> None:
+        self.pid: int | None = None
+        self._ray = ray
+        self._actor = actor
+        self._name = name
+        self._log = log
+        self._code: int | None = None
+        self._asked = actor.look.remote()
+
+    def poll(self) -> int | None:
+        """Return the exit code; a process whose node is gone counts as killed."""
+        if self._code is None and self._ray.wait([self._asked], timeout=0)[0]:
+            try:
+                self._take(self._ray.get(self._asked))
+                self._asked = self._actor.look.remote()
+            except self._ray.exceptions.RayError as error:
+                logger.warning("%s: lost with its actor: %s", self._name, str(error).partition("\n")[0])
+                self._code = -signal.SIGKILL
+            if self._code is not None:
+                self._ray.kill(self._actor)
+        return self._code
+
+    def _take(self, look: Look) -> None:
+        if self.pid is None:
+            logger.info("%s: process %d on node %s", self._name, look.pid, look.node)
+        self.pid = look.pid
+        if look.said:
+            beat = self._log.with_name(f"{self._name}.json")
+            temporary = beat.with_name(f".{beat.name}.tmp")
+            temporary.write_text(json.dumps(look.said), encoding="utf-8")
+            temporary.replace(beat)
+        if look.log:
+            with self._log.open("ab") as file:
+                file.write(look.log)
+        self._code = look.code
+
+    def send_signal(self, sig: int, /) -> None:
+        """Send the process a signal."""
+        self._actor.send.remote(int(sig))
+
+    def kill(self) -> None:
+        """Kill the process, and its actor where that does not answer."""
+        self.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + _KILL_S
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_S / 4)
+        if self._code is None:
+            self._ray.kill(self._actor)
+
+    def wait(self) -> int:
+        """Wait until it has ended."""
+        while (code := self.poll()) is None:
+            time.sleep(_LOOK_S / 4)
+        return code
+
+
+class _Launcher:
+    """Starts processes as actors."""
+
+    def __init__(self, ray: Any, run_dir: Address, collector_gpus: float, learner_gpus: float) -> None:
+        self._ray = ray
+        self._folder_run = not is_url(run_dir)
+        self._gpus = {"learner": learner_gpus}
+        self._collector_gpus = collector_gpus
+        self._environment = {key: value for key, value in os.environ.items() if key.startswith(_PASSED_ON)}
+        self._where: Any = "SPREAD"
+        if self._folder_run:
+            strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
+            node = ray.get_runtime_context().get_node_id()
+            self._where = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+
+    def __call__(self, name: str, command: Sequence[str], log: Path) -> Placed:
+        """Start a process where Ray finds room."""
+        actor = self._ray.remote(Host).options(
+            num_cpus=1,
+            num_gpus=self._gpus.get(name, self._collector_gpus),
+            scheduling_strategy=self._where,
+            max_restarts=0,
+        )
+        folder = str(log.parent.absolute()) if self._folder_run else None
+        return Placed(self._ray, actor.remote(name, list(command), self._environment, folder), name, log)
+
+
+@contextmanager
+def on_ray(
+    address: str, run_dir: Address, *, collectors: int, collector_gpus: float, learner_gpus: float
+) -> Iterator[Launcher]:
+    """Connect to a cluster; the processes that were started there end with the block.
+
+    Args:
+        address: of the cluster; `HERE` starts one on this machine.
+        run_dir: of the run. A folder is on this machine, so all its processes run here.
+        collectors: how many there will be.
+        collector_gpus: GPUs per collector, also parts of one.
+        learner_gpus: GPUs of the learner.
+
+    Raises:
+        DefinitionError: ray is not installed, or too old; there is no such cluster; it does not see the folder.
+    """
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError as error:
+        raise DefinitionError("--ray needs the package ray. Install it: pip install 'rlhf-pipeline[ray]'") from error
+    if tuple(int(part) for part in str(ray.__version__).split(".")[:2]) < _OLDEST:
+        raise DefinitionError(
+            f"--ray needs ray 2.50 or newer; this is {ray.__version__}. Install it: pip install 'rlhf-pipeline[ray]'"
+        )
+    if address.startswith("ray://") and not is_url(run_dir):
+        raise DefinitionError(f"the cluster at {address} does not see the folder {run_dir}: give --out s3://bucket/run")
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    if address == HERE:
+        cpus = max(os.cpu_count() or 1, collectors + 1)
+        options |= {"num_cpus": cpus, "object_store_memory": _OBJECTS_BYTES, "include_dashboard": False}
+    try:
+        ray.init(address=address, **options)
+    except (ConnectionError, ValueError) as error:
+        raise DefinitionError(f"--ray {address}: {error}") from error
+    try:
+        yield _Launcher(ray, run_dir, collector_gpus, learner_gpus)
+    finally:
+        ray.shutdown()

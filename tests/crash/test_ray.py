@@ -1,0 +1,109 @@
+"""A run at a URL on a Ray cluster whose nodes are lost on the way."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_pipeline.report.check import check_run
+from rlhf_pipeline.run.checkpoint import checkpoint_path
+from rlhf_pipeline.run.folder import RunFolder
+from tests.crash._s3 import missing, serve
+from trajectory_store import TrajectoryStore
+
+ABSENT = missing() or (None if importlib.util.find_spec("ray") else "ray is not installed: pip install ray")
+
+pytestmark = [
+    pytest.mark.crash,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(ABSENT is not None, reason=str(ABSENT)),
+    pytest.mark.filterwarnings("ignore"),  # what Ray warns of is about itself
+]
+
+LATE_S = 300.0
+COMMAND = [sys.executable, "-m", "rlhf_pipeline", "run", "copy_digits"]
+SMALL = {"object_store_memory": 80_000_000, "include_dashboard": False}
+
+
+def until(happens: Callable[[], Any], driver: subprocess.Popen[bytes]) -> Any:
+    """Wait until something is there, and return it."""
+    late = time.monotonic() + LATE_S
+    while not (found := happens()):
+        assert time.monotonic() < late, "nothing happens any more"
+        assert driver.poll() is None, "the supervisor has ended"
+        time.sleep(0.2)
+    return found
+
+
+def node_of(log: Path, name: str) -> list[str]:
+    """The nodes on which a process was started, one after another."""
+    return re.findall(rf"{name}: process \d+ on node (\w+)", log.read_text()) if log.exists() else []
+
+
+def weights(run: RunFolder) -> bytes:
+    """The weights behind the last step."""
+    return (run.bring(checkpoint_path(run.checkpoints, run.metrics[-1]["step"])) / "model.safetensors").read_bytes()
+
+
+def test_a_run_on_ray_whose_nodes_are_lost_ends_as_if_left_alone(tmp_path, monkeypatch):
+    """Three nodes: those of a collector and of the learner go and others come, and the network is gone for 20 s.
+
+    The task is learned; every prompt and every step once, and the weights are those of a run in one process.
+    """
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RLHF_PIPELINE_LEASE_S", "4")
+    monkeypatch.setenv("RLHF_PIPELINE_CACHE", str(tmp_path / "copies"))
+    subprocess.run([*COMMAND, "--out", str(tmp_path / "straight")], check=True, capture_output=True)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **SMALL})
+    nodes = [cluster.add_node(num_cpus=1, **SMALL) for _ in range(3)]
+    try:
+        with serve(tmp_path, faults={}) as rig:
+            command = [*COMMAND, "--collectors", "2", "--ray", cluster.address, "--out", rig.url]
+            with (tmp_path / "driver.log").open("wb") as out:
+                driver = subprocess.Popen(command, stdout=out, stderr=out, env=dict(os.environ))
+            rig.calm()
+
+            def learned(step: int) -> Callable[[], bool]:
+                return lambda: RunFolder(rig.url).metrics.last_step >= step
+
+            def log() -> Path:
+                return next(iter((tmp_path / "copies").glob("*/supervisor.log")), tmp_path / "none")
+
+            def lose(name: str) -> None:
+                before = node_of(log(), name)
+                node = next(node for node in nodes if node.node_id == before[-1])
+                cluster.remove_node(node, allow_graceful=False)
+                nodes.remove(node)
+                nodes.append(cluster.add_node(num_cpus=1, **SMALL))
+                until(lambda: len(node_of(log(), name)) > len(before), driver)
+
+            until(learned(5), driver)
+            lose("collector-0")
+            until(learned(15), driver)
+            lose("learner")
+            until(learned(25), driver)
+            rig.cut(20.0)
+            assert driver.wait(LATE_S) == 0, (tmp_path / "driver.log").read_text()
+            run, straight = RunFolder(rig.url), RunFolder(tmp_path / "straight")
+            assert [finding.text for finding in check_run(run) if not finding.ok] == []
+            steps = len(straight.metrics)
+            assert [row["step"] for row in run.metrics] == [row["step"] for row in run.ledger] == [*range(1, steps + 1)]
+            with TrajectoryStore.open(run.store_path) as store:
+                _, counts = np.unique(store.read_scalars("trajectory_id"), return_counts=True)
+                _, sizes = np.unique(store.read_scalars("group_id"), return_counts=True)
+            assert (counts == 1).all()
+            assert (sizes == 16).all()
+            assert weights(run) == weights(straight)
+    finally:
+        cluster.shutdown()
