@@ -17,6 +17,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 BUCKET = "trajectories"
 DELAY_S = 0.02
@@ -64,7 +66,7 @@ class Rig:
         self._tell(f"cut/{seconds}")
 
     def counts(self) -> dict[str, int]:
-        """What came to the proxy so far, named as in `Traffic`."""
+        """What came to the proxy so far, named as in `Traffic`; and of requests, for what: `puts claims.json`."""
         return json.loads(self._tell("counts"))
 
     def _tell(self, what: str) -> bytes:
@@ -155,7 +157,11 @@ class Proxy:
         """Count a request, whatever comes of it."""
         method, path, *_ = head.decode().split()
         lists = method == "GET" and "list-type=" in path
-        self.counts["lists" if lists else {"PUT": "puts", "GET": "gets"}.get(method, "deletes")] += 1
+        name = "lists" if lists else {"PUT": "puts", "GET": "gets"}.get(method, "deletes")
+        key = path.partition("prefix=")[2].partition("&")[0] if lists else path.removeprefix(f"/{BUCKET}/")
+        what = re.sub(r"[0-9a-f]{16,}|\d+", "#", unquote(key).partition("/")[2])
+        self.counts[name] += 1
+        self.counts[f"{name} {what}"] += 1
         if method == "PUT":
             self.counts["sent"] += len(body)
         elif method == "GET" and not lists and reply[9:11] == b"20":

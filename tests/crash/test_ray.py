@@ -41,7 +41,7 @@ def until(happens: Callable[[], Any], driver: subprocess.Popen[bytes]) -> Any:
     while not (found := happens()):
         assert time.monotonic() < late, "nothing happens any more"
         assert driver.poll() is None, "the supervisor has ended"
-        time.sleep(0.2)
+        time.sleep(1.0)
     return found
 
 
@@ -74,8 +74,10 @@ def test_a_run_on_ray_whose_nodes_are_lost_ends_as_if_left_alone(tmp_path, monke
                 driver = subprocess.Popen(command, stdout=out, stderr=out, env=dict(os.environ))
             rig.calm()
 
+            watched = RunFolder(rig.url)
+
             def learned(step: int) -> Callable[[], bool]:
-                return lambda: RunFolder(rig.url).metrics.last_step >= step
+                return lambda: watched.rows(watched.metrics_file).last_step >= step
 
             def log() -> Path:
                 return next(iter((tmp_path / "copies").glob("*/supervisor.log")), tmp_path / "none")

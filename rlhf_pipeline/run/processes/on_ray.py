@@ -10,11 +10,9 @@ import importlib
 import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +23,7 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.run.medium import BESIDE, Address, is_url
 from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
 from rlhf_pipeline.run.processes.launch import Launcher, Subprocesses
+from rlhf_pipeline.run.remote.copies import new_copy
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +62,8 @@ class Host:
 
     def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], folder: str | None) -> None:
         self._name = name
-        self._own = None if folder else Path(tempfile.mkdtemp(prefix="rlhf-pipeline-"))
-        self._folder = self._own or Path(str(folder))
+        self._tells = folder is None
+        self._folder = new_copy(self) if folder is None else Path(folder)
         self._log = self._folder / f"{name}.log"
         launch = Subprocesses({**os.environ, **environment, BESIDE: str(self._folder)})
         self._process = launch(name, [sys.executable, *command[1:]], self._log)
@@ -75,10 +74,8 @@ class Host:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_LOOK_S)
         code = self._process.poll()
-        said = read_heartbeat(self._folder, self._name) if self._own else {}
-        log = self._log.read_bytes()[-_TAIL_BYTES:] if self._own and code is not None else b""
-        if self._own and code is not None:
-            shutil.rmtree(self._own, ignore_errors=True)
+        said = read_heartbeat(self._folder, self._name) if self._tells else {}
+        log = self._log.read_bytes()[-_TAIL_BYTES:] if self._tells and code is not None else b""
         return Look(self._process.pid, self._node, code, said, log)
 
     def send(self, number: int) -> None:

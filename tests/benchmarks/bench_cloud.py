@@ -1,0 +1,247 @@
+"""A run at a URL against the same run in a folder: time per step, requests and bytes, and what the model says of them.
+
+    python -m tests.benchmarks.bench_cloud            about six minutes
+    python -m tests.benchmarks.bench_cloud --quick    half of the steps
+
+A learner and two collectors, started by the commands that a person types, with `buffer.max_staleness=2` so that they
+overlap; in a folder, and behind a proxy that adds 20 ms to every request to an S3 server on this machine. The server is
+a Python program on the same cores, so it takes time from the run that a real one would not; the steps are of a size
+(about a second) at which that does not hide what is measured. Requests and bytes are counted twice: by the processes,
+in metrics.jsonl, and by the proxy. Then the learner is stopped, and after it the collectors instead, for a while: what
+the others ask for meanwhile is what a process costs that has nothing to do. The last table is `cloud_model.py` with the
+sizes and times of this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import obstore
+import obstore.store
+
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.medium import Address
+from tests.benchmarks.cloud_model import Run, predicted
+from tests.crash._s3 import Rig, serve
+
+COLLECTORS = 2
+SMALL_BYTES = 8192
+"""An object of a segment that is smaller is its end."""
+IDLE_S = 20.0
+SETTINGS = {
+    "buffer.max_staleness": "2",
+    "prompts.num_digits": "24",
+    "collect.max_new_tokens": "24",
+    "policy.hidden_size": "128",
+    "learn.stop_at_reward": "none",
+    "learn.checkpoint_every": "1000",
+}
+GOALS = {"time": 1.15, "commit": 2.0, "idle": 1.0, "model": 0.10}
+
+
+@dataclass
+class Processes:
+    """A learner and collectors of one run."""
+
+    place: Address
+    folder: Path
+    steps: int
+
+    def start(self) -> None:
+        """Start all of them."""
+        sets = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
+        ends = ["--run", str(self.place), *sets, "--set", f"learn.steps={self.steps}"]
+        commands = [["learn", "copy_digits", *ends], *[["collect", "copy_digits", *ends]] * COLLECTORS]
+        log = (self.folder / "processes.log").open("ab")
+        self.lives = [
+            subprocess.Popen([sys.executable, "-m", "rlhf_pipeline", *command], stdout=log, stderr=log)
+            for command in commands
+        ]
+
+    def wait(self, step: int, rig: Rig | None) -> None:
+        """Wait until a step is taken."""
+        end = time.monotonic() + 600
+        run, rows = RunFolder(self.place), None
+        while rows is None or rows.last_step < step:
+            time.sleep(1.0)
+            assert time.monotonic() < end, (self.folder / "processes.log").read_text()[-2000:]
+            with unseen(rig):
+                rows = run.rows(run.metrics_file) if run.is_recorded else None
+
+    def signal(self, number: int, lives: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Stop some, or let them go on."""
+        for life in lives:
+            os.kill(life.pid, number)
+
+    def end(self) -> None:
+        """Kill who is left."""
+        for life in self.lives:
+            life.kill()
+            life.wait()
+
+
+@contextmanager
+def unseen(rig: Rig | None) -> Generator[None]:
+    """What this process asks for is not counted."""
+    if rig is not None:
+        rig.calm()
+    try:
+        yield
+    finally:
+        if rig is not None:
+            rig.rough()
+
+
+def requests(counts: Mapping[str, int]) -> int:
+    """All requests that the proxy has counted."""
+    return sum(counts.get(name, 0) for name in ("puts", "gets", "lists", "deletes"))
+
+
+def less(after: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """What came between two counts."""
+    return {name: value - before.get(name, 0) for name, value in after.items()}
+
+
+def measured(
+    place: Address, folder: Path, steps: int, warm: int, rig: Rig | None
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The metrics of the steps behind the first ones, and what the proxy counted in the whole run."""
+    processes = Processes(place, folder, steps)
+    processes.start()
+    try:
+        processes.wait(steps, rig)
+        for life in processes.lives:
+            life.wait(60)
+    finally:
+        processes.end()
+    counts = rig.counts() if rig is not None else {}
+    with unseen(rig):
+        return [row for row in RunFolder(place).metrics if row["step"] > warm], counts
+
+
+def sizes(url: str) -> dict[str, float]:
+    """The mean size of the objects that a step leaves, by the attribute of the model that it is."""
+    found: dict[str, list[int]] = {"rollout_bytes": [], "weights_bytes": [], "list_bytes": []}
+    for page in obstore.list(obstore.store.from_url(url)):
+        for item in page:
+            key, size = str(item["path"]), int(item["size"])
+            if key.endswith(".zip") and size > SMALL_BYTES:
+                found["rollout_bytes"].append(size)
+            elif key.startswith("weights/version"):
+                found["list_bytes"].append(size)
+                found["weights_bytes"].append(pack_bytes(url, key))
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def pack_bytes(url: str, key: str) -> int:
+    """What a version of the weights has in packs of its own."""
+    rows = json.loads(bytes(obstore.get(obstore.store.from_url(url), key).bytes()))["files"]
+    own = {place[1] for pieces in rows.values() for place in pieces if place[1]}
+    store = obstore.store.from_url(url)
+    return max(int(obstore.head(store, pack)["size"]) for pack in own)
+
+
+def idle(rig: Rig, folder: Path) -> dict[str, float]:
+    """Requests per second and process while nothing happens."""
+    processes = Processes(f"{rig.url}-idle", folder, 1000)
+    processes.start()
+    found: dict[str, float] = {}
+    try:
+        processes.wait(3, rig)
+        learner, *collectors = processes.lives
+        for name, stopped, others in (("collector", [learner], COLLECTORS), ("learner", collectors, 1)):
+            processes.signal(signal.SIGSTOP, stopped)
+            time.sleep(10.0)  # until nobody has anything left to do
+            before = rig.counts()
+            time.sleep(IDLE_S)
+            found[name] = requests(less(rig.counts(), before)) / IDLE_S / others
+            processes.signal(signal.SIGCONT, stopped)
+            time.sleep(3.0)
+    finally:
+        processes.end()
+    return found
+
+
+def seconds_per_step(rows: Sequence[Mapping[str, Any]]) -> float:
+    """The mean over all but the first."""
+    return (rows[-1]["time"] - rows[0]["time"]) / (len(rows) - 1)
+
+
+def total(rows: Sequence[Mapping[str, Any]], name: str) -> int:
+    """Of the learner and of the rollouts."""
+    return sum((row.get(name) or 0) + (row.get(f"rollout_{name}") or 0) for row in rows)
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+def main() -> int:
+    """Measure, print, and judge; 1 where a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--skip-idle", action="store_true")
+    args = parser.parse_args()
+    steps, warm, missed = (20 if args.quick else 40), 8, []
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+    def goal(name: str, what: str, value: float, most: float) -> None:
+        met = value <= most
+        say(f"{what}: {value:.3g} (goal: at most {most:g}, {'met' if met else 'MISSED'})")
+        if not met:
+            missed.append(name)
+
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        rig = stack.enter_context(serve(folder, faults={}))
+        for name in ("local", "url", "idle"):
+            (folder / name).mkdir()
+        local, _ = measured(folder / "local" / "run", folder / "local", steps, warm, None)
+        url, counts = measured(rig.url, folder / "url", steps, warm, rig)
+        say(f"{COLLECTORS} collectors and a learner, {steps} steps, of which {warm} are left out")
+        pace = {"local": seconds_per_step(local), "url": seconds_per_step(url)}
+        say(f"seconds per step: folder {pace['local']:.3f}, URL {pace['url']:.3f}")
+        goal("time", "time per step, URL over folder", pace["url"] / pace["local"], GOALS["time"])
+        per_rollout = counts["puts store/seg-#/#.zip"] + counts["puts rollouts/#.json"]
+        goal("commit", "puts per commit of a rollout", per_rollout / counts["puts rollouts/#.json"], GOALS["commit"])
+        proxy = {"requests": requests(counts), "bytes_sent": counts["sent"], "bytes_received": counts["received"]}
+        with unseen(rig):
+            every = list(RunFolder(rig.url).metrics)
+            run = Run(
+                collectors=COLLECTORS,
+                rollout_s=float(np.mean([row["rollout_s"] for row in url])),
+                update_s=float(np.mean([row["update_s"] for row in url])),
+                paced_s=pace["url"],
+                **sizes(rig.url),
+            )
+        asked = predicted(run)
+        model = {"requests": asked.requests, "bytes_sent": asked.sent, "bytes_received": asked.received}
+        for name, said in model.items():
+            counted = total(url, name) / len(url)
+            say(f"{name} per step: counted {counted:.1f}, the model {said:.1f}")
+            say(f"{name} in all: by the processes {total(every, name)}, by the proxy with start and end {proxy[name]}")
+            goal("model", f"the model's {name} against those counted", abs(said / counted - 1), GOALS["model"])
+        say("  " + ", ".join(f"{name} {count}" for name, count in sorted(counts.items()) if " " in name))
+        say(f"  {run}")
+        if not args.skip_idle:
+            for name, rate in idle(rig, folder / "idle").items():
+                goal("idle", f"requests per second of an idle {name}", rate, GOALS["idle"])
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
