@@ -70,20 +70,20 @@ class Traffic:
         return Traffic(**{name: value - getattr(other, name) for name, value in vars(self).items()})
 
 
-def seconds_from(variable: str, default: float) -> float:
-    """Return what an environment variable says, in seconds.
+def number_from(variable: str, default: float) -> float:
+    """Return what an environment variable says.
 
     Raises:
-        SchemaError: it says something else than seconds.
+        SchemaError: it says something else than a number above 0.
     """
     text = os.environ.get(variable, "")
     try:
-        seconds = float(text) if text else default
+        number = float(text) if text else default
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise SchemaError(f"{variable}={text!r} is not a number of seconds above 0, for example {variable}={default:g}")
-    return seconds
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise SchemaError(f"{variable}={text!r} is not a number above 0, for example {variable}={default:g}")
+    return number
 
 
 def persist(call: Callable[[], R], what: str) -> R:
@@ -101,7 +101,7 @@ def persist(call: Callable[[], R], what: str) -> R:
         try:
             return call()
         except Transient as error:
-            left = began + seconds_from(PATIENCE, _PATIENCE_S) - time.monotonic()
+            left = began + number_from(PATIENCE, _PATIENCE_S) - time.monotonic()
             if left <= 0:
                 raise
             if pause >= _LONGEST_PAUSE_S and not told:

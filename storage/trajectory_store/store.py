@@ -85,7 +85,7 @@ class TrajectoryStore(StoreReads):
         segment_elements: int | None = None,
         compress: bool = True,
         cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int = 1 << 34,
+        cache_bytes: int | None = None,
     ) -> TrajectoryStore:
         """Make a store and open it for appending.
 
@@ -106,7 +106,7 @@ class TrajectoryStore(StoreReads):
             segment_elements: elements per ragged axis and segment; by default few, growing to 64 Mi (16 Mi).
             compress: zarr backend: zstd for chunks that become smaller by it.
             cache_dir: zarr backend: where columns that were read are kept; default: a temporary folder.
-            cache_bytes: zarr backend: how much is kept there.
+            cache_bytes: zarr backend: how much is kept there; None for `TRAJECTORY_STORE_CACHE_BYTES`, else 16 GiB.
 
         Raises:
             StoreExistsError: the path holds something.
@@ -148,7 +148,7 @@ class TrajectoryStore(StoreReads):
         add_columns: Sequence[Column] = (),
         io: Io | Literal["auto"] = "auto",
         cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int = 1 << 34,
+        cache_bytes: int | None = None,
     ) -> TrajectoryStore:
         """Open a store.
 
@@ -161,7 +161,7 @@ class TrajectoryStore(StoreReads):
             io: `"mmap"` or `"pread"`; by default maps, and positional reads where a map may end the process: on
                 network file systems when the server fails, on tmpfs when it is full.
             cache_dir: zarr backend: where columns that were read are kept; default: a temporary folder.
-            cache_bytes: zarr backend: how much is kept there.
+            cache_bytes: zarr backend: how much is kept there; None for `TRAJECTORY_STORE_CACHE_BYTES`, else 16 GiB.
 
         Raises:
             StoreNotFoundError: nothing is there.
@@ -502,7 +502,11 @@ def _bounded(sizes: dict[str, int | None], schema: Schema, *, whole: bool) -> di
 
 
 def _find(
-    path: Any, durability: Durability | None, io: Io | None, cache_dir: str | os.PathLike[str] | None, cache_bytes: int
+    path: Any,
+    durability: Durability | None,
+    io: Io | None,
+    cache_dir: str | os.PathLike[str] | None,
+    cache_bytes: int | None,
 ) -> tuple[Root, Medium]:
     """What a store says about itself, and the medium that it is on."""
     if _is_folder(path):

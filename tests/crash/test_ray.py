@@ -106,6 +106,12 @@ def test_a_run_on_ray_whose_nodes_are_lost_ends_as_if_left_alone(tmp_path, monke
                 _, sizes = np.unique(store.read_scalars("group_id"), return_counts=True)
             assert (counts == 1).all()
             assert (sizes == 16).all()
+            for mine, theirs in zip(run.metrics, straight.metrics, strict=True):
+                assert (mine["step"], mine["loss"], mine["grad_norm"]) == (
+                    theirs["step"],
+                    theirs["loss"],
+                    theirs["grad_norm"],
+                )
             assert weights(run) == weights(straight)
     finally:
         cluster.shutdown()

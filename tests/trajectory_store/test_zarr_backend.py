@@ -557,6 +557,24 @@ def test_opening_follows_many_commits_in_few_round_trips():
     assert time.perf_counter() - start < 5
 
 
+def test_the_environment_limits_the_cache(monkeypatch):
+    """Columns that were read first are given back, and fetched again when they are read again."""
+    monkeypatch.setenv(medium.CACHE_BYTES, "500")
+    memory = MemoryStore()
+    writer = TrajectoryStore.create(memory, example_schema(), backend="zarr")
+    ids = writer.append(example_rows(64))
+    reader = TrajectoryStore.open(memory)
+    for _ in range(2):
+        np.testing.assert_array_equal(
+            reader.read_padded(ids, ["log_probs"])["log_probs"], writer.read_padded(ids, ["log_probs"])["log_probs"]
+        )
+        reader.read_padded(ids, ["input_ids"])
+        assert sum(file.stat().st_blocks for file in reader._catalog.medium._cache.folder.iterdir()) * 512 < 1 << 16
+    monkeypatch.setenv(medium.CACHE_BYTES, "much")
+    with pytest.raises(StoreError, match="TRAJECTORY_STORE_CACHE_BYTES='much'"):
+        TrajectoryStore.open(memory)
+
+
 def test_a_cold_batch_takes_few_round_trips_however_many_segments_it_is_in(monkeypatch):
     """What 64 rows need of eight segments is asked for at once; a reader that opens asks for what its listing names."""
     obstore = pytest.importorskip("obstore")

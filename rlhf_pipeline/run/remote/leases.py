@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from rlhf_pipeline.errors import LeaseLostError, RunExistsError
 from trajectory_store import StoreError
-from trajectory_store.bucket import seconds_from
+from trajectory_store.bucket import number_from
 from trajectory_store.objects.remote import ObstoreBucket
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Leases:
 
     def __init__(self, bucket: ObstoreBucket) -> None:
         self._bucket = bucket
-        self.seconds = seconds_from(LEASE_S, _DEFAULT_S)
+        self.seconds = number_from(LEASE_S, _DEFAULT_S)
         self._seen: dict[str, tuple[str, float]] = {}
         """By name the tag of the lease, and since when."""
         self._looked = -math.inf

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from trajectory_store import fs
 from trajectory_store.batch import Batch
-from trajectory_store.bucket import Bucket, FolderBucket, Transient
+from trajectory_store.bucket import Bucket, FolderBucket, Transient, number_from
 from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, WriteFailedError
 from trajectory_store.format import (
     ArraySpec,
@@ -56,6 +56,8 @@ from trajectory_store.root import Root, complete_root, fill_root, read_root
 from trajectory_store.segment import Segment
 from trajectory_store.verify import VerifyReport
 
+CACHE_BYTES = "TRAJECTORY_STORE_CACHE_BYTES"
+"""The environment variable with the bytes of fetched columns that a process keeps."""
 HEADER = "zarr.json"
 AHEAD = 256
 """Objects that are asked for before the first of them is taken in: what is held in memory then."""
@@ -63,7 +65,9 @@ VERIFIED = "verified.json"
 _OLD_S = 60.0
 
 
-def create_objects(target: Any, root: Root, cache_dir: str | os.PathLike[str] | None, cache_bytes: int) -> ObjectMedium:
+def create_objects(
+    target: Any, root: Root, cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None
+) -> ObjectMedium:
     """Make a new store in a bucket.
 
     Raises:
@@ -78,7 +82,7 @@ def create_objects(target: Any, root: Root, cache_dir: str | os.PathLike[str] | 
 
 
 def open_objects(
-    target: Any, durability: Durability | None, cache_dir: str | os.PathLike[str] | None, cache_bytes: int
+    target: Any, durability: Durability | None, cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None
 ) -> tuple[Root, ObjectMedium]:
     """Find a store in a bucket."""
     root = read_root(open_bucket(target, durable=False))
@@ -93,13 +97,15 @@ class ObjectMedium(Medium):
         bucket: where the objects are.
         root: the options of the store.
         cache_dir: where fetched columns go, in a folder that is removed at the end; None for the system's.
-        cache_bytes: how much of them is kept.
+        cache_bytes: how much of them is kept; None for what the environment says, else 16 GiB.
     """
 
     complete = False
     whole_segments = True
 
-    def __init__(self, bucket: Bucket, root: Root, cache_dir: str | os.PathLike[str] | None, cache_bytes: int) -> None:
+    def __init__(
+        self, bucket: Bucket, root: Root, cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None
+    ) -> None:
         self.bucket = bucket
         self.where = bucket.where
         self._root = root
@@ -108,7 +114,7 @@ class ObjectMedium(Medium):
             Path(cache_dir).mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix="trajectory-store-", dir=cache_dir))
         self._clean_up = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self._cache = Cache(folder, cache_bytes)
+        self._cache = Cache(folder, cache_bytes or int(number_from(CACHE_BYTES, 1 << 34)))
         self._own: dict[int, list[Commit]] = {}
 
     def fresh(self) -> ObjectMedium:

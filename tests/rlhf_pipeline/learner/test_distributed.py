@@ -141,6 +141,20 @@ def test_two_processes_learn_like_one(tmp_path, store):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_four_processes_learn_like_one(tmp_path, store):
+    """The same losses to 1e-5, and a checkpoint of four goes on in one, two and four."""
+    straight = launch(store, tmp_path / "one", 1, 4, processes=1, dtype="float32")
+    four = launch(store, tmp_path / "four", 1, 3, processes=4, dtype="float32")
+    assert_same_curve(four["steps"], straight["steps"][:3], 1e-5)
+    for processes in (1, 2, 4):
+        again = launch(
+            store, tmp_path / f"to-{processes}", 4, 4, processes=processes, dtype="float32", start=four["path"]
+        )
+        assert_same_curve(again["steps"], straight["steps"][3:], 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_processes_share_the_proximal_policy(tmp_path, store):
     """Corrected against the sampler: the curve of one process, and a checkpoint that goes on in either number."""
     straight = launch(store, tmp_path / "one", 1, 4, processes=1, dtype="float32", loss="corrected")
@@ -250,7 +264,7 @@ def is_running(pid: str) -> bool:
 
 def test_shares_cover_every_micro_batch_once():
     """Any number of micro-batches on any number of processes: each counts once, and all run equally many."""
-    for processes in (1, 2, 3):
+    for processes in (1, 2, 3, 4):
         for batches in (1, 2, 3, 7):
             shares = []
             for rank in range(processes):
