@@ -25,12 +25,12 @@ ABSENT = missing() or (None if importlib.util.find_spec("ray") else "ray is not 
 
 pytestmark = [
     pytest.mark.crash,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(ABSENT is not None, reason=str(ABSENT)),
     pytest.mark.filterwarnings("ignore"),  # what Ray warns of is about itself
 ]
 
-LATE_S = 300.0
+LATE_S = 600.0
 COMMAND = [sys.executable, "-m", "rlhf_pipeline", "run", "copy_digits"]
 SMALL = {"object_store_memory": 80_000_000, "include_dashboard": False}
 
