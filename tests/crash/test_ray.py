@@ -62,6 +62,7 @@ def test_a_run_on_ray_whose_nodes_are_lost_ends_as_if_left_alone(tmp_path, monke
     """
     from ray.cluster_utils import Cluster
 
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # sums in the order of one thread, wherever a process lives
     monkeypatch.setenv("RLHF_PIPELINE_LEASE_S", "4")
     monkeypatch.setenv("RLHF_PIPELINE_CACHE", str(tmp_path / "copies"))
     subprocess.run([*COMMAND, "--out", str(tmp_path / "straight")], check=True, capture_output=True)
