@@ -38,7 +38,7 @@ BLOCK = 128
 
 LEVEL = 1
 """zstd level of a commit; tests/benchmarks/bench_store_codec.py is why."""
-WORTH, SAMPLE = 0.9, 1 << 14
+WORTH, SAMPLE = 0.8, 1 << 14
 """A chunk that zstd does not make smaller than this, or not its first bytes, stays as it is: reading is then a copy."""
 
 _ALIGN = 64
@@ -235,7 +235,7 @@ def build(commit: Commit, arrays: Mapping[str, tuple[ArraySpec, npt.NDArray[Any]
     Args:
         commit: its record.
         arrays: per array what it is, with its real length, and its values.
-        compress: zstd for the chunks that become a tenth smaller, as their beginning tells.
+        compress: zstd for the chunks that become a fifth smaller, as their beginning tells.
     """
     data: list[tuple[str, bytes]] = []
     docs: list[tuple[str, bytes]] = []
