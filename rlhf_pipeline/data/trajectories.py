@@ -7,9 +7,9 @@ trajectory costs more than the arithmetic, so every form is flattened once per c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,6 +31,7 @@ from rlhf_pipeline.data.keys import (
     TOKENS,
     Key,
 )
+from rlhf_pipeline.data.padding import length_mask
 from rlhf_pipeline.errors import DataError, IncompleteError, MissingKeyError
 from trajectory_store import BufferPool
 
@@ -307,10 +308,6 @@ def _check_same_keys(entries: Sequence[dict[str, Any]], prefix: tuple[str, ...])
 def entries_of(row: Any) -> dict[str, Any]:
     """The top-level entries of a TensorDict or tensorclass, not to be changed."""
     return row._tensordict if type(row) is TensorDict else dict(row.items())
-
-
-plain_entries: Callable[[TensorDict], dict[str, Any]] = attrgetter("_tensordict")
-"""`entries_of` a plain TensorDict, without a look at its type."""
 
 
 def unchecked(
@@ -708,9 +705,7 @@ def attach(td: TensorDictBase, columns: Mapping[Key, Flat]) -> TensorDictBase:
         elif column.shapes is not None:
             raise DataError(f"rows of {key!r} differ in more than their length; pass a lazy stack")
         elif padded is not None and lengths is not None and torch.equal(lengths.cpu(), column.lengths):
-            leaf = column.values.new_zeros((*padded.shape, *column.values.shape[1:]))
-            leaf[padded.to(leaf.device)] = column.values
-            leaves[key] = leaf
+            leaves[key] = _under(padded, column.values)
         else:
             leaf = _dense(column) if dense else None
             leaves[key] = jagged(column) if leaf is None else leaf
@@ -726,6 +721,13 @@ def stack_with(rows: Sequence[TensorDictBase], columns: Mapping[Key, Flat]) -> T
     return lazy_stack([_with(row, new) for row, new in zip(rows, news, strict=True)])  # pyright: ignore[reportReturnType]
 
 
+def _under(mask: Tensor, values: Tensor) -> Tensor:
+    """Values, row after row, where the mask is True, and 0 elsewhere."""
+    out = values.new_zeros((*mask.shape, *values.shape[1:]))
+    out[mask.to(values.device)] = values
+    return out
+
+
 def _padded_rows(column: Flat, masks: list[Any] | None) -> list[Tensor]:
     """The rows of a column; a row that came with padding of its own, under its attention mask, has it again."""
     rows = column.rows()
@@ -733,8 +735,7 @@ def _padded_rows(column: Flat, masks: list[Any] | None) -> list[Tensor]:
         return rows
     for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
         if isinstance(mask, Tensor) and mask.ndim == 1 and mask.numel() != row.shape[0] == int(mask.sum()):
-            rows[i] = row.new_zeros((mask.numel(), *row.shape[1:]))
-            rows[i][mask.to(device=row.device, dtype=torch.bool)] = row
+            rows[i] = _under(mask.to(torch.bool), row)
     return rows
 
 
@@ -776,14 +777,11 @@ def padded_of(batch: Trajectories) -> TensorDictBase:
     lengths = tokens.lengths if isinstance(tokens, Flat) else None
     if lengths is None:
         return td_of(batch)
-    width = int(lengths.max()) if lengths.numel() else 0
-    real = torch.arange(width) < lengths[:, None]
+    real = length_mask(lengths)
     out = Trajectories(batch.n, batch)
     for key, column in batch.items():
         if isinstance(column, Flat) and column.lengths is not None and torch.equal(column.lengths, lengths):
-            leaf = column.values.new_zeros((*real.shape, *column.values.shape[1:]))
-            leaf[real] = column.values
-            out[key] = Flat(leaf)
+            out[key] = Flat(_under(real, column.values))
     out[ATTENTION_MASK] = Flat(real)
     return td_of(out)
 

@@ -23,7 +23,7 @@ from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, write_tensors
 from rlhf_pipeline.learner.step_plan import StepLedger, StepPlan, UseCounts, check_reduction, plan_step, sampler_of
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
-from rlhf_pipeline.losses.loss_batch import LossBatch
+from rlhf_pipeline.losses.loss_batch import LossBatch, scorable
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.model_parts import rounding
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
@@ -485,14 +485,15 @@ class Learner:
             held = torch.cat([self._proximal.row(row) for row in plan.row_ids[chosen.numpy()].tolist()])
             proximal = torch.zeros(mask.shape)
             proximal[mask] = held
-        return LossBatch.of(
-            columns[names.action],
-            columns[keys.ATTENTION_MASK],
-            mask,
-            columns[names.sample_log_prob],
-            advantage if advantage.ndim > 1 else advantage[:, None].expand(mask.shape),
-            ref=columns.get(names.ref_log_probs),
-            reads_ref=bool(self.loss.kl_to_ref_coeff),
+        attention, behaviour = columns[keys.ATTENTION_MASK], columns[names.sample_log_prob]
+        ref = columns.get(names.ref_log_probs)
+        return LossBatch(
+            tokens=columns[names.action],
+            attention=attention,
+            mask=scorable(mask, attention, behaviour, proximal, ref if self.loss.kl_to_ref_coeff else None),
+            behaviour=behaviour,
+            advantage=advantage if advantage.ndim > 1 else advantage[:, None].expand(mask.shape),
+            ref=ref,
             proximal=proximal,
             weight=spread_token_weights(plan.weights[chosen], mask),
         )

@@ -14,14 +14,14 @@ from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.policies.token_batches import TokenBatch, prompt_lengths
 
-__all__ = ["LossBatch", "MaskingStrategy", "read_batch"]
+__all__ = ["LossBatch", "MaskingStrategy", "read_batch", "scorable"]
 
 MaskingStrategy = Literal["sft", "rlhf", "generic"]
 NestedKey = Any
 _PROMPT_TOKENS = ("tokens", "prompt")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LossBatch:
     """The padded tensors of a loss.
 
@@ -29,7 +29,7 @@ class LossBatch:
         tokens: int64 [B, T].
         attention: bool [B, T], the real tokens.
         mask: bool [B, T], the tokens of the loss: chosen by the masking strategy, with a token before them to be
-            predicted from, and finite log-probs wherever the loss reads one.
+            predicted from, and finite log-probs wherever the loss reads one; see `scorable`.
         behaviour: [B, T].
         advantage: [B, T].
         ref: [B, T] or None.
@@ -43,46 +43,10 @@ class LossBatch:
     mask: torch.Tensor
     behaviour: torch.Tensor
     advantage: torch.Tensor
-    ref: torch.Tensor | None
-    proximal: torch.Tensor | None
-    weight: torch.Tensor | None
+    ref: torch.Tensor | None = None
+    proximal: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
     source: TensorDictBase | None = None
-
-    @classmethod
-    def of(
-        cls,
-        tokens: torch.Tensor,
-        attention: torch.Tensor,
-        chosen: torch.Tensor,
-        behaviour: torch.Tensor,
-        advantage: torch.Tensor,
-        *,
-        ref: torch.Tensor | None = None,
-        reads_ref: bool = False,
-        proximal: torch.Tensor | None = None,
-        weight: torch.Tensor | None = None,
-        source: TensorDictBase | None = None,
-    ) -> LossBatch:
-        """Fix the tokens of the loss: of those chosen, the ones that can be scored and compared.
-
-        Args:
-            tokens: as the attributes, and so are the others.
-            attention: see there.
-            chosen: bool [B, T], by the masking strategy.
-            behaviour: see there.
-            advantage: see there.
-            ref: see there.
-            reads_ref: whether the loss has a term against it.
-            proximal: see there.
-            weight: see there.
-            source: see there.
-        """
-        mask = chosen & attention & (attention.cumsum(1) > 1) & torch.isfinite(behaviour)
-        if proximal is not None:
-            mask = mask & torch.isfinite(proximal)
-        if reads_ref and ref is not None:
-            mask = mask & torch.isfinite(ref)
-        return cls(tokens, attention, mask, behaviour, advantage, ref, proximal, weight, source)
 
     def to(self, device: torch.device) -> LossBatch:
         """Return the batch on a device; it itself where it is there."""
@@ -91,6 +55,24 @@ class LossBatch:
         held = [field.name for field in fields(self)[:-1] if getattr(self, field.name) is not None]
         moved = dict(zip(held, upload([getattr(self, name) for name in held], device), strict=True))
         return replace(self, **moved, source=None if self.source is None else self.source.to(device))
+
+
+def scorable(
+    chosen: torch.Tensor, attention: torch.Tensor, behaviour: torch.Tensor, *compared: torch.Tensor | None
+) -> torch.Tensor:
+    """Of the tokens that a masking strategy chose, those that can be scored and compared: the mask of a `LossBatch`.
+
+    Args:
+        chosen: bool [B, T].
+        attention: bool [B, T], the real tokens.
+        behaviour: log-probs [B, T].
+        *compared: further log-probs [B, T] that the loss reads, or None.
+    """
+    mask = chosen & attention & (attention.cumsum(1) > 1) & torch.isfinite(behaviour)
+    for log_probs in compared:
+        if log_probs is not None:
+            mask = mask & torch.isfinite(log_probs)
+    return mask
 
 
 class _Reader:
@@ -189,14 +171,14 @@ def read_batch(
             tokens,
         )
     ref = read.per_token(read.get(names.ref_log_probs), names.ref_log_probs, tokens)
-    return LossBatch.of(
-        tokens,
-        attention,
-        _token_mask(read, names, tokens, attention, masking_strategy),
-        behaviour,
-        read.per_token(advantage, names.advantage, tokens),
+    chosen = _token_mask(read, names, tokens, attention, masking_strategy)
+    return LossBatch(
+        tokens=tokens,
+        attention=attention,
+        mask=scorable(chosen, attention, behaviour, proximal, ref if kl_to_ref else None),
+        behaviour=behaviour,
+        advantage=read.per_token(advantage, names.advantage, tokens),
         ref=ref,
-        reads_ref=kl_to_ref,
         proximal=proximal,
         weight=read.per_token(read.get(names.loss_weight), names.loss_weight, tokens),
         source=td,

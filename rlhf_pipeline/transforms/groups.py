@@ -110,7 +110,7 @@ class Arrived:
     """Whole trajectories that came together.
 
     Attributes:
-        batch: their steps; on the path of language models every trajectory is one step. None where a store holds them.
+        batch: their steps; on the path of language models every trajectory is one step. Empty where a store holds them.
         bounds: `k + 1` step offsets of the `k` trajectories.
         groups: the identity of each trajectory's group.
         reward_key: where the steps have the reward.
@@ -118,25 +118,12 @@ class Arrived:
         rows: int64 `[k]`, their ids in the store; None where they are in memory.
     """
 
-    batch: Trajectories | None
+    batch: Trajectories
     bounds: list[int]
     groups: list[Hashable]
     reward_key: Key
     scores: Scores
     rows: Ints | None = None
-
-    @property
-    def steps(self) -> Trajectories:
-        """The steps, which are in memory."""
-        assert self.batch is not None
-        return self.batch
-
-    @property
-    def rewards(self) -> Flat:
-        """The reward by step."""
-        reward = self.steps[self.reward_key]
-        assert isinstance(reward, Flat)
-        return reward
 
     def owners(self) -> Tensor:
         """The trajectory of each step, int64."""
@@ -159,7 +146,7 @@ class Arrived:
             bounds.append(bounds[-1] + self.bounds[i + 1] - self.bounds[i])
         index = torch.tensor(trajectories, dtype=torch.int64)
         return Arrived(
-            None if self.batch is None else self.batch.select(steps),
+            self.batch.select(steps),
             bounds,
             [self.groups[i] for i in trajectories],
             self.reward_key,
@@ -169,7 +156,7 @@ class Arrived:
 
     def stored(self, rows: Ints) -> Arrived:
         """The trajectories, which a store holds under these ids; one row each."""
-        return replace(self, batch=None, bounds=list(range(len(rows) + 1)), rows=rows)
+        return replace(self, batch=Trajectories(len(rows)), bounds=list(range(len(rows) + 1)), rows=rows)
 
 
 @dataclass(slots=True, eq=False)
@@ -524,7 +511,7 @@ def gather(members: Iterable[Member], pool: BufferPool) -> Arrived:
         first = [0, *accumulate(sizes)]
         steps = [step for i in order for step in range(first[i], first[i] + sizes[i])]
     return Arrived(
-        concat([part.steps for part in found], steps, pool),
+        concat([part.batch for part in found], steps, pool),
         [0, *accumulate(sizes[i] for i in order)],
         [groups[i] for i in order],
         found[0].reward_key,
@@ -657,7 +644,8 @@ class Grader:
 
     def columns(self, arrived: Arrived, graded: Graded) -> dict[Key, Flat]:
         """The columns that trajectories get, by step."""
-        batch, reward, bounds = arrived.steps, arrived.rewards, arrived.bounds
+        batch, bounds, reward = arrived.batch, arrived.bounds, arrived.batch[arrived.reward_key]
+        assert isinstance(reward, Flat)
         mask, returns, degenerate = batch.get(ASSISTANT_MASK), arrived.scores.returns, graded.degenerate
         advantages, codes = graded.advantages, graded.codes
         if len(bounds) != bounds[-1] + 1:

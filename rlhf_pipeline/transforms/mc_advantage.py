@@ -449,7 +449,7 @@ class MCAdvantage(Transform):
     def _trajectory(self, member: Member) -> TensorDictBase:
         """A waiting trajectory as a TensorDict `[steps]`."""
         arrived = member.arrived
-        if arrived.batch is not None:
+        if arrived.rows is None:
             return stack_of(whole(arrived.batch.select(arrived.steps_of([member.index]))))
         assert self._rows is not None
         return stack_of(self._rows.columns(self._rows.store.schema.names, np.array([member.row])))
@@ -555,7 +555,7 @@ class MCAdvantage(Transform):
             arrived = arrived.take(kept.tolist())
         if not arrived.groups:
             return None
-        return _Finished(arrived.steps, self._grader.columns(arrived, graded), len(arrived.groups))
+        return _Finished(arrived.batch, self._grader.columns(arrived, graded), len(arrived.groups))
 
     # -- groups that wait in a store ---------------------------------------------------------------------------
 
@@ -740,7 +740,7 @@ class MCAdvantage(Transform):
             for arrived, members in queue.parts() if self._rows is None else ():
                 part = arrived.take([member.index for member in members])
                 since = [queue.waiting[group].since for group in part.groups]
-                chunks.append({"bounds": part.bounds, "columns": columns_state(whole(part.steps)), "since": since})
+                chunks.append({"bounds": part.bounds, "columns": columns_state(whole(part.batch)), "since": since})
             here = [
                 (g, w.failed) for g, w in queue.waiting.items() if w.failed and (self._rows is None or not w.members)
             ]
@@ -801,7 +801,7 @@ class MCAdvantage(Transform):
         out: list[Any] = []
         with self._lock:
             for arrived, members in self._current().parts():
-                if arrived.batch is not None:
+                if arrived.rows is None:
                     index = torch.tensor([arrived.bounds[member.index + 1] - 1 for member in members])
                     batch = arrived.batch if key in arrived.batch else whole(arrived.batch)
                 else:

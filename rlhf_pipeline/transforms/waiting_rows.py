@@ -116,7 +116,7 @@ class WaitingRows:
         mask, returns = read[ASSISTANT_MASK], read[RETURN].values.double()
         tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
         arrived = Arrived(
-            batch=None,
+            batch=Trajectories(len(rows)),
             bounds=list(range(len(rows) + 1)),
             groups=read[WAITING].values.tolist(),
             reward_key=TASK_REWARD,
@@ -203,7 +203,7 @@ class StoreCall:
         if not part.groups:
             return None
         if not waiting:
-            return Trajectories(part.steps.n, part.steps | grader.columns(part, graded))
+            return Trajectories(part.batch.n, part.batch | grader.columns(part, graded))
         self._part = part
         return self._with_waiting(part, graded, queue, now)
 
@@ -234,9 +234,9 @@ class StoreCall:
                 failed[i] = group.failed
         if bool(failed.any()):
             columns[FAILED_MEMBERS] = Flat(failed[owner])
-        if CREATED_AT not in part.steps:
-            columns[CREATED_AT] = Flat(torch.full((part.steps.n,), now, dtype=torch.float64))
-        return Trajectories(part.steps.n, part.steps | columns)
+        if CREATED_AT not in part.batch:
+            columns[CREATED_AT] = Flat(torch.full((part.batch.n,), now, dtype=torch.float64))
+        return Trajectories(part.batch.n, part.batch | columns)
 
     def settle(self, rows: Ints) -> list[Later]:
         """What the call does to rows that the store holds, once what it wrote is there; see `MCAdvantage.settle`."""

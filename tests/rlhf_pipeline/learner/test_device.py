@@ -27,7 +27,7 @@ from rlhf_pipeline import (
     token_match,
 )
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.losses.loss_batch import LossBatch
+from rlhf_pipeline.losses.loss_batch import LossBatch, scorable
 from rlhf_pipeline.policies.engines.static import LOOK_EVERY, StaticSlots, mask_form
 from tests.rlhf_pipeline.fake_device import FakeDevice, OnDevice, to_device
 from tests.rlhf_pipeline.small import trajectory
@@ -76,8 +76,14 @@ def batch_of(folder: Path) -> LossBatch:
     td = buffer.read(buffer.store.ids())
     buffer.trajectories.close()
     tokens, mask = td["tokens", "full"], td["masks", "all_assistant_mask"]
-    return LossBatch.of(
-        tokens, td["masks", "all_attention_mask"], mask, td["log_probs", "full"], td["advantage"], weight=0.1 * mask
+    attention, behaviour = td["masks", "all_attention_mask"], td["log_probs", "full"]
+    return LossBatch(
+        tokens=tokens,
+        attention=attention,
+        mask=scorable(mask, attention, behaviour),
+        behaviour=behaviour,
+        advantage=td["advantage"],
+        weight=0.1 * mask,
     )
 
 
