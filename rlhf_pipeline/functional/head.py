@@ -29,7 +29,15 @@ from torch.autograd.function import once_differentiable
 
 from rlhf_pipeline.errors import DefinitionError
 
-__all__ = ["FusedTokenLoss", "TokenObjective", "entropy_of", "fused_token_loss", "head_backward", "token_log_probs"]
+__all__ = [
+    "FusedTokenLoss",
+    "Head",
+    "TokenObjective",
+    "entropy_of",
+    "fused_token_loss",
+    "head_backward",
+    "token_log_probs",
+]
 
 CPU_CHUNK_ELEMENTS = 1 << 24
 CUDA_CHUNK_ELEMENTS = 1 << 28
@@ -105,16 +113,25 @@ def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     return torch.float32
 
 
-def check_head_shapes(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: float,
-    chunk_size: int | None,
-    soft_cap: float | None,
-) -> None:
+class Head(NamedTuple):
+    """The head of a language model: what turns the hidden state that predicts a token into logits.
+
+    Attributes:
+        weight: [V, H].
+        bias: [V] or None.
+        temperature: of sampling; logits are divided by it.
+        soft_cap: logits `z` become `soft_cap * tanh(z / soft_cap)` before the temperature (Gemma 2); None for no cap.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    temperature: float = 1.0
+    soft_cap: float | None = None
+
+
+def check_head_shapes(hidden: torch.Tensor, head: Head, targets: torch.Tensor, chunk_size: int | None) -> None:
     """Raise `DefinitionError` with the shapes seen where the inputs of a head do not fit together."""
+    weight, bias, temperature, soft_cap = head
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise DefinitionError(
             f"hidden must be [N, H] and weight [V, H]; got {list(hidden.shape)} and "
@@ -143,26 +160,21 @@ class HeadPass:
 
     Args:
         hidden: [N, H].
-        weight: [V, H].
-        bias: [V] or None.
+        head: what makes logits of them.
         targets: int64 [N].
-        temperature: logits are divided by it.
         chunk_size: rows per chunk, or None for `default_chunk_rows`.
-        soft_cap: logits `z` become `soft_cap * tanh(z / soft_cap)` before the temperature; None for no cap.
         needs: whether gradients are wanted for (hidden, weight, bias).
     """
 
     def __init__(
         self,
         hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        head: Head,
         targets: torch.Tensor,
-        temperature: float,
         chunk_size: int | None,
-        soft_cap: float | None = None,
         needs: tuple[bool, bool, bool] = (False, False, False),
     ) -> None:
+        weight, bias, temperature, soft_cap = head
         self.operand = operand_dtype(hidden, weight)
         self.result = torch.float64 if self.operand == torch.float64 else torch.float32
         self.hidden, self.hidden_dtype, self.weight_dtype = hidden, hidden.dtype, weight.dtype
@@ -341,50 +353,44 @@ def entropy_of(log_probs: torch.Tensor) -> torch.Tensor:
 
 def head_backward(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    head: Head,
     targets: torch.Tensor,
     *,
     grad_log_probs: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
     needs: tuple[bool, bool, bool],
-    temperature: float = 1.0,
     chunk_size: int | None = None,
-    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of a head from gradients of its log-probs and entropies, making the logits again.
 
     Args:
         hidden: [N, H].
-        weight: [V, H].
-        bias: [V] or None.
+        head: what made logits of them.
         targets: int64 [N].
         grad_log_probs: [N] or None.
         grad_entropy: [N] or None.
         needs: whether to compute the gradient of (hidden, weight, bias); what is not needed is skipped.
-        temperature: logits are divided by it.
         chunk_size: rows per chunk.
-        soft_cap: see `token_log_probs`.
 
     Returns:
         The gradients of (hidden, weight, bias), None where not needed.
     """
     if grad_log_probs is None and grad_entropy is None:
         return None, None, None
-    head = HeadPass(hidden, weight, bias, targets, temperature, chunk_size, soft_cap, needs)
-    for start, end in head.chunks:
-        x, t = head.logits(start, end), head.targets[start:end]
+    rows = HeadPass(hidden, head, targets, chunk_size, needs)
+    for start, end in rows.chunks:
+        x, t = rows.logits(start, end), rows.targets[start:end]
         g = None if grad_log_probs is None else grad_log_probs[start:end].to(x.dtype)
         if grad_entropy is None:
-            head.softmax_minus_onehot_(x, t)
-            head.accumulate(x, start, end, g)
+            rows.softmax_minus_onehot_(x, t)
+            rows.accumulate(x, start, end, g)
             continue
         log_probs, entropy = x.new_empty(end - start), x.new_empty(end - start)
-        head.log_softmax_(x, t, log_probs, entropy)
+        rows.log_softmax_(x, t, log_probs, entropy)
         g = torch.zeros_like(log_probs) if g is None else g
-        head.entropy_gradient_(x, t, g, grad_entropy[start:end].to(x.dtype), entropy)
-        head.accumulate(x, start, end, None)
-    return head.gradients()
+        rows.entropy_gradient_(x, t, g, grad_entropy[start:end].to(x.dtype), entropy)
+        rows.accumulate(x, start, end, None)
+    return rows.gradients()
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -397,14 +403,15 @@ class _TokenLogProbs(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        settings: tuple[float, int | None, float | None],
+        settings: tuple[float, float | None, int | None],
         return_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.settings = settings
         with torch.autocast(hidden.device.type, enabled=False):
-            head = HeadPass(hidden, weight, bias, targets, *settings)
+            temperature, soft_cap, chunk_size = settings
+            head = HeadPass(hidden, Head(weight, bias, temperature, soft_cap), targets, chunk_size)
             make = {"device": hidden.device, "dtype": head.result}
             log_probs = torch.empty(hidden.shape[0], **make)
             entropy = torch.empty(hidden.shape[0], **make) if return_entropy else None
@@ -420,19 +427,16 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx: Any, *grads: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
-        temperature, chunk_size, soft_cap = ctx.settings
+        temperature, soft_cap, chunk_size = ctx.settings
         with torch.autocast(hidden.device.type, enabled=False):
             out = head_backward(
                 hidden,
-                weight,
-                bias,
+                Head(weight, bias, temperature, soft_cap),
                 targets,
                 grad_log_probs=grads[0],
                 grad_entropy=grads[1],
                 needs=ctx.needs_input_grad[:3],
-                temperature=temperature,
                 chunk_size=chunk_size,
-                soft_cap=soft_cap,
             )
         return (*out, None, None, None)
 
@@ -440,36 +444,27 @@ class _TokenLogProbs(torch.autograd.Function):
 @overload
 def token_log_probs(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    head: Head,
     targets: torch.Tensor,
     *,
-    temperature: float = 1.0,
-    bias: torch.Tensor | None = None,
     chunk_size: int | None = None,
-    soft_cap: float | None = None,
     return_entropy: Literal[False] = False,
 ) -> torch.Tensor: ...
 @overload
 def token_log_probs(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    head: Head,
     targets: torch.Tensor,
     *,
-    temperature: float = 1.0,
-    bias: torch.Tensor | None = None,
     chunk_size: int | None = None,
-    soft_cap: float | None = None,
     return_entropy: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def token_log_probs(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    head: Head,
     targets: torch.Tensor,
     *,
-    temperature: float = 1.0,
-    bias: torch.Tensor | None = None,
     chunk_size: int | None = None,
-    soft_cap: float | None = None,
     return_entropy: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`log_softmax((hidden @ weight.T + bias) / temperature)` at `targets`, never more than [chunk, V] at once.
@@ -481,15 +476,12 @@ def token_log_probs(
 
     Args:
         hidden: [N, H], the state that *predicts* each target: for token `t` of a sequence, the state at `t - 1`.
-        weight: [V, H], the head's weight.
+        head: what makes logits of them.
         targets: int64 [N], ids in [0, V).
-        temperature: the sampling temperature; logits are divided by it.
-        bias: [V] or None.
         chunk_size: rows per chunk. None means 256 to 1024 rows on the CPU (524 at a vocabulary of 32,000, 256 at
             151,936) and 2**28 logits on CUDA. Measured on 2 cores at H = 256 and V = 151,936, in microseconds per row
             for the three matmuls of a step: 64 rows 1861, 128 rows 1550, 256 rows 1423, 512 rows 1306. So a chunk four
             times smaller costs 30 %, and one twice as large gains 8 % for twice the memory.
-        soft_cap: logits `z` become `soft_cap * tanh(z / soft_cap)` before the temperature (Gemma 2); None for no cap.
         return_entropy: also return the entropy of each row's distribution, differentiable too.
 
     Returns:
@@ -499,14 +491,14 @@ def token_log_probs(
         DefinitionError: shapes do not fit, or the temperature is not above 0.
 
     >>> hidden, weight = torch.eye(2), torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
-    >>> token_log_probs(hidden, weight, torch.tensor([0, 2])).exp()
+    >>> token_log_probs(hidden, Head(weight), torch.tensor([0, 2])).exp()
     tensor([0.5761, 0.2119])
     """
-    check_head_shapes(hidden, weight, targets, bias, temperature, chunk_size, soft_cap)
-    settings = (float(temperature), chunk_size, soft_cap)
+    check_head_shapes(hidden, head, targets, chunk_size)
+    settings = (float(head.temperature), head.soft_cap, chunk_size)
     out = cast(
         tuple[torch.Tensor, torch.Tensor],
-        _TokenLogProbs.apply(hidden, weight, bias, targets, settings, return_entropy),
+        _TokenLogProbs.apply(hidden, head.weight, head.bias, targets, settings, return_entropy),
     )
     return out if return_entropy else out[0]
 
@@ -585,13 +577,13 @@ class _FusedTokenLoss(torch.autograd.Function):
         targets: torch.Tensor,
         objective: TokenObjective,
         rows: tuple[torch.Tensor, ...],
-        settings: tuple[float, int | None, float | None, bool, int, bool],
+        settings: tuple[float, float | None, int | None, bool, int, bool],
     ) -> tuple[torch.Tensor, ...]:
-        temperature, chunk_size, soft_cap, entropy_gradient, terms, grad_enabled = settings
+        temperature, soft_cap, chunk_size, entropy_gradient, terms, grad_enabled = settings
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3] if grad_enabled else (False,) * 3
         needs = (of_hidden, of_weight, of_bias)
         with torch.autocast(hidden.device.type, enabled=False):
-            head = HeadPass(hidden, weight, bias, targets, temperature, chunk_size, soft_cap, needs)
+            head = HeadPass(hidden, Head(weight, bias, temperature, soft_cap), targets, chunk_size, needs)
             make = {"device": hidden.device, "dtype": head.result}
             log_probs = torch.empty(hidden.shape[0], **make)
             entropy = torch.empty(hidden.shape[0], **make)
@@ -639,7 +631,7 @@ class _FusedTokenLoss(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        temperature, chunk_size, soft_cap, entropy_gradient, terms, _ = ctx.settings
+        temperature, soft_cap, chunk_size, entropy_gradient, terms, _ = ctx.settings
         term_grads = grads[:terms]
         # Handed over, not kept: a gradient that somebody else holds is copied on its way into `.grad`.
         collected, ctx.collected = ctx.collected, None
@@ -652,15 +644,12 @@ class _FusedTokenLoss(torch.autograd.Function):
             _, g, e = _term_gradients(ctx.objective, log_probs, entropy if entropy_gradient else None, rows, term_grads)
             out = head_backward(
                 hidden,
-                weight,
-                bias,
+                Head(weight, bias, temperature, soft_cap),
                 targets,
                 grad_log_probs=g,
                 grad_entropy=e,
                 needs=ctx.needs_input_grad[:3],
-                temperature=temperature,
                 chunk_size=chunk_size,
-                soft_cap=soft_cap,
             )
         return (*out, *[None] * 4)
 
@@ -684,17 +673,14 @@ def _entropy_from_product(
 
 def fused_token_loss(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    head: Head,
     targets: torch.Tensor,
     objective: TokenObjective,
     rows: Sequence[torch.Tensor] = (),
     *,
     terms: int = 1,
     entropy_gradient: bool = False,
-    temperature: float = 1.0,
-    bias: torch.Tensor | None = None,
     chunk_size: int | None = None,
-    soft_cap: float | None = None,
 ) -> FusedTokenLoss:
     """Sum a token loss over rows of hidden states, forming its gradient chunk by chunk in the forward pass.
 
@@ -705,17 +691,14 @@ def fused_token_loss(
 
     Args:
         hidden: [N, H], the states that predict the targets.
-        weight: [V, H].
+        head: what makes logits of them.
         targets: int64 [N].
         objective: `objective(log_probs [c], entropy [c] | None, *rows [c])`, a sequence of `terms` tensors [c].
         rows: tensors [N] that the objective reads.
         terms: how many terms the objective returns.
         entropy_gradient: whether the objective is given the entropy with gradient; costs one more pass over the
             logits. Without it the objective gets None, and the entropy returned is exact all the same.
-        temperature: logits are divided by it.
-        bias: [V] or None.
         chunk_size: rows per chunk; see `token_log_probs`.
-        soft_cap: of the logits; see `token_log_probs`.
 
     Returns:
         The losses, and the log-probs and entropies [N] without gradient.
@@ -724,16 +707,16 @@ def fused_token_loss(
         DefinitionError: shapes do not fit.
 
     >>> hidden, weight = torch.eye(2, requires_grad=True), torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
-    >>> out = fused_token_loss(hidden, weight, torch.tensor([0, 2]), lambda lp, _: [-lp / 2])
+    >>> out = fused_token_loss(hidden, Head(weight), torch.tensor([0, 2]), lambda lp, _: [-lp / 2])
     >>> out.losses[0].backward()
     >>> hidden.grad
     tensor([[-0.2119,  0.1060],
             [ 0.1060,  0.2881]])
     """
-    check_head_shapes(hidden, weight, targets, bias, temperature, chunk_size, soft_cap)
+    check_head_shapes(hidden, head, targets, chunk_size)
     for i, row in enumerate(rows):
         if row.shape != targets.shape:
             raise DefinitionError(f"row {i} of the objective must be {list(targets.shape)}; got {list(row.shape)}.")
-    settings = (float(temperature), chunk_size, soft_cap, entropy_gradient, terms, torch.is_grad_enabled())
-    out: Any = _FusedTokenLoss.apply(hidden, weight, bias, targets, objective, tuple(rows), settings)
+    settings = (float(head.temperature), head.soft_cap, chunk_size, entropy_gradient, terms, torch.is_grad_enabled())
+    out: Any = _FusedTokenLoss.apply(hidden, head.weight, head.bias, targets, objective, tuple(rows), settings)
     return FusedTokenLoss(tuple(out[:terms]), out[terms], out[terms + 1])

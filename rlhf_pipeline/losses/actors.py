@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.functional.head import entropy_of
+from rlhf_pipeline.functional.head import Head, entropy_of
 from rlhf_pipeline.losses.loss_batch import LossBatch, MaskingStrategy
 from rlhf_pipeline.policies.adapters import actor_of, methods_are_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
@@ -26,17 +26,11 @@ class HeadRows(NamedTuple):
 
     Attributes:
         hidden: [N, H].
-        weight: [V, H].
-        bias: [V] or None.
-        temperature: of sampling.
-        soft_cap: of the logits, or None.
+        head: its temperature is that of sampling.
     """
 
     hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    temperature: float
-    soft_cap: float | None = None
+    head: Head
 
 
 class Scores(NamedTuple):
@@ -82,7 +76,7 @@ class _Policy:
             row, at = batch.mask.nonzero(as_tuple=True)
             hidden = states[row, seen[row, at - 1]]
         bias, cap = getattr(self.actor, "head_bias", None), getattr(self.actor, "head_soft_cap", None)
-        return HeadRows(hidden, self.actor.head_weight, bias, _temperature(self.actor, self.temperature), cap)
+        return HeadRows(hidden, Head(self.actor.head_weight, bias, _temperature(self.actor, self.temperature), cap))
 
 
 class _Scorer:

@@ -456,7 +456,12 @@ class GRPOLoss(LossModule):
         if isinstance(found, HeadRows) and self._is_token_level() and self.head != "recompute":
             losses, log_probs, entropy = self._fused(found, rows, names)
         else:
-            log_probs, entropy = found if isinstance(found, Scores) else self._scores(found, rows)
+            if isinstance(found, Scores):
+                log_probs, entropy = found
+            else:
+                log_probs, entropy = token_log_probs(
+                    found.hidden, found.head, rows.token, chunk_size=self.chunk_size, return_entropy=True
+                )
             losses = self._losses(batch, rows, names, log_probs, entropy)
         fields: dict[str, Any] = {**losses, **self._diagnostics(rows, log_probs, entropy)}
         return self.output_type(**fields)
@@ -468,31 +473,15 @@ class GRPOLoss(LossModule):
         constants = [rows.advantage, rows.proximal, rows.behaviour, rows.weight, rows.policy_weight]
         out = fused_token_loss(
             found.hidden,
-            found.weight,
+            found.head,
             rows.token,
             self._weighted_terms,
             constants if rows.ref is None else [*constants, rows.ref],
             terms=len(names),
             entropy_gradient=self.entropy_bonus,
-            temperature=found.temperature,
-            bias=found.bias,
-            soft_cap=found.soft_cap,
             chunk_size=self.chunk_size,
         )
         return dict(zip(names, out.losses, strict=True)), out.log_probs, out.entropy
-
-    def _scores(self, found: HeadRows, rows: TokenRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies of the masked tokens; the logits are made again in the backward pass."""
-        return token_log_probs(
-            found.hidden,
-            found.weight,
-            rows.token,
-            temperature=found.temperature,
-            bias=found.bias,
-            soft_cap=found.soft_cap,
-            chunk_size=self.chunk_size,
-            return_entropy=True,
-        )
 
     def _losses(
         self,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.functional.head import token_log_probs
+from rlhf_pipeline.functional.head import Head, token_log_probs
 from rlhf_pipeline.policies._packed_attention import same_attention_when_recomputed
 from rlhf_pipeline.policies._scoring import ScoringRows, token_states
 from rlhf_pipeline.policies.engines.protocol import Completion, Engine, RaggedCompletions, Request, WeightRefresh
@@ -284,15 +284,8 @@ class CausalLMPolicy(nn.Module):
                 "Pass temperature=1.0, at which greedy generation reports its log-probs."
             )
         found = self.scoring_rows(input_ids, attention_mask, score_mask)
-        scores = token_log_probs(
-            found.hidden,
-            self.head_weight,
-            found.targets,
-            temperature=temperature,
-            bias=self.head_bias,
-            soft_cap=self.head_soft_cap,
-            chunk_size=chunk_size,
-        )
+        head = Head(self.head_weight, self.head_bias, temperature, self.head_soft_cap)
+        scores = token_log_probs(found.hidden, head, found.targets, chunk_size=chunk_size)
         out = torch.zeros(input_ids.shape, dtype=torch.float32, device=scores.device)
         return out.index_put((found.rows, found.columns), scores.float())
 

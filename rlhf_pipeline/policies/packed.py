@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
-from rlhf_pipeline.functional.head import token_log_probs
+from rlhf_pipeline.functional.head import Head, token_log_probs
 from rlhf_pipeline.policies._packed_attention import (
     ARGUMENT,
     PackedUnsupported,
@@ -385,7 +385,7 @@ def _compare(parts: ModelParts, found: ScoringRows, batch: HostBatch) -> tuple[f
         at = torch.from_numpy(np.flatnonzero(of_row == row)[-_CHECKED_TOKENS:]).to(weight.device)
         alone = predicting_rows(parts, batch.select(np.array([row])))
         one, other = (
-            token_log_probs(hidden.detach(), weight, found.targets[at], bias=parts.head.bias, soft_cap=parts.soft_cap)
+            token_log_probs(hidden.detach(), Head(weight, parts.head.bias, soft_cap=parts.soft_cap), found.targets[at])
             for hidden in (found.hidden[at], alone.hidden[-len(at) :])
         )
         worst = max(worst, float((one - other).abs().mean()))

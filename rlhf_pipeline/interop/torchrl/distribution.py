@@ -11,7 +11,7 @@ from torchrl.modules.distributions.discrete import LLMMaskedCategorical
 from torchrl.modules.llm.policies.common import LogProbDistribution as _TorchRLLogProbDistribution
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.functional.head import token_log_probs
+from rlhf_pipeline.functional.head import Head, token_log_probs
 
 __all__ = ["LogProbDistribution", "TokenDistribution"]
 
@@ -75,14 +75,11 @@ class TokenDistribution(LLMMaskedCategorical):
 
     Args:
         hidden: `[N, H]`, for each masked position, row by row, the state that predicts its token.
-        weight: the head's weight `[V, H]`.
-        bias: the head's bias `[V]` or None.
+        head: what makes logits of it.
         mask: bool `[B, T]` with N True entries.
-        temperature: logits are divided by it.
-        soft_cap: logits `z` become `soft_cap * tanh(z / soft_cap)` before that; None for no cap.
 
     >>> mask = torch.tensor([[False, True]])
-    >>> dist = TokenDistribution(torch.zeros(1, 2), torch.ones(4, 2), None, mask)
+    >>> dist = TokenDistribution(torch.zeros(1, 2), Head(torch.ones(4, 2)), mask)
     >>> dist.log_prob(torch.tensor([[0, 3]]))
     tensor([[ 0.0000, -1.3863]])
     """
@@ -90,36 +87,30 @@ class TokenDistribution(LLMMaskedCategorical):
     def __init__(
         self,
         hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        head: Head,
         mask: Tensor,
-        temperature: float = 1.0,
-        *,
-        soft_cap: float | None = None,
     ) -> None:
         self.hidden = hidden
-        self.weight = weight
-        self.bias = bias
-        self.temperature = temperature
-        self.soft_cap = soft_cap
+        self.head = head
         self.ignore_index = -100
         self._mask = mask
         self._position_level_masking = True
         self._masked_logits = None
         self._masked_dist = None
         self._rows = mask.nonzero(as_tuple=True)
-        D.Distribution.__init__(self, batch_shape=mask.shape, event_shape=weight.shape[:1], validate_args=False)
+        D.Distribution.__init__(self, batch_shape=mask.shape, event_shape=head.weight.shape[:1], validate_args=False)
 
     def _spread(self, values: Tensor, fill: float = 0.0) -> Tensor:
         out = values.new_full((*self._mask.shape, *values.shape[1:]), fill)
         return out.index_put(self._rows, values)
 
     def _row_logits(self) -> Tensor:
-        logits = self.hidden.float() @ self.weight.float().t()
-        logits = logits if self.bias is None else logits + self.bias.float()
-        if self.soft_cap is not None:
-            logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
-        return logits / self.temperature
+        weight, bias, temperature, soft_cap = self.head
+        logits = self.hidden.float() @ weight.float().t()
+        logits = logits if bias is None else logits + bias.float()
+        if soft_cap is not None:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
+        return logits / temperature
 
     @property
     def _original_logits(self) -> Tensor:
@@ -146,7 +137,7 @@ class TokenDistribution(LLMMaskedCategorical):
             )
         targets = value.to(self.hidden.device)[self._rows]
         ignored = targets == self.ignore_index
-        vocab = self.weight.shape[0]
+        vocab = self.head.weight.shape[0]
         if bool(((targets < 0) & ~ignored | (targets >= vocab)).any()):
             raise DataError(f"A token id is outside the vocabulary 0 .. {vocab - 1}.")
         scores = self._scores(targets.masked_fill(ignored, 0))[0]
@@ -158,15 +149,7 @@ class TokenDistribution(LLMMaskedCategorical):
         return self._spread(self._scores(targets)[1].float())
 
     def _scores(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return token_log_probs(
-            self.hidden,
-            self.weight,
-            targets,
-            temperature=self.temperature,
-            bias=self.bias,
-            soft_cap=self.soft_cap,
-            return_entropy=True,
-        )
+        return token_log_probs(self.hidden, self.head, targets, return_entropy=True)
 
     def sample(self, sample_shape: Any = None) -> Tensor:
         """Draw tokens, int64 `[*sample_shape, B, T]`; -100 outside the mask."""

@@ -12,6 +12,7 @@ from torch import distributions as D
 
 from rlhf_pipeline.data.padding import Side, pad_rows
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError, did_you_mean
+from rlhf_pipeline.functional.head import Head
 from rlhf_pipeline.interop.torchrl.containers import LLMWrapperBase, LogProbs, Masks, Tokens, _sub
 from rlhf_pipeline.interop.torchrl.distribution import TokenDistribution
 from rlhf_pipeline.interop.torchrl.td_output import completion_row, grouped_rows, padded_completions, repeated_rows
@@ -203,9 +204,8 @@ class CausalLMPolicy(_TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInc
         scored = torch.zeros(input_ids.shape, dtype=torch.bool, device=found.rows.device)
         scored[found.rows, found.columns] = True
         temperature = self.temperature if self.temperature > 0 else 1.0
-        return TokenDistribution(
-            found.hidden, self.head_weight, self.head_bias, scored, temperature, soft_cap=self.head_soft_cap
-        )
+        head = Head(self.head_weight, self.head_bias, temperature, self.head_soft_cap)
+        return TokenDistribution(found.hidden, head, scored)
 
     def _input_key(self) -> Key:
         if self.input_key is not None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.functional.head import default_chunk_rows, entropy_of, row_chunks, token_log_probs
+from rlhf_pipeline.functional.head import Head, default_chunk_rows, entropy_of, row_chunks, token_log_probs
 from tests.rlhf_pipeline.functional.watch import Watch
 
 N, H, V = 37, 16, 53
@@ -48,7 +48,7 @@ def test_values_and_gradients_equal_log_softmax(dtype, limit, temperature, chunk
     """Loss and gradients agree with a float64 log_softmax over all logits, for any chunk."""
     hidden, weight, bias, targets, rows = make(dtype)
     log_probs, entropy = token_log_probs(
-        hidden, weight, targets, temperature=temperature, bias=bias, chunk_size=chunk, return_entropy=True
+        hidden, Head(weight, bias, temperature=temperature), targets, chunk_size=chunk, return_entropy=True
     )
     want, want_entropy, leaves = reference(hidden, weight, bias, targets, temperature)
     assert log_probs.dtype == dtype
@@ -66,7 +66,7 @@ def test_values_and_gradients_equal_log_softmax(dtype, limit, temperature, chunk
 def test_gradient_without_entropy(dtype, limit):
     """The path without entropy has its own backward pass and the same gradient."""
     hidden, weight, _, targets, rows = make(dtype, bias=False)
-    log_probs = token_log_probs(hidden, weight, targets, chunk_size=8)
+    log_probs = token_log_probs(hidden, Head(weight), targets, chunk_size=8)
     want, _, leaves = reference(hidden, weight, None, targets, 1.0)
     got = torch.autograd.grad((log_probs * rows[0]).sum(), (hidden, weight))
     exact = torch.autograd.grad((want * rows[0]).sum(), leaves)
@@ -76,9 +76,9 @@ def test_gradient_without_entropy(dtype, limit):
 def test_hand_computed_values():
     """Two logits ln 3 and 0 give 3/4 and 1/4; at temperature 2 the odds are sqrt 3 to 1."""
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[math.log(3.0)], [0.0]])
-    value = token_log_probs(hidden, weight, torch.tensor([0]))
+    value = token_log_probs(hidden, Head(weight), torch.tensor([0]))
     assert value.item() == pytest.approx(math.log(0.75), abs=1e-7)
-    value, entropy = token_log_probs(hidden, weight, torch.tensor([1]), temperature=2.0, return_entropy=True)
+    value, entropy = token_log_probs(hidden, Head(weight, temperature=2.0), torch.tensor([1]), return_entropy=True)
     p = 1.0 / (1.0 + math.sqrt(3.0))
     assert value.item() == pytest.approx(math.log(p), abs=1e-7)
     assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p), abs=1e-7)
@@ -93,7 +93,7 @@ def test_finite_differences():
     targets = torch.tensor([0, 6, 3, 3, 1])
 
     def f(h, w, b):
-        return token_log_probs(h, w, targets, bias=b, temperature=1.3, chunk_size=2, return_entropy=True)
+        return token_log_probs(h, Head(w, b, temperature=1.3), targets, chunk_size=2, return_entropy=True)
 
     assert torch.autograd.gradcheck(f, (hidden, weight, bias))
 
@@ -102,7 +102,7 @@ def test_improbable_target_keeps_its_log_prob():
     """A target whose probability underflows in float32 still has its exact log-prob and gradient."""
     hidden = torch.tensor([[1.0]], requires_grad=True)
     weight = torch.tensor([[200.0], [0.0]])
-    value = token_log_probs(hidden, weight, torch.tensor([1]))
+    value = token_log_probs(hidden, Head(weight), torch.tensor([1]))
     value.sum().backward()
     assert value.item() == -200.0
     assert hidden.grad is not None
@@ -116,7 +116,7 @@ def test_never_more_than_a_chunk_of_logits():
     weight = torch.randn(vocab, hidden_size, requires_grad=True)
     with Watch() as seen:
         out, entropy = token_log_probs(
-            hidden, weight, torch.zeros(rows, dtype=torch.long), chunk_size=chunk, return_entropy=True
+            hidden, Head(weight), torch.zeros(rows, dtype=torch.long), chunk_size=chunk, return_entropy=True
         )
         (out.sum() + entropy.sum()).backward()
     assert seen.numel == chunk * vocab
@@ -131,7 +131,7 @@ def test_only_asked_gradients_are_computed(need_hidden, need_weight, matmuls):
     hidden.requires_grad_(need_hidden)
     weight.requires_grad_(need_weight)
     with Watch() as seen:
-        token_log_probs(hidden, weight, targets).sum().backward()
+        token_log_probs(hidden, Head(weight), targets).sum().backward()
     assert seen.matmuls == matmuls
     assert (hidden.grad is not None, weight.grad is not None) == (need_hidden, need_weight)
 
@@ -141,7 +141,7 @@ def test_non_contiguous_slice_keeps_its_gradient():
     base = torch.randn(2, 9, H, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(V, H, dtype=torch.float64)
     targets = torch.arange(8)
-    token_log_probs(base[0, :-1], weight, targets).sum().backward()
+    token_log_probs(base[0, :-1], Head(weight), targets).sum().backward()
     leaf = base.detach().clone().requires_grad_()
     want = torch.log_softmax(leaf[0, :-1] @ weight.t(), -1).gather(1, targets[:, None]).sum()
     want.backward()
@@ -152,7 +152,7 @@ def test_non_contiguous_slice_keeps_its_gradient():
 def test_bfloat16_operands_give_float32_log_probs():
     """From bfloat16 operands the log-prob is float32 and agrees with float64 to 1e-5, not to 1e-2."""
     hidden, weight, _, targets, _ = make(torch.bfloat16, bias=False)
-    out = token_log_probs(hidden, weight, targets)
+    out = token_log_probs(hidden, Head(weight), targets)
     want, _, _ = reference(hidden, weight, None, targets, 1.0)
     assert out.dtype == torch.float32
     assert (out.double() - want).abs().max() < 1e-5
@@ -164,9 +164,9 @@ def test_bfloat16_operands_give_float32_log_probs():
 def test_autocast_does_not_lower_the_head():
     """Under bfloat16 autocast the head still computes in float32."""
     hidden, weight, _, targets, _ = make(torch.float32, bias=False)
-    plain = token_log_probs(hidden, weight, targets)
+    plain = token_log_probs(hidden, Head(weight), targets)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = token_log_probs(hidden, weight, targets)
+        out = token_log_probs(hidden, Head(weight), targets)
         out.sum().backward()
     assert torch.equal(out, plain)
 
@@ -175,7 +175,7 @@ def test_no_rows():
     """No row gives no log-prob and zero gradients, not an error."""
     hidden = torch.zeros(0, H, requires_grad=True)
     weight = torch.ones(V, H, requires_grad=True)
-    out = token_log_probs(hidden, weight, torch.zeros(0, dtype=torch.long))
+    out = token_log_probs(hidden, Head(weight), torch.zeros(0, dtype=torch.long))
     out.sum().backward()
     assert out.shape == (0,)
     assert weight.grad is not None
@@ -196,17 +196,17 @@ def test_chunks_are_equal_and_cover_all_rows():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"head": Head(torch.zeros(V, H), temperature=0.0)}, "temperature must be above 0"),
         ({"chunk_size": 0}, "chunk_size must be 1 or more"),
-        ({"bias": torch.zeros(3)}, r"bias must be \[53\]"),
+        ({"head": Head(torch.zeros(V, H), torch.zeros(3))}, r"bias must be \[53\]"),
         ({"targets": torch.zeros(3, dtype=torch.long)}, r"targets must be int64 \[37\]"),
-        ({"weight": torch.zeros(V, H + 1)}, r"hidden must be \[N, H\]"),
+        ({"head": Head(torch.zeros(V, H + 1))}, r"hidden must be \[N, H\]"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):
     """An error names the value seen and the one that is right."""
     hidden, weight, _, targets, _ = make(torch.float32, bias=False)
-    arguments = {"hidden": hidden, "weight": weight, "targets": targets} | change
+    arguments = {"hidden": hidden, "head": Head(weight), "targets": targets} | change
     with pytest.raises(DefinitionError, match=message):
         token_log_probs(**arguments)
 
@@ -218,7 +218,11 @@ def test_a_soft_cap_is_part_of_the_head(temperature, chunk):
     hidden, weight, bias, targets, rows = make(torch.float64)
     assert bias is not None
     log_probs, entropy = token_log_probs(
-        hidden, weight, targets, temperature=temperature, bias=bias, chunk_size=chunk, soft_cap=2.5, return_entropy=True
+        hidden,
+        Head(weight, bias, temperature=temperature, soft_cap=2.5),
+        targets,
+        chunk_size=chunk,
+        return_entropy=True,
     )
     logits = 2.5 * torch.tanh((hidden @ weight.t() + bias) / 2.5) / temperature
     log_p = torch.log_softmax(logits, -1)
@@ -235,7 +239,7 @@ def test_a_soft_cap_is_part_of_the_head(temperature, chunk):
         for a, b in zip(found, expected, strict=True):
             assert relative(a, b) < 1e-12
     with pytest.raises(DefinitionError, match="soft_cap must be above 0"):
-        token_log_probs(hidden, weight, targets, soft_cap=0.0)
+        token_log_probs(hidden, Head(weight, soft_cap=0.0), targets)
 
 
 def test_a_banned_token_has_no_share_in_the_entropy():
@@ -244,8 +248,8 @@ def test_a_banned_token_has_no_share_in_the_entropy():
     assert bias is not None
     targets = targets.remainder(V - 1)
     banned = torch.cat([bias.detach()[:-1], torch.tensor([-math.inf], dtype=torch.float64)])
-    log_probs, entropy = token_log_probs(hidden, weight, targets, bias=banned, return_entropy=True)
-    others = token_log_probs(hidden, weight[:-1], targets, bias=banned[:-1], return_entropy=True)
+    log_probs, entropy = token_log_probs(hidden, Head(weight, banned), targets, return_entropy=True)
+    others = token_log_probs(hidden, Head(weight[:-1], banned[:-1]), targets, return_entropy=True)
     torch.testing.assert_close((log_probs, entropy), others)
     found = torch.autograd.grad((log_probs * rows[0] + entropy * rows[1]).sum(), (hidden, weight), retain_graph=True)
     want = torch.autograd.grad((others[0] * rows[0] + others[1] * rows[1]).sum(), (hidden, weight), retain_graph=True)

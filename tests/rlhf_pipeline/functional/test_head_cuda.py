@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_pipeline.functional.head import fused_token_loss, token_log_probs, writes_float32
+from rlhf_pipeline.functional.head import Head, fused_token_loss, token_log_probs, writes_float32
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +55,7 @@ def test_bfloat16_head_equals_float64(head, entropy_gradient):
     if head == "fused":
         out = fused_token_loss(
             hidden,
-            weight,
+            Head(weight),
             targets,
             objective,
             [row],
@@ -65,7 +65,7 @@ def test_bfloat16_head_equals_float64(head, entropy_gradient):
         )
         log_probs, got, seen = out.log_probs, torch.stack(out.losses), out.entropy
     else:
-        log_probs, seen = token_log_probs(hidden, weight, targets, chunk_size=64, return_entropy=True)
+        log_probs, seen = token_log_probs(hidden, Head(weight), targets, chunk_size=64, return_entropy=True)
         terms = objective(log_probs, seen if entropy_gradient else None, row)
         got = torch.stack([t.sum() for t in terms])
     assert (log_probs.double() - chosen).abs().max() < 1e-4
@@ -81,7 +81,9 @@ def test_the_head_does_not_synchronise():
     writes_float32(hidden.device)
 
     def step():
-        out = fused_token_loss(hidden, weight, targets, lambda lp, _, a: [a * lp, lp], [row], terms=2, chunk_size=64)
+        out = fused_token_loss(
+            hidden, Head(weight), targets, lambda lp, _, a: [a * lp, lp], [row], terms=2, chunk_size=64
+        )
         (out.losses[0] + out.losses[1]).backward()
 
     step()
@@ -101,6 +103,6 @@ def test_memory_is_a_chunk_not_the_batch():
     targets = torch.zeros(rows, device="cuda", dtype=torch.long)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = fused_token_loss(hidden, weight, targets, lambda lp, _: [lp], chunk_size=512)
+    out = fused_token_loss(hidden, Head(weight), targets, lambda lp, _: [lp], chunk_size=512)
     out.losses[0].backward()
     assert torch.cuda.max_memory_allocated() - before < rows * vocab * 4 / 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.functional.head import fused_token_loss, token_log_probs
+from rlhf_pipeline.functional.head import Head, fused_token_loss, token_log_probs
 from tests.rlhf_pipeline.functional.watch import Watch
 
 N, H, V = 37, 16, 53
@@ -54,16 +54,13 @@ def test_loss_and_gradient_equal_log_softmax(dtype, limit, with_entropy, chunk, 
     leaves, targets, rows = make(dtype)
     out = fused_token_loss(
         leaves[0],
-        leaves[1],
+        Head(leaves[1], leaves[2], temperature=0.7, soft_cap=cap),
         targets,
         objective,
         list(rows),
         terms=3 if with_entropy else 2,
         entropy_gradient=with_entropy,
-        temperature=0.7,
-        bias=leaves[2],
         chunk_size=chunk,
-        soft_cap=cap,
     )
     sums, chosen, entropy, exact = oracle(leaves, targets, rows, 0.7, with_entropy, cap)
     assert relative(out.log_probs, chosen) < limit
@@ -81,13 +78,12 @@ def test_terms_with_different_gradients_are_right_too(scales):
     leaves, targets, rows = make(torch.float64)
     out = fused_token_loss(
         leaves[0],
-        leaves[1],
+        Head(leaves[1], leaves[2]),
         targets,
         objective,
         list(rows),
         terms=3,
         entropy_gradient=True,
-        bias=leaves[2],
         chunk_size=8,
     )
     sums, _, _, exact = oracle(leaves, targets, rows, 1.0, True)
@@ -100,7 +96,7 @@ def test_terms_with_different_gradients_are_right_too(scales):
 def test_a_second_backward_pass_is_right():
     """With retain_graph a second backward pass gives the same gradient again."""
     leaves, targets, rows = make(torch.float64)
-    out = fused_token_loss(leaves[0], leaves[1], targets, objective, list(rows), terms=2)
+    out = fused_token_loss(leaves[0], Head(leaves[1]), targets, objective, list(rows), terms=2)
     total = out.losses[0] + out.losses[1]
     first = torch.autograd.grad(total, leaves[:2], retain_graph=True)
     again = torch.autograd.grad(total, leaves[:2])
@@ -118,12 +114,12 @@ def test_three_matmuls_and_no_more_than_needed(need_hidden, need_weight, matmuls
     hidden = leaves[0].detach().requires_grad_(need_hidden)
     weight = leaves[1].detach().requires_grad_(need_weight)
     with Watch() as seen:
-        out = fused_token_loss(hidden, weight, targets, objective, list(rows), terms=2)
+        out = fused_token_loss(hidden, Head(weight), targets, objective, list(rows), terms=2)
         if need_hidden or need_weight:
             (out.losses[0] + out.losses[1]).backward()
     assert seen.matmuls == matmuls
     assert (hidden.grad is not None, weight.grad is not None) == (need_hidden, need_weight)
-    _, want = token_log_probs(hidden, weight, targets, return_entropy=True)
+    _, want = token_log_probs(hidden, Head(weight), targets, return_entropy=True)
     torch.testing.assert_close(out.entropy, want.detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -132,7 +128,7 @@ def test_without_gradient_only_the_logits_are_made(mode):
     """Under no_grad one matmul gives losses, log-probs and entropies."""
     leaves, targets, rows = make(torch.float32)
     with mode(), Watch() as seen:
-        out = fused_token_loss(leaves[0], leaves[1], targets, objective, list(rows), terms=2)
+        out = fused_token_loss(leaves[0], Head(leaves[1]), targets, objective, list(rows), terms=2)
     assert seen.matmuls == 1
     assert not out.losses[0].requires_grad
 
@@ -144,13 +140,7 @@ def test_never_more_than_a_chunk_of_logits():
     targets = torch.zeros(256, dtype=torch.long)
     with Watch() as seen:
         out = fused_token_loss(
-            hidden,
-            weight,
-            targets,
-            lambda lp, ent: [lp, ent],
-            terms=2,
-            entropy_gradient=True,
-            chunk_size=16,
+            hidden, Head(weight), targets, lambda lp, ent: [lp, ent], terms=2, entropy_gradient=True, chunk_size=16
         )
         (out.losses[0] + out.losses[1]).backward()
     assert seen.numel == 16 * 512
@@ -160,7 +150,7 @@ def test_confident_tokens_keep_their_entropy_and_gradient():
     """At p = 1 - 1e-6 entropy and gradient are right within float32's grain of p, not lost in large terms."""
     hidden = torch.ones(1, 1, requires_grad=True)
     weight = torch.tensor([[13.8], [0.0]])
-    out = fused_token_loss(hidden, weight, torch.tensor([0]), lambda lp, _: [lp])
+    out = fused_token_loss(hidden, Head(weight), torch.tensor([0]), lambda lp, _: [lp])
     out.losses[0].backward()
     exact = torch.log_softmax(hidden.detach().double() @ weight.double().t(), -1)
     entropy = -(exact.exp() * exact).sum()
@@ -172,7 +162,7 @@ def test_confident_tokens_keep_their_entropy_and_gradient():
 def test_bfloat16_operands():
     """bfloat16 operands give float32 losses close to float64 and gradients in bfloat16."""
     leaves, targets, rows = make(torch.bfloat16)
-    out = fused_token_loss(leaves[0], leaves[1], targets, objective, list(rows.float()), terms=2, bias=leaves[2])
+    out = fused_token_loss(leaves[0], Head(leaves[1], leaves[2]), targets, objective, list(rows.float()), terms=2)
     sums, chosen, _, exact = oracle(leaves, targets, rows, 1.0, False)
     assert out.losses[0].dtype == torch.float32
     assert (out.log_probs.double() - chosen).abs().max() < 1e-5
@@ -186,4 +176,4 @@ def test_rows_of_another_length_are_refused():
     """A row of constants that is not [N] is named."""
     leaves, targets, rows = make(torch.float32)
     with pytest.raises(DefinitionError, match=r"row 1 of the objective must be \[37\]"):
-        fused_token_loss(leaves[0], leaves[1], targets, objective, [rows[0], rows[1, :3]], terms=2)
+        fused_token_loss(leaves[0], Head(leaves[1]), targets, objective, [rows[0], rows[1, :3]], terms=2)

@@ -9,6 +9,7 @@ from torchrl.modules.distributions.discrete import LLMMaskedCategorical
 from torchrl.modules.llm.policies.common import LogProbDistribution as TorchRLLogProbDistribution
 
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.functional.head import Head
 from rlhf_pipeline.interop.torchrl.distribution import LogProbDistribution, TokenDistribution
 
 MASK = torch.tensor([[False, True, True], [False, False, True]])
@@ -25,7 +26,7 @@ def _parts(bias: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
 def test_log_probs_and_entropies_are_those_of_the_softmax(bias: bool) -> None:
     """Against log_softmax in float64, at temperature 0.5; 0 outside the mask."""
     hidden, weight, b = _parts(bias)
-    dist = TokenDistribution(hidden, weight, b, MASK, temperature=0.5)
+    dist = TokenDistribution(hidden, Head(weight, b, 0.5), MASK)
     logits = hidden.double() @ weight.double().T + (0 if b is None else b.double())
     exact = torch.log_softmax(logits / 0.5, -1)
     tokens = torch.tensor([[9, 3, 6], [-5, 1, 0]])
@@ -43,7 +44,7 @@ def test_log_probs_and_entropies_are_those_of_the_softmax(bias: bool) -> None:
 def test_it_agrees_with_torchrls_class_where_that_is_right() -> None:
     """The same log-probs as LLMMaskedCategorical on materialised logits, and it is one."""
     hidden, weight, b = _parts()
-    dist = TokenDistribution(hidden, weight, b, MASK)
+    dist = TokenDistribution(hidden, Head(weight, b), MASK)
     peer = LLMMaskedCategorical(logits=dist.logits, mask=MASK)
     tokens = torch.tensor([[0, 3, 6], [-100, 1, 2]])
     torch.testing.assert_close(dist.log_prob(tokens), peer.log_prob(tokens.clamp(min=0)), atol=1e-6, rtol=0)
@@ -54,7 +55,7 @@ def test_it_agrees_with_torchrls_class_where_that_is_right() -> None:
 def test_samples_and_modes_stay_inside_the_mask() -> None:
     """Frequencies follow the softmax; -100 outside the mask, which log_prob reads as nothing."""
     hidden, weight, b = _parts()
-    dist = TokenDistribution(hidden, weight, b, MASK)
+    dist = TokenDistribution(hidden, Head(weight, b), MASK)
     torch.manual_seed(0)
     drawn = dist.sample((20_000,))
     assert drawn.shape == (20_000, 2, 3)
@@ -69,7 +70,7 @@ def test_gradients_reach_the_hidden_states() -> None:
     """log_prob and entropy are differentiable."""
     hidden, weight, b = _parts()
     hidden.requires_grad_()
-    dist = TokenDistribution(hidden, weight, b, MASK)
+    dist = TokenDistribution(hidden, Head(weight, b), MASK)
     (dist.log_prob(torch.ones(2, 3, dtype=torch.int64)).sum() + dist.entropy().sum()).backward()
     assert hidden.grad is not None
     assert bool(hidden.grad.abs().sum(1).all())
@@ -77,7 +78,8 @@ def test_gradients_reach_the_hidden_states() -> None:
 
 def test_values_that_do_not_fit_are_refused() -> None:
     """Another shape, an id outside the vocabulary."""
-    dist = TokenDistribution(*_parts(), MASK)
+    hidden, weight, b = _parts()
+    dist = TokenDistribution(hidden, Head(weight, b), MASK)
     with pytest.raises(DataError, match=r"\[2, 2\]; the distribution has \[2, 3\]"):
         dist.log_prob(torch.zeros(2, 2, dtype=torch.int64))
     with pytest.raises(DataError, match=r"vocabulary 0 \.\. 6"):
