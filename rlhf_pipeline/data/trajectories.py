@@ -31,7 +31,7 @@ from rlhf_pipeline.data.keys import (
     TOKENS,
     Key,
 )
-from rlhf_pipeline.data.padding import length_mask
+from rlhf_pipeline.data.padding import length_mask, under_mask
 from rlhf_pipeline.errors import DataError, IncompleteError, MissingKeyError
 from trajectory_store import BufferPool
 
@@ -705,7 +705,7 @@ def attach(td: TensorDictBase, columns: Mapping[Key, Flat]) -> TensorDictBase:
         elif column.shapes is not None:
             raise DataError(f"rows of {key!r} differ in more than their length; pass a lazy stack")
         elif padded is not None and lengths is not None and torch.equal(lengths.cpu(), column.lengths):
-            leaves[key] = _under(padded, column.values)
+            leaves[key] = under_mask(padded, column.values)
         else:
             leaf = _dense(column) if dense else None
             leaves[key] = jagged(column) if leaf is None else leaf
@@ -721,13 +721,6 @@ def stack_with(rows: Sequence[TensorDictBase], columns: Mapping[Key, Flat]) -> T
     return lazy_stack([_with(row, new) for row, new in zip(rows, news, strict=True)])  # pyright: ignore[reportReturnType]
 
 
-def _under(mask: Tensor, values: Tensor) -> Tensor:
-    """Values, row after row, where the mask is True, and 0 elsewhere."""
-    out = values.new_zeros((*mask.shape, *values.shape[1:]))
-    out[mask.to(values.device)] = values
-    return out
-
-
 def _padded_rows(column: Flat, masks: list[Any] | None) -> list[Tensor]:
     """The rows of a column; a row that came with padding of its own, under its attention mask, has it again."""
     rows = column.rows()
@@ -735,7 +728,7 @@ def _padded_rows(column: Flat, masks: list[Any] | None) -> list[Tensor]:
         return rows
     for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
         if isinstance(mask, Tensor) and mask.ndim == 1 and mask.numel() != row.shape[0] == int(mask.sum()):
-            rows[i] = _under(mask.to(torch.bool), row)
+            rows[i] = under_mask(mask.to(torch.bool), row)
     return rows
 
 
@@ -781,7 +774,7 @@ def padded_of(batch: Trajectories) -> TensorDictBase:
     out = Trajectories(batch.n, batch)
     for key, column in batch.items():
         if isinstance(column, Flat) and column.lengths is not None and torch.equal(column.lengths, lengths):
-            out[key] = Flat(_under(real, column.values))
+            out[key] = Flat(under_mask(real, column.values))
     out[ATTENTION_MASK] = Flat(real)
     return td_of(out)
 

@@ -7,7 +7,7 @@ split into micro-batches and the number of ranks cannot change the gradient.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
@@ -15,28 +15,13 @@ from rlhf_pipeline.errors import DefinitionError, did_you_mean
 
 __all__ = [
     "AGGREGATIONS",
-    "StepCounts",
     "canonical_aggregation",
     "contributes",
-    "spread_token_weights",
-    "step_counts",
     "token_weights",
 ]
 
 AGGREGATIONS: Final = ("token_mean", "sequence_mean", "sequence_sum", "dr_grpo")
 _ALIASES: Final = {"prompt_mean": "sequence_mean", "bnpo": "token_mean"}
-
-
-class StepCounts(NamedTuple):
-    """The counts of a whole optimizer step; sum the two numbers over ranks before use.
-
-    Attributes:
-        tokens: assistant tokens, scalar tensor or number.
-        sequences: trajectories with at least one assistant token, scalar tensor or number.
-    """
-
-    tokens: torch.Tensor | float
-    sequences: torch.Tensor | float
 
 
 def canonical_aggregation(mode: str) -> str:
@@ -55,26 +40,10 @@ def canonical_aggregation(mode: str) -> str:
     return name
 
 
-def step_counts(lengths: torch.Tensor) -> StepCounts:
-    """Count the tokens and the non-empty trajectories of a step.
-
-    Args:
-        lengths: [N], assistant tokens per trajectory.
-
-    Returns:
-        Two float64 scalars on the device of `lengths`, without a synchronisation.
-
-    >>> step_counts(torch.tensor([3, 0, 1]))
-    StepCounts(tokens=tensor(4., dtype=torch.float64), sequences=tensor(2., dtype=torch.float64))
-    """
-    return StepCounts(lengths.sum().double(), (lengths > 0).sum().double())
-
-
 def token_weights(
     lengths: torch.Tensor,
     mode: str = "token_mean",
     *,
-    counts: StepCounts | None = None,
     max_completion_tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
@@ -92,14 +61,14 @@ def token_weights(
     belong in no length.
 
     Args:
-        lengths: [N], assistant tokens per trajectory, of this batch or of the whole step.
+        lengths: [N], assistant tokens per trajectory, of all trajectories of the step.
         mode: one of `AGGREGATIONS`, `prompt_mean` or `bnpo`.
-        counts: counts of the whole step; those of `lengths` by default.
         max_completion_tokens: the constant of `dr_grpo`, the limit of the sampler.
         dtype: of the result; the division is float64.
 
     Returns:
-        [N], the weight that every assistant token of trajectory `i` carries.
+        [N], the weight that every assistant token of trajectory `i` carries; times its mask [B, T] it is the
+        `loss_weight` that `GRPOLoss` reads.
 
     Raises:
         DefinitionError: unknown mode, or `dr_grpo` without `max_completion_tokens`.
@@ -108,11 +77,9 @@ def token_weights(
     tensor([0.1667, 0.5000, 0.0000])
     """
     name = canonical_aggregation(mode)
-    tokens, sequences = step_counts(lengths) if counts is None else counts
     n = lengths.double()
     full = torch.ones_like(n)
-    tokens = torch.as_tensor(tokens, dtype=torch.float64, device=n.device).clamp_min(1)
-    sequences = torch.as_tensor(sequences, dtype=torch.float64, device=n.device).clamp_min(1)
+    tokens, sequences = n.sum().clamp_min(1), (lengths > 0).sum().double().clamp_min(1)
     if name == "token_mean":
         weight = full / tokens
     elif name == "sequence_mean":
@@ -127,22 +94,6 @@ def token_weights(
             )
         weight = full / (sequences * max_completion_tokens)
     return torch.where(lengths > 0, weight, torch.zeros_like(weight)).to(dtype)
-
-
-def spread_token_weights(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Put the weight of each trajectory on its tokens.
-
-    Args:
-        weights: [B], from `token_weights`.
-        mask: bool [B, T], the assistant tokens.
-
-    Returns:
-        [B, T], 0 outside the mask: the `loss_weight` that `GRPOLoss` reads.
-
-    >>> spread_token_weights(torch.tensor([0.5]), torch.tensor([[False, True, True]]))
-    tensor([[0.0000, 0.5000, 0.5000]])
-    """
-    return weights[:, None] * mask
 
 
 def contributes(advantages: torch.Tensor, *, kl_loss: bool = False, entropy_bonus: bool = False) -> torch.Tensor:

@@ -14,7 +14,6 @@ import torch
 from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
-from rlhf_pipeline.functional.aggregation import spread_token_weights
 from rlhf_pipeline.learner._guard import guard
 from rlhf_pipeline.learner.metrics import ModelCost, StepMeter, data_metrics, known_peak_flops, loss_metrics
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer, learning_rate
@@ -495,7 +494,7 @@ class Learner:
             advantage=advantage if advantage.ndim > 1 else advantage[:, None].expand(mask.shape),
             ref=ref,
             proximal=proximal,
-            weight=spread_token_weights(plan.weights[chosen], mask),
+            weight=plan.weights[chosen][:, None] * mask,
         )
 
     def _compare_with_the_sampler(self, step: int, losses: Mapping[str, float | int | None]) -> None:

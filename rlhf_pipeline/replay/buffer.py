@@ -53,7 +53,7 @@ class TrajectoryWriter(RoundRobinWriter):
         if not isinstance(self._storage, TrajectoryStorage):
             return super().extend(data)
         index = torch.from_numpy(self._storage.extend(data))
-        self._follow()
+        self._cursor = self._storage.next_slot
         self._write_count += len(index)
         self._bump_generation(index, data)
         self._mark_update_entities(index)

@@ -195,7 +195,7 @@ class TrajectoryStorage(Storage):
         """
         if isinstance(data, (list, tuple)):
             data = lazy_stack(list(data))
-        n, rows = self._append_data(data)
+        n, rows = append_data(data, self.store.schema)
         slots = self._cursor_slots(cursor)
         if len(slots) != n:
             raise DataError(f"{n} trajectories do not fit {len(slots)} slots")
@@ -206,7 +206,7 @@ class TrajectoryStorage(Storage):
 
     def extend(self, data: TensorDictBase | Trajectories) -> np.ndarray:
         """Append trajectories to the next slots, which are returned, int64 `[n]`; see `set`."""
-        n, rows = self._append_data(data)
+        n, rows = append_data(data, self.store.schema)
         waiting = rows.get(WAITING.name)
         slots = self._slots.expected(n if waiting is None else int(np.count_nonzero(np.asarray(waiting) < 0)))
         if n:
@@ -255,13 +255,6 @@ class TrajectoryStorage(Storage):
         """Bool `[n]`: which rows neither wait for their group nor were left out of it; None where all may be drawn."""
         aside = self._slots.aside
         return ~np.isin(row_ids, aside) if len(aside) else None
-
-    def _append_data(self, data: Any) -> tuple[int, dict[str, Any]]:
-        """The number of trajectories, and their columns as the store takes them."""
-        if not isinstance(data, (TensorDictBase, Trajectories)):
-            raise DataError(f"a storage of trajectories takes TensorDicts, not {type(data).__name__}")
-        columns = data if isinstance(data, Trajectories) else trajectories_of(data)
-        return columns.n, append_data(columns, self.store.schema) if columns.n else {}
 
     def _append(self, rows: dict[str, Any], slots: np.ndarray, *, in_turn: bool) -> None:
         if not in_turn:
@@ -605,23 +598,31 @@ _DERIVED: frozenset[Key] = frozenset(
 """Keys that a batch may carry and that are not stored: they are derived on read or belong to TorchRL."""
 
 
-def append_data(columns: Trajectories, schema: Schema) -> dict[str, Any]:
-    """What `TrajectoryStore.append` takes.
+def append_data(data: Any, schema: Schema) -> tuple[int, dict[str, Any]]:
+    """What `TrajectoryStore.append` takes of a batch.
 
     Args:
-        columns: one row per trajectory.
+        data: trajectories in any of the forms of the write path.
         schema: the columns of the store.
 
+    Returns:
+        The number of trajectories, and their columns.
+
     Raises:
-        DataError: if a column has the wrong shape, or token ids are missing.
+        DataError: if there are no trajectories, a column has the wrong shape, or token ids are missing.
     """
+    if not isinstance(data, (TensorDictBase, Trajectories)):
+        raise DataError(f"a storage of trajectories takes TensorDicts, not {type(data).__name__}")
+    columns = trajectories_of(data) if isinstance(data, TensorDictBase) else data
+    if not columns.n:
+        return 0, {}
     tokens = columns.get(TOKENS)
     if not isinstance(tokens, Flat) or tokens.lengths is None:
         raise MissingKeyError(
             f"the batch has no token ids under {TOKENS!r}. A trajectory is stored as its token ids; keys seen: "
             f"{list(columns)[:12]}"
         )
-    if columns.n and int(tokens.lengths.min()) == 0:
+    if int(tokens.lengths.min()) == 0:
         raise DataError(f"trajectory {int(tokens.lengths.argmin())} of {columns.n} has no tokens; leave it out.")
     _derive(columns, tokens, schema)
     out: dict[str, Any] = {}
@@ -634,7 +635,7 @@ def append_data(columns: Trajectories, schema: Schema) -> dict[str, Any]:
             _report_unknown(key, value, schema)
     if CREATED_AT not in columns and "created_at" in schema:
         out["created_at"] = np.full(columns.n, time.time())
-    return out
+    return columns.n, out
 
 
 def _derive(columns: Trajectories, tokens: Flat, schema: Schema) -> None:

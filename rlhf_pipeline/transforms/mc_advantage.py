@@ -244,7 +244,8 @@ class MCAdvantage(Transform):
             stats=self._stats,
             verbose=verbose,
         )
-        self._rows: WaitingRows | None = None
+        self.rows: WaitingRows | None = None
+        """The rows of a store that wait, or None where trajectories wait in memory."""
         self._is_writing = False
         """Whether a buffer is in the middle of a call over the store."""
         self._num_written: int | None = None
@@ -321,7 +322,7 @@ class MCAdvantage(Transform):
         with self._lock:
             self._current()
             arrived, now = self._arrived(batch), self._now()
-            if self._rows is not None:
+            if self.rows is not None:
                 return self._write_rows(arrived, now)
             done = self._in_memory(arrived, now)
         return None if done is None else done.batch
@@ -335,7 +336,7 @@ class MCAdvantage(Transform):
             return None
         with self._lock:
             self._current()
-            if self._rows is not None and not self._is_writing:
+            if self.rows is not None and not self._is_writing:
                 raise self._elsewhere("inv", "extend")
             if not tensordict.numel():
                 done = self._finish(self._queue.close_overdue(self._now()))
@@ -372,7 +373,7 @@ class MCAdvantage(Transform):
         return list(dict.fromkeys(key for key in named if key is not None))
 
     def _now(self) -> float:
-        return self.clock() if self.group_timeout_s is not None or self._rows is not None else 0.0
+        return self.clock() if self.group_timeout_s is not None or self.rows is not None else 0.0
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Set the advantage from the groups as they are in the batch; a batch that has one passes unchanged.
@@ -414,7 +415,7 @@ class MCAdvantage(Transform):
                 "no trajectory says which group it belongs to: looked for "
                 f"{[key for key in named if key is not None]}. Set group_id, or pass group_key=."
             )
-        groups = group_ids(batch[key], bounds[:-1], key, numbers=self._rows is not None)
+        groups = group_ids(batch[key], bounds[:-1], key, numbers=self.rows is not None)
         self._queue.unique = key == GROUP_ID
         reward_key = self.rewards_key if isinstance(batch.get(self.rewards_key), Flat) else TASK_REWARD
         reward = batch.get(reward_key)
@@ -451,8 +452,8 @@ class MCAdvantage(Transform):
         arrived = member.arrived
         if arrived.rows is None:
             return stack_of(whole(arrived.batch.select(arrived.steps_of([member.index]))))
-        assert self._rows is not None
-        return stack_of(self._rows.columns(self._rows.store.schema.names, np.array([member.row])))
+        assert self.rows is not None
+        return stack_of(self.rows.columns(self.rows.store.schema.names, np.array([member.row])))
 
     def report_failed(self, group: Hashable, count: int = 1) -> TensorDictBase | None:
         """Say that `count` trajectories of a group will never arrive.
@@ -503,12 +504,12 @@ class MCAdvantage(Transform):
             return self._out(self._begin("close_overdue").close_overdue(self._now()))
 
     def _name(self, group: Hashable) -> Hashable:
-        return group if self._rows is None else number_of_group(group)
+        return group if self.rows is None else number_of_group(group)
 
     def _begin(self, method: str) -> GroupQueue:
         """Get ready to close groups."""
         queue = self._current()
-        if self._rows is None:
+        if self.rows is None:
             return queue
         if not self._is_writing:
             raise self._elsewhere(method, method)
@@ -516,7 +517,7 @@ class MCAdvantage(Transform):
 
     def _elsewhere(self, called: str, instead: str) -> DefinitionError:
         """What to say where the groups wait in a store and no buffer writes to it."""
-        where = None if self._rows is None else self._rows.store.path
+        where = None if self.rows is None else self.rows.store.path
         return DefinitionError(
             f"the groups of this MCAdvantage wait in {where}, where MCAdvantage.{called} cannot write. Call {instead} "
             "of the TrajectoryReplayBuffer."
@@ -559,11 +560,6 @@ class MCAdvantage(Transform):
 
     # -- groups that wait in a store ---------------------------------------------------------------------------
 
-    @property
-    def rows(self) -> WaitingRows | None:
-        """The rows of a store that wait, or None where trajectories wait in memory."""
-        return self._rows
-
     def attach(self, rows: WaitingRows | None) -> None:
         """Let incomplete groups wait as rows of a store; `TrajectoryReplayBuffer` does this.
 
@@ -571,12 +567,12 @@ class MCAdvantage(Transform):
             DefinitionError: trajectories wait in memory.
         """
         with self._lock:
-            if self._rows is None and self._queue.waiting:
+            if self.rows is None and self._queue.waiting:
                 raise DefinitionError(
                     f"{self.queued_trajectories} trajectories wait in memory in this MCAdvantage. Write them first, or "
                     "give the buffer an MCAdvantage of its own."
                 )
-            self._rows = rows
+            self.rows = rows
             if rows is not None:
                 rows.eps = torch.finfo(self.scored_in).eps
             self._queue = self._new_queue()
@@ -589,16 +585,16 @@ class MCAdvantage(Transform):
         """
         with self._lock:
             stats, late = dict(self._stats), dict(self._queue.late)
-            before = self._queue.copy() if self._rows is None and self._queue.waiting else None
-            self._is_writing, self._num_written = self._rows is not None, None
+            before = self._queue.copy() if self.rows is None and self._queue.waiting else None
+            self._is_writing, self._num_written = self.rows is not None, None
             try:
                 yield
             except BaseException:
                 self._stats.update(stats)
-                if self._rows is None:
+                if self.rows is None:
                     self._queue = before or self._new_queue()
                 else:
-                    self._rows.is_known = False
+                    self.rows.is_known = False
                 self._queue.late = late
                 raise
             finally:
@@ -612,8 +608,8 @@ class MCAdvantage(Transform):
 
     def _current(self) -> GroupQueue:
         """The queue; the first time, of what waits in the store."""
-        if self._rows is not None and not self._rows.is_known:
-            self._recover(self._rows, self._rows.look())
+        if self.rows is not None and not self.rows.is_known:
+            self._recover(self.rows, self.rows.look())
         return self._queue
 
     def _waiting(self) -> dict[Hashable, Waiting]:
@@ -623,7 +619,7 @@ class MCAdvantage(Transform):
 
     def _meet(self) -> GroupQueue:
         """Take in what other processes did to the groups, and keep them from doing more until the call ends."""
-        rows = self._rows
+        rows = self.rows
         assert rows is not None
         if self._store_call is None:
             self._store_call = StoreCall(rows, self._grader)
@@ -737,12 +733,12 @@ class MCAdvantage(Transform):
         """The trajectories that wait in memory, in the order of arrival, the failures reported and the counters."""
         with self._lock:
             queue, chunks = self._current(), []
-            for arrived, members in queue.parts() if self._rows is None else ():
+            for arrived, members in queue.parts() if self.rows is None else ():
                 part = arrived.take([member.index for member in members])
                 since = [queue.waiting[group].since for group in part.groups]
                 chunks.append({"bounds": part.bounds, "columns": columns_state(whole(part.batch)), "since": since})
             here = [
-                (g, w.failed) for g, w in queue.waiting.items() if w.failed and (self._rows is None or not w.members)
+                (g, w.failed) for g, w in queue.waiting.items() if w.failed and (self.rows is None or not w.members)
             ]
             failed = [[group, count] for group, count in here]
             late = [[group, count] for group, count in queue.late.items()]
@@ -756,14 +752,14 @@ class MCAdvantage(Transform):
         """
         with self._lock:
             self._stats.update(state["stats"])
-            if self._rows is not None:
+            if self.rows is not None:
                 if state["chunks"]:
                     raise DataError(
                         "the checkpoint holds trajectories that wait in memory, and here they wait in "
-                        f"{self._rows.store.path}. Load it into an MCAdvantage without a store, close its groups, and "
+                        f"{self.rows.store.path}. Load it into an MCAdvantage without a store, close its groups, and "
                         "write what comes out."
                     )
-                self._rows.is_known = False
+                self.rows.is_known = False
                 self._queue = self._new_queue()
             else:
                 self.clear_queues()
@@ -783,8 +779,8 @@ class MCAdvantage(Transform):
         state = super().__getstate__()
         for name in ("_lock", "_pool"):
             state.pop(name, None)
-        if self._rows is not None:  # a process that gets a copy finds what waits in the store
-            state |= {"_rows": None, "_queue": self._new_queue()}
+        if self.rows is not None:  # a process that gets a copy finds what waits in the store
+            state |= {"rows": None, "_queue": self._new_queue()}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -805,11 +801,11 @@ class MCAdvantage(Transform):
                     index = torch.tensor([arrived.bounds[member.index + 1] - 1 for member in members])
                     batch = arrived.batch if key in arrived.batch else whole(arrived.batch)
                 else:
-                    assert self._rows is not None
+                    assert self.rows is not None
                     index = torch.arange(len(members))
-                    name = self._rows.column_of(key)
+                    name = self.rows.column_of(key)
                     rows = np.array([member.row for member in members])
-                    batch = self._rows.columns([] if name is None else [name], rows)
+                    batch = self.rows.columns([] if name is None else [name], rows)
                 column = batch.get(key)
                 if column is not None:
                     found = column.select(index)
@@ -819,7 +815,7 @@ class MCAdvantage(Transform):
     @property
     def is_shared(self) -> bool:
         """Whether processes share the groups: they do where they wait in a store."""
-        return self._rows is not None
+        return self.rows is not None
 
     def share_memory_(self) -> Self:
         """Refused: TorchRL's shared queues live in a manager process and die with it.
@@ -839,9 +835,9 @@ class MCAdvantage(Transform):
             DefinitionError: they wait in a store, which forgets nothing.
         """
         with self._lock:
-            if self._rows is not None and self._current().waiting:
+            if self.rows is not None and self._current().waiting:
                 raise DefinitionError(
-                    f"the groups wait in {self._rows.store.path}, and a store forgets nothing. Close them: "
+                    f"the groups wait in {self.rows.store.path}, and a store forgets nothing. Close them: "
                     "TrajectoryReplayBuffer.close_groups()."
                 )
             self._queue = self._new_queue()

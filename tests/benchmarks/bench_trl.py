@@ -95,7 +95,7 @@ def ours(work: Work, layout: str, budget: int) -> tuple[Callable[..., float], in
     from tensordict import TensorDict
 
     from rlhf_pipeline import CausalLMPolicy, GRPOLoss
-    from rlhf_pipeline.functional.aggregation import spread_token_weights, step_counts, token_weights
+    from rlhf_pipeline.functional.aggregation import token_weights
     from rlhf_pipeline.policies.packed import plan_micro_batches
 
     policy = CausalLMPolicy(work.model, scoring_layout=layout)
@@ -103,7 +103,7 @@ def ours(work: Work, layout: str, budget: int) -> tuple[Callable[..., float], in
     starts = torch.tensor([len(p) for p in work.prompts])
     lengths = starts + torch.tensor([len(c) for c in work.completions])
     groups = torch.arange(len(lengths)) // GROUP
-    weights = token_weights(lengths - starts, "token_mean", counts=step_counts(lengths - starts))
+    weights = token_weights(lengths - starts, "token_mean")
     plan = plan_micro_batches(layout, lengths, max(budget, int(lengths.max())), prompt_lengths=starts, group_ids=groups)
 
     def padded(rows: Any) -> Any:
@@ -124,7 +124,7 @@ def ours(work: Work, layout: str, budget: int) -> tuple[Callable[..., float], in
                 "log_probs": {"full": scores[0]},
                 "next": {"ref_log_probs": {"full": scores[1]}},
                 "advantage": work.advantages[rows, None] * assistant,
-                "loss_weight": spread_token_weights(weights[rows], assistant),
+                "loss_weight": weights[rows][:, None] * assistant,
             },
             batch_size=[len(rows)],
         )

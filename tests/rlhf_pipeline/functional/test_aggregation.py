@@ -8,11 +8,8 @@ import torch
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.aggregation import (
     AGGREGATIONS,
-    StepCounts,
     canonical_aggregation,
     contributes,
-    spread_token_weights,
-    step_counts,
     token_weights,
 )
 
@@ -35,27 +32,9 @@ def test_hand_computed_numbers(mode):
     assert weights[1] == 0
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_counts_of_the_whole_step_make_parts_add_up(mode):
-    """Weights of a part with the counts of the whole step are the weights of the whole step."""
-    whole = token_weights(LENGTHS, mode, max_completion_tokens=8)
-    counts = step_counts(LENGTHS)
-    parts = [token_weights(part, mode, counts=counts, max_completion_tokens=8) for part in (LENGTHS[:1], LENGTHS[1:])]
-    assert torch.equal(torch.cat(parts), whole)
-    plain = StepCounts(5, 2)
-    assert torch.equal(token_weights(LENGTHS, mode, counts=plain, max_completion_tokens=8), whole)
-
-
 def test_nothing_to_learn_from_gives_zero_weights():
     """A step whose completions are all empty gives 0, not NaN."""
     assert token_weights(torch.zeros(3, dtype=torch.long)).tolist() == [0.0, 0.0, 0.0]
-
-
-def test_weights_go_to_the_masked_tokens():
-    """A trajectory's weight stands on its assistant tokens and nowhere else."""
-    mask = torch.tensor([[False, True, True], [False, False, True]])
-    out = spread_token_weights(torch.tensor([0.25, 0.5]), mask)
-    assert out.tolist() == [[0.0, 0.25, 0.25], [0.0, 0.0, 0.5]]
 
 
 def test_who_has_a_gradient():

@@ -13,8 +13,6 @@ from torchrl.objectives.common import LossModule
 from rlhf_pipeline import GRPOLoss, GRPOLossOutput
 from rlhf_pipeline.functional.aggregation import (
     AGGREGATIONS,
-    spread_token_weights,
-    step_counts,
     token_weights,
 )
 from tests.rlhf_pipeline.functional.watch import Watch
@@ -82,8 +80,8 @@ def test_every_split_into_micro_batches_has_the_same_gradient(tiny, options, agg
     policy = tiny.Policy()
     td = tiny.make_batch(policy)
     lengths = td[MASK].sum(1)
-    weights = token_weights(lengths, aggregation, counts=step_counts(lengths), max_completion_tokens=8)
-    td["loss_weight"] = spread_token_weights(weights, td[MASK])
+    weights = token_weights(lengths, aggregation, max_completion_tokens=8)
+    td["loss_weight"] = weights[:, None] * td[MASK]
     loss = grpo(policy, kl_to_ref_coeff=0.1, entropy_coeff=0.02, **options)
     splits = [[0, 1, 2, 3]], [[0], [1], [2], [3]], [[3, 1], [0, 2]], [[2], [0, 1, 3]], [[1, 0, 3], [2]]
     gradients, values = [], []
@@ -104,7 +102,7 @@ def test_weights_of_the_batch_are_those_of_token_weights(tiny):
         loss = GRPOLoss(policy, aggregation=aggregation)
         plain = loss(td).total_loss().item()
         fixed = td.copy()
-        fixed["loss_weight"] = spread_token_weights(token_weights(td[MASK].sum(1), aggregation), td[MASK])
+        fixed["loss_weight"] = token_weights(td[MASK].sum(1), aggregation)[:, None] * td[MASK]
         assert loss(fixed).total_loss().item() == pytest.approx(plain, rel=1e-6)
 
 
@@ -389,7 +387,7 @@ def test_merged_outputs_equal_the_whole_batch(tiny):
     policy = tiny.Policy()
     td = tiny.make_batch(policy)
     td[REF][0, 4:6] = math.nan
-    td["loss_weight"] = spread_token_weights(token_weights(td[MASK].sum(1)), td[MASK])
+    td["loss_weight"] = token_weights(td[MASK].sum(1))[:, None] * td[MASK]
     loss = GRPOLoss(policy)
     whole = loss(td)
     for split in ([td[:1], td[1:]], [td[:2], td[2:3], td[3:]]):

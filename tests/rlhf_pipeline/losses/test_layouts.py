@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_pipeline import CausalLMPolicy, GRPOLoss
-from rlhf_pipeline.functional.aggregation import contributes, spread_token_weights, step_counts, token_weights
+from rlhf_pipeline.functional.aggregation import contributes, token_weights
 from rlhf_pipeline.losses.grpo import GRPOLossOutput
 from rlhf_pipeline.policies.packed import LAYOUTS, plan_micro_batches
 
@@ -89,11 +89,11 @@ def step_gradient(policy, td, splits, *, layout="padded", aggregation="token_mea
     mask = td["masks", "all_assistant_mask"]
     lengths = mask.sum(1)
     dtype = policy.head_weight.dtype
-    weights = token_weights(lengths, aggregation, counts=step_counts(lengths), max_completion_tokens=20, dtype=dtype)
+    weights = token_weights(lengths, aggregation, max_completion_tokens=20, dtype=dtype)
     outputs = []
     for rows in splits:
         part = td[rows]
-        part["loss_weight"] = spread_token_weights(weights[rows], part["masks", "all_assistant_mask"])
+        part["loss_weight"] = weights[rows][:, None] * part["masks", "all_assistant_mask"]
         out = loss(part)
         out.total_loss().backward()
         outputs.append(out)

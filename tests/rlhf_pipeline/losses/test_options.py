@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from rlhf_pipeline import GRPO, GRPOLoss
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.functional.aggregation import spread_token_weights, token_weights
+from rlhf_pipeline.functional.aggregation import token_weights
 
 MASK = ("masks", "all_assistant_mask")
 LOG_PROBS = ("log_probs", "full")
@@ -151,7 +151,7 @@ def test_trust_region_mask(tiny, aggregation):
     out, gradient = run(actor, td, kl_mask_threshold=0.4, aggregation=aggregation)
     assert out.loss_objective.item() == pytest.approx(-2.0)
     assert gradient == pytest.approx([-0.5, 0.0, -1.5])
-    td["loss_weight"] = spread_token_weights(token_weights(torch.tensor([3])), td[MASK])
+    td["loss_weight"] = token_weights(torch.tensor([3]))[:, None] * td[MASK]
     out, _ = run(actor, td, kl_mask_threshold=0.4, aggregation=aggregation)
     assert out.loss_objective.item() == pytest.approx(-4.0 / 3)
 

@@ -8,7 +8,6 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.data.trajectories import trajectories_of
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
 from rlhf_pipeline.replay.storage import TrajectoryStorage, append_data
 from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
@@ -61,7 +60,8 @@ def test_round_trip_in_every_form(storage, make_rows, to_form, form):
 
 def test_columns_of_equal_lengths_share_them(make_rows):
     """So that the store checks and writes one array of offsets."""
-    data = append_data(trajectories_of(lazy_stack(make_rows([4, 5]))), trajectory_schema())
+    num, data = append_data(lazy_stack(make_rows([4, 5])), trajectory_schema())
+    assert num == 2
     ragged = [value for value in data.values() if isinstance(value, RaggedArray)]
     assert len(ragged) > 2
     assert len({id(value.lengths) for value in ragged}) == 1
