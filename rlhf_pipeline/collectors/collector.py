@@ -17,7 +17,7 @@ from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.prompts import Prompt, PromptSource
 from rlhf_pipeline.data.rewards import Grade, RewardFunction, grade
-from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
+from rlhf_pipeline.data.trajectories import Trajectories
 from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
 from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
@@ -263,7 +263,7 @@ def trajectories(
         cursors: int64 [P], the cursor of each prompt; it is the group's id.
         group_size: members of a whole group; makes `trajectory_id` unique.
         policy_version: optimizer steps behind the behaviour policy's weights, where the completions do not say it.
-        digests: of the published weights, by version.
+        digests: of the published weights, by version; one that is not there is not known.
     """
     owner = completions.prompt_index
     prompt_lengths = np.array([len(ids) for ids in prompt_ids])[owner]
@@ -280,88 +280,32 @@ def trajectories(
 
     groups = cursors[owner]
     reasons = np.where(completions.stopped, "stop", "length").tolist()
-    reasons = [reason if item.error is None else "failed" for reason, item in zip(reasons, grades, strict=True)]
-
-    return trajectory_rows(
-        tokens,
-        assistant,
-        log_probs,
-        offsets,
-        rewards=[item.reward for item in grades],
-        groups=groups,
-        trajectory_ids=groups * group_size + completions.member,
-        policy_version=policy_version,
-        versions=completions.versions,
-        digests=digests,
-        num_prompt_tokens=prompt_lengths,
-        finish_reasons=reasons,
-        prompts=[prompts[index].text for index in owner],
-        completions=list(texts),
-        metas=[_meta(prompts[index], item) for index, item in zip(owner, grades, strict=True)],
-    )
-
-
-def trajectory_rows(
-    tokens: np.ndarray,
-    assistant: np.ndarray,
-    log_probs: np.ndarray,
-    offsets: np.ndarray,
-    *,
-    rewards: Sequence[float],
-    groups: np.ndarray,
-    trajectory_ids: np.ndarray,
-    policy_version: int,
-    versions: np.ndarray | None = None,
-    digests: Mapping[int, int] | None = None,
-    num_prompt_tokens: np.ndarray,
-    finish_reasons: list[str],
-    prompts: list[str],
-    completions: list[str],
-    metas: list[str],
-) -> Trajectories:
-    """Return `n` trajectories given as flat columns.
-
-    Args:
-        tokens: int64 `[sum T]`; likewise `assistant` bool and `log_probs` float32.
-        assistant: True at the tokens that the policy sampled.
-        log_probs: NaN where the policy sampled nothing.
-        offsets: int64 `[n + 1]`.
-        rewards: one per trajectory, and so are the others.
-        groups: int64.
-        trajectory_ids: int64.
-        policy_version: of all of them.
-        versions: int64 `[n, 2]`, of the first and the last token of each, where weights were replaced on the way; a
-            trajectory is as old as its first token.
-        digests: of the published weights, by version; one that is not there is not known.
-        num_prompt_tokens: int64.
-        finish_reasons: why each ended.
-        prompts: text.
-        completions: text.
-        metas: JSON.
-    """
-    num, lengths = len(offsets) - 1, torch.from_numpy(np.diff(offsets))
-    oldest = np.full(num, policy_version) if versions is None else versions[:, 0]
-    data = Trajectories(num)
-    for key, values in ((keys.TOKENS, tokens), (keys.ASSISTANT_MASK, assistant), (keys.LOG_PROBS, log_probs)):
-        data[key] = Flat(torch.from_numpy(values), lengths)
-    data[keys.TASK_REWARD] = Flat(torch.tensor(rewards))
-    scalars = {
+    oldest = newest = np.full(len(lengths), policy_version)
+    if completions.versions is not None:  # a trajectory is as old as its first token
+        oldest, newest = completions.versions.T
+    columns: dict[keys.Key, np.ndarray | list[str]] = {
+        keys.TOKENS: tokens,
+        keys.ASSISTANT_MASK: assistant,
+        keys.LOG_PROBS: log_probs,
+        keys.TASK_REWARD: np.array([item.reward for item in grades], np.float32),
         keys.GROUP_ID: groups,
-        keys.TRAJECTORY_ID: trajectory_ids,
+        keys.TRAJECTORY_ID: groups * group_size + completions.member,
         keys.POLICY_VERSION: oldest,
-        keys.NUM_PROMPT_TOKENS: num_prompt_tokens,
-        keys.DONE: np.ones(num, np.bool_),
-        keys.CREATED_AT: np.full(num, time.time()),
+        keys.NUM_PROMPT_TOKENS: prompt_lengths,
+        keys.DONE: np.ones(len(lengths), np.bool_),
+        keys.CREATED_AT: np.full(len(lengths), time.time()),
+        keys.FINISH_REASON: [
+            reason if item.error is None else "failed" for reason, item in zip(reasons, grades, strict=True)
+        ],
+        keys.PROMPT: [prompts[index].text for index in owner],
+        keys.COMPLETION: list(texts),
+        keys.META: [_meta(prompts[index], item) for index, item in zip(owner, grades, strict=True)],
     }
-    if versions is not None:
-        scalars[keys.NEWEST_POLICY_VERSION] = np.where(oldest < versions[:, 1], versions[:, 1], -1)
+    if completions.versions is not None:
+        columns[keys.NEWEST_POLICY_VERSION] = np.where(oldest < newest, newest, -1)
     if digests is not None:
-        scalars[keys.POLICY_DIGEST] = np.array([digests.get(version, 0) for version in oldest.tolist()])
-    for key, values in scalars.items():
-        data[key] = Flat(torch.from_numpy(np.ascontiguousarray(values)))
-    data[keys.FINISH_REASON], data[keys.PROMPT] = Text(finish_reasons), Text(prompts)
-    data[keys.COMPLETION], data[keys.META] = Text(completions), Text(metas)
-    return data
+        columns[keys.POLICY_DIGEST] = np.array([digests.get(version, 0) for version in oldest.tolist()])
+    return Trajectories.of(lengths, columns)
 
 
 def _meta(prompt: Prompt, item: Grade) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -11,7 +12,8 @@ from typing import Any, Literal, cast
 import numpy as np
 from tensordict import TensorDict
 
-from rlhf_pipeline.collectors.collector import trajectory_rows
+from rlhf_pipeline.data import keys
+from rlhf_pipeline.data.keys import Key
 from rlhf_pipeline.data.rewards import describe_error
 from rlhf_pipeline.data.trajectories import Text, Trajectories, td_of
 from rlhf_pipeline.errors import DataError, DefinitionError
@@ -250,8 +252,6 @@ def conversation_rows(
     named = [talk.group_id if given is None else _given(given, talk) for talk in conversations]
     ids = [_member_id(group, t.group_size, t.member) for group, t in zip(named, conversations, strict=True)]
     _check_ids(conversations, named, ids)
-    groups = np.array(named, dtype=np.int64)
-    starts = np.array([talk.num_prompt_tokens for talk in conversations], dtype=np.int64)
 
     def text(ids: Sequence[int]) -> str:
         return "" if tokenizer is None else tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -264,21 +264,23 @@ def conversation_rows(
     for talk in conversations:
         meta: dict[str, Any] = {"messages": talk.messages, "turns": talk.num_turns}
         metas.append(json.dumps(meta | ({"error": talk.error} if talk.error else {}), ensure_ascii=False))
-    rows = trajectory_rows(
-        flat("token_ids", np.int64),
-        flat("assistant_mask", np.bool_),
-        flat("log_probs", np.float32),
-        np.concatenate([[0], np.cumsum([len(talk.token_ids) for talk in conversations])]).astype(np.int64),
-        rewards=[float(value) for value in rewards],
-        groups=groups,
-        trajectory_ids=np.array(ids, dtype=np.int64),
-        policy_version=policy_version,
-        num_prompt_tokens=starts,
-        finish_reasons=[talk.finish_reason for talk in conversations],
-        prompts=[text(talk.token_ids[: talk.num_prompt_tokens]) for talk in conversations],
-        completions=[text(talk.token_ids[talk.num_prompt_tokens :]) for talk in conversations],
-        metas=metas,
-    )
+    columns: dict[Key, np.ndarray | list[str]] = {
+        keys.TOKENS: flat("token_ids", np.int64),
+        keys.ASSISTANT_MASK: flat("assistant_mask", np.bool_),
+        keys.LOG_PROBS: flat("log_probs", np.float32),
+        keys.TASK_REWARD: np.array(rewards, np.float32),
+        keys.GROUP_ID: np.array(named, np.int64),
+        keys.TRAJECTORY_ID: np.array(ids, np.int64),
+        keys.POLICY_VERSION: np.full(n, policy_version),
+        keys.NUM_PROMPT_TOKENS: np.array([talk.num_prompt_tokens for talk in conversations], np.int64),
+        keys.DONE: np.ones(n, np.bool_),
+        keys.CREATED_AT: np.full(n, time.time()),
+        keys.FINISH_REASON: [talk.finish_reason for talk in conversations],
+        keys.PROMPT: [text(talk.token_ids[: talk.num_prompt_tokens]) for talk in conversations],
+        keys.COMPLETION: [text(talk.token_ids[talk.num_prompt_tokens :]) for talk in conversations],
+        keys.META: metas,
+    }
+    rows = Trajectories.of(np.array([len(talk.token_ids) for talk in conversations], np.int64), columns)
     texts = {key: column.items for key, column in rows.items() if isinstance(column, Text)}
     data = td_of(Trajectories(n, {key: column for key, column in rows.items() if key not in texts}))
     for key, items in texts.items():  # one list per key: a stack of single strings costs 20 times as much

@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection, lazy_stack
 from tensordict.tensorclass import NonTensorData, NonTensorStack
@@ -110,6 +111,23 @@ class Trajectories(dict[Key, Flat | Text]):
     def __init__(self, n: int, columns: Mapping[Key, Flat | Text] | None = None) -> None:
         super().__init__(columns or {})
         self.n = n
+
+    @classmethod
+    def of(cls, lengths: npt.NDArray[np.int64], columns: Mapping[Key, npt.NDArray[Any] | list[str]]) -> Trajectories:
+        """A batch from arrays.
+
+        Args:
+            lengths: `[n]`, tokens of each trajectory.
+            columns: `[sum(lengths)]` for what is per token (`TOKEN_KEYS`), `[n]` for the others; text as lists.
+        """
+        out, shared = cls(len(lengths)), torch.from_numpy(lengths)
+        for key, values in columns.items():
+            if isinstance(values, list):
+                out[key] = Text(values)
+            else:
+                flat = torch.from_numpy(np.ascontiguousarray(values))
+                out[key] = Flat(flat, shared if key in TOKEN_KEYS else None)
+        return out
 
     def select(self, index: Tensor) -> Trajectories:
         """The rows `index` of every column."""
