@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,13 +22,13 @@ from rlhf_pipeline.data.trajectories import (
     Trajectories,
     along_one_dimension,
     merge_steps,
+    on_device,
     steps_of,
     td_of,
     trajectories_of,
 )
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.replay._torchrl_samplers import check_consuming
-from rlhf_pipeline.replay._transfer import DeviceRing
 from rlhf_pipeline.replay.samplers import Ints, StoreView, TrajectorySampler, as_sampler
 from rlhf_pipeline.replay.storage import Layout, TrajectoryStorage, collated
 from rlhf_pipeline.transforms.base import ColumnTransform
@@ -86,8 +87,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             draws uniformly with replacement, as TorchRL does.
         seed: of all draws.
         writer: a TorchRL `Writer`, or a function that makes one. None appends, which is what this storage is made for.
-        device: where `sample`, `sample_step` and `read` put batches; a CUDA device is fed through pinned buffers with
-            asynchronous copies. None leaves batches on the CPU.
+        device: where `sample`, `sample_step` and `read` put batches; a CUDA device is fed through pinned memory with
+            one asynchronous copy. None leaves batches on the CPU.
         **kwargs: passed to TorchRL's `TensorDictReplayBuffer` (`prefetch`, `pin_memory`, ...).
 
     Raises:
@@ -130,7 +131,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         if not isinstance(storage, TrajectoryStorage):
             raise DefinitionError(f"the storage is a {type(storage).__name__}; pass a TrajectoryStorage or a path.")
         self.seed = int(seed)
-        self._ring = None if device is None else DeviceRing(device)
+        self._to_device = collated if device is None else partial(on_device, device=torch.device(device))
         if sampler is None:
             sampler = RandomSampler()
         elif isinstance(sampler, str):
@@ -144,7 +145,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             transform=transform,
             **{
                 "writer": writer,
-                "collate_fn": collated if self._ring is None else self._ring,
+                "collate_fn": self._to_device,
                 "generator": torch.Generator().manual_seed(self.seed),
                 **kwargs,
             },
@@ -529,8 +530,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         layout: Layout | None = None,
     ) -> TensorDict:
         """A batch of given rows, as a ledger names them; see `TrajectoryStorage.read`."""
-        batch = self.trajectories.read(row_ids=row_ids, keys=keys, text=text, layout=layout)
-        return batch if self._ring is None else self._ring(batch)
+        return self._to_device(self.trajectories.read(row_ids=row_ids, keys=keys, text=text, layout=layout))
 
     # -- sharing -----------------------------------------------------------------------------------------------
 
