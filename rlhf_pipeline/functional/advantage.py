@@ -157,22 +157,23 @@ def group_advantage(
         return GroupAdvantage(returns.to(dtype), torch.zeros_like(returns, dtype=torch.bool))
     index = _numbers(group_ids)
     groups = int(index.max()) + 1
-    size = segment_sum(torch.ones_like(r), index, groups)[index]
-    centred = r - segment_sum(r, index, groups)[index] / size
-    std = (segment_sum(centred.square(), index, groups)[index] / (size - 1).clamp_min(1)).sqrt()
-    scale = segment_sum(r.abs(), index, groups)[index] / size
-    degenerate = (size < 2) | (std <= RELATIVE_SPREAD_FLOOR * scale)
+    size = segment_sum(torch.ones_like(r), index, groups)  # of each group, and so are mean, others, std and scale
+    mean, others = segment_sum(r, index, groups) / size, (size - 1).clamp_min(1)
+    centred = r - mean[index]
+    std = (segment_sum(centred.square(), index, groups) / others).sqrt()
+    scale = segment_sum(r.abs(), index, groups) / size
+    flat = (size < 2) | (std <= RELATIVE_SPREAD_FLOOR * scale)
     if task_rewards is not None and rounding is not None:
-        flat = _all_equal(task_rewards.double(), index, groups)
-        flat &= segment_sum((centred.abs() > rounding.double()).double(), index, groups) == 0
-        degenerate = degenerate | flat[index]
+        beyond = segment_sum((centred.abs() > rounding.double()).double(), index, groups)
+        flat = flat | (_all_equal(task_rewards.double(), index, groups) & (beyond == 0))
+    degenerate = flat[index]
 
     if estimator == "grpo":
-        advantages = centred / std.clamp_min(STD_FLOOR)
+        advantages = centred / std.clamp_min(STD_FLOOR)[index]
     elif estimator in ("dr_grpo", "mean"):
         advantages = centred
     elif estimator == "rloo":
-        advantages = centred * size / (size - 1).clamp_min(1)
+        advantages = centred * size[index] / others[index]
     elif estimator == "reinforce_pp":
         batch = r - r.mean()
         spread = _batch_std(batch)
