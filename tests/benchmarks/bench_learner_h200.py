@@ -10,6 +10,8 @@ store's reads, forward, backward, clipping, AdamW with float32 masters, the ledg
 trajectories, loss weights and optimizer: `full logits` pads to the token budget and forms the logits of every position;
 `TRL layout` pads prompts to the longest on the left and completions to the longest on the right, 8 rows at a time,
 keeps the logits of the completions, and computes log-probs and entropies by TRL's formulas, written down again here.
+`Liger loss` is that layout with Liger's fused head and loss (`pip install liger-kernel`), which TRL takes with
+`use_liger_kernel`; `Liger loss, padding-free` lays the rows end to end, on a GPU with FlashAttention.
 
 Every path must give the same loss and gradient norm; the deviation from the first stands in the table. MFU is
 `ModelCost.flops` (real tokens, causal attention, the head on completions only) over the *measured* peak of large
@@ -256,6 +258,74 @@ def steps_of_trl_layout(policy: CausalLMPolicy, rows: list[Row], config: Learn, 
     return step
 
 
+def steps_with_liger(
+    policy: CausalLMPolicy, rows: list[Row], config: Learn, device: torch.device, *, padding_free: bool
+):
+    """Liger's fused head and loss, on TRL's padded rows or on rows laid end to end."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss  # pyright: ignore[reportMissingImports]
+
+    from rlhf_pipeline.learner.optimizer import PolicyOptimizer
+    from rlhf_pipeline.policies.packed import plan_micro_batches
+
+    if padding_free and device.type == "cuda":
+        policy.model.set_attn_implementation("flash_attention_2")  # pyright: ignore[reportCallIssue]
+    optimizer = PolicyOptimizer(policy.model, config)
+    fused = LigerFusedLinearGRPOLoss(
+        beta=BETA, epsilon_low=LOW, epsilon_high=HIGH, loss_type="dapo", compiled=device.type == "cuda"
+    )
+    table = _columns(rows, device)
+    prompts = [int(row["num_prompt_tokens"]) for row in rows]
+    sizes = [len(row["tokens", "full"]) for row in rows]
+    trunk: Any = policy.model.model
+    plan = [torch.arange(start, min(start + TRL_ROWS, len(rows))) for start in range(0, len(rows), TRL_ROWS)]
+    if padding_free:
+        plan = plan_micro_batches("packed", sizes, max(config.token_budget, *sizes)).rows
+
+    def states(chosen: list[int]) -> list[torch.Tensor]:
+        """The states that predict the completion of each row, `[tokens, H]`."""
+        ids = [table["ids"][i] for i in chosen]
+        if padding_free:
+            positions = torch.cat([torch.arange(len(row), device=device) for row in ids])[None]
+            hidden = trunk(input_ids=torch.cat(ids)[None], position_ids=positions, use_cache=False)
+            parts = hidden.last_hidden_state[0].split([len(row) for row in ids])
+        else:
+            before = max(prompts[i] for i in chosen)
+            shift = [before - prompts[i] for i in chosen]
+            width = before + max(sizes[i] - prompts[i] for i in chosen)
+            padded, real = ids[0].new_zeros(2, len(chosen), width)
+            for place, row in enumerate(ids):
+                padded[place, shift[place] : shift[place] + len(row)] = row
+                real[place, shift[place] : shift[place] + len(row)] = 1
+            positions = (real.cumsum(1) - 1).clamp_min(0)
+            hidden = trunk(input_ids=padded, attention_mask=real, position_ids=positions, use_cache=False)
+            parts = [
+                row[first : first + size]
+                for row, first, size in zip(hidden.last_hidden_state, shift, map(len, ids), strict=True)
+            ]
+        return [part[prompts[i] - 1 : -1] for part, i in zip(parts, chosen, strict=True)]
+
+    def step() -> tuple[float, float]:
+        total = 0.0
+        for batch in plan:
+            chosen = batch.tolist()
+            own = {name: _pad([values[i][prompts[i] :] for i in chosen]) for name, values in table.items()}
+            loss, *_ = fused(
+                _pad(states(chosen)),
+                policy.head_weight,
+                own["ids"],
+                own["mask"].long(),
+                own["advantage"][:, 0],
+                ref_per_token_logps=own["ref"],
+                old_per_token_logps=own["old"],
+                num_items_in_batch=_tokens(table),
+            )
+            loss.backward()
+            total += float(loss.detach())
+        return _finish(optimizer, config, total)
+
+    return step
+
+
 def _selected(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Log-probs of tokens as TRL takes them: by logsumexp per row in float32, by log_softmax per row in bfloat16."""
     if logits.dtype == torch.float32:
@@ -370,7 +440,9 @@ def _run_variant(
     config = Learn(lr=1e-12, token_budget=sizes.token_budget, max_grad_norm=1e9)
     cost = ModelCost.of(policy)
     if kind != "ours":
-        make = steps_of_trl_layout if kind == "TRL layout" else steps_of_full_logits
+        make: Any = steps_of_trl_layout if kind == "TRL layout" else steps_of_full_logits
+        if kind == "Liger loss":
+            make = partial(steps_with_liger, padding_free=bool(option))
         return measure(make(policy, rows, config, device), sizes.reps, device) | {"cost": cost}
     layout = option.removesuffix(", recomputed activations")
     config = dataclasses.replace(
@@ -526,6 +598,7 @@ def main() -> int:
         slots, context, new, models = [4], 16, 8, ["tiny"]
     variants = [f"ours, {layout}" for layout in LAYOUTS]
     variants += ["ours, packed, recomputed activations", "full logits", "TRL layout"]
+    variants += ["Liger loss", "Liger loss, padding-free"]
     results: dict[str, Any] = {
         "hardware": hardware,
         "torch": torch.__version__,
