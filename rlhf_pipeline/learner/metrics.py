@@ -168,33 +168,6 @@ def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return next((PEAK_FLOPS[part] for part in sorted(PEAK_FLOPS, key=len, reverse=True) if part in name), None)
 
 
-def measured_peak_flops(device: torch.device, dtype: torch.dtype, *, size: int = 8192, seconds: float = 1.0) -> float:
-    """Return the operations per second of large square matmuls on a device: a peak that a program can reach.
-
-    Args:
-        device: where.
-        dtype: of the operands.
-        size: of the matrices.
-        seconds: how long to try; the best of the repetitions counts.
-    """
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best, ends = 0.0, time.perf_counter() + seconds
-    torch.mm(a, b)
-    while True:
-        _wait(device)
-        started = time.perf_counter()
-        torch.mm(a, b)
-        _wait(device)
-        best = max(best, 2.0 * size**3 / (time.perf_counter() - started))
-        if time.perf_counter() >= ends:
-            return best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class StepMeter:
     """Time, memory and utilisation of one step.
 

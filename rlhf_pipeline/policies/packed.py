@@ -66,8 +66,6 @@ def plan_batches(
     lengths: torch.Tensor | Sequence[int],
     token_budget: int,
     *,
-    max_rows: int | None = None,
-    multiple_of: int = 1,
     batch_overhead: int | None = None,
 ) -> list[torch.Tensor]:
     """Cut rows into micro-batches of similar length whose padded size stays within a budget.
@@ -81,8 +79,6 @@ def plan_batches(
     Args:
         lengths: [N].
         token_budget: the largest `rows * padded length` of a micro-batch.
-        max_rows: the largest number of rows of a micro-batch.
-        multiple_of: padded lengths are rounded up to a multiple of this.
         batch_overhead: how many tokens one more micro-batch costs; a sixteenth of the budget by default. Larger
             means fewer batches with more padding.
 
@@ -95,29 +91,26 @@ def plan_batches(
     >>> [b.tolist() for b in plan_batches([50, 20, 60, 10], 120, batch_overhead=20)]
     [[2, 0], [1, 3]]
     """
-    if token_budget < 1 or (max_rows is not None and max_rows < 1):
-        raise DefinitionError(f"token_budget and max_rows must be 1 or more; got {token_budget} and {max_rows}.")
-    if multiple_of < 1:
-        raise DefinitionError(f"multiple_of must be 1 or more; got {multiple_of}.")
+    if token_budget < 1:
+        raise DefinitionError(f"token_budget must be 1 or more; got {token_budget}.")
     sizes = np.asarray(lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths, dtype=np.int64)
     order = np.argsort(-sizes, kind="stable")
-    width = np.maximum(-(-sizes[order] // multiple_of) * multiple_of, 1)
+    width = np.maximum(sizes[order], 1)
     count = len(order)
     if count and width[0] > token_budget:
         raise DefinitionError(
-            f"row {order[0]} has {sizes[order[0]]} tokens (padded {width[0]}), above the token "
-            f"budget of {token_budget}. Raise the budget to at least {width[0]}."
+            f"row {order[0]} has {width[0]} tokens, above the token budget of {token_budget}. Raise the budget to at "
+            f"least {width[0]}."
         )
     overhead = token_budget / 16 if batch_overhead is None else batch_overhead
-    limit = max_rows or count
-    if 0 < count <= limit:
+    if count:
         whole = count * int(width[0])
         if whole <= token_budget and whole - int(width.sum()) < overhead:
             return [torch.from_numpy(order)]  # one more batch costs more than all the padding there is
-    cost, cut, steps = np.zeros(count + 1), [0] * count, np.arange(1, min(limit, count) + 1)
+    cost, cut, steps = np.zeros(count + 1), [0] * count, np.arange(1, count + 1)
     widths = width.tolist()
     for i in range(count - 1, -1, -1):
-        rows = min(token_budget // widths[i], limit, count - i)
+        rows = min(token_budget // widths[i], count - i)
         choices = steps[:rows] * widths[i] + cost[i + 1 : i + rows + 1]
         best = int(choices.argmin())
         cost[i], cut[i] = choices[best] + overhead, i + 1 + best

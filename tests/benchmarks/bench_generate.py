@@ -8,9 +8,9 @@ here, by a per-row stopping criterion there. `generate` runs as its users run it
 `num_return_sequences`, pure sampling (no top-k), log-probs off (`generate` alone) and on (`output_logits`, from which
 TorchRL and TRL derive log-probs). The slot engine always returns log-probs.
 
-Only tokens that belong to a completion count. A ratio above 1 means that the slot engine is faster. Completions of equal
-lengths are what suits `generate` best: no row of its batch ends before another. The last row is the batch of the
-default pipeline: 256 completions of 4 or 5 tokens from a model of 2 layers.
+Only tokens that belong to a completion count. A ratio above 1 means that the slot engine is faster. Equal lengths are
+what suits `generate` best: no row of its batch ends before another. The last row is the batch of the default pipeline:
+256 completions of 4 or 5 tokens from a model of 2 layers.
 """
 
 from __future__ import annotations

@@ -560,9 +560,24 @@ def _vllm(policy: CausalLMPolicy, slots: int, positions: int, stack: contextlib.
     return engine
 
 
+def measured_peak_flops(device: torch.device, dtype: torch.dtype, *, size: int, seconds: float) -> float:
+    """Operations per second of large square matmuls on a device, the best of a while: a peak that can be reached."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best, ends = 0.0, time.perf_counter() + seconds
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    torch.mm(a, b)
+    while time.perf_counter() < ends:
+        wait()
+        started = time.perf_counter()
+        torch.mm(a, b)
+        wait()
+        best = max(best, 2.0 * size**3 / (time.perf_counter() - started))
+    return best
+
+
 def main() -> int:
     """Run the sections that were asked for."""
-    from rlhf_pipeline.learner.metrics import known_peak_flops, measured_peak_flops
+    from rlhf_pipeline.learner.metrics import known_peak_flops
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tiny", "--quick", action="store_true", help="a tiny model, on the device there is")
