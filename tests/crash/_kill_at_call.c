@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -15,6 +16,7 @@
 static char folder[PATH_MAX];
 static size_t folder_length;
 static volatile long count, kill_at;
+static int told = -1;
 
 /* Start to count. Called from Python; n = 0 kills never. */
 void kill_at_call(const char *under, long n) {
@@ -26,30 +28,39 @@ void kill_at_call(const char *under, long n) {
 
 long calls_counted(void) { return count; }
 
-static void note(const char *path) {
+/* Write a line "CALL PATH" for each call that is counted. */
+void tell_calls(int fd) { told = fd; }
+
+static void note_call(const char *call, const char *path) {
+    char line[PATH_MAX + 64];
     if (!folder_length || strncmp(path, folder, folder_length)) return;
+    if (told >= 0) syscall(SYS_write, told, line, snprintf(line, sizeof line, "%s %s\n", call, path + folder_length));
     if (__sync_add_and_fetch(&count, 1) == kill_at) kill(getpid(), SIGKILL);
 }
 
-static void note_fd(int fd) {
+static void note_call_fd(const char *call, int fd) {
     char link[64], path[PATH_MAX];
     if (!folder_length) return;
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t length = readlink(link, path, sizeof path - 1);
     if (length < 0) return;
     path[length] = 0;
-    note(path);
+    note_call(call, path);
 }
 
-static void note_at(int fd, const char *path) {
+static void note_call_at(const char *call, int fd, const char *path) {
     char link[64], whole[2 * PATH_MAX];
-    if (path[0] == '/' || fd == AT_FDCWD) { note(path); return; }
+    if (path[0] == '/' || fd == AT_FDCWD) { note_call(call, path); return; }
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t length = readlink(link, whole, PATH_MAX);
     if (length < 0) return;
     snprintf(whole + length, PATH_MAX, "/%s", path);
-    note(whole);
+    note_call(call, whole);
 }
+
+#define note(path) note_call(__func__, path)
+#define note_fd(fd) note_call_fd(__func__, fd)
+#define note_at(fd, path) note_call_at(__func__, fd, path)
 
 #define REAL(name) static __typeof__(&name) real; if (!real) real = (__typeof__(&name))dlsym(RTLD_NEXT, #name)
 

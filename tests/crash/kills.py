@@ -2,6 +2,7 @@
 
     python -m tests.crash.kills resume --kills 10    # every variant, killed ten times, at calls drawn by chance
     python -m tests.crash.kills sweep                # each way to run, killed at every call, and again in its resume
+    python -m tests.crash.kills sweep several --points 60 --sites   # at 60 calls, and at one of every kind and path
 
 Every life of a run is a process forked from this one, which has imported everything; a preloaded library counts the
 calls that change files under the run folder and sends SIGKILL before one of them. What is on the disk changes at these
@@ -18,6 +19,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -91,17 +93,19 @@ class Children:
 
     Args:
         seed: of what differs from life to life and must not matter.
+        sites: whether one call of every kind and path is among those to kill at.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, sites: bool = False) -> None:
         self.rng = random.Random(seed)
+        self.sites = sites
         self.num_kills = self.num_judged = 0
         self._context = multiprocessing.get_context("fork")
 
-    def start(self, act: Act, run_dir: Path, at: int = 0) -> tuple[BaseProcess, Connection]:
-        """Begin a life that is killed before its call number `at`; 0 never."""
+    def start(self, act: Act, run_dir: Path, at: int = 0, calls: Path | None = None) -> tuple[BaseProcess, Connection]:
+        """Begin a life that is killed before its call number `at`; 0 never. Its calls are written to `calls`."""
         told, telling = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_live, args=(act, run_dir, at, self.rng.getrandbits(31), telling))
+        process = self._context.Process(target=_live, args=(act, run_dir, at, self.rng.getrandbits(31), telling, calls))
         process.start()
         telling.close()
         return process, told
@@ -123,16 +127,18 @@ class Children:
         self.num_kills += said is None
         return said
 
-    def live(self, act: Act, run_dir: Path, at: int = 0) -> tuple[int, int] | None:
+    def live(self, act: Act, run_dir: Path, at: int = 0, calls: Path | None = None) -> tuple[int, int] | None:
         """Begin a life and wait for its end."""
-        return self.end(*self.start(act, run_dir, at))
+        return self.end(*self.start(act, run_dir, at, calls))
 
 
-def _live(act: Act, run_dir: Path, at: int, chance: int, told: Connection) -> None:
+def _live(act: Act, run_dir: Path, at: int, chance: int, told: Connection, calls: Path | None) -> None:
     torch.set_num_threads(1)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(chance)  # what a process happens to begin with has no part in a run
     hook: Any = ctypes.CDLL(os.environ["LD_PRELOAD"])
+    if calls is not None:
+        hook.tell_calls(os.open(calls, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     hook.kill_at_call(str(run_dir).encode(), at)
     steps = act(run_dir)
     told.send((hook.calls_counted(), steps))
@@ -404,11 +410,22 @@ SWEPT = tiny(
 )  # fmt: skip
 
 
-def points(children: Children, total: int, few: int | None) -> list[int]:
-    """The calls to kill at: every one, in an order drawn by chance, or a few that are spread over all of them."""
+def points(children: Children, calls: Path, few: int | None) -> list[int]:
+    """The calls to kill at: every one, in an order drawn by chance, or a few that are spread over all of them.
+
+    Args:
+        children: whether one of each kind and path is to be among them, numbers in the path left out.
+        calls: those of the straight run.
+        few: how many are spread; None takes all.
+    """
+    lines = calls.read_text().splitlines()
+    total, places = len(lines), dict[str, list[int]]()
     if few is None or few >= total:
         return children.rng.sample(range(1, total + 1), total)
-    return sorted({1 + round(i * (total - 1) / (few - 1)) for i in range(few)})
+    for number, line in enumerate(lines, start=1):
+        places.setdefault(re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "N", line), []).append(number)
+    aimed = {children.rng.choice(numbers) for numbers in places.values()} if children.sites else set[int]()
+    return sorted(aimed | {1 + round(i * (total - 1) / (few - 1)) for i in range(few)})
 
 
 def sweep_one(children: Children, folder: Path, few: int | None) -> str:
@@ -428,10 +445,12 @@ def sweep_learner(children: Children, folder: Path, few: int | None) -> str:
 def _sweep(children: Children, act: Act, folder: Path, few: int | None, *, make: Callable[[Path], object]) -> str:
     straight, before = folder / "straight", children.num_kills
     make(straight)
-    whole = children.live(act, straight)
+    calls = folder / "calls"
+    whole = children.live(act, straight, calls=calls)
     assert whole is not None
     total, steps = whole
-    for place, at in enumerate(points(children, total, few)):
+    chosen = points(children, calls, few)
+    for place, at in enumerate(chosen):
         run_dir = folder / f"killed-{at}"
         make(run_dir)
         said, again = children.live(act, run_dir, at), 0
@@ -441,7 +460,7 @@ def _sweep(children: Children, act: Act, folder: Path, few: int | None, *, make:
         assert said is not None, (at, again)
         assert said[1] == steps, (at, again)
         _judge_at(children, run_dir, lambda run_dir: differences(run_dir, straight), (at, again))
-    return f"{total} calls, {children.num_kills - before} kills"
+    return f"{len(chosen)} of {total} calls, {children.num_kills - before} kills"
 
 
 def _judge_at(children: Children, run_dir: Path, judge: Callable[[Path], Iterator[str]], at: object) -> None:
@@ -495,9 +514,11 @@ def sweep_several(children: Children, folder: Path, few: int | None) -> str:
     acts: dict[str, Act] = {"learner": learning, "collector": collecting, "other collector": collecting}
     before = children.num_kills
 
-    def together(run_dir: Path, role: str = "", at: int = 0) -> dict[str, int]:
-        alive = {name: children.start(act, run_dir, at if name == role else 0) for name, act in acts.items()}
-        calls: dict[str, int] = {}
+    def together(run_dir: Path, role: str = "", at: int = 0) -> None:
+        alive = {
+            name: children.start(act, run_dir, at if name == role else 0, None if role else folder / f"{name}-calls")
+            for name, act in acts.items()
+        }
         while alive:
             for name, (process, told) in list(alive.items()):
                 if not told.poll(0.02):
@@ -508,19 +529,19 @@ def sweep_several(children: Children, folder: Path, few: int | None) -> str:
                     at = 0
                     alive[name] = children.start(acts[name], run_dir, again)
                 else:
-                    calls[name] = said[0]
                     del alive[name]
-        return calls
 
-    totals = together(folder / "straight")
+    together(folder / "straight")
     judged(children, folder / "straight", one_of_several)
     done = []
     for role in ("learner", "collector"):
-        for at in points(children, totals[role], few):
+        calls = folder / f"{role}-calls"
+        chosen = points(children, calls, few)
+        for at in chosen:
             run_dir = folder / f"{role}-{at}"
             together(run_dir, role, at)
             _judge_at(children, run_dir, one_of_several, (role, at))
-        done.append(f"{totals[role]} of a {role}")
+        done.append(f"{len(chosen)} of {len(calls.read_text().splitlines())} of a {role}")
     return f"calls: {', '.join(done)}; {children.num_kills - before} kills"
 
 
@@ -595,6 +616,7 @@ def main(arguments: Sequence[str]) -> int:
     resumes.add_argument("--kills", type=int, default=10)
     sweeps = commands.add_parser("sweep", help="killed at every call")
     sweeps.add_argument("--points", type=int, help="only so many calls, spread over all of them")
+    sweeps.add_argument("--sites", action="store_true", help="and one call of every kind and path")
     for command, names in ((resumes, VARIANTS), (sweeps, SWEEPS)):
         command.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; all by default")
         command.add_argument("--seed", type=int, default=0, help="of the kills")
@@ -605,7 +627,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in args.names or (VARIANTS if args.command == "resume" else SWEEPS):
         started = time.monotonic()
         folder = Path(tempfile.mkdtemp(prefix=f"kills-{name}-"))
-        children = Children(args.seed)
+        children = Children(args.seed, sites=args.command == "sweep" and args.sites)
         try:
             if args.command == "resume":
                 line = resume(children, name, folder, args.kills)
