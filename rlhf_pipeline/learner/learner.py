@@ -319,10 +319,10 @@ class Learner:
         # a ring moves the places, so there all are looked at.
         passed = self._passed[1] if version >= self._passed[0] and len(every) == store.watermark else 0
         seen = every[passed:]
-        ages = version - store.read_scalars("policy_version", seen)
+        ages = version - store.read_scalars("policy_version", seen if len(seen) < len(store) else None)
         if len(every) == store.watermark:
             young = ages <= oldest
-            begin = int(young.argmax()) if young.any() else 0
+            begin = int(young.argmax()) if young.any() else len(young)
             self._passed, seen, ages = (version, passed + begin), seen[begin:], ages[begin:]
         # A NaN reward marks a trajectory whose reward call failed: stored, never learned from.
         usable = (ages >= 0) & (ages <= oldest) & np.isfinite(store.read_scalars("task_reward", seen))

@@ -134,8 +134,10 @@ class SlotMap:
         self._left = np.concatenate([self._left, ids])
 
     def _take(self, store: TrajectoryStore, ids: np.ndarray) -> None:
-        slots = _column(store, SLOT, ids)
-        waiting = _column(store, WAITING.name, ids)
+        # All rows of a long run are read without looking each of them up.
+        some = ids if len(ids) < len(store) else None
+        slots = _column(store, SLOT, some).copy()
+        waiting = _column(store, WAITING.name, some)
         later, turns = np.empty(0, np.int64), np.empty(0, np.int64)
         if len(self._waits):
             before = self._waits[np.isin(self._waits, store.ids())]
@@ -148,6 +150,7 @@ class SlotMap:
             later = np.concatenate([later, ids[waiting < -2]])
             turns = np.concatenate([turns, -3 - waiting[waiting < -2]])
             ids, slots = ids[waiting == -1], slots[waiting == -1]
+        del waiting  # of a long run each of these is tens of megabytes
         in_turn = slots < 0
         n = int(in_turn.sum())
         if len(later):
@@ -176,8 +179,8 @@ class SlotMap:
         self._size = size
 
 
-def _column(store: TrajectoryStore, name: str, ids: np.ndarray) -> np.ndarray:
-    """int64 `[n]`: a column of some rows, -1 where the store has none."""
+def _column(store: TrajectoryStore, name: str, ids: np.ndarray | None) -> np.ndarray:
+    """int64 `[n]`: a column of some rows, or of all; -1 where the store has none."""
     if name not in store.schema:
-        return np.full(len(ids), -1, np.int64)
-    return store.read_scalars(name, ids).astype(np.int64)
+        return np.full(len(store) if ids is None else len(ids), -1, np.int64)
+    return store.read_scalars(name, ids).astype(np.int64, copy=False)
