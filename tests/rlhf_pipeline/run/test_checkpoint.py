@@ -93,7 +93,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(tmp_path, damage, sa
     assert "step-00000005" in message
     assert said in message
     assert "goes on from step-00000003" in message
-    with pytest.raises(DataError, match="is damaged"):
+    with pytest.raises(DataError, match=r"is damaged.* The one before it is step-00000003;"):
         load_checkpoint(bad, Counter())
 
 

@@ -62,6 +62,15 @@ def test_the_same_trajectories_in_other_rows_are_the_same_step(tmp_path):
     assert list(ledger.rows) == [row(1, [8, 9], trajectory_ids=[0, 1])]
 
 
+@pytest.mark.parametrize("ids", [[4, 5], [8, 9]], ids=["the same rows", "other rows"])
+def test_the_same_trajectories_of_other_ages_are_another_step(tmp_path, ids):
+    """Other weights have sampled them again, after a power loss took those that the ledger names."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.record(row(1, [4, 5], trajectory_ids=[0, 1], ages=[2, 2]))
+    assert not ledger.record(row(1, ids, trajectory_ids=[0, 1], ages=[1, 2]))
+    assert list(ledger.rows) == [row(1, ids, trajectory_ids=[0, 1], ages=[1, 2])]
+
+
 def test_the_target_needs_a_whole_window():
     """Two rollouts above the target are not three."""
     progress = Progress()
