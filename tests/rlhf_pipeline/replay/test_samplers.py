@@ -123,6 +123,16 @@ def test_priority_frequencies(storage):
     assert (np.abs(draws - expected) < 5 * np.sqrt(expected) + 1).all()
 
 
+def test_a_negative_advantage_counts_by_its_size(storage):
+    """What a trajectory is drawn by is how much it teaches, in either direction."""
+    size = np.arange(1.0, 13.0)
+    storage.store.update(storage.row_ids(), advantage=(size * np.tile([1.0, -1.0], 6)).astype(np.float32))
+    rows, sampler = view(storage, version=5), PrioritySampler(column="advantage")
+    draws = np.bincount([sampler.select(rows, 1, seed=0, step=t)[0] for t in range(3000)], minlength=12)
+    expected = 3000 * size / size.sum()
+    assert (np.abs(draws - expected) < 5 * np.sqrt(expected) + 1).all()
+
+
 def test_recency_prefers_the_new(storage):
     """Chances fall with age and do not depend on the priority."""
     storage.update(storage.row_ids(), priority=np.arange(12.0, 0.0, -1.0))
