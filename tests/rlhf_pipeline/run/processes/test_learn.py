@@ -149,14 +149,15 @@ def test_a_collector_takes_up_other_weights_of_a_number_that_it_has(run, tmp_pat
     assert str(sampled(run, 4)) == str(sampled(other, 4))
 
 
-def test_what_weights_of_lost_steps_sampled_is_not_learned_from(run):
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 3, 2, 1)], ids=["after", "before the step of its number"])
+def test_what_weights_of_lost_steps_sampled_is_not_learned_from(run, order):
     """A power loss took the last steps, and others are taken: who has sampled with the lost weights is behind."""
     collect(PIPELINE, run_dir=run.path, on_event=stop_at(RolloutDone))  # rollout 3, with version 2
     shutil.rmtree(checkpoint_path(run.checkpoints, 2))
     for rows in (run.ledger, run.metrics):
         rows.drop_from(2)
     with TrajectoryStore.open(run.rollouts) as rollouts:
-        arrived = [rollouts.read(rollouts.ids()[[place]]) for place in (0, 2, 1, 3)]  # the row of 1 was lost as well
+        arrived = [rollouts.read(rollouts.ids()[[place]]) for place in order]  # the row of 1 was lost as well
     shutil.rmtree(run.rollouts)
     with TrajectoryStore.create(run.rollouts, ROLLOUTS_SCHEMA) as rollouts:
         for row in arrived:
@@ -164,13 +165,14 @@ def test_what_weights_of_lost_steps_sampled_is_not_learned_from(run):
     events: list[Event] = []
     learn(tiny(**SETTINGS | {"learn__steps": "4"}), run_dir=run.path, on_event=events.append)
     taken = [(row["rollout"], len(row["row_ids"])) for row in RunFolder(run.path).ledger]
-    assert taken == [(0, 12), (2, 12), (1, 12), (3, 0)]
+    assert taken == [(rollout, 0 if rollout == 3 else 12) for rollout in order]
     said = [event.message for event in events if isinstance(event, Notice)]
     assert any("12 of 12 trajectories of rollout 3 were sampled with weights of steps that" in text for text in said)
     assert [finding.text for finding in check_run(RunFolder(run.path)) if not finding.ok] == []
 
 
-def test_rows_with_the_ids_of_lost_ones_are_not_taken_for_them(run):
+@pytest.mark.parametrize(("version", "ages"), [(1, [0] * 12), (-4, [])], ids=["newer", "too old"])
+def test_rows_with_the_ids_of_lost_ones_are_not_taken_for_them(run, version, ages):
     """A power loss leaves the ledger and takes rows that it names; other weights sample the rollout again."""
     shutil.rmtree(checkpoint_path(run.checkpoints, 2))
     planned = run.ledger[1]
@@ -178,13 +180,13 @@ def test_rows_with_the_ids_of_lost_ones_are_not_taken_for_them(run):
         schema, ids = store.schema, store.ids()
         rows = store.read(ids)
     assert planned["ages"] == [1] * 12
-    rows["policy_version"][12:24], rows["policy_digest"][12:24] = 1, planned["policy_digest"]
+    rows["policy_version"][12:24], rows["policy_digest"][12:24] = version, planned["policy_digest"] * (version == 1)
     shutil.rmtree(run.store_path)
     with TrajectoryStore.create(run.store_path, schema) as store:
         assert store.append(rows).tolist() == ids.tolist()
     learn(PIPELINE, run_dir=run.path, on_event=stop_at(StepDone, 2))
     taken = RunFolder(run.path).ledger[1]
-    assert (taken["row_ids"], taken["ages"]) == (planned["row_ids"], [0] * 12)
+    assert (taken["row_ids"], taken["ages"]) == (planned["row_ids"][: len(ages)], ages)
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be opened")
