@@ -95,7 +95,7 @@ def override_all(config: T, pairs: Sequence[tuple[str, str]]) -> T:
             fields = ", ".join(f"{head}.{item.name}" for item in dataclasses.fields(value))
             raise DefinitionError(f"'{head}' is a group of fields. Set one of them: {fields}.")
         else:
-            new[head] = _parse(text, typing.get_type_hints(type(config))[head], path)
+            new[head] = _parse(text, typing.get_type_hints(type(config))[head])
     new |= {head: override_all(new[head], within) for head, within in inner.items()}
     return dataclasses.replace(cast(Any, config), **new)
 
@@ -114,17 +114,17 @@ def _default_of(hint: Any) -> Any:
     return cast(Any, kinds[0])() if kinds else None
 
 
-def _parse(text: str, hint: Any, path: str) -> Any:
+def _parse(text: str, hint: Any) -> Any:
     """Read `text` as `hint`: bool, int, float, str, a Literal, one of those or None, or several with commas between."""
     origin = typing.get_origin(hint)
     if origin is tuple:
         kind = typing.get_args(hint)[0]
-        return tuple(_parse(part.strip(), kind, path) for part in text.split(",") if part.strip())
+        return tuple(_parse(part.strip(), kind) for part in text.split(",") if part.strip())
     if origin in (typing.Union, types.UnionType):
         options = typing.get_args(hint)
         if type(None) in options and text.lower() in ("none", "null"):
             return None
-        return _parse(text, next(option for option in options if option is not type(None)), path)
+        return _parse(text, next(option for option in options if option is not type(None)))
     if origin is Literal or hint is str:
         return text
     if hint is bool and text.lower() in ("true", "false"):
@@ -135,4 +135,4 @@ def _parse(text: str, hint: Any, path: str) -> Any:
         except ValueError:
             pass
     kind = getattr(hint, "__name__", str(hint))
-    raise DefinitionError(f"--set {path}={text}: {json.dumps(text)} is not a valid {kind}.")
+    raise DefinitionError(f"{json.dumps(text)} is not a valid {kind}.")

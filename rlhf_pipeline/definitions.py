@@ -86,9 +86,7 @@ def apply_overrides(pipeline: Pipeline, overrides: Overrides) -> Pipeline:
             with contextlib.suppress(DefinitionError):
                 return override_all(pipeline, waiting)  # valid only together
             (path, text), error = refused[0]
-            message = str(error)
-            setting = f"--set {path}={text}"
-            raise DefinitionError(message if message.startswith(setting) else f"{setting}: {message}") from error
+            raise DefinitionError(f"--set {path}={text}: {error}") from error
         waiting = [pair for pair, _ in refused]
     return pipeline
 

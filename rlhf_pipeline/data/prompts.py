@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,20 +143,21 @@ def _read_jsonl_prompts(
             if limit is not None and len(rows) >= limit:
                 break
             if line.strip():
-                rows.append(_parse_line(line, f"{file}:{number}", prompt_field, answer_field, number))
+                rows.append(_parse_line(line, file, number, prompt_field, answer_field))
     if not rows:
         raise DataError(f"{file} holds no prompts. It needs one JSON object per line with '{prompt_field}'.")
     return tuple(rows)
 
 
-def _parse_line(line: bytes, where: str, prompt_field: str, answer_field: str | None, number: int) -> Prompt:
+def _parse_line(line: bytes, file: Path, number: int, prompt_field: str, answer_field: str | None) -> Prompt:
+    where = f"{file}:{number}"
     try:
         row = json.loads(line)
     except ValueError as error:
         shown = line.strip()[:60].decode("utf-8", "replace")
         raise DataError(
             f"{where}: this line is not JSON ({error}): {shown!r}. "
-            f"Fix or delete it; `sed -n {number}p FILE` shows it whole."
+            f"Fix or delete it; `sed -n {number}p {shlex.quote(str(file))}` shows it whole."
         ) from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object with '{prompt_field}', got {type(row).__name__}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -133,7 +134,7 @@ def choose(
         raise DataError(f"{stored.path} holds no trajectories yet.")
     if id is not None:
         if not bool((ids == id).any()):
-            raise DataError(f"there is no trajectory {id} in {stored.path}. {_what_is_there(ids)}")
+            raise DataError(f"there is no trajectory {id} in {stored.path}. {_what_is_there(stored, ids)}")
         return np.array([id], np.int64)
     if group is not None:
         return _group(stored, ids, group)
@@ -172,5 +173,6 @@ def _step(stored: Stored, run: RunFolder | None, ids: Ids, step: int) -> Ids:
     return there
 
 
-def _what_is_there(ids: Ids) -> str:
-    return f"It holds {len(ids):,}, from id {ids[0]} to {ids[-1]}; `show RUN --last 20` lists the newest."
+def _what_is_there(stored: Stored, ids: Ids) -> str:
+    newest = f"rlhf-pipeline show {shlex.quote(str(stored.path))} --last 20"
+    return f"It holds {len(ids):,}, from id {ids[0]} to {ids[-1]}. The newest: {newest}"

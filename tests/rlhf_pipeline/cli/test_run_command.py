@@ -84,6 +84,7 @@ def test_other_folder_is_taken(cli: Cli):
     [
         (["copy_digit"], "Did you mean 'copy_digits'? `rlhf-pipeline list`"),
         (["copy_digits", "--set", "learn.lrr=1"], "--set learn.lrr=1: Learn has no field 'lrr'. Did you mean 'lr'?"),
+        (["copy_digits", "--set", "learn.lr=abc"], 'rlhf-pipeline: --set learn.lr=abc: "abc" is not a valid float.'),
         (["copy_digits", "--device", "cudda"], "there is no such device. Did you mean 'cuda'?"),
         (["gsm8k"], "there is no model folder at model. Make one: rlhf-pipeline new-model model --text FILE"),
         (["gsm8k", "--set", "policy.path=./nowhere/model"], "there is no model folder at ./nowhere/model"),

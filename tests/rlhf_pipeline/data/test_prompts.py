@@ -51,7 +51,7 @@ def test_a_line_that_is_not_json_is_named(tmp_path):
     """The message names the file, the line and the command that shows it."""
     path = tmp_path / "questions.jsonl"
     path.write_text('{"question": "q", "answer": "a"}\nquestion: q2\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"questions\.jsonl:2: this line is not JSON.*sed -n 2p"):
+    with pytest.raises(DataError, match=r"questions\.jsonl:2: this line is not JSON.*sed -n 2p /.*questions.jsonl`"):
         JsonlPrompts(path=str(path)).prompt(0, seed=0)
 
 
