@@ -20,9 +20,9 @@ from rlhf_pipeline.data.rewards import Grade, RewardFunction, grade
 from rlhf_pipeline.data.trajectories import Trajectories
 from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, WeightRefresh, Weights
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.stored_groups import StoredGroups
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
@@ -96,7 +96,7 @@ class Collector:
         kl_reward: KLRewardTransform | None = None,
         hand_over: Callable[[int], Weights] | None = None,
     ) -> None:
-        self.policy: CausalLMPolicy = policy_of(policy, "Collector")
+        self.policy: TokenPolicy = policy_of(policy, "Collector")
         self.prompts = prompts
         self.reward = reward
         self.buffer = buffer

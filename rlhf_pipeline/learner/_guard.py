@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from rlhf_pipeline.config import Sample
 from rlhf_pipeline.learner.step_plan import StepPlan
 from rlhf_pipeline.losses.loss_batch import LossBatch
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.replay.ess_guard import ess_guard
 
 
@@ -21,7 +21,7 @@ def guard(
     plan: StepPlan,
     ages: np.ndarray,
     sample: Sample,
-    policy: CausalLMPolicy,
+    policy: TokenPolicy,
     read: Callable[[StepPlan, Tensor], LossBatch],
 ) -> tuple[StepPlan, float, str]:
     """Weigh the trajectories of each age by their effective sample size at the weights before the step.
@@ -54,7 +54,7 @@ def guard(
     return weighed.without_gradient() if verdict.skip else weighed, float(verdict.weights.mean()), verdict.message
 
 
-def _log_ratio(policy: CausalLMPolicy, batch: LossBatch) -> tuple[Tensor, Tensor]:
+def _log_ratio(policy: TokenPolicy, batch: LossBatch) -> tuple[Tensor, Tensor]:
     """Return the policy's log-probs minus the behaviour policy's, and the mask of the loss, `[B, T]`."""
     with torch.no_grad():
         own = policy.log_probs(batch.tokens, batch.attention, batch.mask).cpu()

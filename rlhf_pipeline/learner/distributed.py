@@ -30,7 +30,7 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.learner.sharded_state import write_shards
 from rlhf_pipeline.learner.state import NamedOptimizer
 from rlhf_pipeline.losses.grpo import GRPOLossOutput
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 T = TypeVar("T")
 
@@ -183,7 +183,7 @@ class Shards:
         dist.all_reduce(flat)  # a value and zeros, so nothing is rounded
         return dict(zip(wanted, flat.cpu().split(sizes.tolist()), strict=True))
 
-    def write(self, folder: Path, *, policy: CausalLMPolicy, optimizer: NamedOptimizer) -> None:
+    def write(self, folder: Path, *, policy: TokenPolicy, optimizer: NamedOptimizer) -> None:
         """Write weights and optimizer in shards; every process must call this. See `write_shards`."""
         write_shards(folder, policy=policy, optimizer=optimizer)
 
@@ -225,7 +225,7 @@ def join_group(device: str) -> str:
     return device
 
 
-def shard_policy(policy: CausalLMPolicy) -> Shards:
+def shard_policy(policy: TokenPolicy) -> Shards:
     """Shard a policy's parameters over the process group, in place, before its learner is made.
 
     Every process holds a part of each parameter in float32, which is its master weight, and of the optimizer's

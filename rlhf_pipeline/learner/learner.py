@@ -23,8 +23,8 @@ from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, w
 from rlhf_pipeline.learner.step_plan import StepLedger, StepPlan, UseCounts, check_reduction, plan_step, sampler_of
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
 from rlhf_pipeline.losses.loss_batch import LossBatch, scorable
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.model_parts import rounding
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.samplers import StoreView
 from rlhf_pipeline.replay.trajectory_schema import column_of_key
@@ -88,7 +88,7 @@ class Learner:
     def __init__(
         self,
         *,
-        policy: CausalLMPolicy,
+        policy: TokenPolicy,
         loss: GRPOLoss,
         buffer: TrajectoryReplayBuffer,
         config: Learn,

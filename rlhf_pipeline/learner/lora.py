@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 
-def add_adapters(policy: CausalLMPolicy, *, rank: int, alpha: float, targets: str, seed: int) -> None:
+def add_adapters(policy: TokenPolicy, *, rank: int, alpha: float, targets: str, seed: int) -> None:
     """Freeze a policy's weights and put trainable adapters beside them, in place.
 
     The adapters' first matrix is drawn from `seed` and their second is zero, so the policy is the same until the first
@@ -62,7 +62,7 @@ class AdaptersOff:
         policy: with adapters.
     """
 
-    def __init__(self, policy: CausalLMPolicy) -> None:
+    def __init__(self, policy: TokenPolicy) -> None:
         self.policy = policy
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from rlhf_pipeline.functional.diagnostics import training_flops
 from rlhf_pipeline.functional.kl import kl_figures
 from rlhf_pipeline.learner.step_plan import StepPlan
 from rlhf_pipeline.losses.grpo import GRPOLossOutput
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from trajectory_store import TrajectoryStore
 
 Metrics = dict[str, float | int | None]
@@ -112,7 +112,7 @@ class ModelCost:
     width: int
 
     @classmethod
-    def of(cls, policy: CausalLMPolicy) -> ModelCost:
+    def of(cls, policy: TokenPolicy) -> ModelCost:
         """Count the weights of a policy."""
         model: Any = policy.model
         core = model.get_base_model() if hasattr(model, "get_base_model") else model

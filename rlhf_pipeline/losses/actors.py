@@ -13,8 +13,8 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.functional.head import Head, entropy_of
 from rlhf_pipeline.losses.loss_batch import LossBatch, MaskingStrategy
 from rlhf_pipeline.policies.adapters import actor_of, methods_are_of
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.model_parts import refuse_other_directions, rounding
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 _PROBE_TOKENS = 8
 
@@ -262,12 +262,12 @@ def _fast_policy(actor: Any, temperature: float | None) -> Any | None:
     if known:
         return policy
     if hasattr(actor, "hidden_states") and hasattr(actor, "head_weight"):
-        plain = not isinstance(actor, CausalLMPolicy) or methods_are_of(actor, "rlhf_pipeline", _SCORES)
+        plain = not isinstance(actor, TokenPolicy) or methods_are_of(actor, "rlhf_pipeline", _SCORES)
         return actor if plain else None
     is_model = isinstance(actor, nn.Module) and hasattr(actor, "get_output_embeddings")
     if is_model and methods_are_of(_base(actor), "transformers", ("forward",)):
         try:
-            return CausalLMPolicy(actor, temperature=_temperature(actor, temperature))
+            return TokenPolicy(actor, temperature=_temperature(actor, temperature))
         except DefinitionError:
             return None  # Its logits are not a plain head on hidden states: score it through them.
     return None

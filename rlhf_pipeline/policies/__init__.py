@@ -1,6 +1,6 @@
 """Policies: a causal language model that generates, scores and is trained.
 
-- `causal_lm`: `CausalLMPolicy`, around any causal language model of `transformers`.
+- `token_policy`: `TokenPolicy`, around any causal language model of `transformers`.
 - `engines`: what turns prompts into completions: slots of a KV cache in process, or vLLM.
 - `chat`: prompts to token ids and completions to text.
 - `new_model`: a tiny checkpoint, or a tiny model in memory, made from scratch.

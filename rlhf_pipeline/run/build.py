@@ -18,8 +18,8 @@ from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.lora import AdaptersOff, add_adapters
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.losses.grpo import GRPOLoss
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.new_model import scratch_model
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.engines import HandOver
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 class Models:
     """The policy and, where the KL to it matters, a copy of its first weights, or itself with its adapters off."""
 
-    policy: CausalLMPolicy
-    reference: CausalLMPolicy | AdaptersOff | None
-    trained: CausalLMPolicy | None = None
+    policy: TokenPolicy
+    reference: TokenPolicy | AdaptersOff | None
+    trained: TokenPolicy | None = None
     """Under torchrun: what learns, in shards, while `policy` is a whole copy that samples."""
     shards: Shards | None = None
 
@@ -50,7 +50,7 @@ class Models:
 class Parts:
     """The live objects of one run that collects."""
 
-    policy: CausalLMPolicy
+    policy: TokenPolicy
     buffer: TrajectoryReplayBuffer
     collector: Collector
     learner: Learner
@@ -88,8 +88,8 @@ def build_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
 
 
 def _sharded(
-    pipeline: Pipeline, *, seed: int, device: str, mirror: CausalLMPolicy | None
-) -> tuple[CausalLMPolicy | None, Shards | None]:
+    pipeline: Pipeline, *, seed: int, device: str, mirror: TokenPolicy | None
+) -> tuple[TokenPolicy | None, Shards | None]:
     """Return what learns in shards, where this process is one of several; (None, None) in one process."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return None, None
@@ -116,7 +116,7 @@ def follow(pipeline: Pipeline, *, run_dir: Address, seed: int, device: str) -> N
         storage.close()
 
 
-def build_policy(pipeline: Pipeline, *, seed: int, device: str) -> CausalLMPolicy:
+def build_policy(pipeline: Pipeline, *, seed: int, device: str) -> TokenPolicy:
     """Make or load the policy, with its adapters if the definition asks for them.
 
     Raises:
@@ -128,7 +128,7 @@ def build_policy(pipeline: Pipeline, *, seed: int, device: str) -> CausalLMPolic
     return policy
 
 
-def _policy(pipeline: Pipeline, seed: int, device: str) -> CausalLMPolicy:
+def _policy(pipeline: Pipeline, seed: int, device: str) -> TokenPolicy:
     config, collect = pipeline.policy, pipeline.collect
     sampling: dict[str, Any] = {
         "temperature": collect.temperature,
@@ -143,15 +143,15 @@ def _policy(pipeline: Pipeline, seed: int, device: str) -> CausalLMPolicy:
             num_heads=config.num_heads,
             seed=seed,
         )
-        return CausalLMPolicy(*made, **sampling).to(device)
+        return TokenPolicy(*made, **sampling).to(device)
     named = config.dtype
     if named == "auto":
         named = "bfloat16" if torch.device(device).type == "cuda" else "float32"
     dtype = getattr(torch, named)
-    return CausalLMPolicy.from_pretrained(config.path, device=device, dtype=dtype, **sampling)
+    return TokenPolicy.from_pretrained(config.path, device=device, dtype=dtype, **sampling)
 
 
-def build_loss(pipeline: Pipeline, policy: CausalLMPolicy) -> GRPOLoss:
+def build_loss(pipeline: Pipeline, policy: TokenPolicy) -> GRPOLoss:
     """Make the loss that a definition says."""
     config = pipeline.loss
     return GRPOLoss(
@@ -176,7 +176,7 @@ def build_loss(pipeline: Pipeline, policy: CausalLMPolicy) -> GRPOLoss:
 
 def build_learner(
     pipeline: Pipeline,
-    policy: CausalLMPolicy,
+    policy: TokenPolicy,
     buffer: TrajectoryReplayBuffer,
     *,
     ledger: Ledger | None,
@@ -306,7 +306,7 @@ def _moving_reference(pipeline: Pipeline, models: Models) -> MovingReference | N
     learn = pipeline.learn
     if not learn.reference_every or (pipeline.write.kl_coef == 0 and pipeline.loss.kl_to_ref_coeff == 0):
         return None
-    if not isinstance(models.reference, CausalLMPolicy):
+    if not isinstance(models.reference, TokenPolicy):
         raise DefinitionError(
             "learn.reference_every moves the reference of a run in one process; collectors beside a learner keep the "
             "frozen one. Use `rlhf-pipeline run`, or set learn.reference_every=0."

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlhf_pipeline.config import Pipeline, PretrainedPolicy
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.engines.protocol import Engine, Weights
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.files import new_folder, remove_folder
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.weights import version_folder
@@ -21,9 +21,7 @@ _KEEP = 2
 
 
 @contextmanager
-def chosen_engine(
-    pipeline: Pipeline, policy: CausalLMPolicy, *, run: RunFolder, device: str
-) -> Iterator[HandOver | None]:
+def chosen_engine(pipeline: Pipeline, policy: TokenPolicy, *, run: RunFolder, device: str) -> Iterator[HandOver | None]:
     """Have a policy sample with the engine of a definition until the end of the block.
 
     Args:
@@ -54,7 +52,7 @@ def chosen_engine(
         engine.close()
 
 
-def _server(pipeline: Pipeline, policy: CausalLMPolicy, run: RunFolder) -> Engine:
+def _server(pipeline: Pipeline, policy: TokenPolicy, run: RunFolder) -> Engine:
     from rlhf_pipeline.policies.engines.http import HTTPEngine
 
     path = run.path.resolve()
@@ -62,7 +60,7 @@ def _server(pipeline: Pipeline, policy: CausalLMPolicy, run: RunFolder) -> Engin
     return HTTPEngine(pipeline.collect.engine, owner=owner, vocab=policy.vocab_size, max_positions=policy.max_positions)
 
 
-def _vllm(pipeline: Pipeline, policy: CausalLMPolicy, run: RunFolder, device: str) -> Engine:
+def _vllm(pipeline: Pipeline, policy: TokenPolicy, run: RunFolder, device: str) -> Engine:
     from rlhf_pipeline.policies.engines.vllm import VLLMEngine
 
     config = pipeline.policy
@@ -82,7 +80,7 @@ def _vllm(pipeline: Pipeline, policy: CausalLMPolicy, run: RunFolder, device: st
     )
 
 
-def _written(policy: CausalLMPolicy, folder: Path, version: int) -> Path:
+def _written(policy: TokenPolicy, folder: Path, version: int) -> Path:
     """Write the weights of a version where a server reads them; keep the last two."""
     target = version_folder(folder, version)
     with new_folder(target, sync=False) as temporary:

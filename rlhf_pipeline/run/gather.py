@@ -24,7 +24,7 @@ from rlhf_pipeline.data.keys import ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS, RE
 from rlhf_pipeline.data.trajectories import Flat, Trajectories, segment_sum
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, group_advantage, penalty_rounding
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.replay.trajectory_schema import INTERNAL, REWARD_COLUMN, SLOT, WAITING, trajectory_schema
 from rlhf_pipeline.run.choice import Choice, Limits, check_vocabulary, open_sources
 from rlhf_pipeline.run.events import EventHandler
@@ -131,7 +131,7 @@ class Gatherer:
     def __init__(
         self,
         pipeline: Pipeline,
-        policy: CausalLMPolicy,
+        policy: TokenPolicy,
         choice: Choice,
         target: TrajectoryStore,
         *,

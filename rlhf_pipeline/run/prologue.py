@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.chat import encode_prompt
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loggers import check_logger
 
@@ -53,7 +53,7 @@ def begun(
         yield
 
 
-def check_prompts(pipeline: Pipeline, policy: CausalLMPolicy, seed: int) -> None:
+def check_prompts(pipeline: Pipeline, policy: TokenPolicy, seed: int) -> None:
     """Refuse prompts that leave no room for a completion in the model's context.
 
     A prompt file is looked at whole, and only prompts that may be too long are encoded: a token stands for at least one
@@ -81,7 +81,7 @@ def check_prompts(pipeline: Pipeline, policy: CausalLMPolicy, seed: int) -> None
             )
 
 
-def sampling_notices(pipeline: Pipeline, policy: CausalLMPolicy) -> Iterator[str]:
+def sampling_notices(pipeline: Pipeline, policy: TokenPolicy) -> Iterator[str]:
     """Return notices about the tokenizer, before the first completion."""
     tokenizer = policy.tokenizer
     if tokenizer is None:
@@ -108,7 +108,7 @@ def _prompts(pipeline: Pipeline, seed: int) -> Iterator[Prompt]:
         yield source.prompt(cursor, seed)
 
 
-def _num_tokens(policy: CausalLMPolicy, text: str, *, as_chat: bool, enough: int) -> int:
+def _num_tokens(policy: TokenPolicy, text: str, *, as_chat: bool, enough: int) -> int:
     """Count the tokens of a prompt; `enough` where its beginning alone has as many."""
     beginning = text[: _CHARACTERS_A_TOKEN * enough]
     num = len(encode_prompt(policy.tokenizer, beginning, as_chat=as_chat))

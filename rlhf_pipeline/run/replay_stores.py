@@ -11,7 +11,7 @@ import torch
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.build import build_learner, build_policy
@@ -123,7 +123,7 @@ def replay_stores(
     return finished
 
 
-def limits_of(policy: CausalLMPolicy) -> Limits:
+def limits_of(policy: TokenPolicy) -> Limits:
     """Return what a policy can read."""
     return Limits(vocabulary=int(policy.head_weight.shape[0]), positions=policy.max_positions)
 

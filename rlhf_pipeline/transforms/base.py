@@ -31,8 +31,8 @@ from rlhf_pipeline.data.trajectories import (
 from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.policies.adapters import policy_of
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.packed import plan_batches
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 
 class ColumnTransform(Transform):
@@ -142,7 +142,7 @@ def as_scorer(model: Any, owner: str) -> Scorer:
     if callable(getattr(model, "log_probs", None)):
         return model
     if isinstance(model, nn.Module) and hasattr(model, "config"):
-        return CausalLMPolicy(model)
+        return TokenPolicy(model)
     raise DefinitionError(
         f"{owner} got a {type(model).__name__}, which has no log_probs(input_ids, attention_mask, score_mask). "
         "Pass a CausalLMPolicy or a causal language model of transformers."
@@ -212,7 +212,7 @@ def score(
     if lengths is None:
         raise DataError("token ids must be ragged or padded, one row per trajectory")
     home = tokens.values.device
-    if isinstance(model, CausalLMPolicy):
+    if isinstance(model, TokenPolicy):
         device = None  # it decides on the host what it computes, and moves that
     elif device is None:
         device = _device_of(model) or home

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 Batch = tuple[list[list[int]], int, list[int]]
 
@@ -112,7 +112,7 @@ Row = tuple[dict[str, float], dict[str, float]]
 def measure(model: Qwen2ForCausalLM, batch: Batch, *, rounds: int, slots: int, on_rows: int) -> Row:
     """Return rates in tokens per second, and the medians of the ratios of interleaved rounds."""
     prompts, members, limits = batch
-    policy = CausalLMPolicy(model, eos_token_id=[], num_slots=slots)
+    policy = TokenPolicy(model, eos_token_id=[], num_slots=slots)
     tokens = sum(limits)
     everything = len(prompts) * members
     seconds: dict[str, list[float]] = {"slots": [], "off": [], "on": []}
@@ -145,7 +145,7 @@ def compare(name: str, model: Qwen2ForCausalLM, batch: Batch, *, rounds: int, sl
 def check(model: Qwen2ForCausalLM, batch: Batch) -> float:
     """Return the largest distance of a sampled log-prob from teacher forcing."""
     prompts, members, limits = batch
-    policy = CausalLMPolicy(model, eos_token_id=[])
+    policy = TokenPolicy(model, eos_token_id=[])
     worst = 0.0
     limits = [min(n, 60) for n in limits]
     for c in policy.generate_groups(prompts, group_size=members, max_new_tokens=limits, seed=0)[::5]:

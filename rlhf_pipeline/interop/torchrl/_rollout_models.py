@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.interop.torchrl._rollout_views import completion_lengths, end_aligned, start_aligned
 from rlhf_pipeline.interop.torchrl.wrappers import EnginePolicy, as_policy, is_torchrl_wrapper
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.distortions import OFF, find_distortion
 from rlhf_pipeline.policies.loading import as_id_tuple, end_token_ids, padding_id
 from rlhf_pipeline.policies.model_parts import evaluated
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 _TOKENS_PER_PASS = 8192
 
@@ -46,8 +46,8 @@ class RolloutModel:
         if is_torchrl_wrapper(model):
             model = as_policy(model, "RolloutFromModel")
         self.model = model
-        self.is_policy = isinstance(model, CausalLMPolicy | EnginePolicy)
-        self.policy: CausalLMPolicy | EnginePolicy | None = model if self.is_policy else _scorer(model)
+        self.is_policy = isinstance(model, TokenPolicy | EnginePolicy)
+        self.policy: TokenPolicy | EnginePolicy | None = model if self.is_policy else _scorer(model)
         defaults = getattr(model, "generation_config", None)
         self.eos_token_ids = model.eos_token_ids if self.is_policy else end_token_ids(model, None)
         own = getattr(model, "pad_token_id", None)
@@ -199,12 +199,12 @@ def labels_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.log_softmax(logits, dim=-1, dtype=dtype).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
-def _scorer(model: Any) -> CausalLMPolicy | None:
+def _scorer(model: Any) -> TokenPolicy | None:
     """Return a policy over the same weights to score with, or None where hidden states do not make the logits."""
     if not isinstance(model, nn.Module):
         return None
     with evaluated(model):
         try:
-            return CausalLMPolicy(model, eos_token_id=[])
+            return TokenPolicy(model, eos_token_id=[])
         except DefinitionError:
             return None

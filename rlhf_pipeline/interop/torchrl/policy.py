@@ -16,21 +16,21 @@ from rlhf_pipeline.functional.head import Head
 from rlhf_pipeline.interop.torchrl.containers import LLMWrapperBase, LogProbs, Masks, Tokens, _sub
 from rlhf_pipeline.interop.torchrl.distribution import TokenDistribution
 from rlhf_pipeline.interop.torchrl.td_output import completion_row, grouped_rows, padded_completions, repeated_rows
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy as _TokenPolicy
 from rlhf_pipeline.policies.chat import continued_prompt, decode_completion, encode_chat, encode_prompt
 from rlhf_pipeline.policies.encoding import history_messages, text_list, tokenizer_with_template
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions
 from rlhf_pipeline.policies.new_model import scratch_model
 from rlhf_pipeline.policies.token_batches import Key, TokenBatch, leaf, pad_ids, pad_like, prompt_lengths, read_ids
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 _GENERATE_KWARGS = ("max_new_tokens", "temperature", "num_return_sequences", "do_sample", "seed")
 _ALIASES = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
 
 
-class CausalLMPolicy(_TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportIncompatibleVariableOverride]
+class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A policy around any causal language model of transformers, for token ids and for TensorDicts.
 
-    See `policies.causal_lm.CausalLMPolicy` for how it samples and scores. `forward` and the distributions have the
+    See `policies.token_policy.TokenPolicy` for how it samples and scores. `forward` and the distributions have the
     arguments, keys and results of TorchRL's wrappers.
 
     Args:
@@ -54,7 +54,7 @@ class CausalLMPolicy(_TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInc
         device: where to put the model; left where it is when None.
         tokens_key: likewise `masks_key`, `log_probs_key`, `text_key`, `history_key`: where the containers go.
         **options: `temperature`, `max_new_tokens`, `eos_token_id`, `pad_token_id`, `num_slots`, `scoring_layout` of
-            `policies.causal_lm.CausalLMPolicy`.
+            `policies.token_policy.TokenPolicy`.
 
     Raises:
         DefinitionError: an argument is out of range, or the model is of a kind that cannot be scored from its hidden

@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, LeaseLostError, RewardError, RunExistsError
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.engines.protocol import WeightRefresh
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.build import Parts, build_models, build_parts
 from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
@@ -275,7 +275,7 @@ class _Refused:
             self.published, self.until = published, time.monotonic() + _LOOKS_A_CLAIM * medium.patience_s
 
 
-def load_policy(policy: CausalLMPolicy, run: RunFolder, published: Published) -> None:
+def load_policy(policy: TokenPolicy, run: RunFolder, published: Published) -> None:
     """Give the policy's engine published weights; the policy itself where it samples on its own.
 
     Raises:

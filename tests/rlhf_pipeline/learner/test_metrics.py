@@ -12,7 +12,7 @@ from rlhf_pipeline import Learn, scratch_policy
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.learner.lora import add_adapters
 from rlhf_pipeline.learner.metrics import ModelCost, data_metrics, known_peak_flops
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.events import Event
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loggers import with_logger
@@ -26,7 +26,7 @@ pipeline = functools.partial(
 )
 
 
-def qwen(**options) -> CausalLMPolicy:
+def qwen(**options) -> TokenPolicy:
     config = Qwen2Config(
         vocab_size=11,
         hidden_size=8,
@@ -37,7 +37,7 @@ def qwen(**options) -> CausalLMPolicy:
         max_position_embeddings=32,
         **options,
     )
-    return CausalLMPolicy(Qwen2ForCausalLM(config), eos_token_id=[])
+    return TokenPolicy(Qwen2ForCausalLM(config), eos_token_id=[])
 
 
 @pytest.mark.parametrize("tied", [True, False])

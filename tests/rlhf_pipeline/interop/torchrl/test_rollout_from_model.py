@@ -19,7 +19,7 @@ from transformers import (
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.interop.torchrl.rollout_from_model import RolloutFromModel
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController, ConstantKLController
 
 EOS, PAD = 1, 0
@@ -415,7 +415,7 @@ def test_log_probs_equal_teacher_forcing(make, as_policy, temperature):
     model, reference = make(0), make(1)
     model.generation_config.temperature = temperature
     model.generation_config.top_k = 3  # a checkpoint's habit that must not shape the rollout
-    actor = CausalLMPolicy(model, temperature=temperature) if as_policy else model
+    actor = TokenPolicy(model, temperature=temperature) if as_policy else model
     prompts = [[5, 6, 7, 8, 9], [10], [11, 12, 13]] * 4
     rollout = RolloutFromModel(actor, reference, count_score, kl_coef=0.5, max_new_tokens=12)
     torch.manual_seed(3)
@@ -445,7 +445,7 @@ def test_a_model_against_itself_has_no_kl():
 def test_seeded_and_greedy(as_policy):
     """The global seed repeats a rollout; do_sample=False takes the likeliest, scored at temperature 1."""
     model = llama()
-    actor = CausalLMPolicy(model, temperature=0.5) if as_policy else model
+    actor = TokenPolicy(model, temperature=0.5) if as_policy else model
     rollout = RolloutFromModel(actor, llama(1), count_score, max_new_tokens=8)
     data = batch([[5, 6], [7]])
     torch.manual_seed(5)

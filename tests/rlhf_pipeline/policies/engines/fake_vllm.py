@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
 from rlhf_pipeline.policies.engines.slots import SlotEngine
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 PREFIX = "generate-tokens-"
 
@@ -39,7 +39,7 @@ class FakeVLLM:
     """
 
     def __init__(self, model: Path, *, max_num_seqs: int = 32, delay_s: float = 0.0) -> None:
-        self.policy = CausalLMPolicy.from_pretrained(model, dtype=torch.float32)
+        self.policy = TokenPolicy.from_pretrained(model, dtype=torch.float32)
         # As in vLLM a head that is tied is a tensor of its own once weights are loaded again.
         head = self.policy.model.lm_head
         head.weight = torch.nn.Parameter(head.weight.detach().clone())

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, Request
 from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.engines.static import LOOK_EVERY, StaticSlots
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from tests.rlhf_pipeline.fake_device import FakeDevice, OnDevice, to_device
 
 Make = Callable[..., PreTrainedModel]
@@ -27,7 +27,7 @@ def on_device(
     model: PreTrainedModel, decode: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[RaggedCompletions, FakeDevice]:
     """Generate with a model that is on the fake device, after a first call that looks at the model."""
-    policy = CausalLMPolicy(copy.deepcopy(model))
+    policy = TokenPolicy(copy.deepcopy(model))
     slots = SlotEngine(policy._parts, num_slots=4, decode=decode)  # type: ignore[arg-type]
     slots.generate(Request(prompts=[[5]], max_new_tokens=1))
     to_device(policy.model)
@@ -43,7 +43,7 @@ def on_device(
 def test_the_host_looks_once_in_several_tokens(name: str, make_model: Make, monkeypatch: pytest.MonkeyPatch):
     """The same completions as on the CPU; every wait is that of a look, and no look comes before its time."""
     model = make_model(name)
-    plain = CausalLMPolicy(copy.deepcopy(model), num_slots=4, eos_token_id=[]).engine.generate(REQUEST)
+    plain = TokenPolicy(copy.deepcopy(model), num_slots=4, eos_token_id=[]).engine.generate(REQUEST)
     found, seen = on_device(model, "static", monkeypatch)
     assert found.token_ids.tolist() == plain.token_ids.tolist()
     check_looks(seen)

@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy, Completion
 from rlhf_pipeline.policies.engines.protocol import WeightRefresh
 from rlhf_pipeline.policies.engines.sampling import stream_keys, uniforms
+from rlhf_pipeline.policies.token_policy import Completion, TokenPolicy
 
 PROMPTS = [[2 + i] + [3 + (7 * i + j) % 90 for j in range(5 * i)] for i in range(6)]
 RAGGED = [2 + 2 * i for i in range(18)]
@@ -40,7 +40,7 @@ def _worst_gap(model: PreTrainedModel, oracle: Oracle, completions: list[Complet
 def test_sampled_log_probs_equal_the_models_own(name: str, make_model: Make, oracle: Oracle) -> None:
     """Ragged prompts and limits on few slots: rows are evicted, refilled, moved and shifted, and stay exact."""
     model = make_model(name)
-    policy = CausalLMPolicy(model, temperature=0.7, num_slots=5)
+    policy = TokenPolicy(model, temperature=0.7, num_slots=5)
     completions = policy.generate_groups(PROMPTS, group_size=3, max_new_tokens=RAGGED, seed=1)
     assert [(c.prompt_index, c.member) for c in completions] == [(p, m) for p in range(6) for m in range(3)]
     assert _worst_gap(model, oracle, completions, 0.7) < 1e-5
@@ -50,7 +50,7 @@ def test_sampled_log_probs_equal_the_models_own(name: str, make_model: Make, ora
 def test_eager_attention(name: str, make_model: Make, oracle: Oracle) -> None:
     """The attention implementation that adds its mask, for which the model builds the mask itself."""
     model = make_model(name, attention="eager")
-    policy = CausalLMPolicy(model, temperature=0.7, num_slots=5)
+    policy = TokenPolicy(model, temperature=0.7, num_slots=5)
     completions = policy.generate_groups(PROMPTS, group_size=3, max_new_tokens=RAGGED, seed=1)
     assert _worst_gap(model, oracle, completions, 0.7) < 1e-5
 
@@ -58,7 +58,7 @@ def test_eager_attention(name: str, make_model: Make, oracle: Oracle) -> None:
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_sampled_log_probs_equal_teacher_forcing(temperature: float, make_model: Make) -> None:
     """`policy.log_probs` on the sampled tokens gives the behaviour log-probs within 1e-5."""
-    policy = CausalLMPolicy(make_model(), temperature=temperature, num_slots=7)
+    policy = TokenPolicy(make_model(), temperature=temperature, num_slots=7)
     completions = policy.generate_groups(PROMPTS, group_size=4, max_new_tokens=40, seed=5)
     width = max(len(PROMPTS[c.prompt_index]) + len(c.token_ids) for c in completions)
     ids = torch.zeros(len(completions), width, dtype=torch.int64)
@@ -77,7 +77,7 @@ def test_sampled_log_probs_equal_teacher_forcing(temperature: float, make_model:
 def test_the_tokens_are_those_of_a_naive_loop(make_model: Make) -> None:
     """A loop without any cache, with the same uniforms and the inverse CDF in float64, samples the same tokens."""
     model = make_model().eval()
-    policy = CausalLMPolicy(model, temperature=0.7, num_slots=3, eos_token_id=[1, 50])
+    policy = TokenPolicy(model, temperature=0.7, num_slots=3, eos_token_id=[1, 50])
     completions = policy.generate_groups(PROMPTS, group_size=2, max_new_tokens=25, seed=9, stream_ids=range(40, 46))
     for c in completions:
         tokens = list(PROMPTS[c.prompt_index])
@@ -101,10 +101,8 @@ def test_the_tokens_are_those_of_a_naive_loop(make_model: Make) -> None:
 def test_results_do_not_depend_on_the_number_of_slots(num_slots: int, make_model: Make) -> None:
     """The same tokens on any number of slots, and log-probs equal but for the last bits."""
     model = make_model()
-    reference = CausalLMPolicy(model, num_slots=18).generate_groups(
-        PROMPTS, group_size=3, max_new_tokens=RAGGED, seed=3
-    )
-    again = CausalLMPolicy(model, num_slots=num_slots).generate_groups(
+    reference = TokenPolicy(model, num_slots=18).generate_groups(PROMPTS, group_size=3, max_new_tokens=RAGGED, seed=3)
+    again = TokenPolicy(model, num_slots=num_slots).generate_groups(
         PROMPTS, group_size=3, max_new_tokens=RAGGED, seed=3
     )
     for a, b in zip(reference, again, strict=True):
@@ -114,7 +112,7 @@ def test_results_do_not_depend_on_the_number_of_slots(num_slots: int, make_model
 
 def test_results_follow_the_stream_id_not_the_place(make_model: Make) -> None:
     """Prompts in another order, alone, or with others beside them give the same completions under their stream id."""
-    policy = CausalLMPolicy(make_model(), num_slots=4)
+    policy = TokenPolicy(make_model(), num_slots=4)
     kwargs = {"group_size": 3, "max_new_tokens": 12, "seed": 7}
     straight = policy.generate_groups(PROMPTS, stream_ids=range(6), **kwargs)
     order = [4, 0, 5, 2, 1, 3]
@@ -127,7 +125,7 @@ def test_results_follow_the_stream_id_not_the_place(make_model: Make) -> None:
 
 def test_a_smaller_group_is_the_head_of_a_larger_one(make_model: Make) -> None:
     """Member m of a group is the same whatever the size of the group: group prefill equals individual prefill."""
-    policy = CausalLMPolicy(make_model(), num_slots=8)
+    policy = TokenPolicy(make_model(), num_slots=8)
     four = policy.generate_groups(PROMPTS, group_size=4, max_new_tokens=9, seed=7)
     one = policy.generate_groups(PROMPTS, group_size=1, max_new_tokens=9, seed=7)
     for a, b in zip(four[::4], one, strict=True):
@@ -137,7 +135,7 @@ def test_a_smaller_group_is_the_head_of_a_larger_one(make_model: Make) -> None:
 
 def test_the_seed_decides(make_model: Make) -> None:
     """The same seed repeats bit for bit, another seed does not, and the global generator has no say."""
-    policy = CausalLMPolicy(make_model())
+    policy = TokenPolicy(make_model())
     torch.manual_seed(1)
     a = policy.generate_groups(PROMPTS, group_size=2, max_new_tokens=12, seed=0)
     torch.manual_seed(2)
@@ -154,7 +152,7 @@ def test_the_seed_decides(make_model: Make) -> None:
 def test_first_tokens_follow_the_models_distribution(make_model: Make) -> None:
     """Chi-square over 20,000 members of one group, through the engine, against the exact probabilities."""
     model = make_model("qwen2", vocab_size=11, num_hidden_layers=1)
-    policy = CausalLMPolicy(model, temperature=1.3, num_slots=4096)
+    policy = TokenPolicy(model, temperature=1.3, num_slots=4096)
     drawn = policy.generate_ragged([[4, 5, 6]], group_size=20_000, max_new_tokens=1, seed=0)
     with torch.no_grad():
         exact = torch.softmax(model(input_ids=torch.tensor([[4, 5, 6]])).logits[0, -1].double() / 1.3, -1).numpy()
@@ -166,7 +164,7 @@ def test_first_tokens_follow_the_models_distribution(make_model: Make) -> None:
 def test_second_tokens_follow_the_models_distribution(make_model: Make) -> None:
     """Chi-square of (first, second) token pairs: the cache carries what was sampled."""
     model = make_model("qwen2", vocab_size=5, num_hidden_layers=1)
-    policy = CausalLMPolicy(model, num_slots=4096, eos_token_id=[])
+    policy = TokenPolicy(model, num_slots=4096, eos_token_id=[])
     drawn = policy.generate_ragged([[4, 3]], group_size=20_000, max_new_tokens=2, seed=0).token_ids.reshape(-1, 2)
     exact = np.zeros((5, 5))
     for first in range(5):
@@ -181,7 +179,7 @@ def test_second_tokens_follow_the_models_distribution(make_model: Make) -> None:
 
 def test_the_end_token_belongs_to_the_completion(make_model: Make) -> None:
     """With every token an end token, a completion is that token alone, with its log-prob, and "stop"."""
-    policy = CausalLMPolicy(make_model(), eos_token_id=list(range(97)), num_slots=2)
+    policy = TokenPolicy(make_model(), eos_token_id=list(range(97)), num_slots=2)
     completions = policy.generate_groups(PROMPTS, group_size=3, max_new_tokens=8, seed=0)
     assert all(len(c.token_ids) == 1 and c.finish_reason == "stop" for c in completions)
     assert all(float(c.log_probs[0]) < 0 for c in completions)
@@ -190,7 +188,7 @@ def test_the_end_token_belongs_to_the_completion(make_model: Make) -> None:
 def test_padding_that_equals_the_end_token(make_model: Make, oracle: Oracle) -> None:
     """Padding and end share an id: the end token stays in the completion and every log-prob is right."""
     model = make_model("qwen2", pad_token_id=1, eos_token_id=1, vocab_size=9)
-    policy = CausalLMPolicy(model, pad_token_id=1, eos_token_id=1, num_slots=4)
+    policy = TokenPolicy(model, pad_token_id=1, eos_token_id=1, num_slots=4)
     prompts = [[5], [6, 1, 7], [8] * 9]
     completions = policy.generate_groups(prompts, group_size=4, max_new_tokens=30, seed=0)
     assert "stop" in {c.finish_reason for c in completions}
@@ -203,13 +201,13 @@ def test_padding_that_equals_the_end_token(make_model: Make, oracle: Oracle) -> 
 
 def test_an_end_token_at_the_limit_is_a_stop(make_model: Make) -> None:
     """A completion whose last allowed token is an end token has stopped."""
-    policy = CausalLMPolicy(make_model(), eos_token_id=list(range(97)))
+    policy = TokenPolicy(make_model(), eos_token_id=list(range(97)))
     assert policy.generate_groups([[5]], max_new_tokens=1, seed=0)[0].finish_reason == "stop"
 
 
 def test_limits_for_all_per_prompt_and_per_completion(make_model: Make) -> None:
     """Without end tokens the lengths are the limits."""
-    policy = CausalLMPolicy(make_model(), eos_token_id=[], max_new_tokens=3, num_slots=3)
+    policy = TokenPolicy(make_model(), eos_token_id=[], max_new_tokens=3, num_slots=3)
     prompts = PROMPTS[:2]
 
     def lengths(limit: object) -> list[int]:
@@ -230,7 +228,7 @@ def test_limits_for_all_per_prompt_and_per_completion(make_model: Make) -> None:
 def test_long_completions_after_short_prompts(make_model: Make, oracle: Oracle) -> None:
     """Completions far longer than the first cache: it grows and shifts, and log-probs stay exact."""
     model = make_model()
-    policy = CausalLMPolicy(model, eos_token_id=[], num_slots=3)
+    policy = TokenPolicy(model, eos_token_id=[], num_slots=3)
     prompts = [[2], [3, 4]]
     limits = [230, 7, 60, 3, 100, 9, 30, 200]
     completions = policy.generate_groups(prompts, group_size=4, max_new_tokens=limits, seed=2)
@@ -243,7 +241,7 @@ def test_long_completions_after_short_prompts(make_model: Make, oracle: Oracle) 
 def test_many_prompts_of_one_member_prefill_in_batches(make_model: Make, oracle: Oracle) -> None:
     """Prompts beyond one prefill batch, each with one member, on few slots."""
     model = make_model()
-    policy = CausalLMPolicy(model, num_slots=6)
+    policy = TokenPolicy(model, num_slots=6)
     prompts = [[2 + (i + j) % 90 for j in range(1 + (37 * i) % 200)] for i in range(60)]
     completions = policy.generate_groups(prompts, max_new_tokens=4, seed=2)
     assert [c.prompt_index for c in completions] == list(range(60))
@@ -254,13 +252,13 @@ def test_many_prompts_of_one_member_prefill_in_batches(make_model: Make, oracle:
 
 def test_no_prompts(make_model: Make) -> None:
     """An empty call gives an empty list."""
-    assert CausalLMPolicy(make_model()).generate_groups([], group_size=4, seed=0) == []
+    assert TokenPolicy(make_model()).generate_groups([], group_size=4, seed=0) == []
 
 
 def test_greedy_reports_log_probs_at_temperature_one(make_model: Make, oracle: Oracle) -> None:
     """Temperature 0 takes the most probable token; all members agree; log-probs are those of temperature 1."""
     model = make_model()
-    policy = CausalLMPolicy(model, temperature=0.0)
+    policy = TokenPolicy(model, temperature=0.0)
     completions = policy.generate_groups(PROMPTS, group_size=2, max_new_tokens=10, seed=0)
     for a, b in zip(completions[::2], completions[1::2], strict=True):
         assert a.token_ids == b.token_ids
@@ -272,7 +270,7 @@ def test_greedy_reports_log_probs_at_temperature_one(make_model: Make, oracle: O
 
 def test_completions_end_where_the_positions_end(make_model: Make) -> None:
     """Prompt and completion together never pass the model's positions; a prompt that fills them is refused."""
-    policy = CausalLMPolicy(make_model("gpt2", n_positions=12), eos_token_id=[])
+    policy = TokenPolicy(make_model("gpt2", n_positions=12), eos_token_id=[])
     done = policy.generate_groups([[5] * 8, [5] * 11], max_new_tokens=50, seed=0)
     assert [len(c.token_ids) for c in done] == [4, 1]
     with pytest.raises(DataError, match=r"Prompt 1 has 12 tokens; the model has 12 positions"):
@@ -286,12 +284,12 @@ def test_completions_end_where_the_positions_end(make_model: Make) -> None:
 def test_bad_prompts_are_refused(prompts: list[list[int]], message: str, make_model: Make) -> None:
     """Empty prompts and ids outside the vocabulary name the prompt and the value."""
     with pytest.raises(DataError, match=message):
-        CausalLMPolicy(make_model()).generate_groups(prompts, seed=0)
+        TokenPolicy(make_model()).generate_groups(prompts, seed=0)
 
 
 def test_bad_arguments_are_refused(make_model: Make) -> None:
     """Group size, temperature and stream ids out of range."""
-    policy = CausalLMPolicy(make_model())
+    policy = TokenPolicy(make_model())
     with pytest.raises(DefinitionError, match="group_size is 0"):
         policy.generate_groups([[5]], group_size=0, seed=0)
     with pytest.raises(DefinitionError, match="temperature is -1"):
@@ -306,12 +304,12 @@ def test_diverged_weights_are_named(make_model: Make) -> None:
     with torch.no_grad():
         next(model.parameters())[7] = float("nan")
     with pytest.raises(DataError, match="not finite at token 0 of a completion of prompt 1"):
-        CausalLMPolicy(model).generate_groups([[5], [7]], max_new_tokens=2, seed=0)
+        TokenPolicy(model).generate_groups([[5], [7]], max_new_tokens=2, seed=0)
 
 
 def test_generation_leaves_no_graph_and_no_mode_behind(make_model: Make) -> None:
     """Outputs carry no gradient, and training goes on afterwards."""
-    policy = CausalLMPolicy(make_model())
+    policy = TokenPolicy(make_model())
     completion = policy.generate_groups([[5, 6]], max_new_tokens=4, seed=0)[0]
     assert not completion.log_probs.requires_grad
     ids = torch.tensor([[5, 6, *completion.token_ids]])
@@ -338,7 +336,7 @@ def test_a_model_that_ignores_ready_made_masks_is_driven_with_plain_ones(make_mo
     """The engine finds out before the first completion, and log-probs stay exact."""
     model = make_model()
     _bend_masks(model, lambda mask: None if mask.ndim == 4 else mask)
-    completions = CausalLMPolicy(model, num_slots=5).generate_groups(PROMPTS, max_new_tokens=9, seed=0)
+    completions = TokenPolicy(model, num_slots=5).generate_groups(PROMPTS, max_new_tokens=9, seed=0)
     assert _worst_gap(model, oracle, completions, 1.0) < 1e-5
 
 
@@ -346,7 +344,7 @@ def test_a_model_that_ignores_all_masks_is_refused(make_model: Make) -> None:
     """Its completions would be those of no policy; scoring, which needs no mask, still works."""
     model = make_model()
     _bend_masks(model, lambda _mask: None)
-    policy = CausalLMPolicy(model)
+    policy = TokenPolicy(model)
     with pytest.raises(DefinitionError, match="through a KV cache its hidden states differ from its own by"):
         policy.generate_groups([[5], [6, 7]], seed=0)
     assert policy.log_probs(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.bool)).shape == (1, 2)
@@ -354,7 +352,7 @@ def test_a_model_that_ignores_all_masks_is_refused(make_model: Make) -> None:
 
 def test_linear_attention_is_refused(make_model: Make) -> None:
     """Recurrent state does not fit slots; the message says which kind of cache it is."""
-    policy = CausalLMPolicy(make_model("qwen3_next", head_dim=8))
+    policy = TokenPolicy(make_model("qwen3_next", head_dim=8))
     with pytest.raises(DefinitionError, match="cache of the kind linear_attention"):
         policy.generate_groups([[5]], seed=0)
 
@@ -364,7 +362,7 @@ def test_linear_attention_is_refused(make_model: Make) -> None:
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "gpt2"])
 def test_cuda_gives_the_tokens_of_the_cpu(name: str, make_model: Make) -> None:
     """The same code on a CUDA device: same tokens in float32, log-probs within 1e-4."""
-    a = CausalLMPolicy(make_model(name), num_slots=5)
+    a = TokenPolicy(make_model(name), num_slots=5)
     on_cpu = a.generate_groups(PROMPTS, group_size=3, max_new_tokens=RAGGED, seed=1)
     on_cuda = a.to("cuda").generate_groups(PROMPTS, group_size=3, max_new_tokens=RAGGED, seed=1)
     assert [c.token_ids for c in on_cpu] == [c.token_ids for c in on_cuda]
@@ -374,7 +372,7 @@ def test_cuda_gives_the_tokens_of_the_cpu(name: str, make_model: Make) -> None:
 
 def test_weights_that_do_not_change_on_the_way_change_nothing(make_model: Make) -> None:
     """Looking for newer weights in the middle of a rollout and finding none: the same tokens and log-probs."""
-    policy = CausalLMPolicy(make_model("qwen2"), num_slots=5)
+    policy = TokenPolicy(make_model("qwen2"), num_slots=5)
     asked = {"group_size": 3, "max_new_tokens": RAGGED, "seed": 1}
     plain = policy.generate_ragged(PROMPTS, **asked)
     looked = policy.generate_ragged(PROMPTS, **asked, refresh=WeightRefresh(lambda: 7, every=2, version=7))
@@ -398,7 +396,7 @@ def test_newer_weights_in_the_middle_of_a_rollout(make_model: Make, oracle: Orac
         return 1
 
     calls = iter((load, lambda: 1, lambda: 1))
-    policy = CausalLMPolicy(model, num_slots=8)
+    policy = TokenPolicy(model, num_slots=8)
     refresh = WeightRefresh(lambda: next(calls)(), every=4, version=0)
     found = policy.generate_ragged(
         PROMPTS[:2], group_size=3, max_new_tokens=[2, 4, 9, 9, 10, 3], seed=1, refresh=refresh

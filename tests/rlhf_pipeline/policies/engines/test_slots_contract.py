@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from tests.rlhf_pipeline.policies.engines.contract import Bench, EngineContract
 
 
@@ -18,7 +18,7 @@ class TestSlots(EngineContract):
     @pytest.fixture
     def bench(self, folders: dict[int, Path]) -> Iterator[Bench]:
         """A policy's own engine."""
-        policy = CausalLMPolicy.from_pretrained(folders[2], dtype=torch.float32, num_slots=3)
+        policy = TokenPolicy.from_pretrained(folders[2], dtype=torch.float32, num_slots=3)
         policy.engine.load_weights(folders[1], 1)
         yield Bench(policy.engine, folders)
         policy.engine.close()

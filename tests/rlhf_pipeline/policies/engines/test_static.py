@@ -12,12 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
 from rlhf_pipeline.policies.engines import static as static_module
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
 from rlhf_pipeline.policies.engines.sampling import device_uniforms, stream_keys, uniforms
 from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.engines.static import LOOK_EVERY, StaticSlots
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from tests.rlhf_pipeline.policies.engines.contract import Bench, EngineContract
 
 Make = Callable[..., PreTrainedModel]
@@ -31,7 +31,7 @@ ARCHITECTURES = [
 
 
 def engine(model: PreTrainedModel, decode: str, num_slots: int = 5) -> SlotEngine:
-    return SlotEngine(CausalLMPolicy(model)._parts, num_slots=num_slots, model=model, decode=decode)  # type: ignore[arg-type]
+    return SlotEngine(TokenPolicy(model)._parts, num_slots=num_slots, model=model, decode=decode)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -174,7 +174,7 @@ class TestStaticSlots(EngineContract):
     @pytest.fixture
     def bench(self, folders: dict[int, Path]) -> Iterator[Bench]:
         """The weights of version 1, in the place of those of version 2."""
-        policy = CausalLMPolicy.from_pretrained(folders[2], dtype=torch.float32)
+        policy = TokenPolicy.from_pretrained(folders[2], dtype=torch.float32)
         slots = SlotEngine(policy._parts, num_slots=3, model=policy.model, decode="static")
         slots.load_weights(folders[1], 1)
         yield Bench(slots, folders)

@@ -1,4 +1,4 @@
-"""`CausalLMPolicy`: a causal language model that generates groups of completions and scores tokens."""
+"""`TokenPolicy`: a causal language model that generates groups of completions and scores tokens."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from rlhf_pipeline.policies.loading import (
 from rlhf_pipeline.policies.model_parts import ModelParts, find_parts, set_recomputation, switch_recomputation
 from rlhf_pipeline.policies.packed import LayoutScorer
 
-__all__ = ["CausalLMPolicy", "Completion", "RaggedCompletions", "ScoringRows"]
+__all__ = ["Completion", "RaggedCompletions", "ScoringRows", "TokenPolicy"]
 
 
-class CausalLMPolicy(nn.Module):
+class TokenPolicy(nn.Module):
     """A policy around any causal language model of transformers.
 
     It samples completions on KV-cache slots, with the log-prob of every token as it is sampled, and scores given

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_pipeline import scratch_policy
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
-from rlhf_pipeline.policies.causal_lm import CausalLMPolicy
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 ROWS = [[5, 6, 7, 8, 9, 10, 11], [1, 20, 1], [33], [40, 41, 42, 43]]
 
@@ -48,7 +48,7 @@ def _padded(side: str, width: int = 9, pad: int = 0) -> tuple[Tensor, Tensor, li
 def test_log_probs_equal_a_naive_loop(name: str, side: str, make_model: Make, oracle: Oracle) -> None:
     """Every padding side gives the log-probs of each row alone, in float64, within 1e-5; 0 at padding and at starts."""
     model = make_model(name)
-    policy = CausalLMPolicy(model, temperature=1.3)
+    policy = TokenPolicy(model, temperature=1.3)
     ids, mask, starts = _padded(side)
     scored = policy.log_probs(ids, mask).detach()
     assert scored.dtype == torch.float32
@@ -62,7 +62,7 @@ def test_log_probs_equal_a_naive_loop(name: str, side: str, make_model: Make, or
 
 def test_padding_sides_agree(make_model: Make) -> None:
     """Left, right and no padding agree within 1e-6 in float32, whatever stands at the padding."""
-    policy = CausalLMPolicy(make_model())
+    policy = TokenPolicy(make_model())
     ids, mask, starts = _padded("right")
     right = policy.log_probs(ids, mask)
     for side, pad in (("left", 0), ("left", 1), ("right", 1), ("middle", -100)):
@@ -80,7 +80,7 @@ def test_padding_sides_agree(make_model: Make) -> None:
 def test_an_end_token_equal_to_padding_is_scored(make_model: Make, oracle: Oracle) -> None:
     """Padding and end share id 1: a real token 1 has its log-prob, and padding of the same id has none."""
     model = make_model("qwen2", pad_token_id=1)
-    policy = CausalLMPolicy(model, pad_token_id=1)
+    policy = TokenPolicy(model, pad_token_id=1)
     ids = torch.tensor([[5, 6, 1, 1, 1]])
     mask = torch.tensor([[True, True, True, False, False]])
     scored = policy.log_probs(ids, mask)[0].detach()
@@ -90,7 +90,7 @@ def test_an_end_token_equal_to_padding_is_scored(make_model: Make, oracle: Oracl
 
 def test_only_the_score_mask_is_scored(make_model: Make) -> None:
     """Positions outside the score mask are 0 and those inside are unchanged; first tokens and padding never count."""
-    policy = CausalLMPolicy(make_model())
+    policy = TokenPolicy(make_model())
     ids, mask, _ = _padded("left")
     everything = policy.log_probs(ids, mask)
     score = torch.zeros_like(mask)
@@ -105,7 +105,7 @@ def test_only_the_score_mask_is_scored(make_model: Make) -> None:
 
 def test_the_chunk_size_does_not_matter(make_model: Make) -> None:
     """One row per pass through the head gives the same log-probs."""
-    policy = CausalLMPolicy(make_model())
+    policy = TokenPolicy(make_model())
     ids, mask, _ = _padded("right")
     torch.testing.assert_close(
         policy.log_probs(ids, mask, chunk_size=1), policy.log_probs(ids, mask), atol=1e-6, rtol=0
@@ -114,7 +114,7 @@ def test_the_chunk_size_does_not_matter(make_model: Make) -> None:
 
 def test_the_head_sees_only_scored_rows(make_model: Make) -> None:
     """The hidden states handed to the head are as many as the scored tokens."""
-    policy = CausalLMPolicy(make_model())
+    policy = TokenPolicy(make_model())
     ids, mask, _ = _padded("right")
     score = torch.zeros_like(mask)
     score[0, 2:4] = True
@@ -130,7 +130,7 @@ def test_the_head_sees_only_scored_rows(make_model: Make) -> None:
 def test_gradients_equal_those_of_full_logits(name: str, side: str, make_model: Make) -> None:
     """Every parameter's gradient equals autograd through the model's own logits, in float64."""
     model = make_model(name).double()
-    policy = CausalLMPolicy(model, temperature=0.7)
+    policy = TokenPolicy(model, temperature=0.7)
     ids, mask, starts = _padded(side)
     weight = torch.linspace(-1, 1, ids.numel(), dtype=torch.float64).reshape(ids.shape)
     (policy.log_probs(ids, mask) * weight).sum().backward()
@@ -151,7 +151,7 @@ def test_gradients_equal_those_of_full_logits(name: str, side: str, make_model: 
 def test_hidden_states_stand_where_their_tokens_stand(make_model: Make) -> None:
     """Head of hidden[t] gives the logits after token t, for both padding sides; zero at padding."""
     model = make_model("phi")
-    policy = CausalLMPolicy(model)
+    policy = TokenPolicy(model)
     assert policy.head_bias is not None
     for side in ("left", "right"):
         ids, mask, starts = _padded(side)
@@ -166,18 +166,18 @@ def test_hidden_states_stand_where_their_tokens_stand(make_model: Make) -> None:
 
 def test_low_precision_scores_are_float32_and_near(make_model: Make, oracle: Oracle) -> None:
     """A bfloat16 model gives float32 log-probs, near those of the same weights in float32."""
-    policy = CausalLMPolicy(make_model().bfloat16())
+    policy = TokenPolicy(make_model().bfloat16())
     ids, mask, _ = _padded("left")
     scored = policy.log_probs(ids, mask).detach()
     assert scored.dtype == torch.float32
-    exact = CausalLMPolicy(copy.deepcopy(policy.model).float()).log_probs(ids, mask).detach()
+    exact = TokenPolicy(copy.deepcopy(policy.model).float()).log_probs(ids, mask).detach()
     assert float((scored - exact).abs().mean()) < 0.05
     assert len(set(scored[mask].tolist()) - {0.0}) > 8
 
 
 def test_dropout_is_off_in_training_mode(make_model: Make) -> None:
     """train() leaves the model in eval mode, so two scores of the same tokens are equal."""
-    policy = CausalLMPolicy(make_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)).train()
+    policy = TokenPolicy(make_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)).train()
     ids, mask, _ = _padded("right")
     assert policy.training
     assert torch.equal(policy.log_probs(ids, mask), policy.log_probs(ids, mask))
@@ -188,7 +188,7 @@ def test_dropout_is_off_in_training_mode(make_model: Make) -> None:
 def test_recomputed_activations_change_nothing(name: str, make_model: Make) -> None:
     """With activation checkpointing, scores, gradients and generation are the same, and dropout stays off."""
     changes = {"opt": {"dropout": 0.5, "attention_dropout": 0.5}, "gpt2": {"resid_pdrop": 0.5}}.get(name, {})
-    policy = CausalLMPolicy(make_model(name, **changes))
+    policy = TokenPolicy(make_model(name, **changes))
     ids, mask, _ = _padded("left")
     sampled = policy.generate_groups(ROWS, max_new_tokens=5, seed=0)
     policy.log_probs(ids, mask).sum().backward()
@@ -214,7 +214,7 @@ def test_recomputed_activations_change_nothing(name: str, make_model: Make) -> N
 
 def test_autocast_rounds_no_log_probs(make_model: Make) -> None:
     """Under bfloat16 autocast the head stays in float32, in sampling and in scoring alike."""
-    policy = CausalLMPolicy(make_model())
+    policy = TokenPolicy(make_model())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         completions = policy.generate_groups(ROWS, max_new_tokens=6, seed=0)
         gaps = []
@@ -230,7 +230,7 @@ def test_autocast_rounds_no_log_probs(make_model: Make) -> None:
 
 def test_rows_beyond_the_models_positions_are_refused(make_model: Make) -> None:
     """The message has both numbers."""
-    policy = CausalLMPolicy(make_model("gpt2", n_positions=8))
+    policy = TokenPolicy(make_model("gpt2", n_positions=8))
     ids = torch.full((1, 9), 5)
     with pytest.raises(DefinitionError, match="9 tokens; the model has 8 positions"):
         policy.log_probs(ids, torch.ones_like(ids, dtype=torch.bool))
@@ -239,7 +239,7 @@ def test_rows_beyond_the_models_positions_are_refused(make_model: Make) -> None:
 
 def test_bad_shapes_and_temperatures_are_refused(make_model: Make) -> None:
     """Shapes that differ, and temperature 0, say what to do."""
-    policy = CausalLMPolicy(make_model(), temperature=0.0)
+    policy = TokenPolicy(make_model(), temperature=0.0)
     ids = torch.full((2, 3), 5)
     mask = torch.ones_like(ids, dtype=torch.bool)
     with pytest.raises(DefinitionError, match=r"temperature=1\.0"):
@@ -249,16 +249,16 @@ def test_bad_shapes_and_temperatures_are_refused(make_model: Make) -> None:
     with pytest.raises(DefinitionError, match=r"input_ids must be \[B, T\]"):
         policy.log_probs(ids[0], mask[0], temperature=1.0)
     with pytest.raises(DefinitionError, match="num_slots is 0"):
-        CausalLMPolicy(make_model(), num_slots=0)
+        TokenPolicy(make_model(), num_slots=0)
     with pytest.raises(DefinitionError, match="max_new_tokens is 0"):
-        CausalLMPolicy(make_model(), max_new_tokens=0)
+        TokenPolicy(make_model(), max_new_tokens=0)
     with pytest.raises(DefinitionError, match="temperature is -1"):
-        CausalLMPolicy(make_model(), temperature=-1.0)
+        TokenPolicy(make_model(), temperature=-1.0)
 
 
 def test_a_row_of_padding_only_scores_nothing(make_model: Make) -> None:
     """An empty row, an empty batch: zeros of the right shape."""
-    policy = CausalLMPolicy(make_model())
+    policy = TokenPolicy(make_model())
     ids = torch.full((2, 3), 5)
     mask = torch.tensor([[False] * 3, [True] * 3])
     assert not policy.log_probs(ids, mask)[0].any()
@@ -269,23 +269,23 @@ def test_a_row_of_padding_only_scores_nothing(make_model: Make) -> None:
 def test_end_and_padding_tokens_come_from_the_configs(make_model: Make) -> None:
     """Generation config and tokenizer both count; explicit values win; padding falls back to the end token."""
     model = make_model("qwen2", eos_token_id=[3, 4], pad_token_id=None)
-    assert CausalLMPolicy(model).eos_token_ids == (3, 4)
-    assert CausalLMPolicy(model).pad_token_id == 3
-    assert CausalLMPolicy(model, eos_token_id=7).eos_token_ids == (7,)
-    assert CausalLMPolicy(model, eos_token_id=[]).eos_token_ids == ()
-    assert CausalLMPolicy(model, pad_token_id=9).pad_token_id == 9
+    assert TokenPolicy(model).eos_token_ids == (3, 4)
+    assert TokenPolicy(model).pad_token_id == 3
+    assert TokenPolicy(model, eos_token_id=7).eos_token_ids == (7,)
+    assert TokenPolicy(model, eos_token_id=[]).eos_token_ids == ()
+    assert TokenPolicy(model, pad_token_id=9).pad_token_id == 9
     tokenizer = scratch_policy("ab").tokenizer
-    assert CausalLMPolicy(model, tokenizer).eos_token_ids == (1, 3, 4)
-    assert CausalLMPolicy(model, tokenizer).pad_token_id == 0
+    assert TokenPolicy(model, tokenizer).eos_token_ids == (1, 3, 4)
+    assert TokenPolicy(model, tokenizer).pad_token_id == 0
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen2-tied", "gpt2"])
 def test_saved_and_loaded_policies_are_equal(name: str, make_model: Make, tmp_path: Path) -> None:
     """A round trip through a folder keeps every weight, the tokens that end and the scores, bit for bit."""
-    policy = CausalLMPolicy(make_model(name), scratch_policy("0123=").tokenizer)
+    policy = TokenPolicy(make_model(name), scratch_policy("0123=").tokenizer)
     policy.save_pretrained(tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").is_file()
-    loaded = CausalLMPolicy.from_pretrained(tmp_path / "model", temperature=0.5, num_slots=3)
+    loaded = TokenPolicy.from_pretrained(tmp_path / "model", temperature=0.5, num_slots=3)
     ids, mask, _ = _padded("right")
     assert torch.equal(policy.log_probs(ids, mask, temperature=0.5), loaded.log_probs(ids, mask))
     assert loaded.eos_token_ids == policy.eos_token_ids
@@ -302,23 +302,23 @@ def test_loading_needs_no_network(make_model: Make, tmp_path: Path, monkeypatch:
     scratch_policy("0123=").save_pretrained(tmp_path / "model")
     monkeypatch.setattr("socket.socket.connect", refuse)
     monkeypatch.setattr("socket.getaddrinfo", refuse)
-    assert CausalLMPolicy.from_pretrained(tmp_path / "model").tokenizer is not None
+    assert TokenPolicy.from_pretrained(tmp_path / "model").tokenizer is not None
 
 
 def test_a_folder_without_a_tokenizer_loads(make_model: Make, tmp_path: Path) -> None:
     """Token ids need no tokenizer."""
-    CausalLMPolicy(make_model()).save_pretrained(tmp_path / "model")
-    assert CausalLMPolicy.from_pretrained(str(tmp_path / "model")).tokenizer is None
+    TokenPolicy(make_model()).save_pretrained(tmp_path / "model")
+    assert TokenPolicy.from_pretrained(str(tmp_path / "model")).tokenizer is None
 
 
 def test_dtype_and_device_are_applied(make_model: Make, tmp_path: Path) -> None:
     """The dtype is a torch dtype or its name; None keeps the checkpoint's."""
-    CausalLMPolicy(make_model().bfloat16()).save_pretrained(tmp_path / "model")
-    assert CausalLMPolicy.from_pretrained(tmp_path / "model").head_weight.dtype == torch.bfloat16
-    wide = CausalLMPolicy.from_pretrained(tmp_path / "model", dtype="float32", device="cpu")
+    TokenPolicy(make_model().bfloat16()).save_pretrained(tmp_path / "model")
+    assert TokenPolicy.from_pretrained(tmp_path / "model").head_weight.dtype == torch.bfloat16
+    wide = TokenPolicy.from_pretrained(tmp_path / "model", dtype="float32", device="cpu")
     assert wide.head_weight.dtype == torch.float32
     with pytest.raises(DefinitionError, match="'float31' is no dtype"):
-        CausalLMPolicy.from_pretrained(tmp_path / "model", dtype="float31")
+        TokenPolicy.from_pretrained(tmp_path / "model", dtype="float31")
 
 
 def test_missing_folders_say_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,9 +327,9 @@ def test_missing_folders_say_what_to_type(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "runs").mkdir()
     for name in (str(tmp_path / "nowhere"), "./nowhere", "nowhere", "runs/nowhere", "a/b/c"):
         with pytest.raises(MissingPathError, match="rlhf-pipeline new-model"):
-            CausalLMPolicy.from_pretrained(name)
+            TokenPolicy.from_pretrained(name)
     with pytest.raises(FileNotFoundError):
-        CausalLMPolicy.from_pretrained("nowhere")
+        TokenPolicy.from_pretrained("nowhere")
 
 
 def test_folders_that_are_not_models_are_refused(make_model: Make, tmp_path: Path) -> None:
@@ -337,38 +337,38 @@ def test_folders_that_are_not_models_are_refused(make_model: Make, tmp_path: Pat
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(DataError, match=r"no config\.json.*\(it holds: nothing\)"):
-        CausalLMPolicy.from_pretrained(empty)
+        TokenPolicy.from_pretrained(empty)
     (empty / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(DataError, match="no weights"):
-        CausalLMPolicy.from_pretrained(empty)
+        TokenPolicy.from_pretrained(empty)
     with pytest.raises(DataError, match="is a file"):
-        CausalLMPolicy.from_pretrained(empty / "config.json")
+        TokenPolicy.from_pretrained(empty / "config.json")
     good = tmp_path / "good"
-    CausalLMPolicy(make_model()).save_pretrained(good)
+    TokenPolicy(make_model()).save_pretrained(good)
     whole = (good / "model.safetensors").read_bytes()
     (good / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match=r"damaged|cannot be loaded"):
-        CausalLMPolicy.from_pretrained(good)
+        TokenPolicy.from_pretrained(good)
     (good / "model.safetensors").write_bytes(whole)
     (good / "config.json").write_text('{"model_type": "no_such_type"}')
     with pytest.raises(DataError, match="cannot be loaded as a causal language model"):
-        CausalLMPolicy.from_pretrained(good)
+        TokenPolicy.from_pretrained(good)
     (good / "config.json").write_text("{")
     with pytest.raises(DataError, match="cannot be loaded as a causal language model"):
-        CausalLMPolicy.from_pretrained(good)
+        TokenPolicy.from_pretrained(good)
 
 
 def test_parameters_are_listed_once(make_model: Make) -> None:
     """The trunk and the head are not registered a second time, so optimizers and checkpoints see each weight once."""
     model = make_model("qwen2-tied")
-    policy = CausalLMPolicy(model)
+    policy = TokenPolicy(model)
     assert [n for n, _ in policy.named_parameters()] == [f"model.{n}" for n, _ in model.named_parameters()]
     assert list(policy.state_dict()) == [f"model.{n}" for n in model.state_dict()]
 
 
 def test_a_copy_has_its_own_weights(make_model: Make) -> None:
     """A deepcopy is a policy whose trunk and head are its own: the reference model of a run."""
-    policy = CausalLMPolicy(make_model())
+    policy = TokenPolicy(make_model())
     reference = copy.deepcopy(policy).requires_grad_(False)
     ids, mask, _ = _padded("right")
     before = reference.log_probs(ids, mask)
@@ -382,9 +382,9 @@ def test_a_copy_has_its_own_weights(make_model: Make) -> None:
 
 def test_the_model_may_be_replaced(make_model: Make) -> None:
     """After `policy.model = other`, scores are the other's."""
-    policy, other = CausalLMPolicy(make_model(seed=0)), make_model(seed=1)
+    policy, other = TokenPolicy(make_model(seed=0)), make_model(seed=1)
     ids, mask, _ = _padded("right")
-    expected = CausalLMPolicy(other).log_probs(ids, mask)
+    expected = TokenPolicy(other).log_probs(ids, mask)
     policy.model = other
     assert torch.equal(policy.log_probs(ids, mask), expected)
 
@@ -394,23 +394,23 @@ def test_unsupported_models_are_refused_by_name(make_model: Make) -> None:
     model = make_model()
     model.config.strange_soft_cap = 30.0
     with pytest.raises(DefinitionError, match=r"its config has strange_soft_cap=30\.0, a cap that is not known"):
-        CausalLMPolicy(model)
+        TokenPolicy(model)
     model = make_model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.lm_head = torch.ao.nn.quantized.dynamic.Linear(32, 97)
     with pytest.raises(DefinitionError, match=r"its head is quantized \(torch\.ao\.nn.*leave the head out of it"):
-        CausalLMPolicy(model)
+        TokenPolicy(model)
     model = make_model()
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(DefinitionError, match=r"its head is a torch\.nn\..*Sequential, not a torch\.nn\.Linear"):
-        CausalLMPolicy(model)
+        TokenPolicy(model)
     with pytest.raises(DefinitionError, match="BloomForCausalLM: its forward takes no position_ids"):
-        CausalLMPolicy(make_model("bloom", attention="eager"))
+        TokenPolicy(make_model("bloom", attention="eager"))
     with pytest.raises(DefinitionError, match="no language model head"):
-        CausalLMPolicy(make_model().model)
+        TokenPolicy(make_model().model)
     with pytest.raises(DefinitionError, match="not a model of transformers"):
-        CausalLMPolicy(nn.Linear(2, 2))
+        TokenPolicy(nn.Linear(2, 2))
 
 
 def test_logits_that_are_changed_unknown_ways_are_refused(make_model: Make) -> None:
@@ -418,7 +418,7 @@ def test_logits_that_are_changed_unknown_ways_are_refused(make_model: Make) -> N
     model = make_model()
     model.lm_head.register_forward_hook(lambda _m, _i, output: output.tanh())
     with pytest.raises(DefinitionError, match=r"its logits differ from head\(hidden\)"):
-        CausalLMPolicy(model)
+        TokenPolicy(model)
 
 
 def changed(model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor]) -> PreTrainedModel:
@@ -447,7 +447,7 @@ def test_what_shows_only_on_large_logits_or_long_rows_is_refused(make_model: Mak
     with torch.no_grad():
         model.lm_head.weight.mul_(1e-3)  # as an untrained head: its logits are far below the cap
     with pytest.raises(DefinitionError, match=r"its logits differ from head\(hidden\)"):
-        CausalLMPolicy(changed(model, change))
+        TokenPolicy(changed(model, change))
 
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -462,7 +462,7 @@ ROPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ROPES)
 def test_a_rotary_embedding_that_depends_on_the_batch_is_refused_past_its_limit(make_model: Make, name: str) -> None:
     """Within the limit a row does not depend on its neighbours; a longer one is refused, and none is sampled."""
-    policy = CausalLMPolicy(make_model(name, **ROPES[name]), eos_token_id=[])
+    policy = TokenPolicy(make_model(name, **ROPES[name]), eos_token_id=[])
     assert policy.max_positions == 24
     ids = torch.randint(2, 97, (2, 24), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(24) < torch.tensor([[12], [24]])
@@ -492,4 +492,4 @@ def test_adapters_that_do_not_fit_are_named_with_what_to_do(make_model: Make, ki
         message = r"its head has an adapter \(peft\..*merge_and_unload"
     model = peft.get_peft_model(make_model(), config)
     with pytest.raises(DefinitionError, match=message):
-        CausalLMPolicy(model)
+        TokenPolicy(model)
