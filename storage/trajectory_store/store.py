@@ -183,8 +183,9 @@ class TrajectoryStore(StoreReads):
             store._add_columns(add_columns)
         if mode == "a" and medium.bucket.local:
             with medium.bucket.upkeep_lock() as mine:
-                if mine:
-                    medium.sweep(store._catalog.state)
+                if mine:  # what was merged until just now is named by a newer record than the one that was opened
+                    store._catalog.journal.follow()
+                    medium.sweep(store._catalog.journal.state)
         return store
 
     def _add_columns(self, columns: Sequence[Column]) -> None:

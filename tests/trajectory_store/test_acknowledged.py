@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from trajectory_store import Column, MissingRowError, Schema, StoreError, TrajectoryStore, upkeep
+from trajectory_store.bucket import FolderBucket
 from trajectory_store.catalog import Catalog
 from trajectory_store.errors import ReadFailedError, SegmentGoneError
 from trajectory_store.memmap import LocalWriter, Memmap
@@ -369,6 +370,38 @@ def test_updates_of_a_segment_that_cannot_be_read_stay(tmp_path, backend):
     header.write_bytes(whole)
     with TrajectoryStore.open(path) as store:
         assert store.read_scalars("priority", ids).tolist() == [5.0] * 2
+
+
+def test_who_opens_a_store_sweeps_nothing_away_that_was_just_merged(tmp_path, backend, monkeypatch):
+    """A process looks while a segment is being merged, and tidies up once the merge is done."""
+    path = create(tmp_path / "s", backend)
+    for tag in (1, 2):
+        append_and_close(path, [tag])
+    medium = Memmap if backend == "memmap" else ObjectMedium
+    make, lock = medium.make_merged, FolderBucket.upkeep_lock
+    looked, merged, opened = threading.Event(), threading.Event(), []
+    late = threading.Thread(target=lambda: opened.append(TrajectoryStore.open(path, "a")))
+
+    def make_while_another_looks(self, meta, ordinal):
+        if not late.ident:
+            late.start()
+            assert looked.wait(60)
+        return make(self, meta, ordinal)
+
+    def lock_later(self):
+        if threading.current_thread() is late:
+            looked.set()
+            assert merged.wait(60)
+        return lock(self)
+
+    monkeypatch.setattr(medium, "make_merged", make_while_another_looks)
+    monkeypatch.setattr(FolderBucket, "upkeep_lock", lock_later)
+    with TrajectoryStore.open(path, "a") as store:
+        store.compact()
+    merged.set()
+    late.join()
+    opened[0].close()
+    assert tags_of(path) == [1, 2]
 
 
 def test_a_writer_that_ends_while_another_process_opens_is_no_damage(tmp_path, backend, monkeypatch):
