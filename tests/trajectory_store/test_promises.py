@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from trajectory_store import Column, Schema, StoreError, TrajectoryStore
+from trajectory_store.bucket import PATIENCE
 
 from ._folders import SCHEMA as WIDE
 from ._folders import files, rows, session
@@ -77,6 +78,7 @@ def test_a_url_is_never_taken_for_a_folder(tmp_path, monkeypatch, url):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    monkeypatch.setenv(PATIENCE, "0.5")
     (tmp_path / "room").mkdir()
     url = url.replace("/TMP", str(tmp_path / "room"))
     for backend in ("zarr", "memmap"):
