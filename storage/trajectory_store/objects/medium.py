@@ -114,7 +114,8 @@ class ObjectMedium(Medium):
             Path(cache_dir).mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix="trajectory-store-", dir=cache_dir))
         self._clean_up = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self._cache = Cache(folder, cache_bytes or int(number_from(CACHE_BYTES, 1 << 34)))
+        kept = int(number_from(CACHE_BYTES, 1 << 34)) if cache_bytes is None else cache_bytes
+        self._cache = Cache(folder, kept)
         self._own: dict[int, list[Commit]] = {}
 
     def fresh(self) -> ObjectMedium:
