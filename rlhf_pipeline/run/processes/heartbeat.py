@@ -7,12 +7,13 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final, Self
 
 from rlhf_pipeline.errors import RunExistsError
+from rlhf_pipeline.run.files import write_atomically
 
 RENEWAL_S: Final = 2.0
 """Seconds between two renewals of a heartbeat while its process does one thing."""
@@ -77,10 +78,7 @@ class Heartbeat:
 
     def _write(self, now: float) -> None:
         own = {"name": self.name, "pid": os.getpid(), "started": self._started, "time": now, "since": self._since}
-        # Not synced: after a power loss nobody is alive whom it could speak of.
-        temporary = self._path.with_name(f".{self._path.name}.tmp")
-        temporary.write_text(json.dumps({**own, **self.facts, **self._said}), encoding="utf-8")
-        temporary.replace(self._path)
+        write_heartbeat(self._path, {**own, **self.facts, **self._said})
         self._written = now
 
 
@@ -99,6 +97,11 @@ class Pause:
         """Sleep."""
         time.sleep(self._seconds)
         self._seconds = min(2 * self._seconds, self._longest_s)
+
+
+def write_heartbeat(path: Path, said: Mapping[str, Any]) -> None:
+    """Replace what a process says; not synced, as after a power loss nobody is alive whom it could speak of."""
+    write_atomically(path, json.dumps(said).encode(), sync=False)
 
 
 def read_heartbeat(folder: Path, name: str) -> dict[str, Any]:

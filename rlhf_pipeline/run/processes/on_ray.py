@@ -7,7 +7,6 @@ tells of it. Nothing that matters is in Ray: a node that is lost takes nothing w
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import os
 import signal
@@ -21,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.run.medium import BESIDE, Address, is_url
-from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
+from rlhf_pipeline.run.processes.heartbeat import read_heartbeat, write_heartbeat
 from rlhf_pipeline.run.processes.launch import Launcher, Subprocesses
 from rlhf_pipeline.run.remote.copies import new_copy
 
@@ -120,10 +119,7 @@ class Placed:
             logger.info("%s: process %d on node %s", self._name, look.pid, look.node)
         self.pid = look.pid
         if look.said:
-            beat = self._log.with_name(f"{self._name}.json")
-            temporary = beat.with_name(f".{beat.name}.tmp")
-            temporary.write_text(json.dumps(look.said), encoding="utf-8")
-            temporary.replace(beat)
+            write_heartbeat(self._log.with_name(f"{self._name}.json"), look.said)
         if look.log:
             with self._log.open("ab") as file:
                 file.write(look.log)
