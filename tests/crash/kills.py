@@ -411,7 +411,7 @@ SWEPT = tiny(
 
 
 def points(children: Children, calls: Path, few: int | None) -> list[int]:
-    """The calls to kill at: every one, in an order drawn by chance, or a few that are spread over all of them.
+    """The calls to kill at: every one, in random order, or a few that are spread over all of them.
 
     Args:
         children: whether one of each kind and path is to be among them, numbers in the path left out.

@@ -126,16 +126,16 @@ class _Publisher:
         newest = self._newest
         if finished is None and newest is not None and newest.version > step:
             return
-        is_out = newest is not None and newest.version == step
+        out = newest if newest is not None and newest.version == step else None
         published = Published(
             version=step,
             next_version=-(-step // self._updates) * self._updates,
             rollouts_done=len(self._source.done),
             finished=finished,
             write_path=self._parts.write_path_state(),
-            digest=newest.digest if newest is not None and is_out else 0,
+            digest=0 if out is None else out.digest,
         )
-        save = None if is_out else self._parts.policy.save_pretrained
+        save = self._parts.policy.save_pretrained if out is None else None
         self._published = publish(self._run, published, save=save, sync=self._sync)
         self._row = self._ledger.planned(step)
         self._source.note_weights(step, self._published.digest)

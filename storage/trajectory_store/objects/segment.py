@@ -265,8 +265,7 @@ class ObjectSegment(Segment):
 
     def elements(self) -> dict[str, int]:
         """Per axis the number of elements in use."""
-        ends = self.history[-1].ends if self.history else (0,) * len(self._axes)
-        return dict(zip(self._axes, ends, strict=True))
+        return dict(zip(self._axes, self._last.ends, strict=True))
 
     def newest_ns(self) -> int:
         """The time of the newest commit seen."""

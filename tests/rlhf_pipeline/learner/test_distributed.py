@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +115,12 @@ def assert_same_curve(found: list[dict], expected: list[dict], tolerance: float)
             assert one[name] == pytest.approx(value, rel=tolerance, abs=tolerance / 10), name
 
 
+def assert_goes_on(store: Path, folder: Path, straight: dict, saved: dict, **options: Any) -> None:
+    """Step 4 behind a saved step 3 is that of the straight run."""
+    again = launch(store, folder, 4, 4, dtype="float32", start=saved["path"], **options)
+    assert_same_curve(again["steps"], straight["steps"][3:], 1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_processes_learn_like_one(tmp_path, store):
@@ -147,10 +154,7 @@ def test_four_processes_learn_like_one(tmp_path, store):
     four = launch(store, tmp_path / "four", 1, 3, processes=4, dtype="float32")
     assert_same_curve(four["steps"], straight["steps"][:3], 1e-5)
     for processes in (1, 2, 4):
-        again = launch(
-            store, tmp_path / f"to-{processes}", 4, 4, processes=processes, dtype="float32", start=four["path"]
-        )
-        assert_same_curve(again["steps"], straight["steps"][3:], 1e-5)
+        assert_goes_on(store, tmp_path / f"to-{processes}", straight, four, processes=processes)
 
 
 @pytest.mark.slow
@@ -162,17 +166,7 @@ def test_two_processes_share_the_proximal_policy(tmp_path, store):
     assert_same_curve(two["steps"], straight["steps"][:3], 1e-5)
     assert straight["steps"][2]["clip_fraction"] > 0
     for processes in (1, 2):
-        again = launch(
-            store,
-            tmp_path / f"again-{processes}",
-            4,
-            4,
-            processes=processes,
-            dtype="float32",
-            start=two["path"],
-            loss="corrected",
-        )
-        assert_same_curve(again["steps"], straight["steps"][3:], 1e-5)
+        assert_goes_on(store, tmp_path / f"again-{processes}", straight, two, processes=processes, loss="corrected")
 
 
 @pytest.mark.slow
