@@ -15,6 +15,7 @@ import pytest
 from trajectory_store import Column, Schema, StoreError, TrajectoryStore, WriteFailedError, fs
 
 STORAGE = Path(__file__).resolve().parents[2] / "storage"
+BACKENDS = pytest.mark.parametrize("backend", ["memmap", "zarr"])
 
 LIMITED = """
 import resource, sys
@@ -162,25 +163,63 @@ def test_threads_share_a_writer(tmp_path):
             assert store.verify().ok
 
 
-def test_a_forked_child_writes_its_own_segment(tmp_path):
-    """After a fork, parent and child append side by side without touching each other's rows."""
-    schema = Schema([Column("n", "int64")])
-    store = TrajectoryStore.create(tmp_path / "s", schema)
-    store.append({"n": [0]})
+def in_a_fork(work, meanwhile=lambda: None):
+    """Run something in a forked child, something else here, and wait for the child."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            store.append({"n": [10]})
-            store.append({"n": [11]})
+            work()
             code = 0
         finally:
             os._exit(code)
+    meanwhile()
     assert os.waitpid(child, 0)[1] == 0
-    store.append({"n": [1]})
+
+
+@BACKENDS
+def test_a_forked_child_writes_its_own_segment(tmp_path, backend):
+    """After a fork, parent and child append side by side and see each other's rows."""
+    schema = Schema([Column("n", "int64")])
+    store = TrajectoryStore.create(tmp_path / "s", schema, backend=backend)
+    store.append({"n": [0]})
+    ready, tell = os.pipe()
+
+    def work():
+        store.append({"n": [10]})
+        os.read(ready, 1)
+        store.append({"n": [11]})
+        store.refresh()
+        assert sorted(store.read_scalars("n").tolist()) == [0, 1, 10, 11]
+
+    def meanwhile():
+        store.append({"n": [1]})
+        os.write(tell, b".")
+
+    in_a_fork(work, meanwhile)
     store.refresh()
     assert sorted(store.read_scalars("n").tolist()) == [0, 1, 10, 11]
     assert store.verify().ok
+    store.close()
+
+
+@BACKENDS
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_forked_child_takes_nothing_from_its_parent(tmp_path, backend, ends):
+    """What the child reads, drops from its cache and closes is its own: the parent reads on as before."""
+    schema = Schema([Column("n", "int64"), Column("a", "int64", fill=0), Column("b", "int64", fill=0)])
+    with TrajectoryStore.create(tmp_path / "s", schema, backend=backend) as store:
+        store.update(store.append({"n": range(50)}), a=range(50), b=range(50))
+    store = TrajectoryStore.open(tmp_path / "s", cache_bytes=1300)
+    assert store.read_scalars("a").tolist() == list(range(50))  # and b with it: an update is fetched whole
+
+    def work():
+        assert store.read_scalars("n").tolist() == list(range(50))
+        if ends:
+            store.close()
+
+    in_a_fork(work)
+    assert store.read_scalars("b").tolist() == list(range(50))
     store.close()
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,6 +37,8 @@ from trajectory_store.testing import example_rows, example_schema, same_rows
 
 zarr = pytest.importorskip("zarr")
 from zarr.storage import MemoryStore, WrapperStore, ZipStore  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class SlowStore(WrapperStore):
@@ -503,6 +509,64 @@ def test_what_was_fetched_stays_within_its_budget(tmp_path, budget):
             assert sum(f.stat().st_blocks * 512 for f in tmp_path.rglob("*") if f.is_file()) <= 1.1 * (
                 budget or 1 << 20
             )
+
+
+def test_a_cache_that_somebody_tidied_away_is_fetched_again(tmp_path):
+    """Temporary files go when a machine cleans up: never are they read as zeros, or is their loss another error."""
+    schema = Schema([Column("n", "int64"), Column("a", "int64", fill=0), Column("b", "int64", fill=0)])
+    with TrajectoryStore.create(tmp_path / "s", schema, backend="zarr") as store:
+        store.update(store.append({"n": range(50)}), a=range(50), b=range(50))
+    with TrajectoryStore.open(tmp_path / "s", cache_dir=tmp_path / "cache") as store:
+        for name, gone in (("a", "*/*.b"), ("b", "*"), ("n", "*")):
+            assert store.read_scalars(name).tolist() == list(range(50))
+            for path in (tmp_path / "cache").glob(gone):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (tmp_path / "file").touch()
+    with (
+        TrajectoryStore.open(tmp_path / "s", cache_dir=tmp_path / "file") as store,
+        pytest.raises(ReadFailedError, match="cache_dir"),
+    ):
+        store.read_scalars("a")
+
+
+FORKS = """
+import os
+from obstore.store import MemoryStore
+from trajectory_store import Column, StoreError, TrajectoryStore
+store = TrajectoryStore.create(MemoryStore(), [Column("n", "int64")])
+for n in range(3):
+    store.append({"n": [n]})
+child = os.fork()
+if not child:
+    again = lambda: TrajectoryStore.open(MemoryStore())
+    for call in (store.refresh, lambda: store.append({"n": [3]}), lambda: store.read_scalars("n"), store.verify, again):
+        try:
+            call()
+        except StoreError as error:
+            assert f"process {os.getpid()} was forked from process {os.getppid()}" in str(error), error
+            assert "spawn" in str(error)
+        else:
+            raise SystemExit(1)
+    store.close()
+    raise SystemExit(0)
+assert os.waitpid(child, 0)[1] == 0
+store.refresh()
+assert store.read_scalars("n").tolist() == [0, 1, 2]
+print("refused")
+"""
+
+
+def test_a_fork_of_a_process_that_asked_an_object_store_is_refused():
+    """Its client's threads are not in the fork, where a request would wait for ever."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-W", "ignore:This process:DeprecationWarning", "-c", FORKS],
+        env={"PYTHONPATH": str(ROOT / "storage"), "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "refused\n", "")
 
 
 def test_the_oldest_segments_leave():

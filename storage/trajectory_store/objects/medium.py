@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,6 +87,10 @@ def open_objects(
     return root, ObjectMedium(bucket, root, cache_dir, cache_bytes)
 
 
+_open_here: weakref.WeakSet[ObjectMedium] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [medium.begin_anew() for medium in _open_here])
+
+
 class ObjectMedium(Medium):
     """Segments of a store in a bucket.
 
@@ -110,13 +111,16 @@ class ObjectMedium(Medium):
         self.where = bucket.where
         self._root = root
         self._options = cache_dir, cache_bytes
-        if cache_dir is not None:
-            Path(cache_dir).mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="trajectory-store-", dir=cache_dir))
-        self._clean_up = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         kept = int(number_from(CACHE_BYTES, 1 << 34)) if cache_bytes is None else cache_bytes
-        self._cache = Cache(folder, kept)
+        self._cache = Cache(cache_dir, kept)
         self._own: dict[int, list[Commit]] = {}
+        _open_here.add(self)
+
+    def begin_anew(self) -> None:
+        """After a fork: commits of the parent are those of another process, and so are its files."""
+        self._own.clear()
+        self._cache.remove.detach()
+        self._cache.begin()
 
     def fresh(self) -> ObjectMedium:
         """The same bucket with a cache of its own."""
@@ -243,7 +247,7 @@ class ObjectMedium(Medium):
 
     def close(self) -> None:
         """Remove the cache."""
-        self._clean_up()
+        self._cache.remove()
 
     # Writing
 

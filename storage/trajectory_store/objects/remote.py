@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 from trajectory_store.bucket import Bucket, FolderBucket, Traffic, Transient, persist
 from trajectory_store.errors import ReadFailedError, SchemaError, StoreError, WriteFailedError
@@ -71,10 +72,25 @@ def _from_url(url: str) -> Any:
 class _Parallel(Bucket):
     """Requests that take a while, several at a time."""
 
+    _asked: ClassVar[list[int]] = []
+    """The process that asked an object store first, where one did: the clients' threads are there and not in a fork."""
+
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
 
+    def _check_process(self) -> None:
+        """Refuse a request that would wait for ever for threads that a fork does not have."""
+        if os.getpid() not in self._asked:
+            if self._asked:
+                raise StoreError(
+                    f"process {os.getpid()} was forked from process {self._asked[0]} after that had asked an object "
+                    f"store, and cannot ask one itself ({self.where}). Start processes that do with "
+                    "multiprocessing.get_context('spawn'), or fork before the first store is opened."
+                )
+            self._asked.append(os.getpid())
+
     def _each(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        self._check_process()
         if len(items) < 2:
             return [call(item) for item in items]
         if self._pool is None:
@@ -138,6 +154,7 @@ class ObstoreBucket(_Parallel):
         self._errors: Any = importlib.import_module("obstore.exceptions")
 
     def _call(self, call: Callable[[], R]) -> R:
+        self._check_process()
         try:
             return call()
         except FileNotFoundError:
@@ -332,6 +349,7 @@ class ZarrBucket(_Parallel):
 
     def _run(self, work: Coroutine[Any, Any, R]) -> R:
         try:
+            self._check_process()
             return importlib.import_module("zarr.core.sync").sync(work)
         except (StoreError, FileNotFoundError):
             raise
@@ -339,6 +357,8 @@ class ZarrBucket(_Parallel):
             if getattr(self.store, "read_only", False):
                 raise WriteFailedError(None, f"the store is open for reading only: {error}", self.where) from error
             raise Transient(str(error).partition("\n")[0]) from error
+        finally:
+            work.close()  # where it never began
 
     def _buffer(self, data: bytes) -> Any:
         return _prototype().buffer.from_bytes(data)

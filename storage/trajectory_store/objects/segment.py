@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
+import tempfile
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,17 +74,27 @@ class Cache:
     """Files of fetched columns, within a budget.
 
     Args:
-        folder: where they are.
+        parent: where the folder with them is made; None for where the system has temporary files.
         max_bytes: how much is kept; the columns that were used longest ago go first.
     """
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self.folder = folder
+    def __init__(self, parent: str | os.PathLike[str] | None, max_bytes: int) -> None:
+        self._parent = tempfile.gettempdir() if parent is None else parent
+        self._max_bytes = max_bytes
+        self._used: dict[tuple[ObjectSegment, str], int] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with nothing in a folder of its own: also after a fork, as the files are the parent's."""
+        for segment, name in self._used:
+            segment.forget(name)
+        self._used.clear()
+        self._bytes = 0
+        self.folder = Path(self._parent, f"trajectory-store-{fs.token(8)}")
+        """Made with the first file in it."""
         self.lock = threading.RLock()
         """Held from the moment a column is fetched until its file is open: nothing makes room for others meanwhile."""
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._used: dict[tuple[ObjectSegment, str], int] = {}
+        self.remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def add(self, segment: ObjectSegment, name: str, size: int) -> None:
         """Note a use, and bytes that were fetched."""
@@ -321,12 +334,14 @@ class ObjectSegment(Segment):
 
     def _open(self, name: str) -> memoryview | PreadBytes:
         spec = self.specs[name]
-        return open_file(self._file(name), spec.capacity * spec.itemsize, "mmap")
+        return open_file(self._cached(name), spec.capacity * spec.itemsize, "mmap")
 
     def _file(self, name: str) -> Path:
         """The cached file of an array, with the values where a local segment has them in its chunk."""
         path = self._cached(name)
-        if not path.exists():
+        if not path.exists():  # new, or somebody tidied up among temporary files
+            self._fetched.pop(name, None)
+            os.makedirs(path.parent, 0o700, exist_ok=True)
             spec = self.specs[name]
             fs.create_sized(path, spec.capacity * spec.itemsize, preallocate=False)
         return path
@@ -336,12 +351,12 @@ class ObjectSegment(Segment):
 
     def _fetch(self, name: str, rows: Int64Array | None) -> None:
         """Fetch what rows need of an array and is not there yet."""
-        units, done = self._units(name, rows), self._done(name)
-        missing = units[~done[units]]
-        self._file(name)
-        if not len(missing):
-            return
         try:
+            self._file(name)
+            units = self._units(name, rows)
+            missing = units[~self._done(name)[units]]
+            if not len(missing):
+                return
             if self.sealed is not None:
                 self._fetch_chunks(name, missing, self.sealed)
             else:
@@ -351,6 +366,14 @@ class ObjectSegment(Segment):
                 f"object {error} was evicted or compacted away before it was read. Call refresh(), and take ids from "
                 "ids()."
             ) from None
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise ReadFailedError(
+                error.errno,
+                f"keeping {self.name}/{name} failed: {error.strerror}. Give a cache_dir with room, or less cache_bytes",
+                str(self._cache.folder),
+            ) from error
 
     def _units(self, name: str, rows: Int64Array | None) -> Int64Array:
         """What holds the values of rows: commits, or of a merged segment the chunks of the array."""
@@ -508,8 +531,12 @@ class ObjectSegment(Segment):
             return brief.ends[at] - brief.starts[at], brief.starts[at]
         return brief.n_rows + spec.edges, brief.rows_end - brief.n_rows
 
-    def drop(self, name: str) -> None:
-        """Give up the cached file of an array; maps that are in use stay valid."""
+    def forget(self, name: str) -> None:
+        """Forget the cached file of an array; maps that are in use stay valid."""
         super().drop(name)
         self._fetched.pop(name, None)
+
+    def drop(self, name: str) -> None:
+        """Give up the cached file of an array; maps that are in use stay valid."""
+        self.forget(name)
         fs.remove_file(self._cached(name))
