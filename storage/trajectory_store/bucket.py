@@ -344,14 +344,15 @@ class FolderBucket(Bucket):
         if folder and os.path.islink(self.root / folder):  # what is below belongs to somebody else
             return found
         try:
-            names = sorted(os.listdir(self.root / folder))
+            with os.scandir(self.root / folder) as entries:
+                there = sorted((entry.name, entry.is_dir()) for entry in entries)
         except _ABSENT:
             return found
-        for name in names:
+        for name, is_folder in there:
             key = f"{folder}/{name}" if folder else name
             if not name.startswith(start) or PARTIAL in name:
                 continue
-            if os.path.isdir(self.root / key):
+            if is_folder:
                 found += self.keys(f"{key}/", after)
             elif key > after:
                 found.append(key)

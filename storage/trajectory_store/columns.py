@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from operator import getitem
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
@@ -509,7 +510,7 @@ def _rows(column: Column, table: Mapping[int, Any], spans: Spans, fill: Any = No
     """Per row, in the order of the batch, its values; those of a segment without the column are the fill."""
     owners, parts = spans.places.owners, _scaled(spans.parts, column.width)
     try:
-        return [table[owner][part] for owner, part in zip(owners, parts, strict=True)]
+        return list(map(getitem, map(table.__getitem__, owners), parts))
     except KeyError:  # a segment without the column is not in the table
         value, dtype = column.fill_value, column.np_dtype
         return [

@@ -46,7 +46,7 @@ from trajectory_store.objects import medium
 from trajectory_store.objects.remote import ObstoreBucket
 
 ROUND_TRIPS, OBJECTS, AMPLIFICATION = 1, 1, 1.02
-OPEN_MS, BATCH_MS = 12.0, 50.0
+OPEN_MS, BATCH_MS = 5.0, 50.0
 DELAY_S = 0.02
 
 

@@ -32,6 +32,7 @@ from trajectory_store.catalog import Catalog
 from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import ReadFailedError
 from trajectory_store.objects import medium, remote, segment
+from trajectory_store.objects.archive import BLOCK
 from trajectory_store.objects.medium import ObjectMerge, open_objects
 from trajectory_store.testing import example_rows, example_schema, same_rows
 
@@ -301,14 +302,14 @@ def test_a_segment_ended_by_another_process_where_a_block_ends(monkeypatch):
     """The commit that would say the records of its block says none there; a reader takes each from its own."""
     memory = MemoryStore()
     with TrajectoryStore.create(memory, Schema([Column("n", "int64")]), backend="zarr", segment_rows=500) as store:
-        for n in range(127):
+        for n in range(BLOCK - 1):
             store.append({"n": [n]})
         with monkeypatch.context() as patches:
             patches.setattr(segment, "ABANDONED_AFTER_S", -1.0)
             medium = open_objects(memory, None, None, 1 << 20)[1]
             assert medium.seal(Catalog(medium).segments[0])
         with TrajectoryStore.open(memory) as reader:
-            assert reader.read_scalars("n").tolist() == list(range(127))
+            assert reader.read_scalars("n").tolist() == list(range(BLOCK - 1))
             assert reader.verify().ok, str(reader.verify())
 
 

@@ -33,7 +33,7 @@ from trajectory_store.format import (
     whole,
 )
 
-BLOCK = 128
+BLOCK = 64
 """Every so many commits, one says the record of all in its block: a reader that opens need not read each."""
 
 LEVEL = 1
