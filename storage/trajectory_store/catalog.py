@@ -147,7 +147,9 @@ class ArrivalOrder:
 
     def _append(self, ids: Int64Array) -> None:
         need = self._count + len(ids)
-        if need > len(self._ids):
+        if not self._count:
+            self._ids = ids
+        elif need > len(self._ids):
             grown = np.empty(max(need, 2 * len(self._ids)), np.int64)
             grown[: self._count] = self._ids[: self._count]
             self._ids = grown
@@ -181,9 +183,12 @@ def expand(firsts: Int64Array, counts: Int64Array) -> Int64Array:
     >>> expand(np.array([10, 20]), np.array([2, 3])).tolist()
     [10, 11, 20, 21, 22]
     """
-    total = int(counts.sum())
-    before = np.cumsum(counts) - counts
-    return np.repeat(firsts - before, counts) + np.arange(total, dtype=np.int64)
+    firsts, counts = firsts[counts > 0], counts[counts > 0]
+    steps = np.ones(int(counts.sum()), np.int64)
+    if len(firsts):
+        steps[0] = firsts[0]
+        steps[np.cumsum(counts)[:-1]] = firsts[1:] - (firsts + counts)[:-1] + 1
+    return np.cumsum(steps, out=steps)  # in place: a store of many rows needs the memory of its ids, and no more
 
 
 class Catalog:
