@@ -46,7 +46,7 @@ def execute(args: argparse.Namespace) -> int:
 
     run, store_path = open_run_or_store(args.path)
     reward, why_not = _reward(run, args.definition)
-    with Stored(store_path) as stored:
+    with Stored(store_path, whole=True) as stored:
         found = inspect_store(stored, run=run, reward=reward, why_no_reward=why_not)
     if args.json:
         say(json.dumps(found.to_json(), indent=2))

@@ -29,6 +29,8 @@ TOLERANCE = 1e-5
 
 _EXAMPLES = 5
 _BARS = 8
+_MOST_APART = 65_536
+"""Numbers that a tally holds in the order of their arrival before it merges them."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -130,41 +132,56 @@ def inspect_store(
         StoreError: the store is damaged.
         DataError: a file of the run, or the stored `meta`, is damaged.
     """
-    ids = stored.ids()
-    num = len(ids)
-    groups = stored.scalars("group_id")
-    versions = stored.scalars("policy_version")
-    rewards = stored.scalars("task_reward")
-    lengths = stored.lengths("input_ids") if "input_ids" in stored.columns else np.zeros(num, np.int64)
-    prompt_lengths = stored.scalars("num_prompt_tokens")
-    prompt_tokens = np.zeros(num, np.int64) if prompt_lengths is None else prompt_lengths.astype(np.int64)
-    graded = np.empty(0) if rewards is None else rewards[np.isfinite(rewards)].astype(np.float64)
-    sizes = distinct(groups)[1] if groups is not None else np.empty(0, np.int64)
-    first_reward, last_reward = run.first_and_last("task_reward") if run is not None else (None, None)
+    versions, lengths, groups = Tally(), Tally(), Tally(sums=2)
+    rewarded = "task_reward" in stored.columns
+    regrade = Regrade(stored, reward) if reward is not None and rewarded else None
+    prompt_tokens, graded, total = 0, 0, 0.0
     reasons, first_failed = Counter[str](), None
-    for part in stored.blocks(ids):
-        texts = stored.texts("finish_reason", ids[part])
+    for rows in stored.blocks():
+        texts = stored.texts("finish_reason", rows)
         reasons.update(texts)
         if first_failed is None and "failed" in texts:
-            first_failed = int(ids[part][texts.index("failed")])
-    check = None
-    if reward is not None and rewards is not None:
-        check = check_rewards(stored, ids, rewards.astype(np.float64), groups, reward, run)
+            first_failed = int(rows[texts.index("failed")])
+        prompts = stored.scalars("num_prompt_tokens", rows)
+        prompts = np.zeros(len(rows), np.int64) if prompts is None else prompts.astype(np.int64)
+        prompt_tokens += int(prompts.sum())
+        whole = stored.lengths("input_ids", rows) if "input_ids" in stored.columns else np.zeros(len(rows), np.int64)
+        lengths.add(whole - prompts)
+        if (policies := stored.scalars("policy_version", rows)) is not None:
+            versions.add(policies)
+        rewards = stored.scalars("task_reward", rows) if rewarded else None
+        again = np.full(len(rows), np.nan)
+        if rewards is not None:
+            known = rewards[np.isfinite(rewards)].astype(np.float64)
+            graded, total = graded + len(known), total + float(known.sum())
+            if regrade is not None:
+                again = regrade.grade(rows, rewards.astype(np.float64))
+        if (numbers := stored.scalars("group_id", rows)) is not None:
+            counts = np.isfinite(again)
+            groups.add(numbers, np.where(counts, again, 0.0), counts)
+    completions, (times,) = lengths.found()
+    num = int(times.sum())
+    known_versions, _ = versions.found()
+    group_ids, of_groups = groups.found()
+    first_reward, last_reward = run.first_and_last("task_reward") if run is not None else (None, None)
+    check = regrade.checked(num, run, group_ids, of_groups) if regrade is not None else None
     return Inspection(
         path=str(run.address if run is not None else stored.path),
         definition=run.config.definition if run is not None else None,
         num_steps=len(run.metrics) if run is not None else None,
         num_trajectories=num,
-        num_groups=len(sizes),
-        group_sizes=dict(sorted(Counter(sizes.tolist()).items())),
-        num_prompt_tokens=int(prompt_tokens.sum()),
-        num_completion_tokens=int((lengths - prompt_tokens).sum()),
-        completion_lengths=histogram(lengths - prompt_tokens),
-        policy_versions=_first_last_count(versions) if versions is not None and num else None,
+        num_groups=len(group_ids),
+        group_sizes=dict(sorted(Counter(of_groups[0].astype(np.int64).tolist()).items())),
+        num_prompt_tokens=prompt_tokens,
+        num_completion_tokens=int((completions * times).sum()),
+        completion_lengths=histogram(completions, times.astype(np.int64)),
+        policy_versions=(int(known_versions[0]), int(known_versions[-1]), len(known_versions))
+        if len(known_versions)
+        else None,
         finish_reasons={name: reasons[name] for name, _ in reasons.most_common() if name},
         num_failed=reasons["failed"],
         first_failed_id=first_failed,
-        mean_reward=float(graded.mean()) if len(graded) else None,
+        mean_reward=total / graded if graded else None,
         first_reward=first_reward,
         last_reward=last_reward,
         size_bytes=disk_usage(stored.path),
@@ -173,58 +190,71 @@ def inspect_store(
     )
 
 
-def check_rewards(
-    stored: Stored,
-    ids: npt.NDArray[np.int64],
-    rewards: Floats,
-    groups: npt.NDArray[Any] | None,
-    reward: RewardFunction,
-    run: RunFolder | None,
-) -> RewardCheck:
-    """Grade every stored trajectory again and compare, one by one and per rollout.
+class Regrade:
+    """Grades stored trajectories again, block after block, and compares one by one; then per rollout.
 
     Args:
         stored: the open store.
-        ids: all trajectories, [N] int64.
-        rewards: their stored rewards, [N]; NaN where the call failed.
-        groups: their group ids, [N], or None.
         reward: the definition's reward function.
-        run: the run with its `metrics.jsonl`, or None to compare with the store only.
     """
-    again = np.empty(len(ids))
-    num_different, failed_before, examples = 0, 0, list[Disagreement]()
-    for part in stored.blocks(ids):
-        some, before = ids[part], rewards[part]
-        texts = stored.texts("prompt", some), stored.texts("completion", some)
-        found, errors = grade_again(reward, *texts, stored.contexts(some))
+
+    def __init__(self, stored: Stored, reward: RewardFunction) -> None:
+        self._stored = stored
+        self._reward = reward
+        self._different = 0
+        self._failed_before = 0
+        self._examples: list[Disagreement] = []
+
+    def grade(self, ids: npt.NDArray[np.int64], before: Floats) -> Floats:
+        """Grade some trajectories again.
+
+        Args:
+            ids: their ids, [n].
+            before: their stored rewards, [n]; NaN where the call failed.
+
+        Returns:
+            What the function says now, [n]; NaN where it failed now or then.
+        """
+        texts = self._stored.texts("prompt", ids), self._stored.texts("completion", ids)
+        found, errors = grade_again(self._reward, *texts, self._stored.contexts(ids))
         failed = np.isnan(before)
         different = np.flatnonzero(~failed & ~np.isclose(found, before, rtol=TOLERANCE, atol=TOLERANCE))
-        num_different += len(different)
-        failed_before += int((failed & np.isfinite(found)).sum())
-        examples += [
+        self._different += len(different)
+        self._failed_before += int((failed & np.isfinite(found)).sum())
+        self._examples += [
             Disagreement(
-                id=int(some[place]),
+                id=int(ids[place]),
                 stored=_or_none(float(before[place])),
                 graded_again=_or_none(float(found[place])),
                 error=errors.get(place),
             )
-            for place in different[: _EXAMPLES - len(examples)].tolist()
+            for place in different[: _EXAMPLES - len(self._examples)].tolist()
         ]
-        again[part] = np.where(failed, np.nan, found)
-    whole, partial, num_wrong, wrong = 0, 0, 0, list[RolloutDisagreement]()
-    if run is not None and groups is not None:
-        whole, partial, num_wrong, wrong = _check_curve(run, groups, again)
-    return RewardCheck(
-        function=name_of(reward),
-        num_trajectories=len(ids),
-        num_different=num_different,
-        num_failed_before=failed_before,
-        first_different=tuple(examples),
-        num_rollouts=whole,
-        num_rollouts_different=num_wrong,
-        first_rollouts_different=tuple(wrong),
-        num_rollouts_partial=partial,
-    )
+        return np.where(failed, np.nan, found)
+
+    def checked(self, num: int, run: RunFolder | None, groups: npt.NDArray[np.int64], of_groups: Floats) -> RewardCheck:
+        """Return what was found in `num` trajectories, and whether the run's curve follows from them.
+
+        Args:
+            num: how many were graded again.
+            run: the run with its `metrics.jsonl`, or None to compare with the store only.
+            groups: the groups' ids, ascending, [G].
+            of_groups: of each its trajectories, the sum of their rewards now, and how many have one, [3, G].
+        """
+        whole, partial, num_wrong, wrong = 0, 0, 0, list[RolloutDisagreement]()
+        if run is not None and len(groups):
+            whole, partial, num_wrong, wrong = _check_curve(run, groups, of_groups)
+        return RewardCheck(
+            function=name_of(self._reward),
+            num_trajectories=num,
+            num_different=self._different,
+            num_failed_before=self._failed_before,
+            first_different=tuple(self._examples),
+            num_rollouts=whole,
+            num_rollouts_different=num_wrong,
+            first_rollouts_different=tuple(wrong),
+            num_rollouts_partial=partial,
+        )
 
 
 def grade_again(
@@ -248,7 +278,7 @@ def grade_again(
 
 
 def _check_curve(
-    run: RunFolder, groups: npt.NDArray[Any], again: Floats
+    run: RunFolder, groups: npt.NDArray[np.int64], of_groups: Floats
 ) -> tuple[int, int, int, list[RolloutDisagreement]]:
     """Compare each rollout's mean with its line of `metrics.jsonl`; a group's id is its prompt's number in the run.
 
@@ -257,9 +287,11 @@ def _check_curve(
     """
     collect = run.config.pipeline.get("collect", {})
     prompts, group_size = collect.get("prompts_per_rollout"), collect.get("group_size")
-    if not prompts or not group_size or not len(groups):
+    if not prompts or not group_size:
         return 0, 0, 0, []
-    numbers, counts, means = _rollout_means(groups // prompts, again)
+    numbers, (counts, sums, graded) = _reduced(groups // prompts, of_groups)
+    with np.errstate(invalid="ignore"):
+        means = sums / graded
     whole, partial, num_wrong = 0, 0, 0
     wrong: list[RolloutDisagreement] = []
     for row in run.metrics:
@@ -282,44 +314,66 @@ def _check_curve(
     return whole, partial, num_wrong, wrong
 
 
-def _rollout_means(rollouts: npt.NDArray[Any], rewards: Floats) -> tuple[npt.NDArray[Any], npt.NDArray[Any], Floats]:
-    """Return the rollouts, ascending, each with its number of trajectories and its mean reward without failed ones."""
-    numbers, counts = distinct(rollouts)
-    places = np.searchsorted(numbers, rollouts)
-    known = np.isfinite(rewards)
-    sums = np.bincount(places, np.where(known, rewards, 0.0), minlength=len(numbers))
-    graded = np.bincount(places, known, minlength=len(numbers))
-    with np.errstate(invalid="ignore"):
-        return numbers, counts, sums / graded
+class Tally:
+    """Distinct numbers, each with how often it occurred and sums of what came with it; needs no more memory than these.
 
+    Args:
+        sums: how many values come with each number.
 
-def distinct(values: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """Return the distinct values, ascending, and how often each occurs.
-
-    `np.unique` does the same and imports 10 ms of numpy.ma on the way.
-
-    >>> [part.tolist() for part in distinct(np.array([7, 3, 7]))]
-    [[3, 7], [1, 2]]
+    >>> tally = Tally(sums=1)
+    >>> tally.add(np.array([7, 3, 7]), np.array([0.5, 1.0, 2.0]))
+    >>> [part.tolist() for part in tally.found()]
+    [[3, 7], [[1.0, 2.0], [1.0, 2.5]]]
     """
-    ordered = np.sort(values)
-    first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))) if len(ordered) else np.empty(0, int)
-    return ordered[first], np.diff(first, append=len(ordered))
+
+    def __init__(self, *, sums: int = 0) -> None:
+        self._parts = [(np.empty(0, np.int64), np.empty((1 + sums, 0)))]
+
+    def add(self, numbers: npt.NDArray[Any], *values: npt.NDArray[Any]) -> None:
+        """Count numbers, [n], and sum what comes with them, [n] each."""
+        self._parts.append(_reduced(numbers, np.array([np.ones(len(numbers)), *values])))
+        if sum(len(part) for part, _ in self._parts[1:]) > max(len(self._parts[0][0]) // 2, _MOST_APART):
+            self.found()
+
+    def found(self) -> tuple[npt.NDArray[np.int64], Floats]:
+        """Return the numbers, ascending, [k], and of each how often it occurred and the sums, [1 + sums, k]."""
+        if len(self._parts) > 1:
+            numbers, values = zip(*self._parts, strict=True)
+            self._parts = [_reduced(np.concatenate(numbers), np.concatenate(values, axis=1))]
+        return self._parts[0]
 
 
-def histogram(lengths: npt.NDArray[np.int64]) -> tuple[tuple[int, int, int], ...]:
+def _reduced(numbers: npt.NDArray[Any], values: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
+    """Return the distinct numbers, ascending, with the sums of their values, [s, n].
+
+    `np.unique` does the first half and imports 10 ms of numpy.ma on the way.
+    """
+    if (numbers[1:] > numbers[:-1]).all():  # as they arrive in most runs
+        return numbers.astype(np.int64), values
+    order = np.argsort(numbers, kind="stable")
+    numbers = numbers[order]
+    first = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1))
+    return numbers[first].astype(np.int64), np.array([np.add.reduceat(row[order], first) for row in values])
+
+
+def histogram(lengths: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> tuple[tuple[int, int, int], ...]:
     """Return at most eight buckets of equal width as `(least, greatest, how many)`.
 
-    >>> histogram(np.array([1, 1, 2, 4]))
+    Args:
+        lengths: the lengths there are, ascending, [k].
+        counts: how often each occurs, [k].
+
+    >>> histogram(np.array([1, 2, 4]), np.array([2, 1, 1]))
     ((1, 1, 2), (2, 2, 1), (3, 3, 0), (4, 4, 1))
     """
     if not len(lengths):
         return ()
-    low, high = int(lengths.min()), int(lengths.max())
+    low, high = int(lengths[0]), int(lengths[-1])
     width = -(-(high - low + 1) // _BARS)
-    counts = np.bincount((lengths - low) // width)
+    sums = np.bincount((lengths - low) // width, counts).astype(np.int64)
     starts = range(low, high + 1, width)
     return tuple(
-        (start, min(start + width - 1, high), int(num)) for start, num in zip(starts, counts.tolist(), strict=True)
+        (start, min(start + width - 1, high), int(num)) for start, num in zip(starts, sums.tolist(), strict=True)
     )
 
 
@@ -336,11 +390,6 @@ def disk_usage(folder: Address) -> int:
             with contextlib.suppress(FileNotFoundError):  # evicted a moment ago
                 total += os.stat(os.path.join(parent, name)).st_blocks * 512
     return total
-
-
-def _first_last_count(versions: npt.NDArray[Any]) -> tuple[int, int, int]:
-    known, _ = distinct(versions)
-    return int(known[0]), int(known[-1]), len(known)
 
 
 def _or_none(value: float) -> float | None:

@@ -57,10 +57,10 @@ class Stored:
         """Return the ids of all trajectories in order of arrival, [N] int64."""
         return np.asarray(self.store.ids())
 
-    def blocks(self, ids: Ids) -> Iterator[slice]:
-        """Yield where to cut ids so that the texts of a part take little memory."""
-        for start in range(0, len(ids), _BLOCK_ROWS):
-            yield slice(start, start + _BLOCK_ROWS)
+    def blocks(self) -> Iterator[Ids]:
+        """Yield the ids of all trajectories, so many at a time that their texts take little memory."""
+        for block in self.store.batches(_BLOCK_ROWS, []):
+            yield block["ids"]
 
     def scalars(self, name: str, ids: Ids | None = None) -> npt.NDArray[Any] | None:
         """Return one value per trajectory, or None if the store has no such column, or has it per token."""

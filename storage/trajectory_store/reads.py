@@ -17,7 +17,7 @@ from trajectory_store.catalog import Catalog, Snapshot, limits_of
 from trajectory_store.columns import ColumnReader, Side, scan, scan_lengths
 from trajectory_store.errors import BatchError, CorruptionError, SchemaError, SegmentGoneError, StoreClosedError
 from trajectory_store.pool import BufferPool
-from trajectory_store.ragged import Int64Array, RaggedArray
+from trajectory_store.ragged import Int64Array, RaggedArray, distinct
 from trajectory_store.root import Root
 from trajectory_store.schema import Column, Schema
 from trajectory_store.upkeep import read_batch
@@ -179,6 +179,9 @@ class StoreReads:
     def batches(self, rows: int, columns: Columns = None, ids: Ids | None = None) -> Iterator[dict[str, Any]]:
         """Yield what `read` gives, some rows at a time, with `"ids"` beside the columns.
 
+        A pass over a store in a folder needs no more memory, beside the ids, than the segments that a batch is from:
+        what was read of a segment is released when the pass has left it.
+
         Args:
             rows: rows per batch; the last one may have fewer.
             columns: names; None for all.
@@ -187,9 +190,19 @@ class StoreReads:
         if rows < 1:
             raise SchemaError(f"rows={rows} must be 1 or more.")
         among = self.ids() if ids is None else as_ids(ids)
+        before: set[int] = set()
         for first in range(0, len(among), rows):
             part = among[first : first + rows]
             yield {"ids": part, **self.read(part, columns)}
+            before = self._passed(before, part)
+
+    @following
+    def _passed(self, before: set[int], ids: Int64Array) -> set[int]:
+        """Release the segments that a pass has left; returns those that it is in."""
+        now = set(distinct(self._catalog.locate(ids)[0]))
+        for ordinal in before - now & self._catalog.segments.keys():
+            self._catalog.segments[ordinal].release()
+        return now
 
     def __getitem__(self, ids: Ids) -> dict[str, Any]:
         return self.read(ids)

@@ -131,6 +131,9 @@ class Segment(ABC):
         for table in (self._maps, self._items, self._arrays, self._loaded):
             table.pop(name, None)
 
+    def release(self) -> None:  # noqa: B027  # a medium with a cache has its own way
+        """Forget what of the arrays is in memory and is read again at little cost; views in use stay valid."""
+
     def items(self, name: str, rows: Int64Array | None = None) -> memoryview | PreadItems:
         """The values of an array as unsigned integers: what rows are copied from.
 
@@ -157,7 +160,8 @@ class Segment(ABC):
     def _load(self, name: str, found: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
         """Read what is new of a per-row array."""
         spec = self.specs[name]
-        start, end = self._loaded.get(name, 0), min(self.rows + 1, spec.capacity)
+        start = 0 if found is None else self._loaded.get(name, 0)  # another thread may have released the array
+        end = min(self.rows + 1, spec.capacity)
         if found is None or len(found) < end:
             grown = np.empty(min(spec.capacity, max(2 * end, 64)), spec.dtype)
             if found is not None:
@@ -409,6 +413,11 @@ class LocalSegment(Segment):
         for name in (*((PRESENT,) if self.meta.has_present else ()), *self.meta.internal_rows):
             crc = crc32c(self.part(name, first, end).view(np.uint8), crc)
         return crc
+
+    def release(self) -> None:
+        """Forget every array; each is opened again when it is read."""
+        for name in list(self._maps):
+            self.drop(name)
 
     def _open(self, name: str) -> memoryview | PreadBytes:
         spec = self.specs[name]

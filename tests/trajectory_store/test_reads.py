@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -119,3 +121,21 @@ def test_a_condition_sees_the_same_rows_in_every_column(tmp_path, monkeypatch):
         monkeypatch.setattr(TrajectoryStore, "read_scalars", read_scalars)
         assert store.where("a > b").tolist() == store.ids()[[2, 3]].tolist()
         assert calls == ["a", "b"] * 2
+
+
+def test_a_pass_over_a_store_releases_what_it_leaves(tmp_path):
+    """Read in batches without maps, forty segments leave no more behind in memory than the last of them."""
+    schema, rows, segments = Schema([Column("text", "str"), Column("n", "int64")]), 4096, 40
+    with TrajectoryStore.create(tmp_path / "s", schema, segment_rows=rows) as store:
+        for first in range(0, segments * rows, rows):
+            store.append({"text": ["x"] * rows, "n": range(first, first + rows)})
+    with TrajectoryStore.open(tmp_path / "s", io="pread") as store:
+        ids = store.ids()
+        tracemalloc.start()
+        try:
+            found = sum(int(batch["n"].sum()) for batch in store.batches(1024, ["text", "n"], ids))
+            left, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert found == segments * rows * (segments * rows - 1) // 2
+    assert left < 4 * 16 * rows  # 16 bytes per row; of all segments it would be ten times as much

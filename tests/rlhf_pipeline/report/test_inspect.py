@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_pipeline.data.rewards import token_match
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.report.inspect import Inspection, histogram, inspect_store
+from rlhf_pipeline.report.inspect import Inspection, Tally, histogram, inspect_store
 from rlhf_pipeline.report.stored import Stored
 from rlhf_pipeline.run.folder import RunFolder
 from trajectory_store import TrajectoryStore
@@ -151,8 +151,23 @@ def test_damaged_meta(tmp_path: Path):
 
 def test_histogram():
     """At most eight buckets of one width cover all lengths."""
-    assert histogram(np.array([], np.int64)) == ()
-    buckets = histogram(np.arange(1, 101))
+    assert histogram(np.empty(0, np.int64), np.empty(0, np.int64)) == ()
+    buckets = histogram(np.arange(1, 101), np.ones(100, np.int64))
     assert len(buckets) == 8
     assert (buckets[0][:2], buckets[-1][:2]) == ((1, 13), (92, 100))
     assert sum(num for _, _, num in buckets) == 100
+
+
+def test_a_tally_is_a_counter():
+    """Numbers that come back later, in any order and beyond what is held unmerged, are counted and summed once."""
+    draws = np.random.default_rng(0).integers(-40_000, 40_000, (30, 10_000))
+    tally, plain = Tally(sums=1), dict[int, list[float]]()
+    for part in draws:
+        tally.add(part, part * 0.5)
+    for number in draws.reshape(-1).tolist():
+        times, total = plain.get(number, [0, 0.0])
+        plain[number] = [times + 1, total + number * 0.5]
+    numbers, (times, sums) = tally.found()
+    assert numbers.tolist() == sorted(plain)
+    assert [list(pair) for pair in zip(times, sums, strict=True)] == [plain[number] for number in sorted(plain)]
+    assert Tally().found()[0].tolist() == []
