@@ -144,15 +144,15 @@ def choose(stored: Stored) -> Ids:
     ids, versions = stored.ids(), stored.scalars("policy_version")
     if versions is None or not len(ids):
         return ids[-_VERSIONS * _PER_VERSION :]
-    known = sorted(set(versions.tolist()))
-    spread = {known[round(place)] for place in np.linspace(0, len(known) - 1, min(_VERSIONS, len(known)))}
+    known = np.unique(versions)
+    spread = np.unique(known[np.linspace(0, len(known) - 1, min(_VERSIONS, len(known))).round().astype(int)])
     each = _PER_VERSION
     if "input_ids" in stored.columns:
         length = float(np.minimum(stored.lengths("input_ids"), _MAX_TOKENS).mean())
         each = int(min(max(_ALL_TOKENS / (len(spread) * max(length, 1)), 2), _PER_VERSION))
     groups = stored.scalars("group_id")
     names = np.arange(len(ids)) if groups is None else groups
-    return np.concatenate([_spread(ids[mine], names[mine], each) for mine in (versions == v for v in sorted(spread))])
+    return np.concatenate([_spread(ids[mine], names[mine], each) for mine in (versions == v for v in spread)])
 
 
 def _spread(ids: Ids, groups: Ids, num: int) -> Ids:

@@ -114,16 +114,16 @@ def typical_of_first_and_last(stored: Stored) -> tuple[int, int] | None:
     versions, rewards = stored.scalars("policy_version"), stored.scalars("task_reward")
     if versions is None or rewards is None:
         return None
-    graded = np.flatnonzero(np.isfinite(rewards))
-    if not len(graded):
+    graded = np.isfinite(rewards)
+    if not graded.any():
         return None
-    first, last = versions[graded].min(), versions[graded].max()
+    first, last = (int(end) for end in (versions[graded].min(), versions[graded].max()))
     if first == last:
         return None
     ids = stored.ids()
 
-    def typical(version: Any) -> int:
-        places = graded[versions[graded] == version]
+    def typical(version: int) -> int:
+        places = np.flatnonzero(graded & (versions == version))
         distance = np.abs(rewards[places] - rewards[places].mean())
         nearest = ids[places[np.flatnonzero(distance <= distance.min() + 1e-6)[:_TIES]]]
         # Of completions that are equally typical the first that says anything.
