@@ -478,7 +478,7 @@ def check_segment(segment: LocalSegment, report: VerifyReport) -> None:
         report.problem(f"{name}: commits/acknowledged is damaged or missing")
     elif mark > end and not segment.survived_reboot:
         report.problem(f"{name}: {mark} commits were acknowledged, and {end} are there: records are missing")
-    report.bytes += _used_bytes(segment)
+    report.bytes += segment.records * RECORD_SIZE + segment.value_bytes()
     segment.let_log_go()
 
 
@@ -534,12 +534,3 @@ def _expected_metadata(segment: LocalSegment) -> list[tuple[Path, bytes]]:
     out.append((folder / "commits" / "zarr.json", commits_json(meta.rows_cap)))
     out.append((folder / "zarr.json", group_json(meta.to_attributes())))
     return out
-
-
-def _used_bytes(segment: LocalSegment) -> int:
-    elements = segment.elements()
-    total = segment.records * RECORD_SIZE
-    for column in segment.schema:
-        count = segment.rows if column.axis is None else elements[column.axis] * column.width
-        total += count * column.np_dtype.itemsize
-    return total + 8 * segment.rows * len(elements)

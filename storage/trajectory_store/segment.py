@@ -10,7 +10,7 @@ import errno
 import functools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import fs
+from trajectory_store.bucket import Bucket, FolderBucket, Transient
 from trajectory_store.errors import CorruptionError, ReadFailedError, SegmentGoneError, StoreError
 from trajectory_store.format import (
     COMMITS,
@@ -50,8 +51,6 @@ from trajectory_store.maps import FORMATS, Io, PreadBytes, PreadItems, open_file
 from trajectory_store.ragged import Int64Array
 from trajectory_store.schema import Column
 
-VERIFIED = "verified"
-
 
 class Segment(ABC):
     """One segment as a reader sees it.
@@ -65,9 +64,17 @@ class Segment(ABC):
         rows: rows that its commits cover.
         records: commits seen.
         finished: nothing more will come.
+
+    Raises:
+        CorruptionError: the catalog says that another segment is there.
     """
 
     def __init__(self, entry: Entry, name: str, meta: SegmentMeta) -> None:
+        if (meta.salt, meta.kind, meta.merged) != (entry.salt, entry.kind, entry.merged):
+            raise CorruptionError(
+                f"{name} holds another segment than the catalog says (salt {meta.salt}, expected {entry.salt}): it was "
+                "swapped or replaced. Put the right one back from a copy."
+            )
         self.ordinal = entry.ordinal
         self.owners = entry.owners
         self.name = name
@@ -232,6 +239,13 @@ class Segment(ABC):
         """Per axis the number of elements in use."""
         return {axis: int(self.offsets(axis)[self.rows]) for axis in self.schema.axes}
 
+    def value_bytes(self) -> int:
+        """The bytes of the values that are in use, and of where rows end."""
+        ends = self.elements()
+        counts = [self.rows if c.axis is None else ends[c.axis] * c.width for c in self.schema]
+        values = sum(count * c.np_dtype.itemsize for count, c in zip(counts, self.schema, strict=True))
+        return values + 8 * self.rows * len(ends)
+
     def time_span(self) -> tuple[int, int]:
         """The times of the first and the last commit."""
         times = self.row_times() if self.meta.merged else self.commits()["time_ns"]
@@ -266,11 +280,6 @@ class LocalSegment(Segment):
         meta = SegmentMeta.from_attributes(read_attributes(raw, folder / "zarr.json", "segment"), str(folder))
         super().__init__(entry, folder.name, meta)
         self._span: tuple[int, int] | None = None
-        if (meta.salt, meta.kind, meta.merged) != (entry.salt, entry.kind, entry.merged):
-            raise CorruptionError(
-                f"{folder} holds another segment than the catalog says (salt {meta.salt}, expected {entry.salt}): "
-                "folders were swapped or replaced. Put the right one back from a copy."
-            )
         self.folder = folder
         self.meta_crc = crc32c(raw)
         self._io: Io = io
@@ -347,17 +356,7 @@ class LocalSegment(Segment):
         """How many records to trust in a segment that was not synced before the machine went down."""
         if self.meta.durability == "power" or self.meta.boot_id == fs.boot_id():
             return None
-        mark = self.folder / COMMITS / VERIFIED
-        with suppress(OSError):
-            known = parse_verified(fs.read_file(mark))
-            if known is not None:
-                return known
-        good = self.check_prefix()
-        temporary = mark.with_name(f"{VERIFIED}.{os.getpid()}-{fs.token(4)}")
-        with suppress(OSError):
-            fs.write_file(temporary, pack_verified(good))
-            fs.rename(temporary, mark)
-        return good
+        return trusted(FolderBucket(self.folder, durable=False), f"{COMMITS}/verified", self.check_prefix)
 
     def check_prefix(self) -> int:
         """Count the records whose data checksum holds, up to the first that does not."""
@@ -489,6 +488,16 @@ class LocalSegment(Segment):
     def is_live(self) -> bool:
         """Whether a living process may still append."""
         return not self.finished and fs.is_locked(commits_path(self.folder))
+
+
+def trusted(bucket: Bucket, key: str, count: Callable[[], int]) -> int:
+    """How many commits to trust that were not synced before the machine went down: found out once, and noted."""
+    known = parse_verified(bucket.get(key))
+    if known is None:
+        known = count()
+        with suppress(StoreError, Transient):
+            bucket.put_new(key, pack_verified(known))
+    return known
 
 
 def _why(error: OSError) -> str:

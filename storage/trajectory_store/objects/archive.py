@@ -290,20 +290,21 @@ def read_record(tail: bytes, size: int, key: str) -> bytes:
     return raw
 
 
-def decode(raw: bytes | memoryview, size: int, crc: int, where: str) -> npt.NDArray[np.uint8]:
+def decode(raw: bytes | memoryview, size: int, crc: int, where: str, used: int | None = None) -> npt.NDArray[np.uint8]:
     """The bytes of a chunk's values, checked.
 
     Args:
         raw: the chunk; one as long as its values holds them as they are, any other is a zstd frame.
-        size: bytes of the values.
+        size: bytes of the chunk.
         crc: CRC32C of the values.
         where: its name, for messages.
+        used: bytes of the values, where the chunk is filled up behind them.
 
     Raises:
         CorruptionError: the chunk does not hold what was committed.
     """
     if len(raw) == size:
-        plain = np.frombuffer(raw, np.uint8)
+        plain = np.frombuffer(raw, np.uint8)[:used]
         if crc32c(plain) == crc:
             return plain
     values = np.empty(size, np.uint8)
@@ -312,10 +313,11 @@ def decode(raw: bytes | memoryview, size: int, crc: int, where: str) -> npt.NDAr
             zstd().decode(raw, values)
     except (RuntimeError, ValueError) as error:
         raise CorruptionError(f"{where} is damaged: it cannot be decompressed ({error}).") from None
+    values = values[:used]
     if crc32c(values) != crc:
         raise CorruptionError(
-            f"{where} is damaged: its {size} bytes do not have the checksum of their commit. Restore it from a copy, "
-            "or leave its trajectories out (verify lists them)."
+            f"{where} is damaged: its {len(values)} bytes do not have their checksum. Restore it from a copy, or leave "
+            "its trajectories out (verify lists them)."
         )
     return values
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy.typing as npt
 
 from trajectory_store import fs
 from trajectory_store.batch import Batch
-from trajectory_store.bucket import Bucket, FolderBucket, Transient, number_from
+from trajectory_store.bucket import Bucket, FolderBucket, number_from
 from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, WriteFailedError
 from trajectory_store.format import (
     ArraySpec,
@@ -23,8 +22,6 @@ from trajectory_store.format import (
     crc32c,
     group_json,
     ordinal_of,
-    pack_verified,
-    parse_verified,
     per_name,
     read_attributes,
     segment_name,
@@ -50,7 +47,7 @@ from trajectory_store.objects.remote import open_bucket
 from trajectory_store.objects.segment import Cache, ObjectSegment
 from trajectory_store.objects.sharded import CHUNK, ShardWriter, sharded_json
 from trajectory_store.root import Root, complete_root, fill_root, read_root
-from trajectory_store.segment import Segment
+from trajectory_store.segment import Segment, trusted
 from trajectory_store.verify import VerifyReport
 
 CACHE_BYTES = "TRAJECTORY_STORE_CACHE_BYTES"
@@ -58,7 +55,6 @@ CACHE_BYTES = "TRAJECTORY_STORE_CACHE_BYTES"
 HEADER = "zarr.json"
 AHEAD = 256
 """Objects that are asked for before the first of them is taken in: what is held in memory then."""
-VERIFIED = "verified.json"
 _OLD_S = 60.0
 
 
@@ -156,8 +152,6 @@ class ObjectMedium(Medium):
             raise CorruptionError(f"{name}/{HEADER} is missing, and the catalog says that the segment counts.")
         attributes = read_attributes(raw, f"{name}/{HEADER}", "segment")
         meta = SegmentMeta.from_attributes(attributes, name)
-        if (meta.salt, meta.kind, meta.merged) != (entry.salt, entry.kind, entry.merged):
-            raise CorruptionError(f"{name} holds another segment than the catalog says. Put the right one back.")
         sealed = attributes.get("sealed") if meta.merged else None
         if meta.merged:
             check_sealed(sealed, meta, name)
@@ -216,20 +210,17 @@ class ObjectMedium(Medium):
         meta = segment.meta
         if meta.merged or meta.durability != "process" or meta.boot_id == fs.boot_id():
             return
-        key = f"{segment.name}/{VERIFIED}"
-        known = parse_verified(self.bucket.get(key))
-        if known is not None:
-            segment.trust_until(min(known, segment.records))
-            return
-        good = 0
-        while good < segment.records:
-            found = self.bucket.get(segment.key(good))
-            if found is None or _wrong_in(found, segment, good, VerifyReport(self.where)):
-                break
-            good += 1
-        segment.trust_until(good)
-        with suppress(StoreError, Transient):
-            self.bucket.put_new(key, pack_verified(good))
+
+        def whole_objects() -> int:
+            report = VerifyReport(self.where)
+            for seq in range(segment.records):
+                found = self.bucket.get(segment.key(seq))
+                if found is None or _wrong_in(found, segment, seq, report):
+                    return seq
+            return segment.records
+
+        known = trusted(self.bucket, f"{segment.name}/verified.json", whole_objects)
+        segment.trust_until(min(known, segment.records))
 
     def fetch(self, wanted: Mapping[Segment, Iterable[Part]]) -> None:
         """Ask at the same time for the objects that will be read first; the segments take them in as they are read."""

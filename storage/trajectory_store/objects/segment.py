@@ -293,12 +293,7 @@ class ObjectSegment(Segment):
 
     def disk_bytes(self) -> int:
         """The bytes of the values, before compression."""
-        ends = self.elements()
-        total = 8 * self.rows * len(ends)
-        for column in self.schema:
-            count = self.rows if column.axis is None else ends[column.axis] * column.width
-            total += count * column.np_dtype.itemsize
-        return total
+        return self.value_bytes()
 
     # Fetching
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from trajectory_store.bucket import Bucket
 from trajectory_store.errors import CorruptionError
 from trajectory_store.format import ArraySpec, crc32c, spec_json
-from trajectory_store.objects.archive import zstd
+from trajectory_store.objects.archive import decode, zstd
 from trajectory_store.ragged import Int64Array
 
 CHUNK = 1 << 15
@@ -172,7 +172,9 @@ def read_chunks(
             start, end = places[i].tolist()
             if i in packed:
                 raw, begin = packed[i], start
-            yield chunk, _unpack(raw[start - begin : end - begin], spec, chunk, crc, keys[shard])
+            packed_values, used = raw[start - begin : end - begin], (spec.capacity - chunk * CHUNK) * spec.itemsize
+            where, expected = f"object {keys[shard]}, chunk {chunk % CHUNKS},", int(crc[8 * chunk : 8 * chunk + 8], 16)
+            yield chunk, decode(packed_values, CHUNK * spec.itemsize, expected, where, used).view(spec.dtype)
 
 
 def _index(key: str, tail: bytes, size: int) -> Int64Array:
@@ -182,16 +184,3 @@ def _index(key: str, tail: bytes, size: int) -> Int64Array:
     index = np.frombuffer(tail[:-4], "<u8").reshape(-1, 2)
     there = (index[:, 0] <= size) & (index[:, 1] <= size)
     return np.where(there[:, None], np.stack([index[:, 0], index[:, 0] + index[:, 1]], axis=1), 0).astype(np.int64)
-
-
-def _unpack(packed: bytes, spec: ArraySpec, chunk: int, crc: str, key: str) -> npt.NDArray[Any]:
-    width = spec.itemsize // spec.dtype.itemsize
-    values = np.empty(CHUNK * width, spec.dtype)  # the last chunk is filled up
-    try:
-        zstd().decode(packed, values.view(np.uint8))
-    except (ValueError, RuntimeError) as error:
-        raise CorruptionError(f"object {key} is damaged: chunk {chunk % CHUNKS} cannot be read ({error}).") from error
-    values = values[: (spec.capacity - chunk * CHUNK) * width]
-    if f"{crc32c(values.view(np.uint8)):08x}" != crc[8 * chunk : 8 * chunk + 8]:
-        raise CorruptionError(f"object {key} is damaged: chunk {chunk % CHUNKS} does not have its checksum.")
-    return values
