@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,34 @@ def rows_of(lengths: np.ndarray, rng: np.random.Generator) -> dict[str, Any]:
     }
 
 
-def fill(path: Path, count: int, *, mean: float, per_commit: int = 1000, seed: int = 0, **options: Any) -> int:
-    """Make a store of many rows; returns the payload in bytes. The random values repeat, the lengths do not."""
+def fill(
+    path: Path,
+    count: int,
+    *,
+    mean: float,
+    per_commit: int = 1000,
+    seed: int = 0,
+    schema: Schema | None = None,
+    more: Callable[[np.ndarray], dict[str, Any]] = lambda places: {},
+    **options: Any,
+) -> int:
+    """Make a store of many rows; returns the payload in bytes. The random values repeat, the lengths do not.
+
+    Args:
+        path: where.
+        count: rows.
+        mean: tokens per row.
+        per_commit: rows.
+        seed: of everything random.
+        schema: of the store, with the columns of `token_schema`, which it is by default.
+        more: from the places of rows to values of further columns.
+        **options: of the store.
+    """
     rng = np.random.default_rng(seed)
     most = max(int(per_commit * 7 * mean), 1 << 23)
     pool = rows_of(np.array([most]), rng)
     payload = 0
-    with TrajectoryStore.create(path, token_schema(), **options) as store:
+    with TrajectoryStore.create(path, schema or token_schema(), **options) as store:
         for first in range(0, count, per_commit):
             n = min(per_commit, count - first)
             lengths = lengths_of(n, rng, mean)
@@ -83,7 +104,7 @@ def fill(path: Path, count: int, *, mean: float, per_commit: int = 1000, seed: i
                 name: RaggedArray(pool[name].values[start : start + total], lengths) for name in TOKEN_COLUMNS
             }
             data["task_reward"] = rng.random(n, dtype=np.float32)
-            store.append(data)
+            store.append(data | more(np.arange(first, first + n)))
             payload += BYTES_PER_TOKEN * total + 4 * n
     return payload
 

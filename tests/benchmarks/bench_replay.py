@@ -226,7 +226,7 @@ def bench_advantage(repeats: int) -> None:
     for name, how in (("sum", "sum"), ("per step", None)):
         peer = TorchRLAdvantage(8, prompt_key="group_id", trajectory_return=how)
         for form, batch in (("jagged leaves", jagged), ("lazy stack", stack)):
-            figures = race(lambda td=batch: ours.inv(td), lambda t=peer: t.inv(stack), repeats)
+            figures = race(lambda td=batch: ours.inv(td), lambda t=peer: t.inv(stack), repeats // 6, block=5)
             line(f"MCAdvantage(8), {form}", figures, f"TorchRL on a lazy stack, {name}", least=20.0, per=BATCH)
 
 

@@ -7,9 +7,9 @@ last cache of the machine that this was written on (32 MB), the large one 2.6 GB
 Warm means that every row was read once by this process, so its pages are mapped. The stores take turns, and processor
 time counts; of many repetitions the tenth percentile, as other work only adds.
 
-`read_padded` takes 64 random rows to four padded columns; `TrajectoryReplayBuffer.sample()` draws them itself and
-gives a TensorDict. Memory itself is slower where more of it is in use: caches and page tables miss more often. The
-bare copies of such slices, one after the other and without a store around them, show by how much, in the same run.
+`read_padded` takes 64 random rows to four padded columns; `TrajectoryReplayBuffer.sample()` draws them itself from the
+same stores and gives a TensorDict. Memory itself is slower where more of it is in use: caches and page tables miss more
+often. The bare copies of such slices, one after the other and without a store around them, show by how much.
 `read_padded` stays below their ratio because it looks at the first value of every row of a segment before it copies, so
 that these waits for memory overlap.
 
@@ -33,8 +33,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from _stores import BATCH, BYTES_PER_TOKEN, TOKEN_COLUMNS, Table, fill, lengths_of, rows_of
+from _stores import BATCH, BYTES_PER_TOKEN, TOKEN_COLUMNS, Table, fill
 
+from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from trajectory_store import TrajectoryStore
 
 TARGET = 1.2
@@ -103,25 +104,21 @@ def bare_sampler(path: Path, batches: int = 64) -> Callable[[], object]:
     return copy
 
 
-def buffer_sampler(stack: contextlib.ExitStack, path: Path, count: int, mean: float) -> Callable[[], object]:
-    """`TrajectoryReplayBuffer.sample` on a store of its own schema."""
-    from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
-    from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
+def scalars(places: np.ndarray) -> dict[str, np.ndarray]:
+    """What a trajectory has beside its tokens."""
+    return {
+        "group_id": places // 8,
+        "trajectory_id": places,
+        "created_at": places.astype(np.float64),
+        "advantage": np.sin(places).astype(np.float32),
+        "num_prompt_tokens": np.full(len(places), 8, np.int32),
+    }
 
-    rng = np.random.default_rng(0)
-    with TrajectoryStore.create(path, trajectory_schema()) as store:
-        for first in range(0, count, PER_COMMIT):
-            n = min(PER_COMMIT, count - first)
-            data = rows_of(lengths_of(n, rng, mean), rng)
-            place = np.arange(first, first + n)
-            data |= {
-                "group_id": place // 8,
-                "trajectory_id": place,
-                "created_at": place.astype(np.float64),
-                "advantage": rng.standard_normal(n).astype(np.float32),
-                "num_prompt_tokens": np.full(n, 8, np.int32),
-            }
-            store.append(data)
+
+def buffer_sampler(stack: contextlib.ExitStack, path: Path, count: int) -> Callable[[], object]:
+    """`TrajectoryReplayBuffer.sample`."""
+    from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+
     buffer = TrajectoryReplayBuffer(storage=path, batch_size=BATCH)
     stack.callback(buffer.storage.close)
     touch(buffer.store, buffer.store.ids())
@@ -145,7 +142,14 @@ def main() -> int:
         samplers = {}
         for count in counts:
             start = time.perf_counter()
-            payload = fill(Path(folder, str(count)), count, mean=options.mean, per_commit=PER_COMMIT)
+            payload = fill(
+                Path(folder, str(count)),
+                count,
+                mean=options.mean,
+                per_commit=PER_COMMIT,
+                schema=trajectory_schema(),
+                more=scalars,
+            )
             samplers[str(count)] = sampler(Path(folder, str(count)), count)
             tokens = payload / count / BYTES_PER_TOKEN
             print(f"{count} rows, {tokens:.0f} tokens on average, {payload / 1e6:.0f} MB: ", end="")
@@ -153,15 +157,14 @@ def main() -> int:
         compare(table, "read_padded, 64 rows, 4 columns", samplers, repeats)
         bare = {str(count): bare_sampler(Path(folder, str(count))) for count in counts}
         compare(table, "bare copies of such slices, one by one, without a store", bare, repeats, goal=None)
-    if not options.no_torch:
-        warnings.filterwarnings("ignore")
-        with contextlib.ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
+        if not options.no_torch:
             import torch
 
             torch.set_num_threads(1)
-            samplers = {str(c): buffer_sampler(stack, folder / str(c), c, options.mean) for c in counts}
-            compare(table, "TrajectoryReplayBuffer.sample(), 64 rows", samplers, repeats)
+            warnings.filterwarnings("ignore")
+            with contextlib.ExitStack() as stack:
+                samplers = {str(count): buffer_sampler(stack, Path(folder, str(count)), count) for count in counts}
+                compare(table, "TrajectoryReplayBuffer.sample(), 64 rows", samplers, repeats)
     return int(options.check and not table.good)
 
 
