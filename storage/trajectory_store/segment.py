@@ -492,7 +492,9 @@ class LocalSegment(Segment):
 
 def trusted(bucket: Bucket, key: str, count: Callable[[], int]) -> int:
     """How many commits to trust that were not synced before the machine went down: found out once, and noted."""
-    known = parse_verified(bucket.get(key))
+    known = None
+    with suppress(ReadFailedError):
+        known = parse_verified(bucket.get(key))
     if known is None:
         known = count()
         with suppress(StoreError, Transient):
