@@ -7,16 +7,17 @@ import os
 import shlex
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import said_now_and_then, say
-from rlhf_pipeline.errors import DefinitionError, RunExistsError, RunStorageError
+from rlhf_pipeline.errors import RunExistsError, RunStorageError
 from rlhf_pipeline.report.words import count, duration
 
 if TYPE_CHECKING:
     from rlhf_pipeline.run.folder import RunFolder
+    from rlhf_pipeline.run.medium import Address
     from trajectory_store import CompactReport
 
 HELP = "merge the segments of a store that nobody writes to"
@@ -28,7 +29,8 @@ any time. Readers are not disturbed; a run, an import or a recorder that writes 
 
 examples:
   rlhf-pipeline compact runs/copy_digits
-  rlhf-pipeline compact runs/mine/store"""
+  rlhf-pipeline compact runs/mine/store
+  rlhf-pipeline compact s3://bucket/run"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -43,14 +45,9 @@ def execute(args: argparse.Namespace) -> int:
     from trajectory_store import TrajectoryStore
 
     run, path = open_run_or_store(args.path)
-    if not isinstance(path, Path):
-        raise DefinitionError(
-            f"{path} is in an object store, where the processes that write merge small segments. To have it merged "
-            f"whole, copy it: rlhf-pipeline copy {shlex.quote(args.path)} --to NEW_STORE --backend zarr"
-        )
     before = disk_usage(path)
     started = time.perf_counter()
-    if not os.access(path, os.W_OK):
+    if isinstance(path, Path) and not os.access(path, os.W_OK):
         raise RunStorageError(
             f"{path} can only be read, so it cannot be compacted. Make a compacted copy: "
             f"rlhf-pipeline copy {shlex.quote(args.path)} --to NEW_STORE"
@@ -72,7 +69,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def alone(run: RunFolder | None, store: Path) -> Iterator[None]:
+def alone(run: RunFolder | None, store: Address) -> Iterator[None]:
     """Keep runs, imports and recorders out of a store.
 
     Raises:
@@ -80,15 +77,22 @@ def alone(run: RunFolder | None, store: Path) -> Iterator[None]:
     """
     from rlhf_pipeline.exchange.target import held
 
-    with held(store, refusal=f"an import or a recorder writes to {store}. Wait for it, or stop it first."):
-        if run is None:
-            yield
-            return
-        with run.lock(advice="Stop that first."):
-            yield
+    with ExitStack() as stack:
+        if isinstance(store, Path):  # imports and recorders write to folders
+            refusal = f"an import or a recorder writes to {store}. Wait for it, or stop it first."
+            stack.enter_context(held(store, refusal=refusal))
+        if run is not None:
+            stack.enter_context(run.lock(advice="Stop that first."))
+            at_work = run.medium.living() - {"run"}
+            if at_work:
+                raise RunExistsError(
+                    f"the run {run.address} is in use by its own processes ({', '.join(sorted(at_work))}). Stop them "
+                    "first. (At a URL one that was killed counts as living for the length of its lease.)"
+                )
+        yield
 
 
-def _lines(report: CompactReport, path: Path, num: int, sizes: tuple[int, int], seconds: float) -> Iterator[str]:
+def _lines(report: CompactReport, path: Address, num: int, sizes: tuple[int, int], seconds: float) -> Iterator[str]:
     yield f"{path}: {count(num, 'trajectory')}, {duration(seconds)}"
     if report.segments_before == report.segments_after and not report.rows:
         yield f"  nothing to merge: {count(report.segments_before, 'segment')}, {sizes[0] / 1e6:.1f} MB"

@@ -15,8 +15,8 @@ from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError
 from rlhf_pipeline.report.stored import open_run_or_store
-from rlhf_pipeline.run.folder import RunFolder, is_run
-from rlhf_pipeline.run.medium import Address, address_of, is_url
+from rlhf_pipeline.run.folder import RunFolder, is_run, run_of_store
+from rlhf_pipeline.run.medium import Address, address_of
 
 _POLL_S = 0.25
 _DEFAULT_REPLAY = "offline_replay"
@@ -130,8 +130,6 @@ def checked(plan: Plan) -> Plan:
         PipelineError: something is not there, or cannot be.
     """
     preflight.check_device(plan.device)
-    if plan.pipeline.replay is not None and is_url(plan.out):
-        raise DefinitionError(f"a run over stores needs a folder of its own, and {plan.out} is none: --out FOLDER")
     if plan.joins or plan.collectors:
         preflight.check_processes(plan.pipeline)
     preflight.check_pipeline(plan.pipeline, plan.seed)
@@ -266,7 +264,7 @@ def _new_replay(args: argparse.Namespace) -> Plan:
         raise DefinitionError("name what to learn from, for example: rlhf-pipeline replay runs/copy_digits")
     for path in args.paths:
         open_run_or_store(path)  # or an error that names what is there
-    out, first = _replay_folder(args), Path(args.paths[0]).expanduser()
+    out, first = _replay_folder(args), address_of(args.paths[0])
     preflight.check_new_folder(out, _replay_command(args))
     definition, overrides, seed, device = definitions.find(args.definition or _DEFAULT_REPLAY), (), 0, "cpu"
     if args.definition is None and is_run(first):
@@ -296,7 +294,8 @@ def _of_a_run(args: argparse.Namespace, run: RunFolder) -> Overrides:
 
 def _typed_for_replay(args: argparse.Namespace) -> Overrides:
     """Return the typed overrides, with the stores' folders as absolute paths."""
-    stores = [str(Path(path).expanduser().absolute()) for path in args.paths]
+    places = [address_of(path) for path in args.paths]
+    stores = [str(place.absolute() if isinstance(place, Path) else place) for place in places]
     for text in (*stores, *args.filters):
         if "," in text:
             raise DefinitionError(f"'{text}' has a comma, which separates names in a definition's text. Rename it.")
@@ -308,14 +307,14 @@ def _typed_for_replay(args: argparse.Namespace) -> Overrides:
     return (*typed, *args.overrides)
 
 
-def _replay_folder(args: argparse.Namespace) -> Path:
+def _replay_folder(args: argparse.Namespace) -> Address:
     if args.out:
-        return Path(args.out).expanduser()
+        return address_of(args.out)
     if not args.paths:
         raise DefinitionError("name the run to continue: rlhf-pipeline replay --resume --out runs/NAME-replay")
-    first = Path(args.paths[0]).expanduser().absolute()
-    inner = first.name == "store" and is_run(first.parent)
-    return Path("runs") / f"{(first.parent if inner else first).name}-replay"
+    first = address_of(args.paths[0])
+    place = run_of_store(first) or (first.absolute() if isinstance(first, Path) else first)
+    return Path("runs") / f"{str(place).rpartition('/')[2]}-replay"
 
 
 def _replay_command(args: argparse.Namespace) -> str:

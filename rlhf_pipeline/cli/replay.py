@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.cli.progress import RunView
     from rlhf_pipeline.report.diff_steps import StepsDifference
     from rlhf_pipeline.run.folder import RunConfig, RunFolder
+    from rlhf_pipeline.run.medium import Address
 
 HELP = "learn from stores alone; or take a run's steps again and compare"
 DETAILS = """\
@@ -80,9 +81,10 @@ def execute(args: argparse.Namespace) -> int:
         plan = sharded.joined(make_replay_plan(args))
         return run_plan(plan, then=lambda view: _compare(plan, view))
     from rlhf_pipeline.run.folder import is_run, not_found
+    from rlhf_pipeline.run.medium import address_of
 
     _check_rerun(args)
-    folder = Path(args.paths[0]).expanduser()
+    folder = address_of(args.paths[0])
     if not is_run(folder):
         raise not_found(folder)
     return replay_run(folder, from_step=args.from_step, num_steps=args.steps, device=args.device)
@@ -101,7 +103,7 @@ def _check_rerun(args: argparse.Namespace) -> None:
         )
 
 
-def replay_run(folder: Path, *, from_step: int, num_steps: int | None, device: str | None) -> int:
+def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device: str | None) -> int:
     """Print each step's recorded and recomputed loss; 1 if one differs."""
     from rlhf_pipeline.cli import preflight
     from rlhf_pipeline.cli.plan import recorded_definition
@@ -176,14 +178,15 @@ def _advice(config: RunConfig) -> str:
 def _compare(plan: Plan, view: RunView) -> int:
     """Compare the replay of a run in recorded order with the run; 1 if they should be equal and are not."""
     from rlhf_pipeline.report.diff_steps import compare_figures, compare_weights
-    from rlhf_pipeline.run.folder import RunFolder, is_run
+    from rlhf_pipeline.run.folder import RunFolder, is_run, run_of_store
+    from rlhf_pipeline.run.medium import address_of
 
     replay = plan.pipeline.replay
     if replay is None or not replay.recorded_order:
         return 0
-    source = Path(replay.stores[0]).expanduser()
-    source = source if is_run(source) else source.parent
-    if not is_run(source):
+    named = address_of(replay.stores[0])
+    source = named if is_run(named) else run_of_store(named)
+    if source is None:
         return 0
     run, done = RunFolder.open(source), RunFolder.open(plan.out)
     # Where the run dropped groups without spread, its store does not tell the mean reward.
@@ -203,9 +206,9 @@ def _compare(plan: Plan, view: RunView) -> int:
     return 1
 
 
-def _sentence(found: StepsDifference, weights: tuple[int, bool] | None, source: Path) -> str:
-    here = Path.cwd()
-    source = source.relative_to(here) if source.is_relative_to(here) else source
+def _sentence(found: StepsDifference, weights: tuple[int, bool] | None, source: Address) -> str:
+    if isinstance(source, Path) and source.is_relative_to(Path.cwd()):
+        source = source.relative_to(Path.cwd())
     if not found.differences:
         steps = count(found.num_both, "step")
         said = f"the same as {source}: loss, reward and gradient norm of {steps} are equal, bit for bit"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.errors import DataError, MissingPathError
-from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, not_found
+from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, not_found, run_of_store
 from rlhf_pipeline.run.medium import Address, address_of
 from trajectory_store import TrajectoryStore
 
@@ -116,11 +115,8 @@ def open_run_or_store(path: Address) -> tuple[RunFolder | None, Address]:
             )
         return run, run.store_path
     if is_store(folder):
-        if not isinstance(folder, Path):
-            parent = folder.removesuffix("/store")
-            return (RunFolder.open(parent) if parent != folder and is_run(parent) else None), folder
-        parent = folder.resolve().parent
-        return (RunFolder.open(parent) if folder.name == "store" and is_run(parent) else None), folder
+        owner = run_of_store(folder)
+        return (None if owner is None else RunFolder.open(owner)), folder
     raise not_found(folder, "run or store")
 
 

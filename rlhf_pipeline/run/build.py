@@ -33,6 +33,7 @@ from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
 
 if TYPE_CHECKING:
     from rlhf_pipeline.learner.distributed import Shards
+    from trajectory_store import Schema
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +254,7 @@ def build_parts(
     retrieve = RetrieveLogProb(models.reference) if models.reference is not None else None
     # `extend` runs the list from its end: log-probs, then shaped reward, then advantage.
     write_path: list[Any] = [part for part in (advantage, kl_reward, retrieve) if part is not None]
-    storage = open_storage(run, pipeline)
+    storage = open_storage(run, pipeline, max_size=pipeline.buffer.max_trajectories)
     try:
         if models.shards is not None:
             models.shards.barrier()  # those that follow open the store now
@@ -287,13 +288,23 @@ def build_parts(
         storage.close()
 
 
-def open_storage(run: RunFolder, pipeline: Pipeline) -> TrajectoryStorage:
-    """Open the run's trajectories, or create the store."""
+def open_storage(
+    run: RunFolder, pipeline: Pipeline, *, max_size: int | None, schema: Schema | None = None
+) -> TrajectoryStorage:
+    """Open the run's trajectories, or create the store.
+
+    Args:
+        run: the run folder.
+        pipeline: the definition.
+        max_size: the most trajectories that it keeps; None keeps all.
+        schema: its columns; None has the usual ones.
+    """
     return TrajectoryStorage(
         run.store_path,
-        max_size=pipeline.buffer.max_trajectories,
+        max_size=max_size,
         backend="zarr" if is_url(run.store_path) else pipeline.buffer.backend,
         durability=pipeline.buffer.durability,
+        schema=schema,
     )
 
 

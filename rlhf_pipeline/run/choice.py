@@ -18,8 +18,8 @@ from rlhf_pipeline.data.keys import LEFT_OUT
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.replay.trajectory_schema import WAITING
-from rlhf_pipeline.run.files import write_atomically
-from rlhf_pipeline.run.folder import RunFolder, is_run
+from rlhf_pipeline.run.folder import RunFolder, is_run, is_store
+from rlhf_pipeline.run.medium import Address, address_of
 from trajectory_store import StoreNotFoundError, TrajectoryStore
 
 Ints = npt.NDArray[np.int64]
@@ -98,7 +98,7 @@ class Choice:
         """Save it; it counts once `gather.json` exists."""
         table, content = np.stack([self.source, self.row, self.trajectory_id, self.group_id]), io.BytesIO()
         np.save(content, table, allow_pickle=False)
-        write_atomically(run.choice_table, content.getvalue())
+        run.write(run.choice_table, content.getvalue())
         run.choose(
             {
                 "format": 1,
@@ -118,7 +118,8 @@ class Choice:
         state = run.chosen()
         if state is None:
             return None
-        content = run.choice_table.read_bytes() if run.choice_table.is_file() else b""
+        table_file = run.bring(run.choice_table)
+        content = table_file.read_bytes() if table_file.is_file() else b""
         if google_crc32c.value(content) != state["table_crc32c"]:
             raise DataError(
                 f"{run.choice_table} {'is not as it was written' if content else 'is not there'}. Restore it from a "
@@ -149,25 +150,30 @@ def _as_json(source: Source) -> dict[str, Any]:
     return {name: getattr(source, name) for name in Source.__dataclass_fields__}
 
 
-def store_folder(path: str | Path) -> Path:
-    """Return the folder of a store: of a run, the store in it.
+def store_at(path: Address) -> Address:
+    """Return where a store is: of a run, the store in it.
 
     Raises:
         MissingPathError: there is neither.
     """
-    folder = Path(path).expanduser()
-    inner = RunFolder(folder).path / "store" if is_run(folder) else folder
-    if not (inner / "zarr.json").is_file():
-        what = "is not one" if folder.exists() else "does not exist"
+    place = address_of(path)
+    store = RunFolder(place).store_path if is_run(place) else place
+    if not is_store(store):
+        what = "the folder " * isinstance(place, Path) + _is_not_there(place)
         raise MissingPathError(
-            f"there is no store or run at {path}: the folder {what}. Make a store of other tools' rollouts with "
+            f"there is no store or run at {path}: {what}. Make a store of other tools' rollouts with "
             "`rlhf-pipeline import`, or name a run folder."
         )
-    return inner.resolve()
+    return store.resolve() if isinstance(store, Path) else store
+
+
+def _is_not_there(place: Address) -> str:
+    there = place.exists() if isinstance(place, Path) else True
+    return "is not one" if there else "does not exist"
 
 
 @contextmanager
-def open_sources(paths: Sequence[str | Path]) -> Iterator[list[TrajectoryStore]]:
+def open_sources(paths: Sequence[Address]) -> Iterator[list[TrajectoryStore]]:
     """Open stores for reading; they are never changed.
 
     Raises:
@@ -201,7 +207,7 @@ def choose(replay: Replay, limits: Limits) -> Choice:
         )
     if replay.weights and len(replay.weights) != len(replay.stores):
         raise DefinitionError(f"{len(replay.weights)} weights for {len(replay.stores)} stores. Give each store one.")
-    folders = [store_folder(path) for path in replay.stores]
+    folders = [store_at(path) for path in replay.stores]
     for at, folder in enumerate(folders):
         if folder in folders[:at]:
             raise DefinitionError(f"the store {folder} is named twice. Draw more from it with a weight instead.")

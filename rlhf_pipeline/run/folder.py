@@ -188,6 +188,11 @@ class RunFolder:
         self.medium.bring(path.relative_to(self.path).as_posix())
         return path
 
+    def write(self, path: Path, content: bytes) -> None:
+        """Write a file of the run, whole or not at all, and have it last."""
+        write_atomically(path, content)
+        self.keep(path)
+
     def keep(self, path: Path) -> None:
         """Have a file or folder of the run last, which this process has written."""
         self.medium.keep(path.relative_to(self.path).as_posix())
@@ -236,7 +241,7 @@ class RunFolder:
     @property
     def has_chosen(self) -> bool:
         """Whether a run over stores has written down what it learns from; it does not choose again."""
-        return self.choice_file.is_file()
+        return self.bring(self.choice_file).is_file()
 
     def chosen(self) -> dict[str, Any] | None:
         """Return what a run over stores has written down about what it learns from; None where it has not.
@@ -259,7 +264,7 @@ class RunFolder:
     def choose(self, state: Mapping[str, Any]) -> None:
         """Write down what a run over stores learns from, JSON-ready, whole or not at all."""
         checked = {**state, "crc32c": google_crc32c.value(_canonical(state))}
-        write_atomically(self.choice_file, json.dumps(checked).encode())
+        self.write(self.choice_file, json.dumps(checked).encode())
 
     @property
     def is_of_several(self) -> bool:
@@ -311,6 +316,8 @@ class RunFolder:
         for file in (self.metrics_file, self.ledger_file):
             file.unlink(missing_ok=True)
             file.with_suffix(".index").unlink(missing_ok=True)
+        for file in (self.choice_table, self.recorded_ledger):
+            file.unlink(missing_ok=True)
         self.config_file.unlink()  # last: a kill before leaves what can be cleared again
 
     # Checks
@@ -608,6 +615,15 @@ def is_store(path: Address) -> bool:
     return open_medium(path).has("zarr.json")
 
 
+def run_of_store(store: Address) -> Address | None:
+    """Return where the run is that a store belongs to; None where it belongs to none."""
+    if isinstance(store, Path):
+        name, parent = store.name, store.resolve().parent
+    else:
+        parent, _, name = store.rpartition("/")
+    return parent if name == _STORE and is_run(parent) else None
+
+
 def not_found(path: Address, wanted: str = "run") -> MissingPathError:
     """Return an error that names the runs which are there."""
     if not isinstance(path, Path):
@@ -638,4 +654,14 @@ def _differences(prefix: str, old: Any, new: Any) -> Iterator[tuple[str, Any, An
         yield prefix, old, new
 
 
-__all__ = ["MAY_CHANGE_ON_RESUME", "Row", "RunConfig", "RunFolder", "is_run", "is_store", "make_record", "not_found"]
+__all__ = [
+    "MAY_CHANGE_ON_RESUME",
+    "Row",
+    "RunConfig",
+    "RunFolder",
+    "is_run",
+    "is_store",
+    "make_record",
+    "not_found",
+    "run_of_store",
+]

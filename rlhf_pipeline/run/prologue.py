@@ -51,6 +51,7 @@ def begun(
             folder.clear()
         folder.record(pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
         yield
+        folder.medium.flush()
 
 
 def check_prompts(pipeline: Pipeline, policy: TokenPolicy, seed: int) -> None:

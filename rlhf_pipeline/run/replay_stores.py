@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -14,15 +13,14 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
-from rlhf_pipeline.run.build import build_learner, build_policy
+from rlhf_pipeline.run.build import build_learner, build_policy, open_storage
 from rlhf_pipeline.run.choice import Choice, Limits, choose, gathered, mark_gathered
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
-from rlhf_pipeline.run.files import write_atomically
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.gather import GatherCounts, Gatherer, gather_schema
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.loop import Loop, tell
-from rlhf_pipeline.run.medium import Address
+from rlhf_pipeline.run.medium import Address, address_of
 from rlhf_pipeline.run.prologue import begun, check_start
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from rlhf_pipeline.run.sources import ledger_to_follow, stored_source
@@ -82,9 +80,9 @@ def replay_stores(
     schema = None if gathered(folder) is not None else gather_schema(choice)
     with begun(folder, pipeline, seed=seed, device=device, resume=resume, definition=definition, overrides=overrides):
         if Choice.load(folder) is None:
-            followed = ledger_to_follow(Path(choice.sources[0].path)) if replay.recorded_order else None
+            followed = ledger_to_follow(address_of(choice.sources[0].path)) if replay.recorded_order else None
             if followed is not None:
-                write_atomically(folder.recorded_ledger, followed)
+                folder.write(folder.recorded_ledger, followed)
             choice.save(folder)
         with _store(pipeline, folder, schema) as storage, stop_on_signals() as stop:
             gatherer = Gatherer(pipeline, policy, choice, storage.store, limits=limits, on_event=on_event)
@@ -131,9 +129,7 @@ def limits_of(policy: TokenPolicy) -> Limits:
 @contextmanager
 def _store(pipeline: Pipeline, run: RunFolder, schema: Schema | None) -> Iterator[TrajectoryStorage]:
     """Open the run's store. It holds all that was chosen: `buffer.max_trajectories` is about what is collected."""
-    storage = TrajectoryStorage(
-        run.store_path, backend=pipeline.buffer.backend, durability=pipeline.buffer.durability, schema=schema
-    )
+    storage = open_storage(run, pipeline, max_size=None, schema=schema)
     try:
         yield storage
     finally:

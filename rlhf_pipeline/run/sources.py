@@ -19,8 +19,9 @@ from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.replay.trajectory_schema import POLICY_DIGEST
 from rlhf_pipeline.run.build import Parts
 from rlhf_pipeline.run.events import EventHandler
-from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.folder import RunFolder, run_of_store
 from rlhf_pipeline.run.loop import Batch, Source, tell
+from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.offline_batches import Batches
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet
@@ -437,19 +438,20 @@ def stored_source(pipeline: Pipeline, replay: Replay, learner: Learner, run: Run
     """
     if not replay.recorded_order:
         return Drawn(pipeline, replay, learner)
-    if run.recorded_ledger.is_file():
+    if run.bring(run.recorded_ledger).is_file():
         return RecordedLedger(pipeline, learner, run.recorded_ledger)
     return RecordedVersions(pipeline, learner)
 
 
-def ledger_to_follow(store: Path) -> bytes | None:
+def ledger_to_follow(store: Address) -> bytes | None:
     """Return the ledger of the run that a store belongs to, where its steps took rollouts as they arrived.
 
     That is so with collectors in processes of their own: which rollout had arrived at a step is not in the store.
     """
-    run = RunFolder(store.parent)
+    place = run_of_store(store)
+    run = None if place is None else RunFolder(place)
     # The first row tells: a run is one of several processes from its start, or never.
-    if not run.is_recorded or not len(run.ledger) or "rollout" not in run.ledger[0]:
+    if run is None or not len(run.ledger) or "rollout" not in run.ledger[0]:
         return None
     return run.ledger_file.read_bytes()
 

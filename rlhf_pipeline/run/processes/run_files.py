@@ -85,7 +85,7 @@ def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
 
         BucketRollouts.begin(cast("BucketMedium", folder.medium).bucket)
     # Last: trajectories without `rollouts` beside them are those of a run in one process.
-    open_storage(folder, pipeline).close()
+    open_storage(folder, pipeline, max_size=pipeline.buffer.max_trajectories).close()
 
 
 def open_rollouts(run: RunFolder, *, adds: bool = False) -> Rollouts:

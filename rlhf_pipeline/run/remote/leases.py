@@ -61,8 +61,8 @@ class Leases:
         Args:
             name: of the process.
             life: of this process, and no other.
-            wait_s: how long to wait while another process has it and may be alive, in seconds; 0 does not wait, and any
-                other value waits at least long enough to tell whether the other process is dead.
+            wait_s: how long to wait for another process that has it and lives, in seconds. Whether it lives is always
+                waited for: until it renews its lease, or has not for the length of one.
             said: what the lease reports of the process.
 
         Raises:
@@ -96,22 +96,19 @@ class Leases:
             self._give_back(name, tag, {**said(), "life": life})
 
     def _take(self, name: str, life: str, wait_s: float, said: Callable[[], Mapping[str, Any]]) -> str:
-        deadline = time.monotonic() + (max(wait_s, 1.5 * self.seconds) if wait_s else 0.0)
         seen, since = None, time.monotonic()
+        deadline, lives = since + wait_s, False
         while True:
             found = self._bucket.tagged(self._key(name))
             now = time.monotonic()
             if found is not None and found.tag != seen:
-                seen, since = found.tag, now
+                seen, since, lives = found.tag, now, seen is not None
             if found is None or now - since >= self.seconds:
                 tag = self._bucket.swap(self._key(name), self._content(life, 0, said()), found and found.tag)
                 if tag is not None:
                     return tag
-            elif now >= deadline:
-                raise RunExistsError(
-                    f"{self._bucket.where} has a {name} already: {_who(found.data)}. Stop that one first; if it is "
-                    f"dead, its name is free {self.seconds:g} s later."
-                )
+            elif lives and now >= deadline:
+                raise RunExistsError(f"{self._bucket.where} has a {name} already: {_who(found.data)}. Stop that first.")
             time.sleep(min(1.0, self.seconds / 8))
 
     def _give_back(self, name: str, tag: str, last: Mapping[str, Any]) -> None:

@@ -28,6 +28,8 @@ _POINTER: Final = "weights/latest.json"
 CLAIMS: Final = "claims.json"
 """Who works on which rollout."""
 _LOGS: Final = ("ledger.jsonl", "metrics.jsonl")
+_CHOSEN: Final = ("gather.npy", "recorded_ledger.jsonl")
+"""What a run over stores writes before it has chosen."""
 
 
 class BucketMedium(RunMedium):
@@ -162,7 +164,7 @@ class BucketMedium(RunMedium):
         self.flush()
         for name in ("store", "rollouts", PACKS, *SEALED, *_LOGS):
             self.bucket.delete(self.bucket.keys(f"{name}/"))
-        self.bucket.delete([CLAIMS])
+        self.bucket.delete([CLAIMS, *_CHOSEN])
         self.bucket.delete(["config.json"])
         self._tags.clear()
         self._rows.clear()
