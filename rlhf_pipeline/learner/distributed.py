@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -131,19 +131,25 @@ class Shards:
             self._root.reshard()  # pyright: ignore[reportCallIssue]
         return found
 
-    def share(self, batches: int) -> list[tuple[int, bool]]:
-        """Return this process's micro-batches, and whether each counts.
+    def share(self, numbers: Iterable[int]) -> list[int | None]:
+        """Return which micro-batches of some this process runs: always the same ones, whatever is asked for with them.
 
-        All processes run equally many, since they gather weights together; one with nothing left repeats a micro-batch
-        that does not count.
+        All processes run equally many, since they gather weights together: None stands for one without content.
 
-        >>> shares = [list(range(rank, 3, 2)) for rank in range(2)]  # three micro-batches on two processes
-        >>> shares
-        [[0, 2], [1]]
+        Args:
+            numbers: of micro-batches, the same in every process.
         """
-        rounds = -(-batches // self.world_size)
-        wanted = [turn * self.world_size + self.rank for turn in range(rounds)]
-        return [(min(index, batches - 1), index < batches) for index in wanted]
+        runs: list[list[int]] = [[] for _ in range(self.world_size)]
+        for number in numbers:
+            runs[number % self.world_size].append(number)
+        own = runs[self.rank]
+        return [*own, *[None] * (max(map(len, runs)) - len(own))]
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all processes, which each must call; on the host."""
+        found = values.to(_device())
+        dist.all_reduce(found)
+        return found.cpu()
 
     def gather(self, outputs: dict[int, GRPOLossOutput], batches: int) -> list[GRPOLossOutput]:
         """Return the outputs of all processes in the order of the micro-batches; without gradient.

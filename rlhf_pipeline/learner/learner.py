@@ -15,7 +15,14 @@ from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.learner._guard import guard
-from rlhf_pipeline.learner.metrics import ModelCost, StepMeter, data_metrics, known_peak_flops, loss_metrics
+from rlhf_pipeline.learner.metrics import (
+    ModelCost,
+    StepMeter,
+    data_metrics,
+    kl_metrics,
+    known_peak_flops,
+    loss_metrics,
+)
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer, learning_rate
 from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
@@ -31,6 +38,19 @@ from rlhf_pipeline.replay.trajectory_schema import column_of_key
 
 if TYPE_CHECKING:
     from rlhf_pipeline.learner.distributed import Shards
+
+_ROW = torch.zeros(1, 2)
+_NOTHING = LossBatch(
+    tokens=_ROW.long(),
+    attention=_ROW == 0,
+    mask=torch.tensor([[False, True]]),
+    behaviour=_ROW,
+    advantage=_ROW,
+    ref=_ROW,
+    proximal=_ROW,
+    weight=_ROW,
+)
+"""What a process runs that has no micro-batch left while the others gather weights: a row that counts nothing."""
 
 
 class Learner:
@@ -254,6 +274,8 @@ class Learner:
             config=self.config,
             max_completion_tokens=self.max_completion_tokens,
             head_weight=self.policy.head_weight,
+            read=self._columns,
+            shards=self.shards,
         )
         if self.loss.decoupled:
             plan = self._freeze_proximal(plan)
@@ -289,6 +311,7 @@ class Learner:
             **losses,
             **guarded,
             **data_metrics(store, row_ids, ages, uses),
+            **kl_metrics(plan.columns, [*plan.batches, *plan.measured], self.shards),
             "padding_efficiency": plan.padding_efficiency,
             "grad_norm": float(gradient_norm),
             "lr": learning_rate(self.config, step),
@@ -407,10 +430,8 @@ class Learner:
     ) -> list[GRPOLossOutput]:
         """Run this process's micro-batches, and return the outputs of all processes."""
         outputs: dict[int, GRPOLossOutput] = {}
-        for number, counts in shards.share(len(batches)):
-            batch = self._micro_batch(plan, batches[number])
-            if not counts:
-                batch = dataclasses.replace(batch, weight=torch.zeros_like(batch.behaviour))
+        for number in shards.share(range(len(batches))):
+            batch = _NOTHING if number is None else self._micro_batch(plan, batches[number])
 
             def forward(batch: LossBatch = batch) -> tuple[torch.Tensor, GRPOLossOutput]:
                 output = self.loss(batch)
@@ -420,7 +441,7 @@ class Learner:
                 total, output = shards.run(forward)
             if learns:
                 total.backward()
-            if counts:
+            if number is not None:
                 outputs[number] = output
         return shards.gather(outputs, len(batches)) if batches else []
 
@@ -428,16 +449,19 @@ class Learner:
     def _freeze_proximal(self, plan: StepPlan) -> StepPlan:
         """Take the policy's log-probs of the rows that no step has used before; return the plan without lost tokens."""
         new = torch.from_numpy(self._proximal.missing(plan.row_ids))
-        batches = [chosen for chosen in (*plan.batches, *plan.measured) if bool(new[chosen].any())]
         found: dict[int, torch.Tensor] = {}
-        if self.shards is None:
-            for chosen in batches:
-                found |= self._own_log_probs(plan, chosen)
-        elif batches:
-            for number, counts in self.shards.share(len(batches)):
-                own = self.shards.run(lambda chosen=batches[number]: self._own_log_probs(plan, chosen))
-                found |= own if counts else {}
-            found = self.shards.exchange(found, torch.cat(batches).tolist())
+        for batches in (plan.batches, plan.measured):
+            numbers = [number for number, chosen in enumerate(batches) if bool(new[chosen].any())]
+            if self.shards is None:
+                for number in numbers:
+                    found |= self._own_log_probs(plan, batches[number])
+                continue
+            own: dict[int, torch.Tensor] = {}
+            for number in self.shards.share(numbers):
+                chosen = None if number is None else batches[number]
+                own |= self.shards.run(lambda chosen=chosen: self._own_log_probs(plan, chosen))
+            wanted = [at for number in numbers for at in batches[number].tolist()]
+            found |= self.shards.exchange(own, wanted) if wanted else {}
         for at in new.nonzero()[:, 0].tolist():
             self._proximal.put(int(plan.row_ids[at]), found[at])
         held = [self._proximal.row(row) for row in plan.row_ids.tolist()]
@@ -446,9 +470,12 @@ class Learner:
             return plan
         return plan.without(lost, loss=self.loss, max_completion_tokens=self.max_completion_tokens)
 
-    def _own_log_probs(self, plan: StepPlan, chosen: torch.Tensor) -> dict[int, torch.Tensor]:
+    def _own_log_probs(self, plan: StepPlan, chosen: torch.Tensor | None) -> dict[int, torch.Tensor]:
         """The policy's log-probs of the assistant tokens of each row of a micro-batch, by its position in the plan."""
-        columns = self._columns(plan, chosen)
+        if chosen is None:
+            self.policy.log_probs(_NOTHING.tokens, _NOTHING.attention, _NOTHING.mask)
+            return {}
+        columns = plan.columns_of(chosen)
         mask = columns[keys.ASSISTANT_MASK]
         own = self.policy.log_probs(columns[keys.TOKENS], columns[keys.ATTENTION_MASK], mask).cpu()
         own = own.where(torch.isfinite(columns[keys.LOG_PROBS]), 0.0)  # the loss leaves those out already
@@ -463,19 +490,16 @@ class Learner:
         young = version - store.read_scalars("policy_version", held[there]) <= self.max_staleness
         self._proximal.forget(np.concatenate([held[~there], held[there][~young]]))
 
-    def _columns(self, plan: StepPlan, chosen: torch.Tensor) -> dict[keys.Key, torch.Tensor]:
-        """Read the rows of a micro-batch, as padded tensors by key, on the host.
-
-        The loss moves what it needs. As nothing in a step waits for a GPU, it still computes the micro-batch before.
-        """
+    def _columns(self, row_ids: np.ndarray) -> dict[keys.Key, torch.Tensor]:
+        """Read rows, as padded tensors by key, on the host; the loss moves what it needs."""
         names = self.loss.tensor_keys
         wanted = [names.action, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, names.sample_log_prob, names.advantage]
         wanted += [names.ref_log_probs] if names.ref_log_probs in column_of_key(self.buffer.store.schema) else []
-        return self.buffer.trajectories.columns(plan.row_ids[chosen.numpy()], wanted)
+        return self.buffer.trajectories.columns(row_ids, wanted)
 
     def _micro_batch(self, plan: StepPlan, chosen: torch.Tensor) -> LossBatch:
-        """Read a micro-batch, with its loss weights."""
-        columns, names = self._columns(plan, chosen), self.loss.tensor_keys
+        """Return a micro-batch, with its loss weights."""
+        columns, names = plan.columns_of(chosen), self.loss.tensor_keys
         mask, advantage = columns[keys.ASSISTANT_MASK], columns.get(names.advantage)
         if advantage is None:
             raise MissingKeyError(f"the trajectories have no {names.advantage!r}, which MCAdvantage writes.")

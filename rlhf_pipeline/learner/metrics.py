@@ -5,19 +5,24 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlhf_pipeline.data import keys
 from rlhf_pipeline.functional.diagnostics import training_flops
 from rlhf_pipeline.functional.kl import kl_figures
-from rlhf_pipeline.learner.step_plan import StepPlan
+from rlhf_pipeline.learner.step_plan import Columns, StepPlan
 from rlhf_pipeline.losses.grpo import GRPOLossOutput
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from trajectory_store import TrajectoryStore
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.learner.distributed import Shards
 
 Metrics = dict[str, float | int | None]
 
@@ -57,14 +62,10 @@ def data_metrics(store: TrajectoryStore, row_ids: np.ndarray, ages: np.ndarray, 
 
     `advantage_std`: standard deviation over the trajectories. `staleness`, `staleness_max`: ages in optimizer steps.
     `use_count`, `use_count_max`: steps that have used the trajectories, this one included; None without `uses`, the
-    number of earlier ones. `kl_k1`, `kl_k2`, `kl_k3`:
-    the behaviour policy against the reference, mean over the policy's tokens, in nats; `kl_per_trajectory`: k1 summed
-    over a trajectory, mean over them; `kl_coef`: the penalty's weight in their reward. None where the store has no
-    reference log-probs, or no penalty.
+    number of earlier ones. `kl_coef`: the KL penalty's weight in their reward, None where there is none.
     """
     if len(row_ids) == 0:
-        names = ("advantage_std", "staleness", "staleness_max", "use_count", "use_count_max", "kl_coef", *_KL)
-        return dict.fromkeys(names)
+        return dict.fromkeys(("advantage_std", "staleness", "staleness_max", "use_count", "use_count_max", "kl_coef"))
     penalised = store.present("kl_coef", row_ids)
     return {
         "advantage_std": float(np.std(store.read_scalars("advantage", row_ids), dtype=np.float64)),
@@ -73,21 +74,40 @@ def data_metrics(store: TrajectoryStore, row_ids: np.ndarray, ages: np.ndarray, 
         "use_count": None if uses is None else float(uses.mean()) + 1,
         "use_count_max": None if uses is None else int(uses.max()) + 1,
         "kl_coef": float(store.read_scalars("kl_coef", row_ids)[penalised].mean()) if penalised.any() else None,
-        **_kl_metrics(store, row_ids),
     }
 
 
-def _kl_metrics(store: TrajectoryStore, row_ids: np.ndarray) -> Metrics:
-    if not bool(store.present("ref_log_probs", row_ids).any()):
+def kl_metrics(parts: Mapping[int, Columns], order: Sequence[Tensor], shards: Shards | None = None) -> Metrics:
+    """Return how far the behaviour policy is from the reference.
+
+    `kl_k1`, `kl_k2`, `kl_k3`: means over the policy's tokens, in nats; `kl_per_trajectory`: k1 summed over a
+    trajectory, mean over them. None where no trajectory has reference log-probs.
+
+    Args:
+        parts: padded columns of the micro-batches that this process has read, by their first position.
+        order: all micro-batches of the step, as positions in it.
+        shards: where other processes have read the others.
+    """
+    held: dict[int, tuple[Tensor, Tensor]] = {}
+    for chosen in order:
+        columns = parts.get(int(chosen[0]), {})
+        reference = columns.get(keys.REF_LOG_PROBS)
+        if reference is None:
+            continue
+        log_probs = columns[keys.LOG_PROBS]
+        known = columns[keys.ASSISTANT_MASK] & torch.isfinite(log_probs) & torch.isfinite(reference)
+        rows = (values[known].split(known.sum(1).tolist()) for values in (log_probs, reference))
+        held |= dict(zip(chosen.tolist(), zip(*rows, strict=True), strict=True))
+    pairs = [held[at] for at in sorted(held)]  # in the step's order, whatever the micro-batches are
+    own = [torch.cat(some) for some in zip(*pairs, strict=True)] if pairs else [torch.zeros(0)] * 2
+    figures, num = kl_figures(*own), len(own[0])
+    if shards is not None:
+        sums = shards.total(torch.tensor([num, *(value * num for value in figures.values())], dtype=torch.float64))
+        num = int(sums[0])
+        figures = dict(zip(figures, (sums[1:] / max(num, 1)).tolist(), strict=True))
+    if not num:
         return dict.fromkeys(_KL)
-    log_probs, reference, mask = (
-        store.read_ragged(name, row_ids).values for name in ("log_probs", "ref_log_probs", "assistant_mask")
-    )
-    known = mask.astype(bool) & np.isfinite(log_probs) & np.isfinite(reference)
-    if not known.any():
-        return dict.fromkeys(_KL)
-    figures = kl_figures(torch.from_numpy(log_probs[known]), torch.from_numpy(reference[known]))
-    per_trajectory = figures["k1"] * int(known.sum()) / len(row_ids)
+    per_trajectory = figures["k1"] * num / sum(map(len, order))
     return {**{f"kl_{name}": value for name, value in figures.items()}, "kl_per_trajectory": per_trajectory}
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +14,20 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.config import Learn, Sample
+from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.aggregation import contributes, token_weights
 from rlhf_pipeline.losses.grpo import GRPOLoss
 from rlhf_pipeline.policies.packed import plan_micro_batches
 from rlhf_pipeline.replay.samplers import STRATEGIES, TrajectorySampler, as_sampler
 from trajectory_store import TrajectoryStore
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.learner.distributed import Shards
+
+Ints = npt.NDArray[np.int64]
+Columns = Mapping[keys.Key, Tensor]
+"""Tensors of rows by key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +44,7 @@ class StepPlan:
         batches: micro-batches, int64 positions in `row_ids`, of the rows that have a gradient.
         measured: micro-batches of the rows that have none, which run forward only, for the step's figures.
         positions: positions that the model computes for each of `batches`.
+        columns: what this process has read, each row once: padded columns of a micro-batch, by its first position.
     """
 
     row_ids: np.ndarray
@@ -46,6 +56,11 @@ class StepPlan:
     batches: list[Tensor]
     measured: list[Tensor]
     positions: list[int]
+    columns: dict[int, Columns]
+
+    def columns_of(self, chosen: Tensor) -> Columns:
+        """The columns of a micro-batch that this process runs."""
+        return self.columns[int(chosen[0])]
 
     @property
     def padding_efficiency(self) -> float | None:
@@ -95,8 +110,10 @@ def plan_step(
     config: Learn,
     max_completion_tokens: int,
     head_weight: Tensor,
+    read: Callable[[Ints], Columns],
+    shards: Shards | None = None,
 ) -> StepPlan:
-    """Fix the loss weights from the counts of the whole step, then cut it into micro-batches.
+    """Cut a step into micro-batches, read those of this process, and fix the loss weights from the counts of all.
 
     A row longer than the token budget gets a micro-batch of its own size.
 
@@ -107,9 +124,10 @@ def plan_step(
         config: token budget and layout.
         max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
         head_weight: of the policy; `plan_micro_batches` says what for.
+        read: reads rows, as padded columns by key.
+        shards: where the step is shared by several processes.
     """
     lengths = torch.from_numpy(np.asarray(store.lengths("input_ids", row_ids), dtype=np.int64))
-    produced, scored = token_counts(store, row_ids, reference=bool(loss.kl_to_ref_coeff))
     useful = contributes(
         torch.from_numpy(store.read_scalars("advantage", row_ids)),
         kl_loss=bool(loss.kl_to_ref_coeff or loss.kl_to_inference_coeff),
@@ -128,7 +146,16 @@ def plan_step(
         )
         return [at[rows] for rows in plan.rows], plan.positions
 
-    batches, positions = cut(useful)
+    (batches, positions), (measured, _) = cut(useful), cut(~useful)
+    columns: dict[int, Columns] = {}
+    counts = torch.zeros(2, len(row_ids), dtype=torch.int64)
+    for some in (batches, measured):
+        for number in range(len(some)) if shards is None else shards.share(range(len(some))):
+            if number is not None:
+                chosen = some[number]
+                found = columns[int(chosen[0])] = read(row_ids[chosen.numpy()])
+                counts[:, chosen] = token_counts(found, loss)
+    produced, scored = counts if shards is None else shards.total(counts)
     return StepPlan(
         row_ids=row_ids,
         lengths=lengths,
@@ -137,40 +164,29 @@ def plan_step(
         weights=token_weights(scored, loss.aggregation, max_completion_tokens=max_completion_tokens),
         learns=useful,
         batches=batches,
-        measured=cut(~useful)[0],
+        measured=measured,
         positions=positions,
+        columns=columns,
     )
 
 
-def token_counts(store: TrajectoryStore, row_ids: np.ndarray, *, reference: bool = False) -> tuple[Tensor, Tensor]:
-    """Count the tokens of trajectories that the policy produced, and those that the loss is about; int64 `[n]` each.
+def token_counts(columns: Columns, loss: GRPOLoss) -> Tensor:
+    """Count the tokens of trajectories that the policy produced, and those that the loss is about; int64 `[2, B]`.
 
     Counted from the mask and not from the prompt's length: a trajectory of several turns has tokens of others in
     between. The first token of a trajectory has nothing to be predicted from.
 
     Args:
-        store: where the trajectories are.
-        row_ids: int64 [n].
-        reference: whether the loss reads reference log-probs too.
+        columns: right padded, by key.
+        loss: says which log-probs it reads.
     """
-    masks = store.read_ragged("assistant_mask", row_ids)
-    produced = masks.values.astype(bool)
-    begins = masks.offsets[:-1][np.diff(masks.offsets) > 0]
-    produced[begins] = False
-    scored = produced & np.isfinite(store.read_ragged("log_probs", row_ids).values)
-    if reference and "ref_log_probs" in store.schema:
-        found = store.read_ragged("ref_log_probs", row_ids)
-        sizes, given = np.diff(masks.offsets), np.diff(found.offsets)
-        same = sizes == given  # a trajectory without reference log-probs has none of them
-        scored[np.repeat(~same, sizes)] = False
-        scored[np.repeat(same, sizes)] &= np.isfinite(found.values[np.repeat(same, given)])
-    ends = np.cumsum(np.stack([produced, scored]), 1, dtype=np.int64)
-    at_row_ends = np.concatenate([np.zeros((2, 1), np.int64), ends], 1)[:, masks.offsets]
-    counts = torch.from_numpy(np.diff(at_row_ends, axis=1))
-    return counts[0], counts[1]
-
-
-Ints = npt.NDArray[np.int64]
+    names, mask = loss.tensor_keys, columns[keys.ASSISTANT_MASK]
+    produced = mask.clone()
+    produced[:, :1] = False
+    scored = produced & torch.isfinite(columns[names.sample_log_prob])
+    if loss.kl_to_ref_coeff and names.ref_log_probs in columns:
+        scored &= torch.isfinite(columns[names.ref_log_probs])
+    return torch.stack([produced.sum(1), scored.sum(1)])
 
 
 def sampler_of(sample: Sample, *, max_staleness: int | None, updates_per_rollout: int = 1) -> TrajectorySampler:

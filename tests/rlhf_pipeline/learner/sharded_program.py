@@ -1,17 +1,21 @@
 """A program for torchrun: a few steps of a sharded learner over a store that is there.
 
 STORE, CHECKPOINTS, first step, last step, dtype, a checkpoint to start from or "-", and the loss: "plain", or
-"corrected" for one with a proximal policy and no entropy bonus. The first process prints what each step gave, as JSON.
-Without torchrun it is the same learner in one process.
+"corrected" for one with a proximal policy and no entropy bonus. Every process prints as JSON which rows it read in each
+step, the first one also what each step gave. Without torchrun it is the same learner in one process.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -22,9 +26,29 @@ from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.checkpoint import load_checkpoint, save_checkpoint
 from rlhf_pipeline.run.ledger import Ledger
+from trajectory_store import TrajectoryStore
+
+
+def counted(reads: list[int]) -> None:
+    """Note the rows of which the store hands out tokens, or anything else that a trajectory has many of."""
+
+    def noting(read: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(read)
+
+        def call(store: TrajectoryStore, *args: Any, **options: Any) -> Any:
+            ids = signature.bind(store, *args, **options).arguments.get("ids")
+            reads.extend((store.ids() if ids is None else np.asarray(ids)).tolist())
+            return read(store, *args, **options)
+
+        return call
+
+    for name in ("read", "read_batch", "read_ragged", "read_padded"):
+        setattr(TrajectoryStore, name, noting(getattr(TrajectoryStore, name)))
 
 
 def main() -> None:
+    reads: list[int] = []
+    counted(reads)
     store, checkpoints, first, last, dtype, start, kind = sys.argv[1:8]
     several = "RANK" in os.environ
     if several:
@@ -54,11 +78,14 @@ def main() -> None:
     if start != "-":
         state = load_checkpoint(Path(start), learner)
         assert state["note"] == "kept"
-    lines = []
+    lines, read_by_step = [], []
     path = Path(checkpoints)
     for step in range(int(first), int(last) + 1):
+        reads.clear()
         lines.append(learner.step(step))
+        read_by_step.append([*reads])
         path = save_checkpoint(Path(checkpoints), step, learner, state={"note": "kept"}, keep=2)
+    said: dict[str, Any] = {"reads": read_by_step}
     if is_first:
         kept = ("loss", "grad_norm", "entropy", "ess", "ess_sequence", "kl_approx", "clip_fraction", "num_tokens")
         found = [{name: line[name] for name in kept} for line in lines]
@@ -68,7 +95,8 @@ def main() -> None:
             if whole
             else {}
         )
-        sys.stdout.write(json.dumps({"steps": found, "path": str(path), "weights": weights}) + "\n")
+        said |= {"steps": found, "path": str(path), "weights": weights}
+    sys.stdout.write(json.dumps(said) + "\n")
     storage.close()
     if several:
         dist.destroy_process_group()

@@ -71,7 +71,10 @@ def launch(
     start: str = "-",
     loss: str = "plain",
 ):
-    """Run the program in as many processes, as torchrun would start them, and return what the first one printed."""
+    """Run the program in as many processes, as torchrun would start them, and return what the first one printed.
+
+    Every process reads its own rows once: together all of the store in each step, and none of them twice.
+    """
     arguments = [str(PROGRAM), str(store), str(checkpoints), str(first), str(last), dtype, start, loss]
     outputs = [store.with_name(f"rank-{rank}.txt") for rank in range(processes)]
     with socket.socket() as free:
@@ -93,7 +96,10 @@ def launch(
     assert [child.exitcode for child in children] == [0] * processes, "\n".join(texts)
     for name in ("ledger.jsonl", "ledger.index"):
         store.with_name(name).unlink(missing_ok=True)
-    return json.loads(texts[0].strip().splitlines()[-1])
+    said = [json.loads(text.strip().splitlines()[-1]) for text in texts]
+    for reads in zip(*(one["reads"] for one in said), strict=True):
+        assert sorted(row for own in reads for row in own) == list(range(12)), "a row is not read once"
+    return said[0]
 
 
 def run_program(arguments: list[str], environment: dict[str, str], output: Path) -> None:
@@ -257,17 +263,22 @@ def is_running(pid: str) -> bool:
 
 
 def test_shares_cover_every_micro_batch_once():
-    """Any number of micro-batches on any number of processes: each counts once, and all run equally many."""
+    """Any number of micro-batches on any number of processes: each is run once, and all run equally many.
+
+    Some of them are run by who runs them when all are.
+    """
     for processes in (1, 2, 3, 4):
         for batches in (1, 2, 3, 7):
             shares = []
             for rank in range(processes):
                 shards = object.__new__(Shards)
                 shards.rank, shards.world_size = rank, processes
-                shares.append(shards.share(batches))
+                shares.append(shards.share(range(batches)))
+                if batches > 2:
+                    assert set(shards.share([0, 2])) - {None} == set(shares[-1]) & {0, 2}
             assert len({len(share) for share in shares}) == 1
-            counted = sorted(number for share in shares for number, counts in share if counts)
-            assert counted == list(range(batches))
+            run = sorted(number for share in shares for number in share if number is not None)
+            assert run == list(range(batches))
 
 
 def test_what_does_not_go_with_shards_is_refused():

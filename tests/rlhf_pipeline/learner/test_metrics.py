@@ -9,10 +9,12 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_pipeline import Learn, scratch_policy
+from rlhf_pipeline.data.keys import ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.learner.lora import add_adapters
-from rlhf_pipeline.learner.metrics import ModelCost, data_metrics, known_peak_flops
+from rlhf_pipeline.learner.metrics import ModelCost, data_metrics, kl_metrics, known_peak_flops
 from rlhf_pipeline.policies.token_policy import TokenPolicy
+from rlhf_pipeline.replay.batches import padded_columns
 from rlhf_pipeline.run.events import Event
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loggers import with_logger
@@ -94,6 +96,10 @@ def test_kl_estimates_are_means_over_the_policys_tokens(tmp_path):
         ids = store.ids()[-12:]
         rows = store.read(ids, ["log_probs", "ref_log_probs", "assistant_mask"])
         found = data_metrics(store, ids, ages=ids * 0, uses=ids - ids[0])
+        keys = [LOG_PROBS, REF_LOG_PROBS, ASSISTANT_MASK]
+        cut = [torch.tensor([5, 0, 2, 3, 4, 1]), torch.tensor([8, 9, 10, 11, 6, 7])]
+        parts = {int(at[0]): padded_columns(store, ids[at.numpy()], keys=keys) for at in cut}
+        found |= kl_metrics(parts, cut)
     gaps = [
         float(own) - float(reference)
         for i in range(len(ids))
