@@ -24,6 +24,7 @@ examples:
   rlhf-pipeline learn long_running --run runs/mine
   rlhf-pipeline learn --run runs/mine                    definition and seed are the recorded ones
   rlhf-pipeline learn --run runs/mine --steps 5000       go on with a run that has ended
+  torchrun --nproc-per-node 2 -m rlhf_pipeline learn --run runs/mine     two processes share each step
 
 Exit code 3: a failure that a retry may overcome (the disk, a live learner)."""
 
@@ -36,22 +37,28 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Learn from what collectors store; 130 or 143 if a signal stopped it, 3 if a retry may help."""
+    from rlhf_pipeline.cli import sharded
     from rlhf_pipeline.cli.closing import finish
     from rlhf_pipeline.cli.plan import make_joining_plan
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.processes.weights import reopen
     from trajectory_store import StoreError
 
+    if sharded.is_follower():
+        return sharded.follow(args)
     plan, view = make_joining_plan(args), view_of_stdout()
     reopen(RunFolder(plan.out))
     view.say(f"{plan.pipeline.name}: learner, seed {plan.seed}, on {plan.device}; importing torch ...")
-    finished, code = attend(
-        view,
-        lambda: _learn(args, plan, view),
-        stopped=lambda: f"stopped at once. Go on from the last checkpoint: {plan.again}",
-        retryable=(RunExistsError, RunStorageError, StoreError),
-        debug=args.debug,
-    )
+    try:
+        finished, code = attend(
+            view,
+            lambda: _learn(args, plan, view),
+            stopped=lambda: f"stopped at once. Go on from the last checkpoint: {plan.again}",
+            retryable=(RunExistsError, RunStorageError, StoreError),
+            debug=args.debug,
+        )
+    finally:
+        sharded.leave()
     if finished is not None and args.parent is None:  # else the supervisor says it
         finish(finished, plan, view)
     return code
@@ -59,9 +66,11 @@ def execute(args: argparse.Namespace) -> int:
 
 def _learn(args: argparse.Namespace, plan: Plan, view: RunView) -> RunFinished:
     from rlhf_pipeline import definitions
+    from rlhf_pipeline.cli import sharded
 
     import_torch(plan.device)
+    plan = sharded.joined(plan)
     from rlhf_pipeline.run.processes.learn import learn
 
     definitions.share_with_workers()
-    return learn(plan.pipeline, parent=args.parent, on_event=view, **plan.inputs)
+    return learn(plan.pipeline, parent=sharded.parent(args.parent), on_event=view, **plan.inputs)

@@ -39,6 +39,8 @@ class Plan:
     """What to type to start this run, without `--resume`."""
     collectors: int = 0
     """Processes that collect beside a learner, under a supervisor; 0 runs all in this process."""
+    learners: int = 1
+    """Processes that share each step of that learner."""
     joins: bool = False
     """Whether this is one process of several, which continues by the same command."""
 
@@ -156,6 +158,7 @@ def _new(args: argparse.Namespace, overrides: Overrides) -> Plan:
         device=args.device or "cpu",
         command=command,
         collectors=args.collectors or 0,
+        learners=args.learners or 1,
     )
 
 
@@ -172,10 +175,11 @@ def _resumed(args: argparse.Namespace, overrides: Overrides) -> Plan:
         raise DefinitionError("name the run to continue: rlhf-pipeline run --resume --out runs/NAME")
     preflight.check_resumable(out)
     command = _command(named, str(out) if args.out or named is None else None, args)
-    collectors = args.collectors or RunFolder.open(out).said("supervisor").get("collectors", 0)
+    before = RunFolder.open(out).said("supervisor")
+    collectors = args.collectors or before.get("collectors", 0)
     RunFolder.open(out).check_processes(several=collectors > 0)
     plan = recorded_plan(args, out, named, overrides, command)
-    return replace(plan, collectors=collectors)
+    return replace(plan, collectors=collectors, learners=args.learners or before.get("learners", 1))
 
 
 def recorded_plan(
@@ -234,7 +238,7 @@ def recorded_definition(run: Address, moved: str) -> definitions.Definition:
 
 def _command(definition: str | None, out: str | None, args: argparse.Namespace) -> str:
     parts = ["rlhf-pipeline", "run", *([definition] if definition else []), *(["--out", out] if out else [])]
-    for name in ("collectors", "ray"):
+    for name in ("collectors", "learners", "ray"):
         typed = getattr(args, name, None)
         parts += [f"--{name}", str(typed)] if typed is not None else []
     return shlex.join(parts)

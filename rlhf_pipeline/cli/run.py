@@ -28,7 +28,7 @@ examples:
   rlhf-pipeline run ./my_task.py:my_pipeline
   rlhf-pipeline run copy_digits --resume --steps 800
   rlhf-pipeline run long_running --collectors 2
-  rlhf-pipeline run long_running --collectors 8 --ray auto --out s3://bucket/run
+  rlhf-pipeline run long_running --collectors 8 --learners 2 --ray auto --out s3://bucket/run
 
 Ctrl-C finishes the step, saves, and says how to go on. After a crash, --resume goes on from the
 last checkpoint; trajectories that were stored since are used again and not resampled."""
@@ -53,6 +53,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     several = command.add_argument_group("collectors and learner as processes of their own (docs/long_running.md)")
     several.add_argument(
         "--collectors", type=positive, metavar="N", help="supervise N collectors and a learner; dead ones start again"
+    )
+    several.add_argument(
+        "--learners", type=positive, metavar="M", help="processes that share each step of the learner (default: 1)"
     )
     several.add_argument(
         "--ray",
@@ -99,6 +102,11 @@ def execute(args: argparse.Namespace) -> int:
     plan = make_plan(args)
     if args.ray is not None and not plan.collectors:
         raise DefinitionError(f"--ray places the processes of a run: say how many. {plan.again} --collectors 2")
+    if args.learners is not None and not plan.collectors:
+        raise DefinitionError(
+            f"--learners goes with collectors in processes of their own: {plan.again} --collectors 1. Or start the run "
+            "in one process and share its steps with torchrun, see docs/learner.md."
+        )
     return _supervise(args, plan) if plan.collectors else run_plan(sharded.joined(plan))
 
 
@@ -144,8 +152,7 @@ def _run(plan: Plan, view: RunView, started: float) -> RunFinished:
 
     definitions.share_with_workers()
     view.say(f"torch is there ({duration(time.perf_counter() - started)}); building the model and the store ...")
-    parent = os.getppid() if sharded.is_one_of_several() else None  # torchrun
-    return start.run(plan.pipeline, resume=plan.resume, parent=parent, on_event=view, **plan.inputs)
+    return start.run(plan.pipeline, resume=plan.resume, parent=sharded.parent(), on_event=view, **plan.inputs)
 
 
 def _supervise(args: argparse.Namespace, plan: Plan) -> int:
@@ -158,13 +165,15 @@ def _supervise(args: argparse.Namespace, plan: Plan) -> int:
         raise DefinitionError("--collectors and torchrun do not go together yet; leave one of them out.")
     config = SupervisorConfig(
         collectors=plan.collectors,
+        learners=plan.learners,
         max_failures=args.max_failures,
         hang_timeout_s=args.hang_timeout,
         progress_timeout_s=args.progress_timeout,
     )
     view = view_of_stdout("supervisor.log")
     view.say(
-        f"{plan.pipeline.name}: {count(plan.collectors, 'collector')} and a learner, seed {plan.seed}, "
+        f"{plan.pipeline.name}: {count(plan.collectors, 'collector')} and "
+        f"{'a learner' if plan.learners == 1 else f'{plan.learners} learners'}, seed {plan.seed}, "
         f"on {plan.device}; they import torch ..."
     )
     gpus = 1.0 if plan.device.startswith("cuda") else 0.0
@@ -175,7 +184,8 @@ def _supervise(args: argparse.Namespace, plan: Plan) -> int:
         from rlhf_pipeline.run.processes.on_ray import on_ray
 
         own = gpus if args.collector_gpus is None else args.collector_gpus
-        with on_ray(args.ray, plan.out, collectors=plan.collectors, collector_gpus=own, learner_gpus=gpus) as launch:
+        processes = plan.collectors + plan.learners
+        with on_ray(args.ray, plan.out, processes=processes, collector_gpus=own, learner_gpus=gpus) as launch:
             return supervise(plan.pipeline, config=config, launch=launch, on_event=view, **plan.inputs)
 
     finished, code = attend(

@@ -1,6 +1,6 @@
-"""`rlhf-pipeline run` under torchrun: the first process runs the pipeline, the others learn along with it.
+"""A learner of several processes: the first one runs the pipeline or learns, the others learn along with it.
 
-Nothing here imports torch in a process that torchrun has not started.
+torchrun starts them, or a supervisor (`run --learners`). Nothing here imports torch in a process that is alone.
 """
 
 from __future__ import annotations
@@ -10,24 +10,30 @@ import dataclasses
 import logging
 import os
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.run.signals import STOPPING
+from rlhf_pipeline.run.signals import STOPPING, StopRequest
 
 if TYPE_CHECKING:
     from rlhf_pipeline.cli.plan import Plan
 
 
 def is_one_of_several() -> bool:
-    """Return True in a process that torchrun started beside others."""
+    """Return True in a process that was started beside others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def is_follower() -> bool:
-    """Return True in a process of torchrun that is not the first."""
+    """Return True in one of several that is not the first."""
     return is_one_of_several() and os.environ["RANK"] != "0"
+
+
+def parent(supervisor: int | None = None) -> int | None:
+    """Return the process that this one must not outlive: who was said to be it, or torchrun."""
+    return os.getppid() if supervisor is None and is_one_of_several() else supervisor
 
 
 def joined(plan: Plan) -> Plan:
@@ -40,9 +46,11 @@ def joined(plan: Plan) -> Plan:
         return plan
     if plan.pipeline.replay is not None:
         raise DefinitionError("learning from stores takes one process: start it without torchrun.")
-    from rlhf_pipeline.learner.distributed import join_group, send
+    from rlhf_pipeline.learner.group import join_group, send
+    from rlhf_pipeline.run.folder import RunFolder
+    from rlhf_pipeline.run.processes.meeting import meeting_of
 
-    device = join_group(plan.device)
+    device = join_group(plan.device, meeting_of(RunFolder(plan.out), StopRequest()))
     overrides = [list(pair) for pair in plan.overrides]
     out = plan.out.resolve() if isinstance(plan.out, Path) else plan.out
     more = {"definition": plan.definition, "overrides": overrides, "out": str(out)}
@@ -53,23 +61,34 @@ def joined(plan: Plan) -> Plan:
 def follow(args: argparse.Namespace) -> int:
     """Follow the first process until it stops."""
     from rlhf_pipeline import definitions
-    from rlhf_pipeline.run.folder import RunFolder, is_run
+    from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.medium import address_of
+    from rlhf_pipeline.run.processes.heartbeat import Heartbeat
 
     # The first process answers a signal: it finishes the step, saves, and says stop.
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # about how libraries use torch's internals
-    from rlhf_pipeline.learner.distributed import join_group, receive
+    from rlhf_pipeline.learner.group import join_group, receive
     from rlhf_pipeline.run import build
+    from rlhf_pipeline.run.processes.meeting import meeting_of
 
-    recorded = args.resume and args.out and is_run(address_of(args.out))
-    default = RunFolder.open(address_of(args.out)).config.device if recorded else "cpu"
-    device = join_group(args.device or default)
-    plan = receive()
-    overrides = tuple((str(path), str(text)) for path, text in plan["overrides"])
-    pipeline = definitions.find(plan["definition"]).pipeline(overrides)
-    build.follow(pipeline, run_dir=address_of(plan["out"]), seed=plan["seed"], device=device)
+    joins = args.command == "learn"
+    named = args.run if joins else args.out
+    run = None if named is None else RunFolder(address_of(named))
+    recorded = run is not None and (joins or args.resume) and run.is_recorded
+    device = args.device or (run.config.device if run is not None and recorded else "cpu")
+    with ExitStack() as stack:
+        meeting = None
+        if run is not None and joins and args.parent is not None:  # a supervisor watches it
+            heartbeat = stack.enter_context(Heartbeat(run.processes, f"learner-{os.environ['RANK']}"))
+            heartbeat.beat("following")
+            meeting = meeting_of(run, StopRequest(args.parent))
+        device = join_group(device, meeting)
+        plan = receive()
+        overrides = tuple((str(path), str(text)) for path, text in plan["overrides"])
+        pipeline = definitions.find(plan["definition"]).pipeline(overrides)
+        build.follow(pipeline, run_dir=address_of(plan["out"]), seed=plan["seed"], device=device)
     return 0
 
 
@@ -79,7 +98,7 @@ def leave() -> None:
         return
     import torch.distributed as dist
 
-    from rlhf_pipeline.learner.distributed import send
+    from rlhf_pipeline.learner.group import send
 
     if dist.is_initialized():
         try:

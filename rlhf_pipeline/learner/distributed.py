@@ -11,10 +11,7 @@ in shards and load on any number of processes.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_pipeline.config import Learn
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.learner.group import group_device, send
 from rlhf_pipeline.learner.sharded_state import write_shards
 from rlhf_pipeline.learner.state import NamedOptimizer
 from rlhf_pipeline.losses.grpo import GRPOLossOutput
@@ -147,7 +145,7 @@ class Shards:
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum over all processes, which each must call; on the host."""
-        found = values.to(_device())
+        found = values.to(group_device())
         dist.all_reduce(found)
         return found.cpu()
 
@@ -158,7 +156,7 @@ class Shards:
             outputs: those of this process, by the number of the micro-batch.
             batches: micro-batches of the step.
         """
-        device, names = _device(), GRPOLossOutput.field_names()
+        device, names = group_device(), GRPOLossOutput.field_names()
         table = torch.zeros(batches, len(names), dtype=torch.float64, device=device)
         known = torch.zeros_like(table)
         for number, output in outputs.items():
@@ -181,11 +179,11 @@ class Shards:
             found: those of this process. No number is found by two.
             wanted: the numbers of all, in the same order in every process.
         """
-        sizes = torch.tensor([len(found[at]) if at in found else 0 for at in wanted], device=_device())
+        sizes = torch.tensor([len(found[at]) if at in found else 0 for at in wanted], device=group_device())
         dist.all_reduce(sizes)
         empty = [torch.zeros(size) for size in sizes.tolist()]
         rows = [found[at].float().cpu() if at in found else row for at, row in zip(wanted, empty, strict=True)]
-        flat = torch.cat(rows).to(_device())
+        flat = torch.cat(rows).to(group_device())
         dist.all_reduce(flat)  # a value and zeros, so nothing is rounded
         return dict(zip(wanted, flat.cpu().split(sizes.tolist()), strict=True))
 
@@ -196,39 +194,6 @@ class Shards:
     def barrier(self) -> None:
         """Wait for all processes."""
         dist.barrier()
-
-
-def send(message: dict[str, Any]) -> None:
-    """Send a JSON-ready message from the first process to all others, which `receive` it."""
-    content = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(_device())
-    dist.broadcast(torch.tensor([content.numel()], device=_device()), src=0)
-    dist.broadcast(content, src=0)
-
-
-def receive() -> dict[str, Any]:
-    """Wait for the first process to `send` a message."""
-    size = torch.zeros(1, dtype=torch.int64, device=_device())
-    dist.broadcast(size, src=0)
-    content = torch.zeros(int(size), dtype=torch.uint8, device=_device())
-    dist.broadcast(content, src=0)
-    return json.loads(bytes(content.cpu().tolist()))
-
-
-def _device() -> torch.device:
-    return torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
-
-
-def join_group(device: str) -> str:
-    """Join the process group that torchrun describes; return the device of this process.
-
-    Waits up to a day for the others: the first process may collect for long while they wait.
-    """
-    if torch.device(device).type == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-        torch.cuda.set_device(device)
-    backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(days=1))
-    return device
 
 
 def shard_policy(policy: TokenPolicy) -> Shards:

@@ -211,12 +211,15 @@ class Learner:
         if self._uses is not None and uses is not None:
             self._uses.load_state(uses["uses"].numpy())
 
-    def follow(self) -> None:
+    def follow(self, bring: Callable[[Path], Path] = lambda path: path) -> None:
         """Do what the first process does, until it tells to stop: the same steps, writes and reads.
 
         For the other processes of a group whose first one leads; see `Shards.lead`.
+
+        Args:
+            bring: returns where a folder that the first process reads is for this one.
         """
-        from rlhf_pipeline.learner.distributed import receive  # its imports are of no use to one process
+        from rlhf_pipeline.learner.group import receive  # its imports are of no use to one process
 
         while (message := receive())["what"] != "stop":
             if message["what"] == "step":
@@ -226,7 +229,7 @@ class Learner:
             elif message["what"] == "write":
                 self.write(Path(message["folder"]))
             else:
-                self.read(Path(message["folder"]))
+                self.read(bring(Path(message["folder"])))
 
     def take_notices(self) -> list[str]:
         """Return what a person should know about the steps since the last call, and forget it."""

@@ -1,13 +1,15 @@
 """What a learner is where several processes hold it: each writes its shards, and any number of processes load them.
 
 `torch.distributed.checkpoint` writes and reads the tensors. The first process makes the folder before, and makes it
-whole when all have written.
+whole when all have written. Who does not see that folder, on another machine, hands its files to the first process.
 """
 
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.learner.group import collect_files
 from rlhf_pipeline.learner.state import (
     SHARDS,
     NamedOptimizer,
@@ -41,7 +44,9 @@ def write_shards(folder: Path, *, policy: Any, optimizer: NamedOptimizer) -> Non
         optimizer: its moments are written by parameter name.
     """
     dist.barrier()
-    save(_tensors(policy.model, optimizer), checkpoint_id=folder / SHARDS)
+    with nullcontext(folder) if folder.is_dir() else TemporaryDirectory() as place:
+        save(_tensors(policy.model, optimizer), checkpoint_id=Path(place) / SHARDS)
+        collect_files(None if Path(place) == folder else Path(place) / SHARDS, folder / SHARDS)
     if dist.get_rank() == 0:
         write_groups(folder, _groups(optimizer))
         config = getattr(policy.model, "config", None)

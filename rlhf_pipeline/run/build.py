@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,10 +110,15 @@ def follow(pipeline: Pipeline, *, run_dir: Address, seed: int, device: str) -> N
     if trained is None or shards is None:
         raise DefinitionError("there is no first process to follow: start all of them with torchrun.")
     shards.barrier()  # the first process has made the store
-    storage = TrajectoryStorage(RunFolder(run_dir).store_path, mode="r")
+    run = RunFolder(run_dir)
+    storage = TrajectoryStorage(run.store_path, mode="r")
+
+    def here(folder: Path) -> Path:
+        return folder if folder.is_dir() else run.bring(run.path / folder.parent.name / folder.name)
+
     try:
         buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
-        build_learner(pipeline, trained, buffer, ledger=None, seed=seed, shards=shards).follow()
+        build_learner(pipeline, trained, buffer, ledger=None, seed=seed, shards=shards).follow(here)
     finally:
         storage.close()
 

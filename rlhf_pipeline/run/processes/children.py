@@ -1,4 +1,6 @@
-"""One child process of a supervisor: started, watched, killed when it hangs, restarted after growing delays.
+"""One child of a supervisor: started, watched, killed when it hangs, restarted after growing delays.
+
+It is a process, or several that are one learner: they start together, and when one of them is lost all start again.
 
 Nothing here imports torch.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import signal
 import time
 from collections import deque
@@ -19,7 +22,7 @@ from typing import Any, Final
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.run.processes.heartbeat import holder, is_alive, read_heartbeat
-from rlhf_pipeline.run.processes.launch import Launcher, Process
+from rlhf_pipeline.run.processes.launch import GROUP, Launcher, Process
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +32,15 @@ _LOG_BYTES: Final = 1_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisorConfig:
-    """How many collectors, and when a process is started again, killed or given up.
+    """How many processes, and when one is started again, killed or given up.
 
     >>> SupervisorConfig(collectors=2).delay_s(1), SupervisorConfig().delay_s(4), SupervisorConfig().delay_s(99)
     (1.0, 8.0, 60.0)
     """
 
     collectors: int = 1
+    learners: int = 1
+    """Processes that share each step; see `learner.distributed`."""
     first_delay_s: float = 1.0
     """Seconds until a process that died is started again; doubled with every further failure in a row."""
     max_delay_s: float = 60.0
@@ -56,7 +61,7 @@ class SupervisorConfig:
     work and nothing that was acknowledged."""
 
     def __post_init__(self) -> None:
-        for name in ("collectors", "max_failures"):
+        for name in ("collectors", "learners", "max_failures"):
             if getattr(self, name) < 1:
                 raise DefinitionError(f"SupervisorConfig.{name} is {getattr(self, name)}; it must be at least 1.")
         for name in (
@@ -82,6 +87,10 @@ class SupervisorConfig:
 class Exit:
     """How a child ended."""
 
+    name: str
+    """Of the process that ended it."""
+    log: Path
+    """Of that process."""
     code: int
     """As `subprocess` has it: below 0 the number of the signal that killed it."""
     advanced: bool
@@ -96,11 +105,13 @@ class Exit:
 
 
 class Child:
-    """One process of a run, which a supervisor keeps alive.
+    """One process of a run, or a group of them, which a supervisor keeps alive.
 
     Args:
-        name: `learner`, `collector-0`, ...; the name of its lock, heartbeat and log.
+        name: `learner`, `collector-0`, ...; the name of its lock, heartbeat and log. In a group it is the name of the
+            first process, which is the one to stop; the others are `learner-1`, ...
         command: what to execute.
+        size: processes of the group.
         folder: the run's `processes` folder.
         config: the timeouts.
         launch: starts it.
@@ -112,6 +123,7 @@ class Child:
         name: str,
         command: Sequence[str],
         *,
+        size: int = 1,
         folder: Path,
         config: SupervisorConfig,
         launch: Launcher,
@@ -119,7 +131,7 @@ class Child:
     ) -> None:
         self.name = name
         self.command = list(command)
-        self.log = folder / f"{name}.log"
+        self.names = [name, *(f"{name}-{rank}" for rank in range(1, size))]
         self.config = config
         self.failures = 0
         """Failures in a row."""
@@ -129,64 +141,84 @@ class Child:
         self._folder = folder
         self._launch = launch
         self._count = count
-        self._process: Process | None = None
+        self._processes: dict[str, Process] = {}
         self._next_start = -math.inf
-        self._log_from = 0
+        self._log_from: dict[str, int] = {}
         self._base = 0
         self._started = 0.0
-        self._pulse = _Pulse()
+        self._pulses: dict[str, _Pulse] = {}
+        self._lost: tuple[str, int] | None = None
+        """Which process of the group failed, and its exit code."""
         self._steps_at_failure: deque[int] = deque(maxlen=config.max_failures)
         self._told_of: int | None = None
 
     @property
     def lives(self) -> bool:
         """Whether it was started, and its end was not taken."""
-        return self._process is not None
+        return bool(self._processes)
 
     @property
-    def pid(self) -> int | None:
-        """The process id while it lives."""
-        return None if self._process is None else self._process.pid
+    def pids(self) -> dict[str, int | None]:
+        """The process ids by name; None of one that does not live."""
+        return {name: None if (found := self._processes.get(name)) is None else found.pid for name in self.names}
 
-    def heartbeat(self) -> dict[str, Any]:
-        """Return what the living process said last; empty until it speaks."""
-        said = read_heartbeat(self._folder, self.name)
-        return said if self.pid is not None and said.get("pid") == self.pid else {}
+    def heartbeat(self, name: str | None = None) -> dict[str, Any]:
+        """Return what the living process said last; empty until it speaks.
+
+        Args:
+            name: which one of a group; None is the first.
+        """
+        name = self.name if name is None else name
+        said, pid = read_heartbeat(self._folder, name), self.pids[name]
+        return said if pid is not None and said.get("pid") == pid else {}
 
     def start_if_due(self) -> bool:
         """Start it if it is wanted, its wait is over and nobody else has its name; return True if it was started."""
-        if self._process is not None or not self.is_wanted or time.monotonic() < self._next_start:
+        if self._processes or not self.is_wanted or time.monotonic() < self._next_start:
             return False
         if is_alive(self._folder, self.name):
             self._wait_for_other()
             return False
-        self._told_of = None
-        if self.log.exists() and self.log.stat().st_size > _LOG_BYTES:
-            self.log.replace(self.log.with_suffix(".log.1"))
+        self._told_of = self._lost = None
         self._base = self._count({})
-        self._log_from = self.log.stat().st_size if self.log.exists() else 0
-        self._process = self._launch(self.name, self.command, self.log)
+        group = secrets.token_hex(8)
+        for rank, name in enumerate(self.names):
+            log = self._log_of(name)
+            if log.exists() and log.stat().st_size > _LOG_BYTES:
+                log.replace(log.with_suffix(".log.1"))
+            self._log_from[name] = log.stat().st_size if log.exists() else 0
+            self._pulses[name] = _Pulse()
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(self.names)), GROUP: group}
+            environment = place if len(self.names) > 1 else {}
+            self._processes[name] = self._launch(name, self.command, log, environment)
+            logger.info("%s: started, process %s", name, self._processes[name].pid or "not placed yet")
         self.num_starts += 1
         self._started = time.monotonic()
-        self._pulse = _Pulse()
-        logger.info("%s: started, process %s", self.name, self._process.pid or "not placed yet")
         return True
 
     def take_exit(self) -> Exit | None:
         """Return how it ended, once, if it has. What it did since its start takes its count of failures back to 0."""
-        if self._process is None:
+        if not self._processes:
             return None
-        code = self._process.poll()
+        first, codes = self._processes[self.name], {name: one.poll() for name, one in self._processes.items()}
         said = read_heartbeat(self._folder, self.name)
-        advanced = said.get("pid") == self._process.pid and self._count(said) > self._base
+        advanced = said.get("pid") == first.pid and self._count(said) > self._base
         if advanced:
             self.failures = 0
             self._steps_at_failure.clear()
-        if code is None:
+        failed = [(code, name) for name, code in codes.items() if code]
+        if failed and self._lost is None:
+            code, name = min(failed)  # one that was killed is why the others fail
+            self._lost = name, code
+        if None in codes.values():
+            for name, one in self._processes.items() if self._lost is not None else ():
+                if codes[name] is None:
+                    one.kill()
             return None
-        self._process = None
-        words = "" if code == -signal.SIGKILL else self._last_words()
-        return Exit(code=code, advanced=advanced, last_words=words)
+        name, code = self._lost or (self.name, 0)
+        self._processes = {}
+        words = "" if code == -signal.SIGKILL else self._last_words(name)
+        return Exit(name=name, log=self._log_of(name), code=code, advanced=advanced, last_words=words)
 
     def fail(self, steps: int) -> float:
         """Count a failure and return the seconds until the next start.
@@ -211,30 +243,34 @@ class Child:
 
     def kill_if_hung(self) -> str | None:
         """Kill it if it hangs; return why, or None."""
-        if self._process is None or self._process.poll() is not None:
-            return None
-        said, config = self.heartbeat(), self.config
-        if not said:
-            silent = time.monotonic() - self._started
-            why = f"has said nothing for {silent:.0f} s" if silent > config.start_timeout_s else None
-        else:
-            why = self._pulse.verdict(said, config)
-        if why is not None:
-            logger.warning("%s: %s; process %s is killed", self.name, why, self._process.pid)
-            self._process.kill()
-        return why
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                continue
+            said, config = self.heartbeat(name), self.config
+            if not said:
+                silent = time.monotonic() - self._started
+                why = f"has said nothing for {silent:.0f} s" if silent > config.start_timeout_s else None
+            else:
+                why = self._pulses[name].verdict(said, config)
+            if why is not None:
+                logger.warning("%s: %s; process %s is killed", name, why, process.pid)
+                process.kill()
+                return f"{name} {why}" if name != self.name else why
+        return None
 
     def send(self, number: int) -> None:
-        """Send a signal, if it lives."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
+        """Send a signal, if it lives; the first process of a group tells the others."""
+        first = self._processes.get(self.name)
+        if first is not None and first.poll() is None:
+            first.send_signal(number)
 
     def kill_now(self) -> None:
         """Kill it and wait until it is gone."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+        self._processes = {}
 
     def _wait_for_other(self) -> None:
         """Let a process of an earlier supervisor end by itself; kill it if it hangs."""
@@ -242,21 +278,25 @@ class Child:
         if pid is None:
             return
         if self._told_of != pid:
-            self._told_of, self._pulse = pid, _Pulse()
+            self._told_of, self._pulses[self.name] = pid, _Pulse()
             logger.info("%s: process %d has the name already; waiting until it leaves", self.name, pid)
         # What a dead process said last is no reason to kill the one that has its name now.
-        why = self._pulse.verdict(said, self.config) if said.get("pid") == pid else None
+        why = self._pulses[self.name].verdict(said, self.config) if said.get("pid") == pid else None
         if why is not None and is_alive(self._folder, self.name):
             logger.warning("%s: %s; process %d, which has the name, is killed", self.name, why, pid)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            self._pulse = _Pulse()
+            self._pulses[self.name] = _Pulse()
 
-    def _last_words(self) -> str:
-        if not self.log.exists():
+    def _log_of(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def _last_words(self, name: str) -> str:
+        log = self._log_of(name)
+        if not log.exists():
             return ""
-        with self.log.open("rb") as file:
-            file.seek(max(self._log_from, file.seek(0, os.SEEK_END) - 65_536))
+        with log.open("rb") as file:
+            file.seek(max(self._log_from[name], file.seek(0, os.SEEK_END) - 65_536))
             lines = file.read().decode("utf-8", "replace").splitlines()
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 

@@ -6,7 +6,12 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
+
+GROUP: Final = "RLHF_PIPELINE_GROUP"
+"""The environment variable with the name of a group of learner processes, another one with each start."""
+HOST: Final = "RLHF_PIPELINE_HOST"
+"""The environment variable with the address at which the others reach the first of them; this machine without it."""
 
 
 class Process(Protocol):
@@ -37,13 +42,14 @@ class Process(Protocol):
 class Launcher(Protocol):
     """Starts processes."""
 
-    def __call__(self, name: str, command: Sequence[str], log: Path) -> Process:
+    def __call__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
         """Start a process of a run.
 
         Args:
             name: of the process; its heartbeat comes to be beside its log.
             command: what to execute; `--parent` and the number of the process that it must not outlive are added.
             log: receives what it writes to stderr, at its end at the latest.
+            environment: variables of this process alone.
         """
         ...
 
@@ -58,7 +64,9 @@ class Subprocesses:
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._environment = environment
 
-    def __call__(self, name: str, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    def __call__(
+        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
         """Start a process in a group of its own: Ctrl-C reaches the supervisor only, which asks each child once."""
         with log.open("ab") as errors:
             return subprocess.Popen(
@@ -66,6 +74,6 @@ class Subprocesses:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                env=self._environment,
+                env={**(os.environ if self._environment is None else self._environment), **environment},
                 process_group=0,
             )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.run.build import Models, Parts, build_models, build_parts
+from rlhf_pipeline.run.build import Parts, build_models, build_parts
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import Loop, Reason, tell
@@ -73,7 +73,7 @@ def learn(
         heartbeat.beat("starting")
         run.medium.write_rows()
         # The collectors' write path scores with the reference model; the loss reads what it stored.
-        models = Models(policy=build_models(pipeline, seed=seed, device=device).policy, reference=None)
+        models = replace(build_models(pipeline, seed=seed, device=device), reference=None)
         with (
             build_parts(pipeline, models, run=run, seed=seed) as parts,
             open_rollouts(run) as rollouts,

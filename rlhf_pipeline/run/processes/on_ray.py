@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.run.medium import BESIDE, Address, is_url
 from rlhf_pipeline.run.processes.heartbeat import read_heartbeat, write_heartbeat
-from rlhf_pipeline.run.processes.launch import Launcher, Subprocesses
+from rlhf_pipeline.run.processes.launch import HOST, Launcher, Subprocesses
 from rlhf_pipeline.run.remote.copies import new_copy
 
 logger = logging.getLogger(__name__)
@@ -64,9 +64,11 @@ class Host:
         self._tells = folder is None
         self._folder = new_copy(self) if folder is None else Path(folder)
         self._log = self._folder / f"{name}.log"
-        launch = Subprocesses({**os.environ, **environment, BESIDE: str(self._folder)})
-        self._process = launch(name, [sys.executable, *command[1:]], self._log)
-        self._node = str(importlib.import_module("ray").get_runtime_context().get_node_id())
+        ray: Any = importlib.import_module("ray")
+        # It sees the GPUs that it was given, and no others: its own is the first.
+        own = {BESIDE: str(self._folder), HOST: ray.util.get_node_ip_address(), "LOCAL_RANK": "0"}
+        self._process = Subprocesses()(name, [sys.executable, *command[1:]], self._log, {**environment, **own})
+        self._node = str(ray.get_runtime_context().get_node_id())
 
     def look(self) -> Look:
         """Wait a moment for the end of the process, and tell of it."""
@@ -151,8 +153,7 @@ class _Launcher:
     def __init__(self, ray: Any, run_dir: Address, collector_gpus: float, learner_gpus: float) -> None:
         self._ray = ray
         self._folder_run = not is_url(run_dir)
-        self._gpus = {"learner": learner_gpus}
-        self._collector_gpus = collector_gpus
+        self._learner_gpus, self._collector_gpus = learner_gpus, collector_gpus
         self._environment = {key: value for key, value in os.environ.items() if key.startswith(_PASSED_ON)}
         self._where: Any = "SPREAD"
         if self._folder_run:
@@ -160,30 +161,31 @@ class _Launcher:
             node = ray.get_runtime_context().get_node_id()
             self._where = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
-    def __call__(self, name: str, command: Sequence[str], log: Path) -> Placed:
+    def __call__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Placed:
         """Start a process where Ray finds room."""
         actor = self._ray.remote(Host).options(
             num_cpus=1,
-            num_gpus=self._gpus.get(name, self._collector_gpus),
+            num_gpus=self._learner_gpus if name.startswith("learner") else self._collector_gpus,
             scheduling_strategy=self._where,
             max_restarts=0,
         )
         folder = str(log.parent.absolute()) if self._folder_run else None
-        return Placed(self._ray, actor.remote(name, list(command), self._environment, folder), name, log)
+        own = {**self._environment, **environment}
+        return Placed(self._ray, actor.remote(name, list(command), own, folder), name, log)
 
 
 @contextmanager
 def on_ray(
-    address: str, run_dir: Address, *, collectors: int, collector_gpus: float, learner_gpus: float
+    address: str, run_dir: Address, *, processes: int, collector_gpus: float, learner_gpus: float
 ) -> Iterator[Launcher]:
     """Connect to a cluster; the processes that were started there end with the block.
 
     Args:
         address: of the cluster; `HERE` starts one on this machine.
         run_dir: of the run. A folder is on this machine, so all its processes run here.
-        collectors: how many there will be.
+        processes: how many there will be.
         collector_gpus: GPUs per collector, also parts of one.
-        learner_gpus: GPUs of the learner.
+        learner_gpus: GPUs of each learner.
 
     Raises:
         DefinitionError: ray is not installed, or too old; there is no such cluster; it does not see the folder.
@@ -200,7 +202,7 @@ def on_ray(
         raise DefinitionError(f"the cluster at {address} does not see the folder {run_dir}: give --out s3://bucket/run")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     if address == HERE:
-        cpus = max(os.cpu_count() or 1, collectors + 1)
+        cpus = max(os.cpu_count() or 1, processes)
         options |= {"num_cpus": cpus, "object_store_memory": _OBJECTS_BYTES, "include_dashboard": False}
     try:
         ray.init(address=address, **options)

@@ -87,9 +87,14 @@ def supervise(
         run.log(run.supervisor_log, logging.INFO),
         Heartbeat(run.processes, "supervisor") as heartbeat,
     ):
-        heartbeat.facts = {"collectors": config.collectors}
+        heartbeat.facts = {"collectors": config.collectors, "learners": config.learners}
         heartbeat.beat("starting")
-        logger.info("supervisor: started, process %d, %d collectors", os.getpid(), config.collectors)
+        logger.info(
+            "supervisor: started, process %d, %d collectors, a learner of %d processes",
+            os.getpid(),
+            config.collectors,
+            config.learners,
+        )
         reopen(run)
         supervisor = Supervisor(
             run_dir,
@@ -162,12 +167,14 @@ class Supervisor:
         self.heartbeat = heartbeat
         self.on_event = on_event
         folder = self.run.processes
-        launch = launch or Subprocesses({**share_cores(len(commands)), BESIDE: str(folder.absolute())})
+        num_processes = len(commands) - 1 + config.learners
+        launch = launch or Subprocesses({**share_cores(num_processes), BESIDE: str(folder.absolute())})
         folder.mkdir(parents=True, exist_ok=True)
         self.children = {
             name: Child(
                 name,
                 command,
+                size=config.learners if name == "learner" else 1,
                 folder=folder,
                 config=config,
                 launch=launch,
@@ -202,7 +209,7 @@ class Supervisor:
         finally:
             for child in self.children.values():
                 if child.lives:
-                    logger.warning("%s: process %s is killed", child.name, child.pid)
+                    logger.warning("%s: process %s is killed", child.name, child.pids[child.name])
                     child.kill_now()
         return self._published_end() or "interrupted"
 
@@ -217,7 +224,7 @@ class Supervisor:
             ended = child.take_exit()
             if ended is not None:
                 self._on_exit(child, ended)
-        processes = {child.name: child.pid for child in self.children.values()}
+        processes = {name: pid for child in self.children.values() for name, pid in child.pids.items()}
         self.heartbeat.beat("running", step=self.metrics.rows.last_step, processes=processes)
 
     def _on_exit(self, child: Child, ended: Exit) -> None:
@@ -234,22 +241,23 @@ class Supervisor:
             logger.info("%s: left although the run goes on; it is started again", child.name)
             return
         if ended.code == _A_MISTAKE and child.name not in self._has_advanced:
-            raise ProcessFailedError(f"{child.name} cannot start. {self._advice(child, ended)}")
+            raise ProcessFailedError(f"{ended.name} cannot start. {self._advice(ended)}")
         delay = child.fail(self.metrics.rows.last_step)
         if child.is_hopeless:
             raise ProcessFailedError(
-                f"{child.name} {ended.how}, {child.failures} failures in a row without any progress. "
-                f"{self._advice(child, ended)}"
+                f"{ended.name} {ended.how}, {child.failures} failures in a row without any progress. "
+                f"{self._advice(ended)}"
             )
-        said = f"{child.name} {ended.how}; it is started again in {delay:g} s"
+        again = "it is" if len(child.names) == 1 else "the learner's processes are"
+        said = f"{ended.name} {ended.how}; {again} started again in {delay:g} s"
         words = f": {ended.last_words}" if ended.last_words else ""
         logger.warning("%s (failures in a row: %d)%s", said, child.failures, words)
         self._tell(f"{said}.")
 
-    def _advice(self, child: Child, ended: Exit) -> str:
+    def _advice(self, ended: Exit) -> str:
         said = f"It said last: {ended.last_words}\n" if ended.last_words else ""
         again = shlex.join(["rlhf-pipeline", "run", "--resume", "--out", str(self.run_dir)])
-        return f"{said}More is in {child.log}. What was stored and learned is kept: fix it, then continue: {again}"
+        return f"{said}More is in {ended.log}. What was stored and learned is kept: fix it, then continue: {again}"
 
     def _wind_down(self, number: int | None) -> None:
         """Wait until all processes have left, those that hang or take too long excepted."""

@@ -18,7 +18,7 @@ def test_without_ray_the_line_to_type_is_said(tmp_path, monkeypatch, there):
     monkeypatch.setitem(sys.modules, "ray", there)
     with (
         pytest.raises(DefinitionError, match=r"pip install 'rlhf-pipeline\[ray\]'"),
-        on_ray(HERE, tmp_path / "run", collectors=1, collector_gpus=0.0, learner_gpus=0.0),
+        on_ray(HERE, tmp_path / "run", processes=2, collector_gpus=0.0, learner_gpus=0.0),
     ):
         pass
     assert not (tmp_path / "run").exists()
@@ -35,6 +35,6 @@ def test_a_cluster_elsewhere_does_not_see_a_folder(tmp_path):
     pytest.importorskip("ray")
     with (
         pytest.raises(DefinitionError, match=r"--out s3://bucket/run"),
-        on_ray("ray://somewhere:10001", tmp_path / "run", collectors=1, collector_gpus=0.0, learner_gpus=0.0),
+        on_ray("ray://somewhere:10001", tmp_path / "run", processes=2, collector_gpus=0.0, learner_gpus=0.0),
     ):
         pass

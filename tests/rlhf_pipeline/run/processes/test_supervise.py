@@ -97,7 +97,7 @@ def supervisor(run_dir: Path, *, learner: str = LEARNER, collector: str = COLLEC
 
 
 def assert_all_gone(watched: Supervisor) -> None:
-    assert [child.pid for child in watched.children.values()] == [None, None]
+    assert [pid for child in watched.children.values() for pid in child.pids.values()] == [None, None]
     assert not any(is_alive(watched.run_dir / "processes", name) for name in watched.children)
 
 

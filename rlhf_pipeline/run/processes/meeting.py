@@ -1,0 +1,52 @@
+"""Where the learner's processes find each other that a supervisor has started: in the run.
+
+The first one opens a port and writes down where; the others read it. So it is the same in a folder and at a URL, on one
+machine and on several.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, Final
+
+from torch import distributed
+
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.processes.heartbeat import Pause
+from rlhf_pipeline.run.processes.launch import GROUP, HOST
+from rlhf_pipeline.run.signals import StopRequest
+
+_FILE: Final = "group.json"
+_Store: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented there
+
+
+def meeting_of(run: RunFolder, stop: StopRequest) -> Any:
+    """Return the `torch.distributed.Store` where the processes of this group meet; None where torchrun says it.
+
+    Args:
+        run: the run.
+        stop: waiting ends with it.
+
+    Raises:
+        KeyboardInterrupt: this process was asked to stop before the first one said where it is.
+    """
+    group = os.environ.get(GROUP)
+    if group is None:
+        return None
+    file = run.processes / _FILE
+    if os.environ["RANK"] == "0":
+        host = os.environ.get(HOST, "127.0.0.1")
+        store = _Store(host, 0, is_master=True, wait_for_workers=False)
+        run.write(file, json.dumps({"group": group, "host": host, "port": store.port}).encode())
+        return store
+    pause = Pause(1.0)
+    while not stop:
+        try:
+            said = json.loads(run.bring(file).read_bytes())
+        except (FileNotFoundError, ValueError):
+            said = {}
+        if said.get("group") == group:  # and not one whose processes are gone
+            return _Store(said["host"], said["port"], is_master=False)
+        pause.sleep()
+    raise KeyboardInterrupt
