@@ -113,12 +113,13 @@ def follow(pipeline: Pipeline, *, run_dir: Address, seed: int, device: str) -> N
     run = RunFolder(run_dir)
     storage = TrajectoryStorage(run.store_path, mode="r")
 
-    def here(folder: Path) -> Path:
-        return folder if folder.is_dir() else run.bring(run.path / folder.parent.name / folder.name)
+    def own(folder: Path) -> Path:
+        """Where a folder of the first process's run is for this one, which may be on another machine."""
+        return run.bring(run.path / folder.parent.name / folder.name)
 
     try:
         buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
-        build_learner(pipeline, trained, buffer, ledger=None, seed=seed, shards=shards).follow(here)
+        build_learner(pipeline, trained, buffer, ledger=None, seed=seed, shards=shards).follow(own)
     finally:
         storage.close()
 

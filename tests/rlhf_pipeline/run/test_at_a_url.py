@@ -1,0 +1,138 @@
+"""Commands at a URL that are more than a run of one process, against an S3 server on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.run.folder import RunFolder
+from tests.crash._s3 import missing, serve
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+]
+
+LATE_S = 400.0
+PIPELINE = [
+    "copy_digits",
+    *("--set", "collect.group_size=4", "--set", "collect.prompts_per_rollout=4", "--set", "learn.token_budget=64"),
+    *("--set", "learn.stop_at_reward=none", "--set", "learn.checkpoint_every=2", "--set", "learn.keep_checkpoints=9"),
+]
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "rlhf_pipeline", *words]
+
+
+def said(*words: str) -> str:
+    """Type a command in a process of its own, as who asked an object store may not fork; returns what it prints."""
+    done = subprocess.run(command(*words), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def until(happens: Callable[[], Any], process: subprocess.Popen[bytes], log: Path) -> Any:
+    """Wait until something is there, and return it."""
+    late = time.monotonic() + LATE_S
+    while not (found := happens()):
+        assert time.monotonic() < late, log.read_text()
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.2)
+    return found
+
+
+def assert_same_curve(run: RunFolder, straight: RunFolder, tolerance: float) -> None:
+    """Every step once, and loss, gradient norm and reward of a run in one process."""
+    assert [row["step"] for row in run.ledger] == [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5, 6]
+    for mine, theirs in zip(run.metrics, straight.metrics, strict=True):
+        for name in ("loss", "grad_norm", "task_reward", "num_trajectories"):
+            assert mine[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance / 10), (mine["step"], name)
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("RLHF_PIPELINE_LEASE_S", "4")
+    monkeypatch.setenv("RLHF_PIPELINE_CACHE", str(tmp_path / "copies"))
+    with serve(tmp_path, faults={}) as rig:
+        rig.calm()
+        yield rig.url
+
+
+def test_a_run_is_compacted_and_replayed_where_it_is(url: str, tmp_path: Path):
+    """Its steps come out again bit for bit: from a checkpoint, into a folder, and into another URL."""
+    said("run", *PIPELINE, "--steps", "6", "--out", url)
+    assert "-> 1 " in said("compact", url)
+    assert "is whole" in said("verify", url)
+    assert "4 steps came out as recorded, bit for bit" in said("replay", url, "--from-step", "3")
+    for out in (str(tmp_path / "again"), f"{url}-again"):
+        assert "equal, byte for byte" in said("replay", url, "--out", out)
+        assert "is whole" in said("verify", out)
+    assert "going on after step 6" in said("replay", "--resume", "--out", f"{url}-again", "--steps", "6")
+
+
+def test_a_run_that_was_killed_goes_on(url: str, tmp_path: Path):
+    """While it lives, another process is refused; once it is dead, the next one waits for the end of its lease."""
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        first = subprocess.Popen(command("run", *PIPELINE, "--steps", "100000", "--out", url), stdout=out, stderr=out)
+    run = RunFolder(url)
+    until(lambda: run.is_recorded and run.rows(run.metrics_file).last_step >= 3, first, log)
+    refused = subprocess.run(command("run", "--resume", "--out", url), capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert f"has a run already: process {first.pid}" in refused.stderr
+    first.kill()
+    first.wait()
+    steps = len(RunFolder(url).metrics)
+    assert "going on after step" in said("run", "--resume", "--out", url, "--steps", str(steps + 1))
+    assert "is whole" in said("verify", url)
+
+
+@pytest.mark.parametrize("place", ["a folder", "a URL"])
+def test_two_learners_learn_like_one(url: str, tmp_path: Path, place: str):
+    """One of them is killed on the way: both are started again, and take the steps after the checkpoint again."""
+    straight, log = tmp_path / "straight", tmp_path / "log"
+    said("run", *PIPELINE, "--steps", "6", "--out", str(straight))
+    address = str(tmp_path / "run") if place == "a folder" else url
+    words = ["run", *PIPELINE, "--steps", "6", "--collectors", "1", "--learners", "2", "--out", address]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command(*words), stdout=out, stderr=out)
+    run = RunFolder(tmp_path / "run" if place == "a folder" else url)
+
+    until(lambda: run.is_recorded and run.rows(run.metrics_file).last_step >= 3, process, log)
+    pid = int(until(lambda: pid_of("learner-1"), process, log))
+    os.kill(pid, signal.SIGKILL)
+    assert process.wait(LATE_S) == 0, log.read_text()
+    assert "learner-1 was killed by SIGKILL; the learner's processes are started again" in log.read_text()
+    done = RunFolder(run.address)
+    assert_same_curve(done, RunFolder(straight), 1e-5)
+    assert {row["processes"] for row in done.metrics} == {2}
+    assert "is whole" in said("verify", address)
+
+
+def pid_of(member: str) -> str | None:
+    """The process of a group's member, by the rank in its environment."""
+    rank = f"RANK={member.rpartition('-')[2]}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words, environment = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if b"rlhf_pipeline\0learn\0" in words and rank in environment.split(b"\0") and _is_ours(environment):
+            return folder.name
+    return None
+
+
+def _is_ours(environment: bytes) -> bool:
+    own = f"RLHF_PIPELINE_CACHE={os.environ['RLHF_PIPELINE_CACHE']}"
+    return own.encode() in environment.split(b"\0")
