@@ -431,7 +431,7 @@ def _wrong_in(raw: bytes, segment: ObjectSegment, seq: int, report: VerifyReport
         for name, spec in segment.specs.items():
             if not brief.n_rows:
                 continue
-            report.bytes += segment.values_in(raw, commit, spec).nbytes
+            report.bytes += segment.values_in(seq, spec, places, commit.crc, raw).nbytes
             doc = raw[slice(*places[f"{name}/zarr.json"])]
             shaped = spec._replace(capacity=segment.extent(spec, seq)[0])
             if doc not in (spec_json(shaped, zstd=level, indent=None) for level in (None, LEVEL)):

@@ -14,10 +14,10 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,10 @@ FETCHED = 64
 """Objects of one wave: as many as are on their way, or held in memory, at the same time."""
 WHOLE = 1 << 40
 """More bytes than any object has."""
+
+
+Places = dict[str, tuple[int, int]]
+T = TypeVar("T")
 
 
 class Brief(NamedTuple):
@@ -144,7 +148,7 @@ class ObjectSegment(Segment):
         self._edges: Int64Array = np.empty(0, np.int64)
         self._fetched: dict[str, npt.NDArray[np.bool_]] = {}
         self._indexes: dict[str, Int64Array] = {}
-        self._known: dict[int, tuple[dict[str, tuple[int, int]], Mapping[str, int]]] = {}
+        self._known: dict[int, tuple[Places, Mapping[str, int]]] = {}
         self.got: dict[str, bytes] = {}
         """Objects that are here and not taken in yet."""
         if sealed is not None:
@@ -247,19 +251,23 @@ class ObjectSegment(Segment):
         """The record in the end of an object; None where there is no such object, or it is damaged."""
         key = self.key(seq)
         try:
-            while found is not None:
-                try:
-                    commit = read_commit(*found, key, self.meta)
-                except NeedMore as more:
-                    found = self.bucket.tails([key], [more.size])[0]
-                    continue
-                if (commit.ordinal, commit.seq, commit.salt) != (self.ordinal, seq, self.meta.salt):
-                    raise CorruptionError(f"object {key} is another commit than its name says.")
+            commit = self._from_end(key, found, lambda tail, size: read_commit(tail, size, key, self.meta))
+            if commit is None or (commit.ordinal, commit.seq, commit.salt) == (self.ordinal, seq, self.meta.salt):
                 return commit
+            self._damage(seq, f"object {key} is another commit than its name says.")
         except StoreError as error:
             if isinstance(error, ReadFailedError):
                 raise
             self._damage(seq, str(error))
+        return None
+
+    def _from_end(self, key: str, found: tuple[bytes, int] | None, read: Callable[[bytes, int], T]) -> T | None:
+        """Read something from the end of an object, of which more is asked for where that is needed."""
+        while found is not None:
+            try:
+                return read(*found)
+            except NeedMore as more:
+                found = self.bucket.tails([key], [more.size])[0]
         return None
 
     def refresh(self) -> bool:
@@ -445,22 +453,17 @@ class ObjectSegment(Segment):
 
     def _land(self, seq: int, files: Mapping[str, int], raw: bytes | None) -> None:
         """Put the values of some arrays of a commit where they belong."""
-        key = self.key(seq)
         places, crcs = self._contents(seq, raw)
         for name, fd in files.items():
             if self._done(name)[seq]:
                 continue
             spec = self.specs[name]
-            count, start = self.extent(spec, seq)
-            size = count * spec.itemsize
-            if size:
-                place = self._place(key, places, spec)
-                chunk = raw[place[0] : place[1]] if raw is not None else self.bucket.ranges(key, [place])[0]
-                values = decode(chunk, size, crcs.get(name, -1), f"object {key}").view(spec.dtype)
+            values = self.values_in(seq, spec, places, crcs, raw)
+            if len(values):
                 if spec.edges:  # these count from the start of the segment there
                     values = values + self.history[seq].starts[self._axes.index(spec.axis or "")]
-                fs.pwrite(fd, values.view(np.uint8), start * spec.itemsize)
-            self._have(name, seq, size)
+                fs.pwrite(fd, values.view(np.uint8), self.extent(spec, seq)[1] * spec.itemsize)
+            self._have(name, seq, values.nbytes)
 
     def _land_update(self, seq: int, files: Mapping[str, int], raw: bytes | None) -> None:
         """The same for an update; one that is damaged is left out, so that it costs only itself."""
@@ -485,38 +488,34 @@ class ObjectSegment(Segment):
         self.rows = self.history[-1].rows_end if self.history else 0
         self.finished = self.trusted = True
 
-    @staticmethod
-    def _place(key: str, places: Mapping[str, tuple[int, int]], spec: ArraySpec) -> tuple[int, int]:
+    def values_in(
+        self, seq: int, spec: ArraySpec, places: Places, crcs: Mapping[str, int], raw: bytes | None
+    ) -> npt.NDArray[Any]:
+        """The values of an array of a commit, flat and checked; without its object, that part is asked for."""
+        key, size = self.key(seq), self.extent(spec, seq)[0] * spec.itemsize
+        if not size:
+            return np.empty(0, spec.dtype)
         place = places.get(entry_name(spec))
         if place is None:
             raise CorruptionError(f"object {key} is damaged: it lacks the array {spec.name}.")
-        return place
+        chunk = self.bucket.ranges(key, [place])[0] if raw is None else raw[slice(*place)]
+        return decode(chunk, size, crcs.get(spec.name, -1), f"object {key}").view(spec.dtype)
 
-    def values_in(self, raw: bytes, commit: Commit, spec: ArraySpec) -> npt.NDArray[Any]:
-        """The values of an array in the whole object of a commit, checked."""
-        key, size = self.key(commit.seq), self.extent(spec, commit.seq)[0] * spec.itemsize
-        if not size:
-            return np.empty(0, spec.dtype)
-        start, end = self._place(key, directory(raw, len(raw), key), spec)
-        return decode(raw[start:end], size, commit.crc.get(spec.name, -1), f"object {key}").view(spec.dtype)
-
-    def _contents(self, seq: int, raw: bytes | None) -> tuple[dict[str, tuple[int, int]], Mapping[str, int]]:
+    def _contents(self, seq: int, raw: bytes | None) -> tuple[Places, Mapping[str, int]]:
         """Where the arrays are in the object of a commit, and their checksums."""
         key = self.key(seq)
+
+        def read(tail: bytes, size: int) -> tuple[Places, Mapping[str, int]]:
+            return directory(tail, size, key), read_commit(tail, size, key, self.meta).crc
+
         if raw is not None:
-            return directory(raw, len(raw), key), read_commit(raw, len(raw), key, self.meta).crc
-        known = self._known.get(seq)
-        if known is None:
-            found = self.bucket.tails([key], [self.bucket.tail])[0]
-            while known is None:
-                if found is None:
-                    raise FileNotFoundError(key)
-                try:
-                    known = directory(*found, key), read_commit(*found, key, self.meta).crc
-                except NeedMore as more:
-                    found = self.bucket.tails([key], [more.size])[0]
-            self._known[seq] = known
-        return known
+            return read(raw, len(raw))
+        if seq not in self._known:
+            found = self._from_end(key, self.bucket.tails([key], [self.bucket.tail])[0], read)
+            if found is None:
+                raise FileNotFoundError(key)
+            self._known[seq] = found
+        return self._known[seq]
 
     def extent(self, spec: ArraySpec, seq: int) -> tuple[int, int]:
         """How many elements of an array a commit has, and where they begin in the segment."""
