@@ -83,3 +83,29 @@ COLUMN_OF_KEY: Final[dict[Key, str]] = {
 """Which column on disk holds which key. `("next", "reward")` has none: it is derived on read."""
 
 KEY_OF_COLUMN: Final[dict[str, Key]] = {column: key for key, column in COLUMN_OF_KEY.items()}
+
+REWARD_COLUMN: Final = "reward"
+"""Column of rewards per token, only where an environment gives them; otherwise the reward is derived on read."""
+
+_NESTED = "__"
+"""Between the names of a nested key, in the name of its column."""
+
+
+def column_name(key: Key) -> str:
+    """The column of a TensorDict key: that of the table, else its own name, with its parts joined.
+
+    >>> column_name(("tokens", "full")), column_name("step_count"), column_name(("next", "step_count"))
+    ('input_ids', 'step_count', 'next__step_count')
+    """
+    return COLUMN_OF_KEY.get(key) or (key if isinstance(key, str) else _NESTED.join(key))
+
+
+def key_of(column: str) -> Key:
+    """The TensorDict key of a column; an extra column has its name.
+
+    >>> key_of("input_ids"), key_of("next__step_count")
+    (('tokens', 'full'), ('next', 'step_count'))
+    """
+    if column == REWARD_COLUMN:
+        return REWARD
+    return KEY_OF_COLUMN.get(column) or (tuple(column.split(_NESTED)) if _NESTED in column else column)

@@ -266,7 +266,8 @@ def token_level(td: TensorDictBase) -> TensorDictBase:
     if td.batch_dims == 1:
         return td
     out = td.clone(recurse=False) if not isinstance(td, LazyStackedTensorDict) else td.contiguous()
-    out.batch_size = out.batch_size[:1]  # pyright: ignore[reportAttributeAccessIssue]  # it has a setter
+    for node in (out, *(leaf for leaf in out.values(True) if isinstance(leaf, TensorDictBase))):
+        node.batch_size = node.batch_size[:1]  # pyright: ignore[reportAttributeAccessIssue]  # it has a setter
     tokens = out.get(TOKENS, None)
     if tokens is None:
         raise MissingKeyError(
@@ -1000,6 +1001,30 @@ def segment_any(flags: Tensor, lengths: Tensor) -> Tensor:
     [True, False]
     """
     return segment_sum(flags, lengths) > 0
+
+
+def one_advantage(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    """The one advantage of each trajectory that has it on every token.
+
+    Args:
+        values: flat, one per token.
+        mask: bool, flat, the tokens that have it.
+        lengths: int64 `[n]`, all at least 1.
+
+    Raises:
+        DataError: the tokens of a trajectory have different ones.
+
+    >>> one_advantage(torch.tensor([0.0, 2.0, 2.0]), torch.tensor([False, True, True]), torch.tensor([3]))
+    tensor([2.])
+    """
+    last = values[last_position(mask, lengths)]
+    if not bool(values.isclose(last.repeat_interleave(lengths), equal_nan=True)[mask].all()):
+        raise DataError(
+            "the advantage differs between the tokens of a trajectory, and the store keeps one for all of them. Make "
+            "the store with a schema whose column 'advantage' is ragged, or let MCAdvantage form one return per "
+            "trajectory: trajectory_return='sum'"
+        )
+    return last
 
 
 def last_position(mask: Tensor, lengths: Tensor) -> Tensor:

@@ -27,7 +27,15 @@ from rlhf_pipeline.learner.optimizer import PolicyOptimizer, learning_rate
 from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, write_tensors
-from rlhf_pipeline.learner.step_plan import StepLedger, StepPlan, UseCounts, check_reduction, plan_step, sampler_of
+from rlhf_pipeline.learner.step_plan import (
+    StepLedger,
+    StepPlan,
+    UseCounts,
+    check_reduction,
+    plan_step,
+    sampler_of,
+    trajectory_names,
+)
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
 from rlhf_pipeline.losses.loss_batch import LossBatch, scorable
 from rlhf_pipeline.policies.model_parts import rounding
@@ -267,7 +275,7 @@ class Learner:
                 self._notices.append(f"step {step} has nothing to learn from: every group was without spread.")
         elif ages is None:
             ages = version - store.read_scalars("policy_version", row_ids)
-        uses = None if self._uses is None else self._uses.before(step, store.read_scalars("trajectory_id", row_ids))
+        uses = None if self._uses is None else self._uses.before(step, trajectory_names(store, row_ids))
         if self.shards is not None:
             self.shards.tell("step", step=step, row_ids=row_ids.tolist(), ages=None if aged is None else aged.tolist())
         plan = plan_step(
@@ -361,7 +369,7 @@ class Learner:
             )
         row_ids = seen[usable]
         # In the order of the trajectories' ids, each once: of one that was sampled again, the newest row.
-        _, from_the_end = np.unique(store.read_scalars("trajectory_id", row_ids)[::-1], return_index=True)
+        _, from_the_end = np.unique(trajectory_names(store, row_ids)[::-1], return_index=True)
         order = len(row_ids) - 1 - from_the_end
         return row_ids[order], ages[usable][order]
 
@@ -394,7 +402,7 @@ class Learner:
             return row_ids, ages
         uses = np.zeros(len(row_ids), np.int64)
         if self._uses is not None and limited:
-            uses = self._uses.before(step, self.buffer.store.read_scalars("trajectory_id", row_ids))
+            uses = self._uses.before(step, trajectory_names(self.buffer.store, row_ids))
         view = StoreView(self.buffer.store, row_ids, version=step - 1, uses=uses)
         chosen = np.sort(self._sampler.select(view, self.batch_size, seed=self.seed, step=step))
         if len(chosen) == 0 and not self.may_be_empty:
@@ -513,6 +521,8 @@ class Learner:
             proximal[mask] = held
         attention, behaviour = columns[keys.ATTENTION_MASK], columns[names.sample_log_prob]
         ref = columns.get(names.ref_log_probs)
+        if ref is None and self.loss.kl_to_ref_coeff and bool(plan.scored.any() or not plan.produced.any()):
+            ref = torch.full(mask.shape, torch.nan)  # other rows of the step have them; these leave the loss
         return LossBatch(
             tokens=columns[names.action],
             attention=attention,
@@ -553,7 +563,7 @@ class Learner:
                 "step": step,
                 "row_ids": row_ids.tolist(),
                 # Rows that were lost with a ring and sampled again are other rows of the same trajectories.
-                "trajectory_ids": self.buffer.store.read_scalars("trajectory_id", row_ids).tolist(),
+                "trajectory_ids": trajectory_names(self.buffer.store, row_ids).tolist(),
                 "watermark": self.buffer.store.watermark,
                 "seed": self.seed,
                 "ages": ages.tolist(),

@@ -170,6 +170,17 @@ def plan_step(
     )
 
 
+def trajectory_names(store: TrajectoryStore, row_ids: np.ndarray) -> np.ndarray:
+    """What tells trajectories apart, int64 `[n]`: their ids; of those that came without one, a number below 0 per row.
+
+    Args:
+        store: where the trajectories are.
+        row_ids: int64 [n].
+    """
+    named = store.read_scalars("trajectory_id", row_ids)
+    return np.where(named < 0, np.asarray(row_ids, np.int64) + np.iinfo(np.int64).min, named)
+
+
 def token_counts(columns: Columns, loss: GRPOLoss) -> Tensor:
     """Count the tokens of trajectories that the policy produced, and those that the loss is about; int64 `[2, B]`.
 
@@ -184,8 +195,9 @@ def token_counts(columns: Columns, loss: GRPOLoss) -> Tensor:
     produced = mask.clone()
     produced[:, :1] = False
     scored = produced & torch.isfinite(columns[names.sample_log_prob])
-    if loss.kl_to_ref_coeff and names.ref_log_probs in columns:
-        scored &= torch.isfinite(columns[names.ref_log_probs])
+    if loss.kl_to_ref_coeff:
+        ref = columns.get(names.ref_log_probs)  # absent where no row of these has any
+        scored &= torch.zeros_like(scored) if ref is None else torch.isfinite(ref)
     return torch.stack([produced.sum(1), scored.sum(1)])
 
 

@@ -10,6 +10,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.padding import Side
+from rlhf_pipeline.data.trajectories import leaves_of, rows_of
 from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.policies.token_batches import TokenBatch, prompt_lengths
@@ -85,6 +86,10 @@ class _Reader:
     def get(self, key: NestedKey, pad: float = 0.0) -> torch.Tensor | None:
         """The tensor under a key, padded on the one side that all leaves share; None where absent."""
         if isinstance(self.td, LazyStackedTensorDict):
+            leaves = leaves_of(rows_of(self.td), key) or ()
+            if leaves and all(isinstance(leaf, torch.Tensor) and leaf.ndim == 0 for leaf in leaves):
+                value = torch.stack(tuple(leaves))  # one value per trajectory, which cannot be padded
+                return value.detach() if self.device is None else value.detach().to(self.device)
             value = self.td.get(key, None, as_padded_tensor=True, padding_side=self.side, padding_value=pad)
         else:
             value = self.td.get(key, None)
@@ -156,6 +161,9 @@ def read_batch(
             f"{names.action!r} must be [B, T]; got {list(tokens.shape)}. Flatten further batch dimensions with "
             "td.reshape(-1)."
         )
+    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise DataError(f"{names.action!r} holds {tokens.dtype}; token ids are integers.")
+    tokens = tokens.long()
     attention = _attention(read, names, tokens)
     behaviour = read.per_token(
         read.need(names.sample_log_prob, "Store the sampler's log-probs, or set_keys(sample_log_prob=...)."),

@@ -28,13 +28,16 @@ from rlhf_pipeline.data.keys import (
     REF_LOG_PROBS,
     RETURN,
     REWARD,
+    REWARD_COLUMN,
     ROW_ID,
     TASK_REWARD,
     TOKENS,
     Key,
+    column_name,
+    key_of,
 )
 from rlhf_pipeline.data.trajectories import Flat, jagged, last_position, text_stack, unchecked
-from rlhf_pipeline.replay.trajectory_schema import INTERNAL, REWARD_COLUMN, column_name, key_of
+from rlhf_pipeline.replay.trajectory_schema import INTERNAL
 from trajectory_store import BufferPool, Schema, TrajectoryStore
 
 _INT64, _FLOAT = np.dtype(np.int64), np.dtype(np.float32)
@@ -187,12 +190,14 @@ class Places:
     """Where the tokens of a batch are in arrays with one value per position.
 
     Attributes:
+        first: int64, the flat index of each row's first token, which has no penalty: nothing comes before it.
         last: int64 `[B]`, the flat index of each row's last assistant token, of its last token where there is none.
         other: int64, the flat indices of the real tokens that are not the assistant's.
         each: makes of one value per row, `[B]`, an array that broadcasts over all positions.
         said: makes of one value per row an array with it at the assistant's tokens, and 0 elsewhere.
     """
 
+    first: npt.NDArray[np.int64]
     last: npt.NDArray[np.int64]
     other: npt.NDArray[np.int64]
     each: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
@@ -217,7 +222,7 @@ def derive(
     """
     mask: npt.NDArray[np.bool_] = flat[ASSISTANT_MASK]
     log_probs, ref = flat.get(LOG_PROBS), flat.get(REF_LOG_PROBS)
-    if ref is not None and bool(np.isnan(ref.reshape(-1)[places.last]).all()):
+    if ref is not None and bool(np.isnan(ref.reshape(-1)[places.last]).all()) and not np.isfinite(ref[mask]).any():
         del flat[REF_LOG_PROBS]  # no row of the batch was ever scored by a reference
         ref = None
     for values in (log_probs, ref):
@@ -233,6 +238,7 @@ def derive(
         np.subtract(log_probs, ref, out=penalty)
         line = penalty.reshape(-1)
         line[places.other] = 0.0
+        line[places.first] = 0.0
         if not np.isfinite(np.dot(line, line)):
             np.nan_to_num(penalty, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
         flat[KL_PENALTY] = penalty
@@ -286,7 +292,7 @@ def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], p
         spread[1::3] = values
         return np.repeat(spread, runs.reshape(-1)).reshape(mask.shape)
 
-    return Places(starts + last_assistant(mask, lengths), other, lambda values: values[:, None], said)
+    return Places(starts, starts + last_assistant(mask, lengths), other, lambda values: values[:, None], said)
 
 
 def jagged_batch(
@@ -344,7 +350,10 @@ def _flat_places(mask: npt.NDArray[np.bool_], lengths: torch.Tensor) -> Places:
     def each(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return np.repeat(values, counts)
 
-    return Places(last, np.flatnonzero(~mask), each, lambda values: np.where(mask, each(values), _FLOAT.type(0.0)))
+    first = (np.cumsum(counts) - counts)[counts > 0]
+    return Places(
+        first, last, np.flatnonzero(~mask), each, lambda values: np.where(mask, each(values), _FLOAT.type(0.0))
+    )
 
 
 def _widened(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -25,10 +25,12 @@ from rlhf_pipeline.data.keys import (
     NUM_PROMPT_TOKENS,
     RETURN,
     REWARD,
+    REWARD_COLUMN,
     ROW_ID,
     TASK_REWARD,
     TOKENS,
     Key,
+    column_name,
 )
 from rlhf_pipeline.data.trajectories import (
     Flat,
@@ -36,6 +38,7 @@ from rlhf_pipeline.data.trajectories import (
     Trajectories,
     as_ragged,
     last_position,
+    one_advantage,
     segment_sum,
     trajectories_of,
 )
@@ -55,10 +58,8 @@ from rlhf_pipeline.replay.trajectory_schema import (
     FAILED_MEMBERS,
     NEWEST_VERSION,
     POLICY_DIGEST,
-    REWARD_COLUMN,
     SLOT,
     WAITING,
-    column_name,
     column_of_key,
     extra_columns,
     trajectory_schema,
@@ -349,10 +350,18 @@ class TrajectoryStorage(Storage):
             self._bump_mutation_revision()
 
     def set_priority(self, index: Any, priority: Any) -> None:
-        """Give trajectories their priorities, one number each or one for all; `index` names their slots."""
+        """Give trajectories their priorities, one number each or one for all; `index` names their slots.
+
+        Raises:
+            DataError: a priority is negative or not finite, or they are not as many as the slots.
+        """
         ids = self.row_ids(index)
-        values = torch.as_tensor(priority, dtype=torch.float32).detach().cpu().reshape(-1).expand(len(ids))
-        self.update(ids, priority=values)
+        values = torch.as_tensor(priority, dtype=torch.float32).detach().cpu().reshape(-1)
+        if values.numel() not in (1, len(ids)):
+            raise DataError(f"{values.numel()} priorities do not fit {len(ids)} slots; give one each, or one for all")
+        if not bool((values.isfinite() & (values >= 0)).all()):
+            raise DataError(f"a priority must be finite and not negative; got {values[:8].tolist()}")
+        self.update(ids, priority=values.expand(len(ids)))
 
     def row_ids(self, index: Any = None) -> np.ndarray:
         """The store's ids of some slots, int64 `[B]`; of all slots when None.
@@ -624,6 +633,7 @@ def append_data(data: Any, schema: Schema) -> tuple[int, dict[str, Any]]:
         )
     if int(tokens.lengths.min()) == 0:
         raise DataError(f"trajectory {int(tokens.lengths.argmin())} of {columns.n} has no tokens; leave it out.")
+    _check_per_token(columns, tokens.lengths)
     _derive(columns, tokens, schema)
     out: dict[str, Any] = {}
     plan, alike = column_of_key(schema), dict[int, RaggedArray]()
@@ -636,6 +646,34 @@ def append_data(data: Any, schema: Schema) -> tuple[int, dict[str, Any]]:
     if CREATED_AT not in columns and "created_at" in schema:
         out["created_at"] = np.full(columns.n, time.time())
     return columns.n, out
+
+
+def _check_per_token(columns: Trajectories, lengths: torch.Tensor) -> None:
+    """Refuse what is not checked by the store, because no column holds it as it came: lengths, and places in a row.
+
+    Raises:
+        DataError: a value per token does not belong to the tokens.
+    """
+    for key in (ADVANTAGE, REWARD, KL_PENALTY):
+        value = columns.get(key)
+        found = value.lengths if isinstance(value, Flat) else None
+        if found is None or found is lengths or torch.equal(found, lengths) or bool((found == 1).all()):
+            continue
+        row = int((found != lengths).nonzero()[0])
+        raise DataError(
+            f"{key!r} of trajectory {row} has {int(found[row])} values for {int(lengths[row])} tokens; it must be one "
+            "per trajectory or one per token"
+        )
+    prompt = columns.get(NUM_PROMPT_TOKENS)
+    if isinstance(prompt, Flat) and prompt.values.numel() == columns.n:
+        count = prompt.values.reshape(-1)
+        outside = (count < 0) | (count > lengths)
+        if bool(outside.any()):
+            row = int(outside.nonzero()[0])
+            raise DataError(
+                f"{NUM_PROMPT_TOKENS!r} of trajectory {row} is {count[row].item()}, and it has {int(lengths[row])} "
+                "tokens; the prompt is a part of them"
+            )
 
 
 def _derive(columns: Trajectories, tokens: Flat, schema: Schema) -> None:
@@ -660,7 +698,7 @@ def _derive(columns: Trajectories, tokens: Flat, schema: Schema) -> None:
             keep = torch.ones_like(values.reshape(-1), dtype=torch.bool)
             if isinstance(mask, Flat) and mask.lengths is not None and torch.equal(mask.lengths, advantage.lengths):
                 keep = mask.values.to(torch.bool)
-            columns[ADVANTAGE] = Flat(values.reshape(-1)[last_position(keep, advantage.lengths)])
+            columns[ADVANTAGE] = Flat(one_advantage(values.detach().reshape(-1), keep, advantage.lengths))
         elif values.ndim > 1 and values.numel():
             columns[ADVANTAGE] = Flat(values.reshape(columns.n, -1)[:, 0])
     _derive_reward(columns, schema)
@@ -712,6 +750,9 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: di
         plain = value.plain()
         if not column.is_text:
             return np.asarray(plain)
+        odd = next((item for item in plain if item is None or isinstance(item, (bytes, bytearray))), "")
+        if odd != "":
+            raise DataError(f"{key!r} holds {odd!r}, and the column '{column.name}' holds text; pass a str")
         return plain if set(map(type, plain)) == {str} else list(map(str, plain))
     if column.is_text:
         raise DataError(f"{key!r} is a tensor, and the column '{column.name}' holds text")
@@ -724,7 +765,14 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: di
         values = values.reshape(-1)
     array = (values.float() if values.dtype is torch.bfloat16 else values).numpy()
     if array.dtype.kind == "f" and array.dtype != column.np_dtype and column.np_dtype.kind == "f":
-        array = array.astype(column.np_dtype)
+        with np.errstate(over="ignore"):
+            stored = array.astype(column.np_dtype)
+        if stored.itemsize < array.itemsize and bool((np.isinf(stored) & np.isfinite(array)).any()):
+            large = array[np.isinf(stored) & np.isfinite(array)][0]
+            raise DataError(
+                f"{key!r} holds {large}, which is too large for the column '{column.name}' ({column.dtype})"
+            )
+        array = stored
     if not column.ragged:
         if len(array) != n:
             raise DataError(

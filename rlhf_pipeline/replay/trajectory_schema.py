@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from rlhf_pipeline.data.keys import COLUMN_OF_KEY, KEY_OF_COLUMN, REWARD, Key
+from rlhf_pipeline.data.keys import REWARD_COLUMN, Key, column_name, key_of
 from trajectory_store import Column, Schema
 
 SLOT = "slot"
@@ -27,33 +27,6 @@ FAILED_MEMBERS = Column("failed_members", "int32", fill=0)
 
 INTERNAL = frozenset({SLOT, WAITING.name, FAILED_MEMBERS.name})
 """Columns that batches do not hold unless they are asked for."""
-
-REWARD_COLUMN = "reward"
-"""Column of rewards per token, only where an environment gives them; otherwise the reward is derived on read."""
-
-
-_NESTED = "__"
-"""Between the names of a nested key, in the name of its column."""
-
-
-def column_name(key: Key) -> str:
-    """The column of a TensorDict key: that of the table, else its own name, with its parts joined.
-
-    >>> column_name(("tokens", "full")), column_name("step_count"), column_name(("next", "step_count"))
-    ('input_ids', 'step_count', 'next__step_count')
-    """
-    return COLUMN_OF_KEY.get(key) or (key if isinstance(key, str) else _NESTED.join(key))
-
-
-def key_of(column: str) -> Key:
-    """The TensorDict key of a column; an extra column has its name.
-
-    >>> key_of("input_ids"), key_of("next__step_count")
-    (('tokens', 'full'), ('next', 'step_count'))
-    """
-    if column == REWARD_COLUMN:
-        return REWARD
-    return KEY_OF_COLUMN.get(column) or (tuple(column.split(_NESTED)) if _NESTED in column else column)
 
 
 @lru_cache(maxsize=16)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, DEGENERATE, KL_COEF, LOG_PROBS, PRIORITY, RETURN, TASK_REWARD, Key
@@ -153,6 +154,18 @@ class Arrived:
             self.scores.take(index),
             None if self.rows is None else self.rows[index.numpy()],
         )
+
+    def owned(self, source: Arrived) -> Arrived:
+        """The trajectories, taken from `source`, in memory that nobody else writes to while they wait."""
+        batch = Trajectories(self.batch.n)
+        for key, column in self.batch.items():
+            if isinstance(column, Text):
+                batch[key] = Text([item.clone() if isinstance(item, TensorDictBase) else item for item in column.items])
+            elif self is source:
+                batch[key] = replace(column, values=column.values.clone())
+            else:
+                batch[key] = column
+        return replace(self, batch=batch)
 
     def stored(self, rows: Ints) -> Arrived:
         """The trajectories, which a store holds under these ids; one row each."""
@@ -446,7 +459,7 @@ class GroupQueue:
         kept = [m for waiting in groups if waiting is not None for m in waiting.members if m.arrived is arrived]
         if kept:
             kept.sort(key=lambda m: m.index)
-            repoint(kept, arrived.take([m.index for m in kept]))
+            repoint(kept, arrived.take([m.index for m in kept]).owned(arrived))
 
     def copy(self) -> GroupQueue:
         """The same groups, which change on their own."""

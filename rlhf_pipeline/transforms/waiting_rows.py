@@ -15,18 +15,18 @@ import torch
 
 from rlhf_pipeline.data.keys import (
     ASSISTANT_MASK,
-    COLUMN_OF_KEY,
     CREATED_AT,
     FAILED_MEMBERS,
-    KEY_OF_COLUMN,
     LEFT_OUT,
     RETURN,
     REWARD,
     TASK_REWARD,
     WAITING,
     Key,
+    column_name,
+    key_of,
 )
-from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, last_position, segment_sum, spread
+from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, one_advantage, segment_sum, spread
 from rlhf_pipeline.transforms.groups import (
     Arrived,
     Closed,
@@ -134,14 +134,14 @@ class WaitingRows:
 
     def column_of(self, key: Key) -> str | None:
         """The column that holds a key, or None."""
-        name = COLUMN_OF_KEY.get(key, key if isinstance(key, str) else "/".join(key))
+        name = column_name(key)
         return name if name in self.store.schema else None
 
     def columns(self, names: Sequence[str], rows: Ints) -> Trajectories:
         """Those of some columns that the store has, of some rows, by key."""
         out = Trajectories(len(rows))
         for name in (name for name in names if name in self.store.schema):
-            key, column = (REWARD if name == "reward" else KEY_OF_COLUMN.get(name, name)), self.store.schema[name]
+            key, column = key_of(name), self.store.schema[name]
             if column.ragged:
                 found = self.store.read_ragged(name, rows)
                 lengths = np.array(found.lengths, np.int64)
@@ -299,7 +299,7 @@ class StoreCall:
                 reward: Any = self._rows.columns(["reward"], rows)[REWARD]
         values = self._grader.values(reward, mask, graded.advantages, graded.codes)
         if not ragged:
-            return (values if reward.lengths is None else values[last_position(mask.values, mask.lengths)]).numpy()
+            return (values if reward.lengths is None else one_advantage(values, mask.values, mask.lengths)).numpy()
         if reward.lengths is None:
             values = torch.where(mask.values, spread(values, mask.lengths), 0.0)
         return [row.numpy() for row in values.split(mask.lengths.tolist())]

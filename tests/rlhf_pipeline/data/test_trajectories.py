@@ -22,6 +22,7 @@ from rlhf_pipeline.data.trajectories import (
     some_steps_of,
     steps_of,
     td_of,
+    trajectories_of,
     unjagged,
     whole,
 )
@@ -121,3 +122,19 @@ def test_selecting_rows_keeps_what_they_hold(make_rows):
     assert segment_sum(chosen[keys.TOKENS].values, chosen[keys.TOKENS].lengths).tolist() == total[[2, 0, 0]].tolist()
     assert steps_of(td_of(chosen)).n == 3
     assert batch.select(torch.tensor([], dtype=torch.int64))[keys.TOKENS].values.numel() == 0
+
+
+def test_the_token_is_the_second_dimension_of_nested_keys_too():
+    """A TensorDict [B, T] whose keys under `next` have its batch size: done and reward are read at each token."""
+    td = TensorDict(
+        {
+            keys.TOKENS: torch.arange(6).reshape(2, 3),
+            keys.REWARD: torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]),
+            keys.DONE: torch.tensor([[False, False, True], [False, False, True]]),
+        },
+        batch_size=[2, 3],
+    )
+    columns = trajectories_of(td)
+    assert columns[keys.DONE].values.tolist() == [True, True]
+    assert columns[keys.REWARD].lengths.tolist() == [3, 3]
+    assert td.batch_size == td["next"].batch_size == torch.Size([2, 3])

@@ -325,3 +325,29 @@ def test_the_mismatch_is_judged_by_its_size(make_learner):
         metrics = learner.step(1)
         assert metrics["sampler_gap"] == pytest.approx(error, abs=1e-6)
         assert bool(learner.take_notices()) is (learner is loud)
+
+
+def test_trajectories_without_an_id_are_all_learned_from(make_learner, tmp_path):
+    """Rows that share the fill of `trajectory_id` are not one trajectory, in a step and in the counts of uses."""
+    learner = make_learner(100)
+    learner.buffer.extend(lazy_stack([row.exclude("trajectory_id") for row in TURNS]))
+    assert learner.step(1)["num_trajectories"] == len(TURNS)
+    learner.max_staleness = None
+    learner.ledger = Ledger(tmp_path / "ledger-1.jsonl")
+    again = learner.step(2, row_ids=learner.buffer.trajectories.mapped_rows()[:2])
+    assert (again["num_trajectories"], again["use_count"]) == (2, 2.0)
+
+
+def test_a_row_without_a_reference_leaves_the_step_whatever_the_split(make_learner):
+    """Alone in its micro-batch, as among others: its tokens leave the KL loss, and the step is taken."""
+    rows = [row.clone() for row in TURNS]
+    for i, row in enumerate(rows):
+        scores = torch.where(row["masks", "all_assistant_mask"], -2.5, torch.nan)
+        row["next", "ref_log_probs", "full"] = scores if i != 1 else torch.full_like(scores, torch.nan)
+    found = []
+    for budget in (1, 100):
+        learner = make_learner(budget, kl_to_ref_coeff=0.1)
+        learner.buffer.extend(lazy_stack(rows))
+        found.append(learner.step(1))
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"])
+    assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 from rlhf_pipeline import GRPO, GRPOLoss
 from rlhf_pipeline.errors import DataError, DefinitionError
@@ -364,3 +364,28 @@ def test_a_definition_and_a_loss_accept_the_same(tiny, given):
     one = accepts(lambda: GRPO(**fields))
     assert one == accepts(lambda: GRPOLoss(tiny.Policy(), clip_epsilon=clip, decoupled=True, **options))
     assert one == (given in ({"clip_low": 0.5}, {"dual_clip": 3.0}, {"delta": 1.3}))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_tokens_of_any_integer_type(tiny, dtype):
+    """An actor gets int64, which every embedding takes."""
+    actor, td = one_row(tiny, [-1.0, -2.0], [-1.1, -1.5], [1.0, -1.0])
+    expected = GRPOLoss(actor, entropy_bonus=False)(td).loss_objective
+    td["tokens", "full"] = td["tokens", "full"].to(dtype)
+    actor.log_probs, scored = (
+        lambda ids, *rest: scored(ids, *rest) if ids.dtype == torch.int64 else None,
+        actor.log_probs,
+    )
+    assert GRPOLoss(actor, entropy_bonus=False)(td).loss_objective == expected
+    td["tokens", "full"] = td["tokens", "full"].float()
+    with pytest.raises(DataError, match="token ids are integers"):
+        GRPOLoss(actor, entropy_bonus=False)(td)
+
+
+def test_a_lazy_stack_with_one_advantage_per_trajectory(tiny):
+    """As MCAdvantage leaves it where the reward is one number; also next to rows of another length."""
+    actor, td = one_row(tiny, [-1.0, -2.0], [-1.1, -1.5], [0.5, 0.5])
+    expected = GRPOLoss(actor, entropy_bonus=False)(td).loss_objective
+    row = td[0]
+    row["advantage"] = torch.tensor(0.5)
+    assert GRPOLoss(actor, entropy_bonus=False)(lazy_stack([row])).loss_objective == expected

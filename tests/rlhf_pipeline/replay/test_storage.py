@@ -11,6 +11,7 @@ from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
 from rlhf_pipeline.replay.storage import TrajectoryStorage, append_data
 from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
+from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from trajectory_store import Column, RaggedArray, Schema, StoreError, TrajectoryStore
 
 
@@ -511,3 +512,61 @@ def test_arguments_that_contradict(tmp_path):
     TrajectoryStorage(tmp_path / "c").close()
     with pytest.raises(DefinitionError, match="mine"):
         TrajectoryStorage(tmp_path / "c", schema=trajectory_schema([Column("mine", "int32")]))
+
+
+def test_a_token_with_nothing_before_it_has_no_penalty(storage, make_rows):
+    """A trajectory without a prompt: what is read back adds up to what the write path paid."""
+    (row,) = make_rows([3], prompt=0)
+    row["masks", "all_assistant_mask"][:] = True
+    row["log_probs", "full"] = torch.tensor([-1.0, -1.0, -1.0])
+    row["next", "ref_log_probs", "full"] = torch.tensor([-5.0, -2.0, -2.0])
+    row["task_reward"] = torch.tensor(1.0)
+    batch = KLRewardTransform(coef=0.5).inv(lazy_stack([row]))
+    storage.extend(batch)
+    assert batch[0]["next", "reward"].sum().item() == pytest.approx(0.0)
+    for layout in ("padded", "jagged"):
+        read = storage.read([0], layout=layout)
+        assert read["next", "reward"][0].tolist() == pytest.approx([0.0, -0.5, 0.5])
+        assert read["next", "kl_penalty"][0].tolist() == pytest.approx([0.0, 1.0, 1.0])
+
+
+def test_a_reference_that_lacks_the_last_token_still_counts(storage, make_rows):
+    """One score that is missing does not take the reference of the whole batch away."""
+    (row,) = make_rows([4])
+    row["next", "ref_log_probs", "full"] = torch.tensor([torch.nan, torch.nan, -1.0, torch.nan])
+    storage.extend(lazy_stack([row]))
+    assert storage.read([0])["next", "ref_log_probs", "full"][0, 2].item() == -1.0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_prompt_tokens", torch.tensor(-1), "is -1, and it has 4 tokens"),
+        ("num_prompt_tokens", torch.tensor(5), "is 5, and it has 4 tokens"),
+        ("advantage", torch.zeros(5), "has 5 values for 4 tokens"),
+        (("next", "reward"), torch.zeros(3), "has 3 values for 4 tokens"),
+        ("advantage", torch.tensor([0.0, 0.0, 1.0, 2.0]), "differs between the tokens"),
+        ("task_reward", torch.tensor(1e39, dtype=torch.float64), r"1e\+39, which is too large"),
+        ("prompt", None, "holds None"),
+        ("prompt", b"x", "holds b'x'"),
+    ],
+)
+def test_values_that_would_be_stored_as_others_are_refused(storage, make_rows, key, value, message):
+    """A count outside the row, values for other tokens, an overflow, text that is none: nothing is written."""
+    (row,) = make_rows([4], prompt=2)
+    if isinstance(value, torch.Tensor):
+        row[key] = value
+    else:
+        row.set_non_tensor(key, value)
+    with pytest.raises(DataError, match=message):
+        storage.extend(lazy_stack([row]))
+    assert len(storage.store) == 0
+
+
+def test_priorities_are_finite_not_negative_and_fit(storage, make_rows):
+    """A priority that no sampler can use is refused, and the old one stays."""
+    put(storage, lazy_stack(make_rows([4, 5])))
+    for value in (float("nan"), float("inf"), -1.0, [1.0, 2.0, 3.0]):
+        with pytest.raises(DataError, match="priorit"):
+            storage.set_priority([0, 1], value)
+    assert storage.read([0, 1])["priority"].tolist() == [1.0, 1.0]

@@ -424,3 +424,16 @@ def test_rounding_of_a_penalty_is_no_spread(make_rows, to_form, form):
     returns = scalars(out, keys.RETURN)
     assert returns[0] != returns[1]
     assert scalars(out, keys.DEGENERATE).tolist() == [True, True]
+
+
+def test_what_waits_is_not_the_callers(make_rows, to_form, form):
+    """A tensor that its owner writes to again, while its trajectory waits in memory, changes nothing that comes out."""
+    first, second = (make_rows([4, 4])[i : i + 1] for i in range(2))
+    transform, batch = MCAdvantage(2, group_key="group_id"), to_form(first, form)
+    expected = first[0]["tokens", "full"].clone()
+    assert transform.inv(batch) is None
+    for row in batch.tensordicts if form == "stack" else [batch]:
+        tokens = row["tokens", "full"]
+        (tokens.values() if tokens.is_nested else tokens).fill_(7)
+    out = transform.inv(to_form(second, form))
+    assert columns_of(out)[keys.TOKENS].values[:4].tolist() == expected.tolist()

@@ -541,3 +541,18 @@ def test_a_process_that_is_killed(tmp_path):
     rb = TrajectoryReplayBuffer(storage=tmp_path / "s", transform=MCAdvantage(2))
     assert rb.waiting(keys.TRAJECTORY_ID) == [5]
     rb.storage.close()
+
+
+def test_a_nested_advantage_key_reaches_its_column(open_buffer, make_rows):
+    """Groups that waited have their advantage where those that came whole have it, and `waiting` finds nested keys."""
+    storage = TrajectoryStorage(open_buffer(None).storage.store.path, extra={("agent", "advantage"): "float32"})
+    rb = TrajectoryReplayBuffer(storage=storage, transform=MCAdvantage(2, advantage_key=("agent", "advantage")))
+    rows = make_rows([4, 5])
+    for i, row in enumerate(rows):
+        row["group_id"], row["task_reward"] = torch.tensor(3), torch.tensor(float(i))
+    rb.extend(lazy_stack(rows[:1]))
+    assert len(rb.waiting(("agent", "advantage"))) == 1
+    rb.extend(lazy_stack(rows[1:]))
+    stored = rb.read(rb.trajectories.mapped_rows())["agent", "advantage"]
+    assert stored.tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+    storage.close()
