@@ -97,11 +97,25 @@ def _from_arrow(column: Column, array: Any) -> Any:
     if column.is_text:
         return array.to_pylist()
     if column.axis is None:
-        return np.asarray(array.to_numpy(zero_copy_only=False)).astype(column.np_dtype, copy=False)
+        return _exact(column, array)
     lengths = np.asarray(array.value_lengths().to_numpy(zero_copy_only=False), np.int64)
     flat = array.flatten().flatten() if column.shape else array.flatten()
-    values = np.asarray(flat.to_numpy(zero_copy_only=False)).astype(column.np_dtype, copy=False)
-    return RaggedArray(values.reshape(-1, *column.shape), lengths)
+    return RaggedArray(_exact(column, flat).reshape(-1, *column.shape), lengths)
+
+
+def _exact(column: Column, array: Any) -> npt.NDArray[Any]:
+    """Return numbers in the dtype of their column; a float may be rounded, nothing else may become another number."""
+    given = np.asarray(array.to_numpy(zero_copy_only=False))
+    if given.dtype == column.np_dtype:
+        return given
+    if given.dtype.kind not in "biuf":
+        raise ValueError("they are no numbers" if not array.null_count else "there is a null in a row")
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = given.astype(column.np_dtype)
+    other = np.isinf(made) & np.isfinite(given) if made.dtype.kind == "f" else made != given
+    if other.any():
+        raise ValueError(f"{given[other][0]} does not fit")
+    return made
 
 
 def _filled(schema: Schema, found: Values, gone: Mapping[str, Flags]) -> Values:

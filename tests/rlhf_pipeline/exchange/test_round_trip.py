@@ -257,3 +257,27 @@ def test_other_tools_read_the_export(tmp_path: Path):
         "state.json",
         "trajectory_schema.json",
     ]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "wanted"),
+    [
+        ("policy_version", [1.5, 2.0], "1.5 does not fit"),
+        ("num_prompt_tokens", [2**40, 1], "1099511627776 does not fit"),
+        ("task_reward", [1e300, 0.0], "1e.300 does not fit"),
+        ("task_reward", ["1", "2"], "no numbers"),
+        ("input_ids", [[1.5], [2.0, 3.0]], "1.5 does not fit"),
+        ("input_ids", [[None], [2, 3]], "does not fit|a null in a row"),
+        ("assistant_mask", [[2], [0, 1]], "2 does not fit"),
+    ],
+)
+def test_a_column_of_another_type_is_no_other_number(tmp_path: Path, column: str, values: list[Any], wanted: str):
+    """A Parquet file that another tool wrote again: what the column cannot hold is named, not rounded or wrapped."""
+    pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
+    export_store(small(tmp_path / "a", 2, assistant_mask=[[True], [True, True]]), tmp_path / "out.parquet")
+    table = parquet.read_table(tmp_path / "out.parquet")
+    other = pyarrow.table({**{n: table[n] for n in table.schema.names if n != column}, column: pyarrow.array(values)})
+    parquet.write_table(other.replace_schema_metadata(table.schema.metadata), tmp_path / "out.parquet")
+    with pytest.raises(DataError, match=f"column '{column}' is .*({wanted})"):
+        import_files([tmp_path / "out.parquet"], tmp_path / "b")
