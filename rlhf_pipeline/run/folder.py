@@ -9,6 +9,7 @@
     reward.svg, report.html      what a person looks at
     gather.json, gather.npy      of a run over stores: what it learns from; recorded_ledger.jsonl: in which order
     rollouts/, weights/, claims/, processes/, supervisor.log    of a run of several processes, see `run.processes`
+    group.json                   where the processes of a learner meet that a supervisor has started
     lock, setup.lock             who uses the folder
 
 Nobody else spells a name of these. Where the folder is a URL, they are this process's copy; see `run.medium`.
@@ -79,8 +80,9 @@ completions of the same weights.)"""
 
 _CONFIG: Final = "config.json"
 _STORE: Final = "store"
-_BEFORE_THE_RECORD: Final = frozenset({"lock", "setup.lock", "processes", "log.txt", f".{_CONFIG}.tmp"})
-"""What a run makes before its `config.json`: a start that was killed there left no run to resume."""
+_GROUP: Final = "group.json"
+_BEFORE_THE_RECORD: Final = frozenset({"lock", "setup.lock", "processes", "log.txt", _GROUP, f".{_CONFIG}.tmp"})
+"""What may be there before, or after, a run's `config.json`: a start that was killed there left no run to resume."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +133,7 @@ class RunFolder:
         self.weights = self.path / "weights"
         self.claims = self.path / "claims"
         self.processes = self.path / "processes"
+        self.group_file = self.path / _GROUP
 
     @classmethod
     def open(cls, path: Address) -> RunFolder:

@@ -1,10 +1,11 @@
-"""A run at a URL on a Ray cluster whose nodes are lost on the way."""
+"""Runs on a Ray cluster whose nodes, and processes, are lost on the way."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -32,6 +33,10 @@ pytestmark = [
 
 LATE_S = 600.0
 COMMAND = [sys.executable, "-m", "rlhf_pipeline", "run", "copy_digits"]
+FEW = [
+    *("--set", "collect.group_size=4", "--set", "collect.prompts_per_rollout=4", "--set", "learn.token_budget=64"),
+    *("--set", "learn.stop_at_reward=none", "--set", "learn.checkpoint_every=2", "--steps", "6"),
+]
 SMALL = {"object_store_memory": 80_000_000, "include_dashboard": False}
 
 
@@ -116,3 +121,31 @@ def test_a_run_on_ray_whose_nodes_are_lost_ends_as_if_left_alone(tmp_path, monke
             assert weights(run) == weights(straight)
     finally:
         cluster.shutdown()
+
+
+def test_two_learners_on_ray_of_which_one_is_killed_learn_like_one(tmp_path, monkeypatch):
+    """Both are started again, every step counts once, and the curve is that of a run in one process to 1e-5."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    subprocess.run([*COMMAND, *FEW, "--out", str(tmp_path / "straight")], check=True, capture_output=True)
+    run, straight = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "straight")
+    command = [*COMMAND, *FEW, "--collectors", "1", "--learners", "2", "--ray", "--out", str(run.path)]
+    with (tmp_path / "driver.log").open("wb") as out:
+        driver = subprocess.Popen(command, stdout=out, stderr=out)
+    late, killed = time.monotonic() + LATE_S, None
+    while driver.poll() is None:
+        assert time.monotonic() < late, (tmp_path / "driver.log").read_text()
+        time.sleep(0.2)
+        pid = run.said("supervisor").get("processes", {}).get("learner-1")
+        if killed is None and pid is not None and run.is_recorded and run.rows(run.metrics_file).last_step >= 3:
+            os.kill(pid, signal.SIGKILL)
+            killed = pid
+    said = (tmp_path / "driver.log").read_text()
+    assert driver.returncode == 0, said
+    assert killed is not None, said
+    assert "learner-1 was killed by SIGKILL; the learner's processes are started again" in said
+    assert [finding.text for finding in check_run(run) if not finding.ok] == []
+    assert [row["step"] for row in run.ledger] == [1, 2, 3, 4, 5, 6]
+    assert {row["processes"] for row in run.metrics} == {2}
+    for mine, theirs in zip(run.metrics, straight.metrics, strict=True):
+        for name in ("step", "loss", "grad_norm", "task_reward", "num_trajectories"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, Final
+from typing import Any
 
 from torch import distributed
 
@@ -17,7 +17,6 @@ from rlhf_pipeline.run.processes.heartbeat import Pause
 from rlhf_pipeline.run.processes.launch import GROUP, HOST
 from rlhf_pipeline.run.signals import StopRequest
 
-_FILE: Final = "group.json"
 _Store: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented there
 
 
@@ -34,7 +33,7 @@ def meeting_of(run: RunFolder, stop: StopRequest) -> Any:
     group = os.environ.get(GROUP)
     if group is None:
         return None
-    file = run.processes / _FILE
+    file = run.group_file
     if os.environ["RANK"] == "0":
         host = os.environ.get(HOST, "127.0.0.1")
         store = _Store(host, 0, is_master=True, wait_for_workers=False)
