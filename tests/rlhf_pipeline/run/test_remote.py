@@ -15,6 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf_pipeline.errors import DataError, LeaseLostError, RunExistsError
 from rlhf_pipeline.run.files import folder_problem, new_folder
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.medium import BESIDE
 from rlhf_pipeline.run.processes.claims import Flow
 from rlhf_pipeline.run.processes.rollouts import RolloutSet
 from rlhf_pipeline.run.processes.weights import Published
@@ -254,6 +256,19 @@ def test_packs_go_with_the_last_folder_that_needs_them(memory, tmp_path):
     assert bucket(memory).keys("packs/") == []
     SealedFolders(bucket(memory), tmp_path / "other").bring("weights/version-00000002")
     assert not (tmp_path / "other" / "weights" / "version-00000002").exists()
+
+
+def test_what_one_process_fetches_does_not_change_what_another_one_writes(memory, tmp_path, monkeypatch):
+    """Processes of one supervisor share a folder for heartbeats, and no copies: an old record does not come back."""
+    monkeypatch.setenv(BESIDE, str(tmp_path))
+    monkeypatch.setattr("rlhf_pipeline.run.remote.medium.open_bucket", lambda url, durable: bucket(memory))
+    bucket(memory).put("group.json", b"old")
+    first, other = RunFolder("s3://memory/run"), RunFolder("s3://memory/run")
+    first.group_file.write_bytes(b"new")
+    assert other.bring(other.group_file).read_bytes() == b"old"
+    first.keep(first.group_file)
+    first.medium.flush()
+    assert other.bring(other.group_file).read_bytes() == b"new"
 
 
 # ------------------------------------------------------------------------------------------ leases and claims
