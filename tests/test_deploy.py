@@ -87,6 +87,22 @@ def test_the_files_have_the_form_of_their_platform():
     assert tasks[0] == sum(tasks[1:])
 
 
+@pytest.mark.parametrize("version", ["1.30", "1.37"])
+def test_kubernetes_takes_its_file(version: str):
+    """The whole schemas of its API, in which no unknown field is allowed."""
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    for job in yaml.safe_load_all(text_of("kubernetes.yaml")):
+        kubernetes_validate.validate(job, version, strict=True)
+
+
+def test_skypilot_takes_its_file():
+    """The whole schemas that its commands check a task by."""
+    common_utils, schemas = (pytest.importorskip(f"sky.utils.{name}") for name in ("common_utils", "schemas"))
+    task = yaml.safe_load(text_of("skypilot.yaml"))
+    common_utils.validate_schema(task, schemas.get_task_schema(), "not a task: ")
+    common_utils.validate_schema(task["resources"], schemas.get_resources_schema(), "not resources: ")
+
+
 def test_every_command_in_the_files_can_be_typed():
     """The learner and the collectors of each, with options that exist."""
     jobs = list(yaml.safe_load_all(text_of("kubernetes.yaml")))
