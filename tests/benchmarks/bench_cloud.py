@@ -8,7 +8,8 @@ overlap; in a folder, and behind a proxy that adds 20 ms to every request to an 
 a Python program on the same cores, so it takes time from the run that a real one would not; the steps are of a size
 (about a second) at which that does not hide what is measured. Requests and bytes are counted twice: by the processes,
 in metrics.jsonl, and by the proxy. Then the learner is stopped, and after it the collectors instead, for a while: what
-the others ask for meanwhile is what a process costs that has nothing to do. The last table is `cloud_model.py` with the
+the others ask for meanwhile is what a process costs that has nothing to do. A batch is read from the store by a reader
+that has just opened it. The last table is `cloud_model.py` with the
 sizes and times of this run.
 """
 
@@ -36,6 +37,8 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.medium import Address
 from tests.benchmarks.cloud_model import Run, predicted
 from tests.crash._s3 import Rig, serve
+from trajectory_store import TrajectoryStore
+from trajectory_store.objects.remote import open_bucket
 
 COLLECTORS = 2
 WARM = 8
@@ -51,7 +54,7 @@ SETTINGS = {
     "learn.stop_at_reward": "none",
     "learn.checkpoint_every": "1000",
 }
-GOALS = {"time": 1.15, "commit": 2.0, "idle": 1.0, "model": 0.10}
+GOALS = {"time": 1.15, "commit": 2.0, "idle": 1.0, "model": 0.10, "cold": 10.0}
 
 
 @dataclass
@@ -182,6 +185,26 @@ def idle(rig: Rig, folder: Path) -> dict[str, float]:
     return found
 
 
+def cold_round_trips(url: str) -> dict[str, float]:
+    """Wall time of an open, and of the first padded batch of 64 behind it, in times of a small request."""
+    bucket, times = open_bucket(url, durable=False), list[float]()
+    for _ in range(10):
+        started = time.perf_counter()
+        bucket.get("config.json")
+        times.append(time.perf_counter() - started)
+    trip, found = float(np.median(times)), dict[str, list[float]](open=[], batch=[])
+    for seed in range(5):
+        started = time.perf_counter()
+        with TrajectoryStore.open(f"{url}/store") as store:
+            found["open"].append((time.perf_counter() - started) / trip)
+            ids, before = np.random.default_rng(seed).choice(store.ids(), 64, replace=False), store.traffic.requests
+            started = time.perf_counter()
+            store.read_padded(ids)
+            found["batch"].append((time.perf_counter() - started) / trip)
+            assert store.traffic.requests > before, "nothing was fetched: the batch was not cold"
+    return {name: float(np.median(trips)) for name, trips in found.items()}
+
+
 def seconds_per_step(rows: Sequence[Mapping[str, Any]]) -> float:
     """The mean over all but the first."""
     return (rows[-1]["time"] - rows[0]["time"]) / (len(rows) - 1)
@@ -248,6 +271,13 @@ def main() -> int:
             counted = total(url, name) / len(url)
             say(f"{name} per step: by the processes {counted:.1f}, by the proxy {seen[name]:.1f}, the model {said:.1f}")
             goal("model", f"the model's {name} against those counted", abs(said / counted - 1), GOALS["model"])
+        for name, trips in cold_round_trips(place).items():
+            goal(
+                "cold",
+                f"{name} of a cold reader (a padded batch has 64 rows), in round trips of wall time",
+                trips,
+                GOALS["cold"],
+            )
         say("  " + ", ".join(f"{name} {count:.2f}" for name, count in sorted(proxy.items()) if count and " " in name))
         say(f"  {run}")
         for name, rate in idle(rig, folder / "idle").items():
