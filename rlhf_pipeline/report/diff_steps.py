@@ -79,11 +79,13 @@ def compare_steps(left: RunFolder, right: RunFolder) -> StepsDifference:
     Raises:
         DataError: a line is damaged.
     """
-    batch = _Differing("batch")
+    batch, taken = _Differing("batch"), min(left.metrics.last_step, right.metrics.last_step)
     for step, mine, theirs in _joined(left.ledger, right.ledger):
+        sizes = [None if row is None else len(row.get("row_ids", ())) for row in (mine, theirs)]
         if mine is not None and theirs is not None:
-            sizes = len(mine.get("row_ids", ())), len(theirs.get("row_ids", ()))
             batch.note(step, *sizes, differs=_batch(mine, theirs) != _batch(theirs, mine))
+        elif step <= taken:  # both took the step, and one does not say with what
+            batch.note(step, *sizes, differs=True)
     found, batches = compare_figures(left, right), batch.result()
     found.differences = sorted([*batches, *found.differences], key=lambda one: one.first_step)
     return found

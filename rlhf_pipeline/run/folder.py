@@ -49,7 +49,7 @@ from rlhf_pipeline.errors import (
 )
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
 from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
-from rlhf_pipeline.run.inputs import check_inputs, describe_inputs
+from rlhf_pipeline.run.inputs import check_inputs, describe_inputs, reward_notice
 from rlhf_pipeline.run.medium import Address, below, open_medium
 from rlhf_pipeline.run.rows import Row, StepRows
 
@@ -388,6 +388,11 @@ class RunFolder:
         if inputs:
             check_inputs(self.address, before.get("inputs", {}), pipeline)
 
+    def notices(self, pipeline: Pipeline) -> Iterator[str]:
+        """What a person should know of a definition with which the run goes on."""
+        if self.is_recorded:
+            yield from reward_notice(self._recorded().get("inputs", {}), pipeline)
+
     def check_parts(self) -> None:
         """Refuse to go on with a run of which something is missing; see `missing_parts`.
 
@@ -637,7 +642,7 @@ def not_found(path: Address, wanted: str = "run") -> MissingPathError:
     if not runs:
         hint = " Make one: rlhf-pipeline run copy_digits"
     else:
-        near = did_you_mean(str(path), map(str, runs))
+        near = did_you_mean(str(path), [str(run) for run in runs if run != path])
         hint = near.replace("Known:", "Runs here:") if len(runs) <= 8 else near.split(" Known:")[0]
     what = "is not one" if path.exists() else "does not exist"
     return MissingPathError(f"there is no {wanted} at {path}: the folder {what}.{hint}")

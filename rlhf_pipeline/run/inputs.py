@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from rlhf_pipeline.config import Pipeline, PretrainedPolicy
+from rlhf_pipeline.config_text import name_of
 from rlhf_pipeline.errors import RunMismatchError
 
 _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
@@ -23,6 +25,7 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
 
     A prompt file is hashed whole. Of a model folder, the config and the tokenizer are hashed whole, and of each weight
     file the size, the first and the last MiB: that notices a model trained further, and not a single changed number.
+    Of a reward function of the definition's own, the source is hashed, without what it calls.
 
     >>> from rlhf_pipeline import CopyDigits, Pipeline, TinyPolicy, token_match
     >>> describe_inputs(Pipeline(name="a", policy=TinyPolicy(), prompts=CopyDigits(), reward=token_match))
@@ -40,7 +43,25 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
     if pipeline.replay is not None:
         # Where the stores were. What was chosen from them is in `gather.json`, and they may grow or go afterwards.
         found["replay.stores"] = {path: str(Path(path).expanduser().resolve()) for path in pipeline.replay.stores}
+    source = _source(pipeline.reward)
+    if source is not None:
+        found["reward"] = {"sha256": hashlib.sha256(source.encode()).hexdigest()}
     return found
+
+
+def reward_notice(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> Iterator[str]:
+    """Say if the reward function is another than at the last start: it may be, as a mistake in one can be repaired.
+
+    Args:
+        recorded: what `describe_inputs` returned at the last start.
+        pipeline: its definition.
+    """
+    before, now = recorded.get("reward"), describe_inputs(pipeline).get("reward")
+    if before is not None and now is not None and before != now:
+        yield (
+            f"the reward function {name_of(pipeline.reward)} has been edited since the run was last started: "
+            "trajectories from here on are graded by the new one, and those before keep the rewards of the old one."
+        )
 
 
 def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> None:
@@ -59,7 +80,7 @@ def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]],
     now = describe_inputs(pipeline)
     paths = {"prompts.path": getattr(pipeline.prompts, "path", ""), "policy.path": getattr(pipeline.policy, "path", "")}
     for field, before in recorded.items():
-        if field not in now or now[field] == before or field == "replay.stores":
+        if field not in now or now[field] == before or field in ("replay.stores", "reward"):
             continue
         changed = sorted(name for name in before.keys() | now[field].keys() if before.get(name) != now[field].get(name))
         what = f"its {', '.join(changed)} differ" if field == "policy.path" else _sizes(before, now[field])
@@ -67,6 +88,16 @@ def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]],
             f"{paths[field]} ({field}) has changed since {run_dir} was started: {what}. Put the old one back to go on "
             "with this run, or start a new run with --out OTHER_FOLDER."
         )
+
+
+def _source(function: object) -> str | None:
+    """The text of a function that a definition brings; None of one of this package, or where there is no text."""
+    if not inspect.isfunction(function) or function.__module__.split(".")[0] == __name__.split(".")[0]:
+        return None
+    try:
+        return inspect.getsource(function)
+    except OSError:
+        return None
 
 
 def _sizes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

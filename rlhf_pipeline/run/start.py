@@ -74,13 +74,14 @@ def run(
     check_start(folder, pipeline, seed, resume=resume)
     models = build_models(pipeline, seed=seed, device=device)
     check_prompts(pipeline, models.policy, seed)
+    notices = list(folder.notices(pipeline))  # against what was recorded before this start is
     with (
         begun(folder, pipeline, seed=seed, device=device, resume=resume, definition=definition, overrides=overrides),
         chosen_engine(pipeline, models.policy, run=folder, device=device) as hand_over,
         build_parts(pipeline, models, run=folder, seed=seed, hand_over=hand_over) as parts,
         stop_on_signals(parent) as stop,
     ):
-        for notice in sampling_notices(pipeline, models.policy):
+        for notice in (*notices, *sampling_notices(pipeline, models.policy)):
             tell(on_event, notice)
         loop = Loop(
             folder,

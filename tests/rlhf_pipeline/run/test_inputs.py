@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 
@@ -8,8 +9,11 @@ import pytest
 
 from rlhf_pipeline import CopyDigits, JsonlPrompts, Pipeline, PretrainedPolicy, TinyPolicy, token_match
 from rlhf_pipeline.errors import RunMismatchError
+from rlhf_pipeline.run.events import Event, Notice
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs
+from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline.small import tiny
 
 
 @pytest.fixture
@@ -87,3 +91,21 @@ def test_a_field_that_is_younger_than_the_run_is_not_a_difference(pipeline, tmp_
     (run_dir / "config.json").write_text(json.dumps(record))
     with pytest.raises(RunMismatchError, match=r"learn\.lr was 0\.5"):
         RunFolder(run_dir).check_unchanged(pipeline, 0)
+
+
+def test_an_edited_reward_function_is_said(tmp_path):
+    """A run goes on with a reward that was repaired, and says that those before keep theirs; else it says nothing."""
+    file, said = tmp_path / "graded.py", []
+    for start, body in enumerate(("return 0.25", "return 0.25", "return 0.5")):
+        file.write_text(f"def grade(prompt, completion, answer, meta):\n    {body}\n")
+        spec = importlib.util.spec_from_file_location("graded", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        events: list[Event] = []
+        pipeline = tiny(reward=module.grade, learn__steps=str(2 + 2 * start))
+        run(pipeline, run_dir=tmp_path / "run", resume=start > 0, on_event=events.append)
+        notices = [event.message for event in events if isinstance(event, Notice)]
+        said.append(any("grade has been edited since the run was last started" in notice for notice in notices))
+    assert said == [False, False, True]
