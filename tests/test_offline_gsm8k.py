@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_pipeline.run.rows import read_rows
+from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -40,14 +41,15 @@ def test_correct_solutions_gain_on_incorrect_ones_on_questions_that_were_never_s
     """50 steps on the solutions of 600 questions: elsewhere, too, the margin rises by more than 3 standard errors."""
     del gsm8k_dir  # it skips where the files are not
     experiment.prepare(tmp_path, seed=0, questions=600)
-    questions = [read_rows(tmp_path / f"{name}.jsonl") for name in ("learned", "held-out")]
+    files = [tmp_path / "learned.jsonl", tmp_path / "held-out.jsonl"]
+    questions = [list(map(json.loads, file.read_text().splitlines())) for file in files]
     assert not {row["question"] for row in questions[0]} & {row["question"] for row in questions[1]}
     held_out = tmp_path / "held-out"
     before = experiment.log_probs(tmp_path / "model", held_out)
     checkpoint = experiment.learn(tmp_path, seed=0, settings=SETTINGS)
     after = experiment.log_probs(checkpoint, held_out)
 
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    rows = list(StepRows(tmp_path / "run" / "metrics.jsonl"))
     assert len(rows) == 50
     with TrajectoryStore.open(tmp_path / "run" / "store") as own:
         assert own.read_scalars("computed").tolist() == [5] * 2400  # behaviour log-probs and advantages

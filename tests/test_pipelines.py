@@ -12,7 +12,7 @@ from rlhf_pipeline import CausalLMPolicy, JsonlPrompts
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.policies.chat import encode_prompt
 from rlhf_pipeline.policies.new_model import new_model
-from rlhf_pipeline.run.rows import read_rows
+from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -41,7 +41,7 @@ def test_copy_digits_learns(command, tmp_path, seed):
     assert "target reached" in shown
     assert (run_dir / "reward.svg").is_file()
     assert (run_dir / "report.html").is_file()
-    rewards = [row["task_reward"] for row in read_rows(run_dir / "metrics.jsonl") if row["task_reward"] is not None]
+    rewards = [row["task_reward"] for row in StepRows(run_dir / "metrics.jsonl") if row["task_reward"] is not None]
     assert rewards[0] <= 0.2
     assert min(rewards[-3:]) >= 0.95
     inspected = command("inspect", run_dir)

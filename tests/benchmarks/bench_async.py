@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_pipeline.run.rows import read_rows
+from rlhf_pipeline.run.rows import StepRows
 
 GOAL_REWARD = 0.9
 WINDOW = 3
@@ -74,7 +74,7 @@ def measure(variant: Variant, seed: int, cores: set[int], folder: Path) -> Measu
     )
     if done.returncode != 0:
         raise SystemExit(f"{variant.name}, seed {seed}:\n{done.stdout}{done.stderr}")
-    rows = read_rows(run_dir / "metrics.jsonl")
+    rows = list(StepRows(run_dir / "metrics.jsonl"))
     rewards: list[float] = []
     for row in rows:
         rewards.append(row["task_reward"])

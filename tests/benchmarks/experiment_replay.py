@@ -62,7 +62,7 @@ def curve(task: tuple[str, int, int]) -> dict[str, Any]:
     from copy_digits import copy_digits
 
     from rlhf_pipeline import Sample
-    from rlhf_pipeline.run.rows import read_rows
+    from rlhf_pipeline.run.rows import StepRows
     from rlhf_pipeline.run.start import run
     from trajectory_store import TrajectoryStore
 
@@ -85,7 +85,7 @@ def curve(task: tuple[str, int, int]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         run_dir = Path(folder) / "run"
         run(pipeline, run_dir=run_dir, seed=seed)
-        rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["task_reward"] is not None]
+        rows = [row for row in StepRows(run_dir / "metrics.jsonl") if row["task_reward"] is not None]
         with TrajectoryStore.open(run_dir / "store") as store:
             groups = store.read_scalars("group_id") // pipeline.collect.prompts_per_rollout
             sampled = store.lengths("input_ids") - store.read_scalars("num_prompt_tokens")

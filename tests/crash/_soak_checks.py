@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.run.rows import read_rows
+from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import StoreError, TrajectoryStore
 
 CHECKED_COLUMNS = ("input_ids", "log_probs", "assistant_mask")
@@ -83,7 +83,7 @@ def check_run(run_dir: Path, pipeline: Pipeline, witness: Witness, *, goal: bool
     """Count prompts, trajectories, rollouts and steps, and compare what was acknowledged with what is there."""
     size, members = pipeline.collect.prompts_per_rollout, pipeline.collect.group_size
     updates = pipeline.learn.updates_per_rollout
-    ledger, metrics = read_rows(run_dir / "ledger.jsonl"), read_rows(run_dir / "metrics.jsonl")
+    ledger, metrics = list(StepRows(run_dir / "ledger.jsonl")), list(StepRows(run_dir / "metrics.jsonl"))
     steps = metrics[-1]["step"]
     with TrajectoryStore.open(run_dir / "store") as store, TrajectoryStore.open(run_dir / "rollouts") as rollouts:
         verified = [store.verify().ok, rollouts.verify().ok]

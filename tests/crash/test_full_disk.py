@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.run.rows import read_rows
+from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(600)]
@@ -34,7 +34,7 @@ def command(run_dir: Path, *extra: str, limit_bytes: int | None = None) -> subpr
 
 
 def assert_nothing_acknowledged_is_lost(run_dir: Path) -> None:
-    used = {row_id for row in read_rows(run_dir / "ledger.jsonl") for row_id in row["row_ids"]}
+    used = {row_id for row in StepRows(run_dir / "ledger.jsonl") for row_id in row["row_ids"]}
     with TrajectoryStore.open(run_dir / "store") as store:
         assert store.verify().ok
         assert used <= set(store.ids().tolist())
@@ -66,11 +66,11 @@ def test_a_full_disk_stops_the_run_clearly_and_loses_nothing(small_disk):
     assert_nothing_acknowledged_is_lost(run_dir)
 
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
-    steps = read_rows(run_dir / "metrics.jsonl")[-1]["step"]
+    steps = StepRows(run_dir / "metrics.jsonl")[-1]["step"]
     resumed = command(run_dir, "--resume", "--steps", str(steps + 4), "--set", "learn.stop_at_reward=none")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert_nothing_acknowledged_is_lost(run_dir)
-    assert read_rows(run_dir / "metrics.jsonl")[-1]["step"] == steps + 4
+    assert StepRows(run_dir / "metrics.jsonl")[-1]["step"] == steps + 4
 
 
 def test_a_file_size_limit_is_a_clear_error(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.run.rows import append_row, read_rows
+from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import Column, Schema, TrajectoryStore, copy_rows
 
 from .conftest import Cli
@@ -23,10 +23,11 @@ def twin(run_dir: Path) -> Path:
 
 def change_rows(file: Path, step: int, **values: Any) -> None:
     """Write other values into one row of a file of rows."""
-    rows = read_rows(file)
-    file.unlink()
-    for row in rows:
-        append_row(file, row | (values if row["step"] == step else {}))
+    rows = StepRows(file)
+    before = list(rows)
+    rows.drop_from(1)
+    for row in before:
+        rows.append(row | (values if row["step"] == step else {}))
 
 
 def test_equal_runs(cli: Cli, run_dir: Path, twin: Path):
@@ -77,7 +78,7 @@ def test_where_two_runs_part(cli: Cli, run_dir: Path, twin: Path):
     change_rows(twin / "ledger.jsonl", 4, row_ids=[8, 9])
     change_rows(twin / "metrics.jsonl", 3, loss=0.25)
     change_rows(twin / "metrics.jsonl", 5, loss=0.5, task_reward=2.0)
-    append_row(twin / "metrics.jsonl", {"step": 13})
+    StepRows(twin / "metrics.jsonl").append({"step": 13})
     with TrajectoryStore.open(twin / "store", "a") as store:
         store.update([2], advantage=[0.75 + float(store.read([2])["advantage"][0])], completion=["123"])
     lines = cli("diff", run_dir, twin).out.splitlines()

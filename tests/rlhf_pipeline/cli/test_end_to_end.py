@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.run.rows import read_rows
+from rlhf_pipeline.run.rows import StepRows
 
 from .conftest import Cli
 
@@ -51,10 +51,10 @@ def test_signals_save_and_say_how_to_go_on(cli: Cli, tmp_path: Path, monkeypatch
     metrics = tmp_path / "runs" / "copy_digits" / "metrics.jsonl"
     new = [*SMALL, "--set", "learn.stop_at_reward=none"]
     for number, code, more in ((signal.SIGINT, 130, new), (signal.SIGTERM, 143, ["--resume"])):
-        before = len(read_rows(metrics))
+        before = len(StepRows(metrics))
         line = [sys.executable, "-m", "rlhf_pipeline.cli", "run", "copy_digits", "--steps", "100000", *more]
         with subprocess.Popen(line, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-            while len(read_rows(metrics)) <= before and run.poll() is None:
+            while len(StepRows(metrics)) <= before and run.poll() is None:
                 time.sleep(0.1)
             run.send_signal(number)
             out, err = run.communicate()
@@ -64,7 +64,7 @@ def test_signals_save_and_say_how_to_go_on(cli: Cli, tmp_path: Path, monkeypatch
         assert "rlhf-pipeline run copy_digits --resume" in out
         assert "Traceback" not in err
         assert cli("verify", "runs/copy_digits").code == 0
-    steps = len(read_rows(metrics))
+    steps = len(StepRows(metrics))
     assert (metrics.parent / "checkpoints" / f"step-{steps:08d}").is_dir()
 
 
@@ -102,14 +102,14 @@ def test_supervise_stop_look_resume(cli: Cli, tmp_path: Path):
     """A signal stops and saves a supervised run; to go on needs no number of collectors and no definition."""
     supervisor = start(tmp_path, "run", "long_running", "--collectors", "1", "--steps", "100000", *SMALL)
     run_dir = tmp_path / "runs" / "long_running"
-    while len(read_rows(run_dir / "metrics.jsonl")) < 3 and supervisor.poll() is None:
+    while len(StepRows(run_dir / "metrics.jsonl")) < 3 and supervisor.poll() is None:
         time.sleep(0.1)
     supervisor.send_signal(signal.SIGTERM)
     code, out, err = end(supervisor)
     assert code == 143, out + err
     assert "1 collector and a learner" in out.splitlines()[0]
     assert "stopped and saved" in out
-    steps = len(read_rows(run_dir / "metrics.jsonl"))
+    steps = len(StepRows(run_dir / "metrics.jsonl"))
     assert (run_dir / "checkpoints" / f"step-{steps:08d}").is_dir()
     log = (run_dir / "supervisor.log").read_text()
     assert log.count("ended with code 143") == 2
@@ -121,7 +121,7 @@ def test_supervise_stop_look_resume(cli: Cli, tmp_path: Path):
     assert f"going on after step {steps}" in out
     assert f"in {steps + 2} steps" in out
     assert f"rlhf-pipeline run --out runs/long_running --resume --steps {2 * (steps + 2)}" in out
-    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == list(range(1, steps + 3))
+    assert [row["step"] for row in StepRows(run_dir / "metrics.jsonl")] == list(range(1, steps + 3))
     for name in ("reward.svg", "report.html", "ledger.jsonl", "processes/learner.log"):
         assert (run_dir / name).is_file()
     log = (run_dir / "supervisor.log").read_text()

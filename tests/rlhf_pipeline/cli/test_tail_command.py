@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.run.rows import append_row
+from rlhf_pipeline.run.rows import StepRows
 
 from .conftest import Cli
 
@@ -132,7 +132,7 @@ def test_follow_a_live_writer(run_dir: Path, followers: list[Follower]):
 
         assert tell("100") == "done"
         assert ends(plain.next(3)) == ["100", "101", "102"]
-        append_row(run_dir / "metrics.jsonl", {"step": 13, "task_reward": 0.5, "watermark": 51})
+        StepRows(run_dir / "metrics.jsonl").append({"step": 13, "task_reward": 0.5, "watermark": 51})
         assert plain.next(1) == ["step 13: reward 0.500"]
         assert tell("compact") == "51"
         assert tell("103") == "done"

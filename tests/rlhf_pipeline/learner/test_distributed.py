@@ -25,7 +25,7 @@ from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.state import read_state
 from rlhf_pipeline.report.check import check_run, check_store
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.rows import read_rows
+from rlhf_pipeline.run.rows import StepRows
 
 PROGRAM = Path(__file__).with_name("sharded_program.py")
 ROOT = Path(__file__).resolve().parents[3]
@@ -202,7 +202,7 @@ def test_the_program_of_the_page_runs_on_two_processes(tmp_path, store):
     assert done.returncode == 0, done.stderr
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["step 1", "step 2"]
     assert (tmp_path / "checkpoints" / "step-00000002" / "shards" / ".metadata").is_file()
-    assert [row["step"] for row in read_rows(tmp_path / "ledger.jsonl")] == [1, 2]
+    assert [row["step"] for row in StepRows(tmp_path / "ledger.jsonl")] == [1, 2]
 
 
 @pytest.mark.slow
@@ -227,7 +227,7 @@ def test_the_command_runs_on_two_processes_is_killed_and_resumes(tmp_path):
         killed = subprocess.Popen(
             [*command, *options, "--steps", "100000"], cwd=tmp_path, env=environment, stdout=out, stderr=out
         )
-        while len(read_rows(run.metrics_file)) < 4 and killed.poll() is None:
+        while len(StepRows(run.metrics_file)) < 4 and killed.poll() is None:
             time.sleep(0.1)
         ranks = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
         assert len(ranks) == 2, (tmp_path / "out").read_text()
@@ -235,7 +235,7 @@ def test_the_command_runs_on_two_processes_is_killed_and_resumes(tmp_path):
         killed.wait()
     while any(is_running(rank) for rank in ranks):
         time.sleep(0.1)
-    steps = len(read_rows(run.metrics_file))
+    steps = len(StepRows(run.metrics_file))
     assert (run.checkpoints / f"step-{steps:08d}").is_dir(), (tmp_path / "out").read_text()
     done = subprocess.run(
         [*command, "--resume", "--steps", str(steps + 1)],
@@ -243,12 +243,12 @@ def test_the_command_runs_on_two_processes_is_killed_and_resumes(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("written:") == 1  # one process speaks
-    one, two = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    one, two = (list(StepRows(tmp_path / name / "metrics.jsonl")) for name in ("one", "two"))
     names = ("loss", "grad_norm", "task_reward", "num_trajectories", "num_tokens")
     assert_same_curve(
         [{name: row[name] for name in names} for row in two[:4]], [{n: row[n] for n in names} for row in one], 1e-5
     )
-    assert [row["step"] for row in read_rows(tmp_path / "two" / "ledger.jsonl")] == list(range(1, steps + 2))
+    assert [row["step"] for row in StepRows(tmp_path / "two" / "ledger.jsonl")] == list(range(1, steps + 2))
     assert [finding.text for finding in check_run(RunFolder.open(tmp_path / "two")) if not finding.ok] == []
     assert {row["processes"] for row in two} == {2}
     assert main(["replay", str(tmp_path / "two"), "--from-step", str(steps + 1)]) == 0  # in one, up to rounding

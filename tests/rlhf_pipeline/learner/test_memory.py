@@ -16,7 +16,7 @@ from rlhf_pipeline import (
 )
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.run.events import Event, Notice
-from rlhf_pipeline.run.rows import read_rows
+from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import newest, tiny
 
@@ -72,7 +72,7 @@ def test_a_moving_reference_is_in_the_checkpoint(tmp_path):
     }
     assert found["run"] == found["straight"] != found["frozen"]
     kl = {
-        name: [row["kl_k1"] for row in read_rows(tmp_path / name / "metrics.jsonl")] for name in ("frozen", "straight")
+        name: [row["kl_k1"] for row in StepRows(tmp_path / name / "metrics.jsonl")] for name in ("frozen", "straight")
     }
     assert abs(kl["straight"][-1]) < abs(kl["frozen"][-1])
 
@@ -96,7 +96,7 @@ def test_every_loss_runs_from_a_definition(tmp_path, changes):
     events: list[Event] = []
     made = pipeline(**changes, loss__entropy_coeff="0.01", learn__steps="2")
     run(made, run_dir=tmp_path / "run", on_event=events.append)
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    rows = list(StepRows(tmp_path / "run" / "metrics.jsonl"))
     assert all(row["grad_norm"] > 0 for row in rows)
     assert [event.message for event in events if isinstance(event, Notice)] == []
 

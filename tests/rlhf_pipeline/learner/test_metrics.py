@@ -18,7 +18,7 @@ from rlhf_pipeline.replay.batches import padded_columns
 from rlhf_pipeline.run.events import Event
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loggers import with_logger
-from rlhf_pipeline.run.rows import read_rows
+from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import tiny
 from trajectory_store import TrajectoryStore
@@ -71,7 +71,7 @@ def test_peaks_are_known_for_gpus_only():
 def test_every_line_has_the_figures_that_are_documented(tmp_path):
     """Ages, use counts, KL estimates, spread and rates, on a CPU with a peak given and without."""
     run(pipeline(learn__peak_flops="1e9"), run_dir=tmp_path / "run")
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    rows = list(StepRows(tmp_path / "run" / "metrics.jsonl"))
     assert [row["staleness_max"] for row in rows] == [0, 1, 0, 1]
     assert [(row["use_count"], row["use_count_max"]) for row in rows] == [(1, 1), (2, 2), (1, 1), (2, 2)]
     for row in rows:
@@ -86,7 +86,7 @@ def test_every_line_has_the_figures_that_are_documented(tmp_path):
         assert row["peak_memory_mb"] > 1
         assert row["mfu"] > 0
     run(pipeline(), run_dir=tmp_path / "without")
-    assert {row["mfu"] for row in read_rows(tmp_path / "without" / "metrics.jsonl")} == {None}
+    assert {row["mfu"] for row in StepRows(tmp_path / "without" / "metrics.jsonl")} == {None}
 
 
 def test_kl_estimates_are_means_over_the_policys_tokens(tmp_path):
@@ -95,7 +95,8 @@ def test_kl_estimates_are_means_over_the_policys_tokens(tmp_path):
     with TrajectoryStore.open(tmp_path / "run" / "store") as store:
         ids = store.ids()[-12:]
         rows = store.read(ids, ["log_probs", "ref_log_probs", "assistant_mask"])
-        found = data_metrics(store, ids, ages=ids * 0, uses=ids - ids[0])
+        advantages = store.read_scalars("advantage", ids)
+        found = data_metrics(store, ids, advantages=advantages, ages=ids * 0, uses=ids - ids[0])
         keys = [LOG_PROBS, REF_LOG_PROBS, ASSISTANT_MASK]
         cut = [torch.tensor([5, 0, 2, 3, 4, 1]), torch.tensor([8, 9, 10, 11, 6, 7])]
         parts = {int(at[0]): padded_columns(store, ids[at.numpy()], keys=keys) for at in cut}
@@ -122,7 +123,7 @@ def test_metrics_go_to_csv_files_once(tmp_path):
     (file,) = (tmp_path / "run" / "logs").rglob("grad_norm.csv")
     steps, values = zip(*(line.split(",") for line in file.read_text().splitlines()), strict=True)
     assert [int(step) for step in steps] == [1, 2, 3, 4]
-    recorded = [row["grad_norm"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
+    recorded = [row["grad_norm"] for row in StepRows(tmp_path / "run" / "metrics.jsonl")]
     assert [float(value) for value in values] == pytest.approx(recorded)
 
 

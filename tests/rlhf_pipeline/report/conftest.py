@@ -13,7 +13,7 @@ import pytest
 from rlhf_pipeline import definitions
 from rlhf_pipeline.config_text import to_json
 from rlhf_pipeline.run.files import new_folder
-from rlhf_pipeline.run.rows import append_row
+from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore
 
 ALPHABET = "0123456789="
@@ -68,9 +68,9 @@ def write_run(
         ids = store.append(batch)
         for update in range(updates):
             step = rollout * updates + update + 1
-            append_row(folder / "metrics.jsonl", _metrics(step, rollout, update, batch, store.watermark))
+            StepRows(folder / "metrics.jsonl").append(_metrics(step, rollout, update, batch, store.watermark))
             row = {"step": step, "row_ids": ids.tolist(), "watermark": store.watermark, "ages": [update] * len(ids)}
-            append_row(folder / "ledger.jsonl", row)
+            StepRows(folder / "ledger.jsonl").append(row)
     store.close()
     with new_folder(folder / "checkpoints" / "step-00000000") as checkpoint:
         (checkpoint / "state.json").write_text('{"step": 0}')

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_pipeline import GRPO, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, token_match
 from rlhf_pipeline.run.build import build_models
-from rlhf_pipeline.run.rows import read_rows
+from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 
 
@@ -40,7 +40,7 @@ def test_a_run_gives_the_same_metrics_in_every_layout(tmp_path, layout):
     for name in ("padded", layout):
         notices = []
         run(pipeline(name), run_dir=tmp_path / name, on_event=lambda e, kept=notices: kept.append(str(e)))
-        rows[name] = read_rows(tmp_path / name / "metrics.jsonl")
+        rows[name] = list(StepRows(tmp_path / name / "metrics.jsonl"))
         assert not any("does not fit" in text for text in notices)
     assert len(rows[layout]) == 3
     for one, other in zip(rows["padded"], rows[layout], strict=True):

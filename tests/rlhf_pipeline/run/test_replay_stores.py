@@ -20,7 +20,7 @@ from rlhf_pipeline.report.diff_steps import compare_figures, compare_weights
 from rlhf_pipeline.run.events import Event, Notice, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.replay_stores import replay_stores
-from rlhf_pipeline.run.rows import read_rows
+from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import make_store, offline, tiny, weights
 from trajectory_store import TrajectoryStore, copy_rows
@@ -29,7 +29,7 @@ SAME = ("loss", "grad_norm", "entropy", "kl_approx", "clip_fraction", "advantage
 
 
 def ledger_of(run_dir: Path, name: str) -> list[list[int]]:
-    return [row[name] for row in read_rows(run_dir / "ledger.jsonl")]
+    return [row[name] for row in StepRows(run_dir / "ledger.jsonl")]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_finished_run_comes_out_again_from_its_store_alone(tmp_path, changes):
     replay = dataclasses.replace(pipeline, replay=Replay(stores=(str(tmp_path / "store"),), recorded_order=True))
     finished = run(replay, run_dir=tmp_path / "again", seed=3)
     assert (finished.reason, finished.steps) == ("steps", 6)
-    recorded, again = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("run", "again"))
+    recorded, again = (list(StepRows(tmp_path / name / "metrics.jsonl")) for name in ("run", "again"))
     assert [[row[name] for name in SAME] for row in again] == [[row[name] for name in SAME] for row in recorded]
     if pipeline.write.zero_variance != "drop":  # else the rewards of dropped groups are in no store
         assert [row["task_reward"] for row in again] == [row["task_reward"] for row in recorded]
@@ -91,7 +91,7 @@ def test_epochs_and_filters_count_exactly(tmp_path):
     used = np.concatenate(ledger_of(tmp_path / "run", "trajectory_ids"))
     assert (finished.reason, finished.steps, finished.num_trajectories) == ("steps", 4, 16)
     assert sorted(used.tolist()) == sorted([row for row in range(24) if rewards[row]] * 2)
-    assert [row["task_reward"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1.0] * 4
+    assert [row["task_reward"] for row in StepRows(tmp_path / "run" / "metrics.jsonl")] == [1.0] * 4
 
 
 def test_weights_decide_what_a_batch_is_made_of(tmp_path):
@@ -107,9 +107,9 @@ def test_ages_are_counted_from_the_newest_version_in_the_stores(tmp_path):
     """Offline the weights have no version that the stores know: the newest trajectory is the youngest."""
     store = make_store(tmp_path / "store", groups=(4, 4), versions=[10, 11, 12, 13, 14, 15, 16, 17])
     run(offline(store, steps=1), run_dir=tmp_path / "run")
-    (row,) = read_rows(tmp_path / "run" / "ledger.jsonl")
+    (row,) = list(StepRows(tmp_path / "run" / "ledger.jsonl"))
     assert row["ages"] == [7, 6, 5, 4, 3, 2, 1, 0]
-    (line,) = read_rows(tmp_path / "run" / "metrics.jsonl")
+    (line,) = list(StepRows(tmp_path / "run" / "metrics.jsonl"))
     assert (line["staleness"], line["staleness_max"]) == (3.5, 7)
 
 
@@ -119,7 +119,7 @@ def test_stale_trajectories_are_weighed_by_their_effective_sample_size(tmp_path)
     events: list[Event] = []
     pipeline = offline(store, steps=1, sample__min_ess="0.999", sample__skip_below_ess="0.0")
     run(pipeline, run_dir=tmp_path / "run", on_event=events.append)
-    (line,) = read_rows(tmp_path / "run" / "metrics.jsonl")
+    (line,) = list(StepRows(tmp_path / "run" / "metrics.jsonl"))
     assert 0 < line["ess_weight"] < 1
 
 
@@ -192,7 +192,7 @@ def test_the_ledger_is_followed_where_rollouts_were_taken_as_they_arrived(tmp_pa
     """With collectors of their own a run's steps name rollouts: the replay takes the same rows, in the same order."""
     pipeline = tiny(learn__updates_per_rollout="1", buffer__max_staleness="3")
     run(pipeline, run_dir=tmp_path / "run")
-    rows = read_rows(tmp_path / "run" / "ledger.jsonl")
+    rows = list(StepRows(tmp_path / "run" / "ledger.jsonl"))
     arrived = [0, 2, 1, 3, 5, 4]
     with TrajectoryStore.open(tmp_path / "run" / "store") as store:
         ids = store.ids().tolist()
@@ -207,7 +207,7 @@ def test_the_ledger_is_followed_where_rollouts_were_taken_as_they_arrived(tmp_pa
     assert ledger_of(tmp_path / "again", "ages")[1] == [-1] * 12
     with TrajectoryStore.open(tmp_path / "run" / "store") as store:
         means = store.read_scalars("task_reward").reshape(6, 12).mean(axis=1, dtype=np.float64)
-    lines = read_rows(tmp_path / "again" / "metrics.jsonl")
+    lines = list(StepRows(tmp_path / "again" / "metrics.jsonl"))
     assert [line["task_reward"] for line in lines] == [means[rollout] for rollout in arrived]
     rows[3]["row_ids"][5] = 10**6
     (tmp_path / "run" / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -259,7 +259,7 @@ def test_the_command_repeats_a_run_and_says_so(small_run, capsys):
     assert "a difference is expected: learn.lr has changed" in capsys.readouterr().out
     assert main(["replay", "runs/small"]) == 2
     assert "runs/small-replay holds a run already" in capsys.readouterr().err
-    rows = read_rows(small_run / "metrics.jsonl")
+    rows = list(StepRows(small_run / "metrics.jsonl"))
     rows[1]["loss"] += 1e-6
     (small_run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["replay", "runs/small", "--out", "runs/other"]) == 1

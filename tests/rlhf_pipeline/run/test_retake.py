@@ -12,7 +12,7 @@ from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, MissingPathError
 from rlhf_pipeline.run.checkpoint import list_checkpoints
 from rlhf_pipeline.run.retake import RerunPlan, Retaken, plan_rerun, retake
-from rlhf_pipeline.run.rows import StepRows, read_rows
+from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline import small
 from trajectory_store import TrajectoryStore
@@ -45,7 +45,7 @@ def test_every_step_comes_out_bit_for_bit_and_nothing_changes(finished):
     assert [(one.step, one.num_trajectories, one.same_bits, one.ok) for one in found] == [
         (step, 12, True, True) for step in range(1, 7)
     ]
-    recorded = [row["loss"] for row in read_rows(finished / "metrics.jsonl")]
+    recorded = [row["loss"] for row in StepRows(finished / "metrics.jsonl")]
     assert [one.computed for one in found] == recorded
     (only,) = again(tiny(), finished, from_step=4, num_steps=1)
     assert (only.step, only.ok, only.computed) == (4, True, recorded[3])
@@ -126,7 +126,7 @@ def test_the_command_prints_each_step_and_fails_on_a_difference(tmp_path, capsys
     assert "steps 2 to 2, from checkpoint step-00000000, after taking 1 step before it again, on cpu" in out
     assert "1 step came out as recorded, bit for bit." in out
     assert len(list_checkpoints(folder / "checkpoints")) == 2
-    metrics = read_rows(folder / "metrics.jsonl")
+    metrics = list(StepRows(folder / "metrics.jsonl"))
     metrics[1]["loss"] += 1e-6
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     assert main(["replay", str(folder), "--from-step", "1"]) == 1

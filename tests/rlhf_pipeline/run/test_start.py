@@ -18,7 +18,7 @@ from rlhf_pipeline import (
 from rlhf_pipeline.errors import MissingPathError, RewardError, RunExistsError, RunMismatchError
 from rlhf_pipeline.run.events import Event, Notice, RunFinished, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.rows import read_rows
+from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline import small
 from tests.rlhf_pipeline.small import weights
@@ -54,8 +54,8 @@ def test_a_run_leaves_everything_it_promises(tmp_path):
     assert finished.num_trajectories == 3 * 12
     assert [type(event) for event in events] == [RunStarted, *[StepDone] * 6, RunFinished]
 
-    metrics = read_rows(tmp_path / "run" / "metrics.jsonl")
-    ledger = read_rows(tmp_path / "run" / "ledger.jsonl")
+    metrics = list(StepRows(tmp_path / "run" / "metrics.jsonl"))
+    ledger = list(StepRows(tmp_path / "run" / "ledger.jsonl"))
     assert [row["step"] for row in metrics] == [row["step"] for row in ledger] == [1, 2, 3, 4, 5, 6]
     with TrajectoryStore.open(tmp_path / "run" / "store") as store:
         assert store.verify().ok
@@ -105,7 +105,7 @@ def test_a_resumed_run_equals_the_straight_one(tmp_path):
         run(tiny(learn__steps=str(first)), run_dir=folder)
         run(tiny(), run_dir=folder, resume=True)
         assert weights(folder) == weights(tmp_path / "straight")
-        assert len(read_rows(folder / "ledger.jsonl")) == 6
+        assert len(StepRows(folder / "ledger.jsonl")) == 6
 
 
 def test_the_random_numbers_of_a_run_are_its_own(tmp_path):
@@ -148,7 +148,7 @@ def test_one_failing_reward_call_fails_one_trajectory(tmp_path, fail_on):
     assert set(np.asarray(reasons)[failed]) == {"failed"}
     assert all("the grader is down" in json.loads(text)["error"] for text in np.asarray(meta)[failed])
     assert (advantages[failed] == 0).all()
-    used = {row_id for row in read_rows(tmp_path / "run" / "ledger.jsonl") for row_id in row["row_ids"]}
+    used = {row_id for row in StepRows(tmp_path / "run" / "ledger.jsonl") for row_id in row["row_ids"]}
     assert used == set(ids[~failed].tolist())
 
 
@@ -180,7 +180,7 @@ def test_the_kl_penalty_runs_on_the_write_path(tmp_path):
         expected = rows["task_reward"][index] - rows["kl_coef"][index] * k1
         assert rows["return"][index] == pytest.approx(expected, abs=1e-5)
     assert len(set(rows["kl_coef"].tolist())) > 1
-    metrics = read_rows(tmp_path / "run" / "metrics.jsonl")
+    metrics = list(StepRows(tmp_path / "run" / "metrics.jsonl"))
     assert metrics[-1]["kl_k1"] != 0
 
 
@@ -201,7 +201,7 @@ def test_an_adaptive_coefficient_goes_on_after_a_kill(tmp_path):
         run(tiny(**changes), run_dir=tmp_path / "run", on_event=die_at_three)
     run(tiny(**changes), run_dir=tmp_path / "run", resume=True)
     assert weights(tmp_path / "run") == weights(tmp_path / "straight")
-    coefs = [[row["kl_coef"] for row in read_rows(tmp_path / n / "metrics.jsonl")] for n in ("run", "straight")]
+    coefs = [[row["kl_coef"] for row in StepRows(tmp_path / n / "metrics.jsonl")] for n in ("run", "straight")]
     assert coefs[0] == coefs[1]
     assert len(set(coefs[0])) > 1
 
@@ -232,7 +232,7 @@ def test_a_rollout_whose_groups_were_all_dropped_counts_as_a_step(tmp_path, fail
     finished = run(tiny(**changes), run_dir=tmp_path / "run", on_event=events.append)
     assert finished.steps == 6
     assert any("nothing to learn from" in event.message for event in events if isinstance(event, Notice))
-    assert [row["row_ids"] for row in read_rows(tmp_path / "run" / "ledger.jsonl")] == [[]] * 6
+    assert [row["row_ids"] for row in StepRows(tmp_path / "run" / "ledger.jsonl")] == [[]] * 6
 
 
 def test_groups_without_spread_can_be_dropped(tmp_path, fail_on):

@@ -28,7 +28,7 @@ CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.rows import append_row
+from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.processes import supervise
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published
