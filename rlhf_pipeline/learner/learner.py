@@ -28,6 +28,7 @@ from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, write_tensors
 from rlhf_pipeline.learner.step_plan import (
+    Chosen,
     StepLedger,
     StepPlan,
     UseCounts,
@@ -232,8 +233,8 @@ class Learner:
         while (message := receive())["what"] != "stop":
             if message["what"] == "step":
                 self.buffer.refresh()
-                ages = None if message["ages"] is None else np.asarray(message["ages"], dtype=np.int64)
-                self.step(message["step"], row_ids=np.asarray(message["row_ids"], dtype=np.int64), ages=ages)
+                row_ids, ages = (np.asarray(message[name], dtype=np.int64) for name in ("row_ids", "ages"))
+                self.step(message["step"], row_ids=row_ids, ages=ages)
             elif message["what"] == "write":
                 self.write(Path(message["folder"]))
             else:
@@ -266,21 +267,22 @@ class Learner:
         """
         meter = StepMeter(self.policy.device)
         store, version = self.buffer.store, step - 1
-        aged = ages
-        if ages is None and self.loss.decoupled:
-            self._forget_proximal(version)
+        if self.loss.decoupled and self.max_staleness is not None:
+            self._forget_proximal(version, self.max_staleness)
         if row_ids is None:
-            row_ids, ages = self.chosen_rows(step)
-            if len(row_ids) == 0:
+            chosen = self.chosen_rows(step)
+            if len(chosen.row_ids) == 0:
                 self._notices.append(f"step {step} has nothing to learn from: every group was without spread.")
-        elif ages is None:
-            ages = version - store.read_scalars("policy_version", row_ids)
-        uses = None if self._uses is None else self._uses.before(step, trajectory_names(store, row_ids))
+        else:
+            if ages is None:
+                ages = version - store.read_scalars("policy_version", row_ids)
+            chosen = Chosen(row_ids, ages, trajectory_names(store, row_ids))
+        uses = None if self._uses is None else self._uses.before(step, chosen.trajectory_ids)
         if self.shards is not None:
-            self.shards.tell("step", step=step, row_ids=row_ids.tolist(), ages=None if aged is None else aged.tolist())
+            self.shards.tell("step", step=step, row_ids=chosen.row_ids.tolist(), ages=chosen.ages.tolist())
         plan = plan_step(
             store,
-            row_ids,
+            chosen.row_ids,
             loss=self.loss,
             config=self.config,
             max_completion_tokens=self.max_completion_tokens,
@@ -292,11 +294,11 @@ class Learner:
             plan = self._freeze_proximal(plan)
         guarded: dict[str, float | None] = {}
         if self.sample.min_ess is not None:
-            plan, guarded["ess_weight"], said = guard(plan, ages, self.sample, self.policy, self._micro_batch)
+            plan, guarded["ess_weight"], said = guard(plan, chosen.ages, self.sample, self.policy, self._micro_batch)
             if said:
                 self._notices.append(f"step {step}: {said}")
         losses = loss_metrics(self._accumulate_gradient(plan))
-        if self._check_sampler and len(ages) and not ages.any():
+        if self._check_sampler and len(chosen.ages) and not chosen.ages.any():
             self._compare_with_the_sampler(step, losses)
         gradient_norm = self.optimizer.clip(self.config.max_grad_norm)
         if not torch.isfinite(gradient_norm):
@@ -307,8 +309,9 @@ class Learner:
                 "the trajectories of this step with `rlhf-pipeline show`."
             )
         if self._ledger is not None and (self.shards is None or self.shards.is_first):
-            self._record(self._ledger, step, row_ids, ages, losses["ess"], ledger_fields or {})
-        self.optimizer.step(learning_rate(self.config, step))
+            self._record(self._ledger, step, chosen, losses["ess"], ledger_fields or {})
+        lr = learning_rate(self.config, step)
+        self.optimizer.step(lr)
         if self.reference is not None:
             self.reference.after_step(step)
         if self.shards is not None:
@@ -317,32 +320,25 @@ class Learner:
             self._notices += self.policy.layout_notices()
         return {
             "policy_version": version,
-            "num_trajectories": len(row_ids),
+            "num_trajectories": len(chosen.row_ids),
             "watermark": store.watermark,
             **losses,
             **guarded,
-            **data_metrics(store, row_ids, ages, uses),
+            **data_metrics(store, plan.row_ids, advantages=plan.advantages, ages=chosen.ages, uses=uses),
             **kl_metrics(plan.columns, [*plan.batches, *plan.measured], self.shards),
             "padding_efficiency": plan.padding_efficiency,
             "grad_norm": float(gradient_norm),
-            "lr": learning_rate(self.config, step),
+            "lr": lr,
             **meter.metrics(
                 self.cost, plan, peak_flops=self.peak_flops, processes=self.shards.world_size if self.shards else 1
             ),
         }
 
-    def fresh_rows(self, version: int, *, watermark: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Choose what a step learns from: a pure function of the weights' version and what the store held.
-
-        Args:
-            version: optimizer steps behind the weights.
-            watermark: see the store as it was at this watermark; None is now.
-
-        Returns:
-            The row ids of the trajectories, int64 [n], in order, and their ages in optimizer steps, int64 [n].
+    def _fresh(self, version: int, watermark: int | None) -> Chosen:
+        """The trajectories that are young enough for the weights of a version, graded and with an advantage.
 
         Raises:
-            DataError: no graded trajectory is fresh enough.
+            DataError: there is none.
         """
         store = self.buffer.store
         oldest = math.inf if self.max_staleness is None else self.max_staleness
@@ -368,49 +364,49 @@ class Learner:
                 f"{version}; the store holds {len(every)}. Collect first, or raise buffer.max_staleness."
             )
         row_ids = seen[usable]
+        found = Chosen(row_ids, ages[usable], trajectory_names(store, row_ids))
         # In the order of the trajectories' ids, each once: of one that was sampled again, the newest row.
-        _, from_the_end = np.unique(trajectory_names(store, row_ids)[::-1], return_index=True)
-        order = len(row_ids) - 1 - from_the_end
-        return row_ids[order], ages[usable][order]
+        _, from_the_end = np.unique(found.trajectory_ids[::-1], return_index=True)
+        return found.take(len(row_ids) - 1 - from_the_end)
 
     def chosen_rows(
         self,
         step: int,
         *,
-        keep: Callable[[np.ndarray], np.ndarray] | None = None,
+        keep: Callable[[Chosen], np.ndarray] | None = None,
         watermark: int | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> Chosen:
         """Choose what a step learns from: a pure function of the store, the ledger, the seed and the step.
 
         Args:
             step: its number, from 1.
-            keep: says of row ids, int64 [n], which are allowed, bool [n]; None allows all.
+            keep: says which trajectories are allowed, bool [n]; None allows all.
             watermark: see the store as it was at this watermark; None is now.
 
         Returns:
-            The row ids, int64 [n], in the order of their trajectories' ids, and their ages in optimizer steps.
+            The trajectories, in the order of their ids.
 
         Raises:
             DataError: nothing may be learned from.
         """
-        row_ids, ages = self.fresh_rows(step - 1, watermark=watermark)
+        fresh = self._fresh(step - 1, watermark)
         if keep is not None:
-            allowed = keep(row_ids)
-            row_ids, ages = row_ids[allowed], ages[allowed]
+            fresh = fresh.take(keep(fresh))
         limited = self.sample.max_uses is not None
         if self.sample.strategy == "fresh" and not limited:
-            return row_ids, ages
-        uses = np.zeros(len(row_ids), np.int64)
+            return fresh
+        uses = np.zeros(len(fresh.row_ids), np.int64)
         if self._uses is not None and limited:
-            uses = self._uses.before(step, trajectory_names(self.buffer.store, row_ids))
-        view = StoreView(self.buffer.store, row_ids, version=step - 1, uses=uses)
-        chosen = np.sort(self._sampler.select(view, self.batch_size, seed=self.seed, step=step))
-        if len(chosen) == 0 and not self.may_be_empty:
+            uses = self._uses.before(step, fresh.trajectory_ids)
+        view = StoreView(self.buffer.store, fresh.row_ids, version=step - 1, uses=uses)
+        drawn = np.sort(self._sampler.select(view, self.batch_size, seed=self.seed, step=step))
+        if len(drawn) == 0 and not self.may_be_empty:
             raise DataError(
-                f"step {step}: none of {len(row_ids)} trajectories that are young enough may be learned from with "
-                f"sample.strategy={self.sample.strategy}, sample.max_uses={self.sample.max_uses}. Widen the limits."
+                f"step {step}: none of {len(fresh.row_ids)} trajectories that are young enough may be learned from "
+                f"with sample.strategy={self.sample.strategy}, sample.max_uses={self.sample.max_uses}. Widen the "
+                "limits."
             )
-        return row_ids[chosen], ages[chosen]
+        return fresh.take(drawn)
 
     def _accumulate_gradient(self, plan: StepPlan) -> GRPOLossOutput | None:
         """Run forward and backward over the step's micro-batches; return the loss and the figures of the whole step.
@@ -492,13 +488,13 @@ class Learner:
         own = own.where(torch.isfinite(columns[keys.LOG_PROBS]), 0.0)  # the loss leaves those out already
         return {at: row[keep] for at, row, keep in zip(chosen.tolist(), own, mask, strict=True)}
 
-    def _forget_proximal(self, version: int) -> None:
+    def _forget_proximal(self, version: int, max_staleness: int) -> None:
         """Drop the log-probs of trajectories that have become too old, or are gone from the store."""
         held, store = self._proximal.row_ids(), self.buffer.store
         if not len(held):
             return
         there = np.isin(held, store.ids())
-        young = version - store.read_scalars("policy_version", held[there]) <= self.max_staleness
+        young = version - store.read_scalars("policy_version", held[there]) <= max_staleness
         self._proximal.forget(np.concatenate([held[~there], held[there][~young]]))
 
     def _columns(self, row_ids: np.ndarray) -> dict[keys.Key, torch.Tensor]:
@@ -550,23 +546,17 @@ class Learner:
             )
 
     def _record(
-        self,
-        ledger: StepLedger,
-        step: int,
-        row_ids: np.ndarray,
-        ages: np.ndarray,
-        ess: float | None,
-        more: Mapping[str, object],
+        self, ledger: StepLedger, step: int, chosen: Chosen, ess: float | None, more: Mapping[str, object]
     ) -> None:
         as_before = ledger.record(
             {
                 "step": step,
-                "row_ids": row_ids.tolist(),
+                "row_ids": chosen.row_ids.tolist(),
                 # Rows that were lost with a ring and sampled again are other rows of the same trajectories.
-                "trajectory_ids": trajectory_names(self.buffer.store, row_ids).tolist(),
+                "trajectory_ids": chosen.trajectory_ids.tolist(),
                 "watermark": self.buffer.store.watermark,
                 "seed": self.seed,
-                "ages": ages.tolist(),
+                "ages": chosen.ages.tolist(),
                 "ess": ess,
                 **more,
             }

@@ -57,7 +57,9 @@ def loss_metrics(output: GRPOLossOutput | None) -> Metrics:
     return {name: figures.get(name) for name in values}
 
 
-def data_metrics(store: TrajectoryStore, row_ids: np.ndarray, ages: np.ndarray, uses: np.ndarray | None) -> Metrics:
+def data_metrics(
+    store: TrajectoryStore, row_ids: np.ndarray, *, advantages: np.ndarray, ages: np.ndarray, uses: np.ndarray | None
+) -> Metrics:
     """Return what the step's trajectories are like.
 
     `advantage_std`: standard deviation over the trajectories. `staleness`, `staleness_max`: ages in optimizer steps.
@@ -68,7 +70,7 @@ def data_metrics(store: TrajectoryStore, row_ids: np.ndarray, ages: np.ndarray, 
         return dict.fromkeys(("advantage_std", "staleness", "staleness_max", "use_count", "use_count_max", "kl_coef"))
     penalised = store.present("kl_coef", row_ids)
     return {
-        "advantage_std": float(np.std(store.read_scalars("advantage", row_ids), dtype=np.float64)),
+        "advantage_std": float(np.std(advantages, dtype=np.float64)),
         "staleness": float(ages.mean()),
         "staleness_max": int(ages.max()),
         "use_count": None if uses is None else float(uses.mean()) + 1,

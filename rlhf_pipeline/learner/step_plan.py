@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,12 +30,31 @@ Columns = Mapping[keys.Key, Tensor]
 """Tensors of rows by key."""
 
 
+class Chosen(NamedTuple):
+    """The trajectories that a step learns from.
+
+    Attributes:
+        row_ids: int64 [n].
+        ages: int64 [n], in optimizer steps.
+        trajectory_ids: int64 [n]; a trajectory that was lost with its row and sampled again has the same one.
+    """
+
+    row_ids: np.ndarray
+    ages: np.ndarray
+    trajectory_ids: np.ndarray
+
+    def take(self, which: np.ndarray) -> Chosen:
+        """Only some of them, by their places or by a mask, `[n]`."""
+        return Chosen(*(values[which] for values in self))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
     """One optimizer step, a pure function of the store and the rows.
 
     Attributes:
         row_ids: int64 [n], the rows that the step learns from.
+        advantages: float32 [n].
         lengths: int64 [n], tokens of each, prompt included.
         produced: int64 [n], tokens of each that the policy produced after a token to predict them from.
         scored: int64 [n], those of them that the loss is about: the log-probs that it reads are finite.
@@ -48,6 +67,7 @@ class StepPlan:
     """
 
     row_ids: np.ndarray
+    advantages: np.ndarray
     lengths: Tensor
     produced: Tensor
     scored: Tensor
@@ -128,8 +148,9 @@ def plan_step(
         shards: where the step is shared by several processes.
     """
     lengths = torch.from_numpy(np.asarray(store.lengths("input_ids", row_ids), dtype=np.int64))
+    advantages = store.read_scalars("advantage", row_ids)
     useful = contributes(
-        torch.from_numpy(store.read_scalars("advantage", row_ids)),
+        torch.from_numpy(advantages),
         kl_loss=bool(loss.kl_to_ref_coeff or loss.kl_to_inference_coeff),
         entropy_bonus=loss.entropy_bonus,
     )
@@ -158,6 +179,7 @@ def plan_step(
     produced, scored = counts if shards is None else shards.total(counts)
     return StepPlan(
         row_ids=row_ids,
+        advantages=advantages,
         lengths=lengths,
         produced=produced,
         scored=scored,

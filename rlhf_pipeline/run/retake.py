@@ -198,7 +198,7 @@ def _batch_problem(learner: Learner, store: TrajectoryStore, row: Mapping[str, A
             return "its trajectories are of other policy versions than the ledger says"
     # How often rows had been used is not known here, so a choice with a use limit is not made again.
     if row.keys() <= _OWN_FIELDS and len(store) == store.watermark and learner.sample.max_uses is None:
-        chosen, _ = learner.chosen_rows(row["step"], watermark=row["watermark"])
+        chosen = learner.chosen_rows(row["step"], watermark=row["watermark"]).row_ids
         if chosen.tolist() != rows.tolist():
             return f"the learner would choose {len(chosen)} trajectories now, not these {len(rows)}"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline, Replay
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.learner.step_plan import Chosen
 from rlhf_pipeline.replay.trajectory_schema import POLICY_DIGEST
 from rlhf_pipeline.run.build import Parts
 from rlhf_pipeline.run.events import EventHandler
@@ -141,9 +142,7 @@ class Arrivals:
             if begins:
                 self._begin(index)
         current = self._current
-        row_ids = self._as_planned(planned, step)
-        if row_ids is None:
-            row_ids = self._usable(current, step)
+        row_ids, ages = self._as_planned(planned, step) or self._usable(current, step)
         self._heartbeat.beat("learning", step=step, rollout=current.index)
         traffic = current.traffic if begins and current.traffic is not None else {}
         digest = self._digests.get(step - 1) or (planned or {}).get(POLICY_DIGEST.name, 0)
@@ -152,6 +151,7 @@ class Arrivals:
             about=_about(current.index, current if begins else None)
             | {f"rollout_{name}": value for name, value in traffic.items()},
             row_ids=row_ids,
+            ages=ages,
             ledger_fields={"rollout": current.index, POLICY_DIGEST.name: digest},
         )
 
@@ -221,19 +221,19 @@ class Arrivals:
             traffic=said.traffic,
         )
 
-    def _usable(self, arrived: _Arrived, step: int) -> Ints:
-        """Return the trajectories that `step` learns from; say how many of the rollout are too old."""
+    def _usable(self, arrived: _Arrived, step: int) -> tuple[Ints, Ints]:
+        """Return the trajectories that `step` learns from, and their ages; say how many of the rollout are too old."""
         if self._pipeline.sample.strategy != "fresh":
             return self._drawn(step)
-        known = self._of_this_run(arrived.row_ids, step)
+        row_ids, versions = arrived.row_ids, self._versions(arrived.row_ids)
+        known = self._of_this_run(row_ids, versions, step)
         if not known.all():
             tell(
                 self._on_event,
                 f"step {step}: {int((~known).sum())} of {len(known)} trajectories of rollout {arrived.index} were "
                 "sampled with weights of steps that the run has lost since; they are kept and not learned from.",
             )
-            arrived = replace(arrived, row_ids=arrived.row_ids[known])
-        ages = step - 1 - self._parts.buffer.store.read_scalars("policy_version", arrived.row_ids)
+        row_ids, ages = row_ids[known], step - 1 - versions[known]
         young = ages <= self._pipeline.buffer.max_staleness
         if not young.all():
             tell(
@@ -241,28 +241,32 @@ class Arrivals:
                 f"step {step}: {int((~young).sum())} of {len(young)} trajectories of rollout {arrived.index} are older "
                 f"than buffer.max_staleness={self._pipeline.buffer.max_staleness} steps and are not learned from.",
             )
-        return arrived.row_ids[young]
+        return row_ids[young], ages[young]
 
-    def _as_planned(self, planned: Row | None, step: int) -> Ints | None:
-        """Return what a step was to learn from; None if that was never said, or is not there as it was."""
+    def _as_planned(self, planned: Row | None, step: int) -> tuple[Ints, Ints] | None:
+        """Return what a step was to learn from, with its ages; None if that was never said, or is not as it was."""
         if planned is None:
             return None
-        row_ids, store = np.asarray(planned["row_ids"], np.int64), self._parts.buffer.store
-        if not np.isin(row_ids, store.ids()).all():
+        row_ids = np.asarray(planned["row_ids"], np.int64)
+        if not np.isin(row_ids, self._parts.buffer.store.ids()).all():
             return None
         # A power loss may take rows that the ledger names; those that are sampled in their place may have their ids.
-        ages = step - 1 - store.read_scalars("policy_version", row_ids)
-        return row_ids if ages.tolist() == planned["ages"] and self._of_this_run(row_ids, step).all() else None
+        versions = self._versions(row_ids)
+        ages = step - 1 - versions
+        as_said = ages.tolist() == planned["ages"] and self._of_this_run(row_ids, versions, step).all()
+        return (row_ids, ages) if as_said else None
 
-    def _of_this_run(self, row_ids: Ints, step: int) -> npt.NDArray[np.bool_]:
-        """Return which trajectories were sampled with weights that this run has had before a step.
+    def _versions(self, row_ids: Ints) -> Ints:
+        return self._parts.buffer.store.read_scalars("policy_version", row_ids)
+
+    def _of_this_run(self, row_ids: Ints, versions: Ints, step: int) -> npt.NDArray[np.bool_]:
+        """Return which trajectories, of these policy versions, were sampled with weights of this run before a step.
 
         The ledger says which weights a step began with, this process what it has published. (Both are asked: taken
         again on a GPU, steps give other last bits.) Trajectories that name no weights are believed.
         """
-        store, ledger = self._parts.buffer.store, self._parts.learner.ledger
-        versions = store.read_scalars("policy_version", row_ids)
-        digests = store.read_scalars(POLICY_DIGEST.name, row_ids)
+        ledger = self._parts.learner.ledger
+        digests = self._parts.buffer.store.read_scalars(POLICY_DIGEST.name, row_ids)
         known = digests == 0
         for version in np.unique(versions[~known & (versions < step)]).tolist():
             row = ledger.planned(version + 1) or {}
@@ -270,16 +274,17 @@ class Arrivals:
             known |= (versions == version) & (np.isin(digests, list(had)) if had else True)
         return known
 
-    def _drawn(self, step: int) -> Ints:
+    def _drawn(self, step: int) -> tuple[Ints, Ints]:
         """Return what `sample.strategy` draws from the rollouts that were begun, which is what the ledger counts on."""
         store, size = self._parts.buffer.store, self._pipeline.collect.prompts_per_rollout
 
-        def allowed(row_ids: Ints) -> npt.NDArray[np.bool_]:
-            rollouts = (store.read_scalars("group_id", row_ids) // size).tolist()
+        def allowed(fresh: Chosen) -> npt.NDArray[np.bool_]:
+            rollouts = (store.read_scalars("group_id", fresh.row_ids) // size).tolist()
             begun = np.fromiter((rollout in self.done for rollout in rollouts), bool, len(rollouts))
-            return begun & self._of_this_run(row_ids, step)
+            return begun & self._of_this_run(fresh.row_ids, step - 1 - fresh.ages, step)
 
-        return self._parts.learner.chosen_rows(step, keep=allowed)[0]
+        chosen = self._parts.learner.chosen_rows(step, keep=allowed)
+        return chosen.row_ids, chosen.ages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from rlhf_pipeline.learner.step_plan import UseCounts, sampler_of
 from rlhf_pipeline.replay.samplers import as_sampler
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.retake import plan_rerun, retake
-from rlhf_pipeline.run.rows import read_rows
+from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import tiny, trajectory
 
@@ -64,7 +64,7 @@ def make_learner(tmp_path):
 
 
 def drawn(learner: Learner, step: int) -> list[int]:
-    row_ids, ages = learner.chosen_rows(step)
+    row_ids, ages, _ = learner.chosen_rows(step)
     assert (step - 1 - learner.buffer.store.read_scalars("policy_version", row_ids) == ages).all()
     return learner.buffer.store.read_scalars("trajectory_id", row_ids).tolist()
 
@@ -153,7 +153,7 @@ def test_a_run_with_replay_resumes_and_is_taken_again_bit_for_bit(tmp_path, samp
     run(pipeline, run_dir=straight)
     run(dataclasses.replace(pipeline, learn=dataclasses.replace(pipeline.learn, steps=4)), run_dir=broken)
     run(pipeline, run_dir=broken, resume=True)
-    batches = [[row["trajectory_ids"] for row in read_rows(folder / "ledger.jsonl")] for folder in (straight, broken)]
+    batches = [[row["trajectory_ids"] for row in StepRows(folder / "ledger.jsonl")] for folder in (straight, broken)]
     assert batches[0] == batches[1]
     assert all(len(batch) == 12 for batch in batches[0])
     weights = [
@@ -211,7 +211,7 @@ def test_a_name_means_the_same_in_a_definition_and_in_a_program(name):
 def test_a_step_of_a_definition_is_the_step_of_a_program(make_learner, name):
     """The learner's choice is that of `select_step` with the strategy's name, the seed and the learner's version."""
     learner = make_learner(Sample(strategy=name), max_staleness=8)
-    rows, _ = learner.chosen_rows(4)
+    rows = learner.chosen_rows(4).row_ids
     size = None if name == "fresh" else learner.batch_size
     chosen = learner.buffer.select_step(4, size, strategy=name, seed=3, version=3)
     assert sorted(chosen.tolist()) == sorted(rows.tolist())
