@@ -17,7 +17,7 @@ from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.prompts import Prompt, PromptSource
 from rlhf_pipeline.data.rewards import Grade, RewardFunction, grade
-from rlhf_pipeline.data.trajectories import Trajectories
+from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
 from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
@@ -142,11 +142,12 @@ class Collector:
         first = rollout * self.config.prompts_per_rollout
         cursors = np.arange(first, first + self.config.prompts_per_rollout)
         # Looked up each time: a ring may have evicted part of what a resumed run replays.
-        stored = self.buffer.store.read_scalars("group_id", self.stored.rows(first, first + len(cursors) - 1))
-        missing = np.bincount(stored - first, minlength=len(cursors)) < self.config.group_size
+        store, rows = self.buffer.store, self._rows_of(cursors)
+        groups = store.read_scalars("group_id", rows)
+        missing = np.bincount(groups - first, minlength=len(cursors)) < self.config.group_size
         if not missing.any():
             self.observe(cursors)
-            return self._summary(rollout, self._stored_rewards(cursors), 0, None, started, from_store=True)
+            return self._summary(rollout, store.read_scalars("task_reward", rows), 0, None, started, from_store=True)
 
         prompts = [self.prompts.prompt(int(cursor), self.seed) for cursor in cursors]
         prompt_ids = [
@@ -175,14 +176,14 @@ class Collector:
         # bits of a log-prob, and a resumed run must equal the straight one.
         # Where the advantage needs the whole rollout, all of it is written; of a trajectory that is in the store twice
         # the newest row counts.
-        rows = (missing | self._whole_rollouts)[completions.prompt_index]
+        kept = (missing | self._whole_rollouts)[completions.prompt_index]
         self.buffer.extend(
             trajectories(
                 prompts,
                 prompt_ids,
-                completions.select(rows),
-                list(compress(texts, rows)),
-                list(compress(grades, rows)),
+                completions.select(kept),
+                list(compress(texts, kept)),
+                list(compress(grades, kept)),
                 cursors=cursors,
                 group_size=self.config.group_size,
                 policy_version=policy_version,
@@ -211,10 +212,6 @@ class Collector:
             torch.from_numpy(mask.values.astype(bool)),
             torch.from_numpy(np.asarray(mask.lengths, dtype=np.int64)),
         )
-
-    def _stored_rewards(self, cursors: np.ndarray) -> np.ndarray:
-        """Return the stored task rewards of these groups, [n]."""
-        return self.buffer.store.read_scalars("task_reward", self._rows_of(cursors))
 
     def _rows_of(self, cursors: np.ndarray) -> np.ndarray:
         """Return the row ids of the groups from the first to the last cursor, int64, in the order of arrival."""
@@ -278,34 +275,33 @@ def trajectories(
     log_probs = np.full(offsets[-1], np.nan, dtype=np.float32)
     log_probs[assistant] = completions.log_probs
 
-    groups = cursors[owner]
-    reasons = np.where(completions.stopped, "stop", "length").tolist()
     oldest = newest = np.full(len(lengths), policy_version)
-    if completions.versions is not None:  # a trajectory is as old as its first token
-        oldest, newest = completions.versions.T
-    columns: dict[keys.Key, np.ndarray | list[str]] = {
-        keys.TOKENS: tokens,
-        keys.ASSISTANT_MASK: assistant,
-        keys.LOG_PROBS: log_probs,
-        keys.TASK_REWARD: np.array([item.reward for item in grades], np.float32),
-        keys.GROUP_ID: groups,
-        keys.TRAJECTORY_ID: groups * group_size + completions.member,
-        keys.POLICY_VERSION: oldest,
-        keys.NUM_PROMPT_TOKENS: prompt_lengths,
-        keys.DONE: np.ones(len(lengths), np.bool_),
-        keys.CREATED_AT: np.full(len(lengths), time.time()),
-        keys.FINISH_REASON: [
+    versions = completions.versions
+    if versions is not None:  # a trajectory is as old as its first token
+        oldest, newest = versions.T
+    reasons = np.where(completions.stopped, "stop", "length").tolist()
+    out = Trajectories.completed(
+        lengths,
+        tokens=tokens,
+        assistant=assistant,
+        log_probs=log_probs,
+        num_prompt_tokens=prompt_lengths,
+        rewards=[item.reward for item in grades],
+        group_ids=cursors[owner],
+        trajectory_ids=cursors[owner] * group_size + completions.member,
+        policy_versions=oldest,
+        finish_reasons=[
             reason if item.error is None else "failed" for reason, item in zip(reasons, grades, strict=True)
         ],
-        keys.PROMPT: [prompts[index].text for index in owner],
-        keys.COMPLETION: list(texts),
-        keys.META: [_meta(prompts[index], item) for index, item in zip(owner, grades, strict=True)],
-    }
-    if completions.versions is not None:
-        columns[keys.NEWEST_POLICY_VERSION] = np.where(oldest < newest, newest, -1)
+        prompts=[prompts[index].text for index in owner],
+        completions=texts,
+        metas=[_meta(prompts[index], item) for index, item in zip(owner, grades, strict=True)],
+    )
+    if versions is not None:
+        out[keys.NEWEST_POLICY_VERSION] = Flat(torch.from_numpy(np.where(oldest < newest, newest, -1)))
     if digests is not None:
-        columns[keys.POLICY_DIGEST] = np.array([digests.get(version, 0) for version in oldest.tolist()])
-    return Trajectories.of(lengths, columns)
+        out[keys.POLICY_DIGEST] = Flat(torch.tensor([digests.get(version, 0) for version in oldest.tolist()]))
+    return out
 
 
 def _meta(prompt: Prompt, item: Grade) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -12,8 +11,6 @@ from typing import Any, Literal, cast
 import numpy as np
 from tensordict import TensorDict
 
-from rlhf_pipeline.data import keys
-from rlhf_pipeline.data.keys import Key
 from rlhf_pipeline.data.rewards import describe_error
 from rlhf_pipeline.data.trajectories import Text, Trajectories, td_of
 from rlhf_pipeline.errors import DataError, DefinitionError
@@ -264,23 +261,21 @@ def conversation_rows(
     for talk in conversations:
         meta: dict[str, Any] = {"messages": talk.messages, "turns": talk.num_turns}
         metas.append(json.dumps(meta | ({"error": talk.error} if talk.error else {}), ensure_ascii=False))
-    columns: dict[Key, np.ndarray | list[str]] = {
-        keys.TOKENS: flat("token_ids", np.int64),
-        keys.ASSISTANT_MASK: flat("assistant_mask", np.bool_),
-        keys.LOG_PROBS: flat("log_probs", np.float32),
-        keys.TASK_REWARD: np.array(rewards, np.float32),
-        keys.GROUP_ID: np.array(named, np.int64),
-        keys.TRAJECTORY_ID: np.array(ids, np.int64),
-        keys.POLICY_VERSION: np.full(n, policy_version),
-        keys.NUM_PROMPT_TOKENS: np.array([talk.num_prompt_tokens for talk in conversations], np.int64),
-        keys.DONE: np.ones(n, np.bool_),
-        keys.CREATED_AT: np.full(n, time.time()),
-        keys.FINISH_REASON: [talk.finish_reason for talk in conversations],
-        keys.PROMPT: [text(talk.token_ids[: talk.num_prompt_tokens]) for talk in conversations],
-        keys.COMPLETION: [text(talk.token_ids[talk.num_prompt_tokens :]) for talk in conversations],
-        keys.META: metas,
-    }
-    rows = Trajectories.of(np.array([len(talk.token_ids) for talk in conversations], np.int64), columns)
+    rows = Trajectories.completed(
+        np.array([len(talk.token_ids) for talk in conversations], np.int64),
+        tokens=flat("token_ids", np.int64),
+        assistant=flat("assistant_mask", np.bool_),
+        log_probs=flat("log_probs", np.float32),
+        num_prompt_tokens=np.array([talk.num_prompt_tokens for talk in conversations], np.int64),
+        rewards=rewards,
+        group_ids=named,
+        trajectory_ids=ids,
+        policy_versions=np.full(n, policy_version),
+        finish_reasons=[talk.finish_reason for talk in conversations],
+        prompts=[text(talk.token_ids[: talk.num_prompt_tokens]) for talk in conversations],
+        completions=[text(talk.token_ids[talk.num_prompt_tokens :]) for talk in conversations],
+        metas=metas,
+    )
     texts = {key: column.items for key, column in rows.items() if isinstance(column, Text)}
     data = td_of(Trajectories(n, {key: column for key, column in rows.items() if key not in texts}))
     for key, items in texts.items():  # one list per key: a stack of single strings costs 20 times as much

@@ -7,6 +7,7 @@ trajectory costs more than the arithmetic, so every form is flattened once per c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -23,13 +24,22 @@ from rlhf_pipeline.data.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
     ATTENTION_MASK,
+    COMPLETION,
+    CREATED_AT,
     DONE,
+    FINISH_REASON,
+    GROUP_ID,
     KL_PENALTY,
     LOG_PROBS,
+    META,
+    NUM_PROMPT_TOKENS,
+    POLICY_VERSION,
+    PROMPT,
     REF_LOG_PROBS,
     REWARD,
     TASK_REWARD,
     TOKENS,
+    TRAJECTORY_ID,
     Key,
 )
 from rlhf_pipeline.data.padding import length_mask, under_mask
@@ -114,21 +124,58 @@ class Trajectories(dict[Key, Flat | Text]):
         self.n = n
 
     @classmethod
-    def of(cls, lengths: npt.NDArray[np.int64], columns: Mapping[Key, npt.NDArray[Any] | list[str]]) -> Trajectories:
-        """A batch from arrays.
+    def completed(
+        cls,
+        lengths: npt.NDArray[np.int64],
+        *,
+        tokens: npt.NDArray[np.int64],
+        assistant: npt.NDArray[np.bool_],
+        log_probs: npt.NDArray[np.float32],
+        num_prompt_tokens: npt.NDArray[np.int64],
+        rewards: npt.ArrayLike,
+        group_ids: npt.ArrayLike,
+        trajectory_ids: npt.ArrayLike,
+        policy_versions: npt.NDArray[np.int64],
+        finish_reasons: Sequence[str],
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        metas: Sequence[str],
+    ) -> Trajectories:
+        """Trajectories as they leave a collector, each whole, created now.
 
         Args:
-            lengths: `[n]`, tokens of each trajectory.
-            columns: `[sum(lengths)]` for what is per token (`TOKEN_KEYS`), `[n]` for the others; text as lists.
+            lengths: `[n]`, tokens of each, prompt included.
+            tokens: `[sum(lengths)]`, the sampler's own; nothing is decoded and encoded again.
+            assistant: `[sum(lengths)]`, True at the sampled ones.
+            log_probs: `[sum(lengths)]`, NaN where no behaviour policy produced the token.
+            num_prompt_tokens: `[n]`, tokens before the first sampled one.
+            rewards: `[n]`, unshaped; NaN for one that failed.
+            group_ids: `[n]`.
+            trajectory_ids: `[n]`.
+            policy_versions: `[n]`, optimizer steps behind the weights that sampled the first token.
+            finish_reasons: `[n]`.
+            prompts: `[n]`, text, as are the following two.
+            completions: `[n]`.
+            metas: `[n]`, JSON.
         """
-        out, shared = cls(len(lengths)), torch.from_numpy(lengths)
-        for key, values in columns.items():
-            if isinstance(values, list):
-                out[key] = Text(values)
-            else:
-                flat = torch.from_numpy(np.ascontiguousarray(values))
-                out[key] = Flat(flat, shared if key in TOKEN_KEYS else None)
-        return out
+        n, shared = len(lengths), torch.from_numpy(lengths)
+        per_token = {TOKENS: tokens, ASSISTANT_MASK: assistant, LOG_PROBS: log_probs}
+        single = {
+            TASK_REWARD: np.asarray(rewards, np.float32),
+            GROUP_ID: np.asarray(group_ids, np.int64),
+            TRAJECTORY_ID: np.asarray(trajectory_ids, np.int64),
+            POLICY_VERSION: np.ascontiguousarray(policy_versions),
+            NUM_PROMPT_TOKENS: num_prompt_tokens,
+            DONE: np.ones(n, np.bool_),
+            CREATED_AT: np.full(n, time.time()),
+        }
+        texts = {FINISH_REASON: finish_reasons, PROMPT: prompts, COMPLETION: completions, META: metas}
+        return cls(
+            n,
+            {key: Flat(torch.from_numpy(values), shared) for key, values in per_token.items()}
+            | {key: Flat(torch.from_numpy(values)) for key, values in single.items()}
+            | {key: Text(list(items)) for key, items in texts.items()},
+        )
 
     def select(self, index: Tensor) -> Trajectories:
         """The rows `index` of every column."""
