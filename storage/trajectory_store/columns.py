@@ -59,16 +59,12 @@ class Places:
         self.rows = rows
         self.order: Int64Array | None = None
         self.runs: list[tuple[int, Int64Array]] = []
-        n = len(rows)
-        if not n:
+        if not len(rows):
             return
-        first = int(ordinals[0])
-        if np.count_nonzero(ordinals == first) == n:
-            self.runs.append((first, rows))
-            return
-        self.order = ordinals.argsort(kind="stable")
-        ordinals, rows = ordinals[self.order], rows[self.order]
-        edges = [0, *(np.flatnonzero(ordinals[1:] != ordinals[:-1]) + 1).tolist(), n]
+        if np.count_nonzero(ordinals[1:] < ordinals[:-1]):  # else they are in run order, as rows that arrive are
+            self.order = ordinals.argsort(kind="stable")
+            ordinals, rows = ordinals[self.order], rows[self.order]
+        edges = [0, *(np.flatnonzero(ordinals[1:] != ordinals[:-1]) + 1).tolist(), len(rows)]
         self.runs += [(int(ordinals[a]), rows[a:b]) for a, b in itertools.pairwise(edges)]
 
     def __len__(self) -> int:
@@ -92,13 +88,12 @@ class Places:
 
     def join(self, parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
         """From the values of each run to those of the batch, in its order."""
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)[self.inverse]
+        return parts[0] if len(parts) == 1 else self.restore(np.concatenate(parts))
 
     def split(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
         """From values of the batch to those of each run."""
-        if self.order is None:
-            return [values] if self.runs else []
-        return np.split(values[self.order], np.cumsum([len(rows) for _, rows in self.runs[:-1]]))
+        values = values if self.order is None else values[self.order]
+        return np.split(values, np.cumsum([len(rows) for _, rows in self.runs[:-1]])) if self.runs else []
 
 
 class Spans:
@@ -512,13 +507,9 @@ def _rows(column: Column, table: Mapping[int, Any], spans: Spans, fill: Any = No
     try:
         return list(map(getitem, map(table.__getitem__, owners), parts))
     except KeyError:  # a segment without the column is not in the table
-        value, dtype = column.fill_value, column.np_dtype
+        blank = np.full(spans.width * column.width if fill is None else 0, column.fill_value, column.np_dtype)
         return [
-            table[owner][part]
-            if owner in table
-            else np.full(part.stop - part.start, value, dtype)
-            if fill is None
-            else fill
+            table[owner][part] if owner in table else blank[: part.stop - part.start] if fill is None else fill
             for owner, part in zip(owners, parts, strict=True)
         ]
 
