@@ -56,6 +56,17 @@ def test_modules_with_an_underscore_stay_in_their_package():
     assert not found, found
 
 
+def test_a_module_name_has_one_meaning():
+    """In a package only a command is called as the module that does its work, and what is remote as what is local."""
+    for package in ("rlhf_pipeline", "storage"):
+        modules = [path for path in (ROOT / package).rglob("*.py") if not path.name.startswith("__")]
+        for shared in (("cli",), ("remote", "objects")):
+            names = [path.name.lstrip("_") for path in modules if path.parent.name in shared]
+            assert len(set(names)) == len(names), (package, shared)
+        names = [path.name.lstrip("_") for path in modules if path.parent.name not in ("cli", "remote", "objects")]
+        assert len(set(names)) == len(names), (package, sorted(name for name in set(names) if names.count(name) > 1))
+
+
 def test_private_attributes_of_tensordict_are_touched_in_one_module():
     """Where another library's objects are read past their public names, `data/trajectories.py` does it.
 

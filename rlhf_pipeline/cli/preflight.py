@@ -23,7 +23,7 @@ from rlhf_pipeline.errors import (
     did_you_mean,
 )
 from rlhf_pipeline.exchange.filters import select
-from rlhf_pipeline.policies.folder import resolve_source
+from rlhf_pipeline.policies.model_source import resolve_source
 from rlhf_pipeline.report.stored import Stored, open_run_or_store
 from rlhf_pipeline.run.folder import RunFolder, is_run, not_found
 from rlhf_pipeline.run.medium import Address, address_of

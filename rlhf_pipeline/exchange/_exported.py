@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange._columns import Values, from_arrow, from_json, take
+from rlhf_pipeline.exchange._column_values import Values, from_arrow, from_json, take
 from rlhf_pipeline.exchange._counts import FileReport, ImportReport
 from rlhf_pipeline.exchange._tables import ROWS_PER_READ, Source
 from rlhf_pipeline.exchange.target import open_target

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.exchange._columns import Values, arrow_type, to_arrow, to_json
+from rlhf_pipeline.exchange._column_values import Values, arrow_type, to_arrow, to_json
 from rlhf_pipeline.exchange._tables import SCHEMA_KEY, Container, need, schema_beside
 from rlhf_pipeline.exchange.filters import Ids, select
 from rlhf_pipeline.exchange.target import appearing_whole, check_absent

@@ -16,7 +16,6 @@ from rlhf_pipeline.policies._packed_attention import same_attention_when_recompu
 from rlhf_pipeline.policies._scoring import ScoringRows, token_states
 from rlhf_pipeline.policies.engines.protocol import Completion, Engine, RaggedCompletions, Request, WeightRefresh
 from rlhf_pipeline.policies.engines.slots import SlotEngine
-from rlhf_pipeline.policies.folder import resolve_source
 from rlhf_pipeline.policies.loading import (
     as_dtype,
     as_id_tuple,
@@ -27,6 +26,7 @@ from rlhf_pipeline.policies.loading import (
     quiet_progress,
 )
 from rlhf_pipeline.policies.model_parts import ModelParts, find_parts, set_recomputation, switch_recomputation
+from rlhf_pipeline.policies.model_source import resolve_source
 from rlhf_pipeline.policies.packed import LayoutScorer
 
 __all__ = ["Completion", "RaggedCompletions", "ScoringRows", "TokenPolicy"]
