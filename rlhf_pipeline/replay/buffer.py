@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -234,7 +234,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         del update_priority
         if not isinstance(tensordicts, (TensorDictBase, Trajectories)):
             raise DataError(f"extend takes a TensorDict of trajectories, not {type(tensordicts).__name__}")
-        with self._call() as advantage:
+        advantage = self._keep_groups()
+        with nullcontext() if advantage is None else advantage.call():
             written = self._write(self._through(tensordicts, self._transforms()))
             return self._settle(advantage, written)
 
@@ -332,7 +333,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
     def _close(self, how: Callable[[MCAdvantage], TensorDictBase | None]) -> torch.Tensor:
         """Write the groups that a call of the group transform closes."""
         transforms, advantage = self._transforms(), self._group_transform()
-        with self._call():
+        self._keep_groups()
+        with advantage.call():
             done = how(advantage)
             before = transforms[: transforms.index(advantage)]
             written = self._write(None if done is None else self._through(done, before))
@@ -363,16 +365,6 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         ):
             advantage.attach(WaitingRows(store, lambda: _refreshed(storage)))
         return advantage
-
-    @contextmanager
-    def _call(self) -> Iterator[MCAdvantage | None]:
-        """One call of the write path; yields the group transform, which forgets the call if it fails."""
-        advantage = self._keep_groups()
-        if advantage is None:
-            yield None
-            return
-        with advantage.call():
-            yield advantage
 
     def mark_used(self, row_ids: Any) -> None:
         """Add to the use count of rows, each as often as it is named; visible to all processes at once."""

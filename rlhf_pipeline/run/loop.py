@@ -19,7 +19,6 @@ from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStart
 from rlhf_pipeline.run.files import sync_folder
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loggers import with_logger
-from rlhf_pipeline.run.medium import TrafficMeter
 from rlhf_pipeline.run.signals import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -129,7 +128,7 @@ class Loop:
         self.progress = Progress()
         self.metrics = run.metrics
         self.metrics.refresh()
-        self._traffic = TrafficMeter(run.medium, learner.buffer.store)
+        self._traffic = run.medium.meter(learner.buffer.store)
         self.num_parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
         self._saved: int | None = None
         """The step of the newest checkpoint: what was just loaded or saved is not saved again."""
@@ -218,7 +217,8 @@ class Loop:
         for notice in learner.take_notices():
             tell(self.on_event, notice)
         row = {"step": number, "task_reward": batch.task_reward, **batch.about, "time": time.time(), **figures}
-        row |= self._traffic.since_last() or {}
+        if self._traffic is not None:
+            row |= self._traffic.since_last()
         if number > self.metrics.last_step:  # a step that is taken again has its line
             self.metrics.append(row)
         progress.step = number

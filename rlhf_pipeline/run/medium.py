@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rlhf_pipeline.run.processes.heartbeat import is_alive, read_heartbeat
 from rlhf_pipeline.run.rows import StepRows
-from trajectory_store.bucket import Traffic
+from trajectory_store.bucket import Bucket, Traffic
 
 if TYPE_CHECKING:
     from trajectory_store import TrajectoryStore
@@ -145,9 +145,12 @@ class RunMedium(ABC):
     def clear(self) -> None:
         """Remove everything that a failed start left, its record last; see `RunFolder.clear`."""
 
-    @property
-    def traffic(self) -> Traffic | None:
-        """The requests of this process to an object store, trajectories left out; None where the run is a folder."""
+    def meter(self, store: TrajectoryStore) -> TrafficMeter | None:
+        """Count the requests of this process to an object store, from here on; None where the run is a folder.
+
+        Args:
+            store: of the run's trajectories, whose requests count too.
+        """
         return None
 
 
@@ -155,21 +158,18 @@ class TrafficMeter:
     """Counts the requests of a process to an object store between two calls.
 
     Args:
-        medium: of the run.
+        bucket: of the run.
         store: of its trajectories.
     """
 
-    def __init__(self, medium: RunMedium, store: TrajectoryStore) -> None:
-        self._medium = medium
+    def __init__(self, bucket: Bucket, store: TrajectoryStore) -> None:
+        self._bucket = bucket
         self._store = store
         self._before = Traffic()
 
-    def since_last(self) -> dict[str, int] | None:
-        """Return requests and bytes since the last call, for a line of metrics; None where the run is a folder."""
-        own = self._medium.traffic
-        if own is None:
-            return None
-        now = own + self._store.traffic
+    def since_last(self) -> dict[str, int]:
+        """Return requests and bytes since the last call, for a line of metrics."""
+        now = self._bucket.traffic + self._store.traffic
         new, self._before = now - self._before, now
         return {"requests": new.requests, "bytes_sent": new.sent, "bytes_received": new.received}
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.engines.protocol import Int64Array, RaggedCompletions, Request, VersionSpans, WeightRefresh
+from rlhf_pipeline.policies.engines.sampling import stream_keys
 from rlhf_pipeline.policies.engines.slot_cache import PrefillCache
 
 if TYPE_CHECKING:
@@ -111,7 +112,6 @@ class Rollout:
         engine: whose call it is.
         request: what to sample.
         limits: the most tokens of each, int64 `[N]`.
-        keys: of their random numbers, uint64 `[N]`.
         refresh: takes up newer weights on the way.
     """
 
@@ -121,7 +121,6 @@ class Rollout:
         request: Request,
         *,
         limits: Int64Array,
-        keys: npt.NDArray[np.uint64],
         refresh: WeightRefresh | None,
     ) -> None:
         self.engine = engine
@@ -134,9 +133,11 @@ class Rollout:
         self.is_end[[token for token in request.end_token_ids if 0 <= token < vocab]] = True
         self.prompts: Sequence[Sequence[int]] = request.prompts
         self.prompt_lengths = np.array([len(p) for p in request.prompts], dtype=np.int64)
-        self.prompt_of = request.prompt_of
+        self.prompt_of, self.member_of = request.prompt_of, request.member_of
         self.limits = limits
-        self.keys = keys
+        streams = np.array(request.streams(), dtype=object)[self.prompt_of]
+        self.keys = stream_keys(request.seed, streams.tolist(), self.member_of)
+        """Of the completions' random numbers, uint64 `[N]`."""
         self.temperature = request.temperature
         self.count = request.count
         self.num_slots = min(engine.num_slots, self.count)
@@ -148,7 +149,6 @@ class Rollout:
         self.out_tokens: list[Int64Array] = []
         self.out_log_probs: list[npt.NDArray[np.float32]] = []
         self.out_versions: list[int | None] = []
-        self.member_of = request.member_of
         self.stopped = np.zeros(self.count, dtype=np.bool_)
         self.unfinished: npt.NDArray[np.bool_] | None = None
         """Which completions were cut short; None where none was."""

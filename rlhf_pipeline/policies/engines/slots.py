@@ -30,7 +30,7 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.engines.cache_check import WITHOUT_SLOTS, verified_parts
 from rlhf_pipeline.policies.engines.protocol import Int64Array, RaggedCompletions, Request, WeightRefresh, Weights
 from rlhf_pipeline.policies.engines.rollout import Gate, Rollout, States
-from rlhf_pipeline.policies.engines.sampling import sample_rows, stream_keys, uniforms
+from rlhf_pipeline.policies.engines.sampling import sample_rows, uniforms
 from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, SlotCache
 from rlhf_pipeline.policies.engines.static import StaticRun, mask_form
 from rlhf_pipeline.policies.model_parts import ModelParts
@@ -94,7 +94,6 @@ class SlotEngine:
         limits = request.limits(
             vocab=self._vocab, positions=self.parts.max_positions, positions_by=self.parts.positions_by
         )
-        streams = request.streams()
         if request.count == 0:
             return RaggedCompletions.none(versioned=refresh is not None or self.version is not None)
         static = self.decode == "static" or (self.decode == "auto" and self.parts.head.weight.is_cuda)
@@ -106,14 +105,10 @@ class SlotEngine:
         with self.gate:
             if refresh is not None:
                 self.version = refresh.version
-            keys = stream_keys(
-                request.seed, np.array(streams, dtype=object)[request.prompt_of].tolist(), request.member_of
-            )
-            given: dict[str, Any] = {"limits": limits, "keys": keys, "refresh": refresh}
             if form is None:
-                run: Rollout = _Ragged(self, request, **given)
+                run: Rollout = _Ragged(self, request, limits=limits, refresh=refresh)
             else:
-                run = StaticRun(self, request, form=form, **given)
+                run = StaticRun(self, request, form=form, limits=limits, refresh=refresh)
             while run.step():
                 pass
         return run.completions()

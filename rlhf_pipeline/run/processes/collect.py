@@ -97,7 +97,7 @@ def collect(
             claims = open_claims(run, own_name, rollouts, flow, parts.buffer.store)
             try:
                 every = pipeline.collect.refresh_weights_every
-                traffic = TrafficMeter(run.medium, parts.buffer.store)
+                traffic = run.medium.meter(parts.buffer.store)
                 worker = _Worker(run, parts, claims, rollouts, heartbeat, on_event, traffic, every)
                 reason = worker.work(stop)
             finally:
@@ -139,7 +139,7 @@ class _Worker:
     rollouts: Rollouts
     heartbeat: Heartbeat
     on_event: EventHandler
-    traffic: TrafficMeter
+    traffic: TrafficMeter | None
     refresh_weights_every: int = 0
     version: int = -1
     digests: dict[int, int] = field(default_factory=dict[int, int])
@@ -199,7 +199,7 @@ class _Worker:
                 num_tokens=done.num_tokens,
                 seconds=done.seconds,
                 created_at=time.time(),
-                traffic=self.traffic.since_last(),
+                traffic=None if self.traffic is None else self.traffic.since_last(),
             )
         )
         self.num_rollouts += 1

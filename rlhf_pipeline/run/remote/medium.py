@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlhf_pipeline.run.files import remove_folder
-from rlhf_pipeline.run.medium import BESIDE, RunMedium
+from rlhf_pipeline.run.medium import BESIDE, RunMedium, TrafficMeter
 from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
 from rlhf_pipeline.run.remote.copies import new_copy
 from rlhf_pipeline.run.remote.leases import Leases, replaced
 from rlhf_pipeline.run.remote.outbox import Outbox
 from rlhf_pipeline.run.remote.rows import LineLog, SharedRows
 from rlhf_pipeline.run.remote.sealed import PACKS, SEALED, SealedFolders
-from trajectory_store import StoreError
+from trajectory_store import StoreError, TrajectoryStore
 from trajectory_store.bucket import Traffic
 from trajectory_store.objects.remote import ObstoreBucket, open_bucket
 
@@ -86,6 +86,10 @@ class BucketMedium(RunMedium):
     def traffic(self) -> Traffic:
         """What was asked of the object store."""
         return self.bucket.traffic
+
+    def meter(self, store: TrajectoryStore) -> TrafficMeter:
+        """Count the requests of this process from here on."""
+        return TrafficMeter(self.bucket, store)
 
     # Files and folders
 

@@ -42,7 +42,8 @@ def test_rows_that_do_not_begin_with_step_one(tmp_path):
     rows = StepRows(tmp_path / "ledger.jsonl")
     for step in (4, 5, 9):
         rows.append({"step": step})
-    assert [rows.place_of(step) for step in (1, 3, 4, 5, 6, 9, 10)] == [None, None, 0, 1, None, 2, None]
+    found = [rows.of_step(step) for step in (1, 3, 4, 5, 6, 9, 10)]
+    assert found == [None, None, {"step": 4}, {"step": 5}, None, {"step": 9}, None]
 
 
 def test_without_an_index_the_lines_are_read(written):
