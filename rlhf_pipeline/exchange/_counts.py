@@ -36,7 +36,7 @@ class ImportReport:
         num_tokens: their tokens, prompts included.
         num_encoded: trajectories whose text was encoded.
         num_without_log_probs: trajectories without behaviour log-probs.
-        num_without_reward: trajectories whose reward is NaN.
+        num_without_reward: trajectories whose reward is not finite.
         reward_sum: of the others.
     """
 
@@ -70,8 +70,9 @@ class ImportReport:
         lengths = columns["input_ids"].lengths
         self.num_tokens += int(lengths.sum())
         rewards = np.asarray(columns["task_reward"], np.float64)
-        self.num_without_reward += int(np.isnan(rewards).sum())
-        self.reward_sum += float(np.nansum(rewards))
+        finite = np.isfinite(rewards)  # as for the learner, which passes over the others
+        self.num_without_reward += int((~finite).sum())
+        self.reward_sum += float(rewards[finite].sum())
         rows = np.repeat(np.arange(len(lengths)), lengths)
         scored = columns["assistant_mask"].values & ~np.isnan(columns["log_probs"].values)
         known = np.bincount(rows[scored], minlength=len(lengths))

@@ -11,8 +11,9 @@ import pytest
 
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.exchange import TrajectoryRecorder, import_files
+from rlhf_pipeline.exchange._counts import ImportReport
 from rlhf_pipeline.exchange.formats import find_format
-from trajectory_store import TrajectoryStore
+from trajectory_store import RaggedArray, TrajectoryStore
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -120,3 +121,15 @@ def test_two_trainings_at_once(tmp_path: Path):
         groups, tokens = store.read_scalars("group_id"), store.read_ragged("input_ids").values[::2]
     found = {group: tokens[groups == group].tolist() for group in np.unique(groups).tolist()}
     assert sorted(found.values()) == [[token] * 2 for token in (0, 1, 2, 3, 11, 12, 13, 22, 23)]
+
+
+def test_rewards_that_are_not_finite_count_for_nobody(tmp_path: Path):
+    """Infinities of both signs are no reward, as for the learner, and leave the mean of the others as it is."""
+    report = ImportReport(store=tmp_path)
+    token, four = np.zeros(4), np.ones(4, np.int64)
+    ragged = {
+        name: RaggedArray(token.astype(dtype), four) for name, dtype in (("input_ids", int), ("log_probs", float))
+    }
+    columns = ragged | {"assistant_mask": RaggedArray(token == 0, four)}
+    report.tally(columns | {"task_reward": np.array([0.5, math.inf, -math.inf, math.nan])})
+    assert (report.num_without_reward, report.reward_sum) == (3, 0.5)
