@@ -262,7 +262,7 @@ class Sample(Settings):
         min=0,
         max=1,
         help="Trajectories of one age count less where their effective sample size, as a share of their tokens, is "
-        "below this; see `rlhf_pipeline.replay.ess_guard`. Costs one more forward pass where a batch is "
+        "below this; see `rlhf_pipeline.learner.ess_guard`. Costs one more forward pass where a batch is "
         "stale. None counts all alike.",
     )
     skip_below_ess: float = setting(

@@ -14,7 +14,7 @@ import torch
 from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
-from rlhf_pipeline.learner._guard import guard
+from rlhf_pipeline.learner.ess_guard import guard
 from rlhf_pipeline.learner.metrics import (
     ModelCost,
     StepMeter,

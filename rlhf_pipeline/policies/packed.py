@@ -62,25 +62,18 @@ def check_layout(name: str) -> Layout:
     return cast(Layout, name)
 
 
-def plan_batches(
-    lengths: torch.Tensor | Sequence[int],
-    token_budget: int,
-    *,
-    batch_overhead: int | None = None,
-) -> list[torch.Tensor]:
+def plan_batches(lengths: torch.Tensor | Sequence[int], token_budget: int) -> list[torch.Tensor]:
     """Cut rows into micro-batches of similar length whose padded size stays within a budget.
 
     Rows are sorted by length, longest first (so the largest batch comes first and memory does not creep), and cut
-    where the total cost is least: padded tokens plus an overhead per micro-batch, by dynamic programming. Filling
-    each batch to the budget instead left 17 to 26 % of the positions padding on 64 log-normal lengths; this leaves
-    about 10 % with two or three micro-batches more, and 4 % at 512 lengths. Ties keep their order, so the plan is a
-    pure function of the lengths. It takes 0.1 s for 4096 rows.
+    where the total cost is least: padded tokens plus a sixteenth of the budget per micro-batch, by dynamic
+    programming. Filling each batch to the budget instead left 17 to 26 % of the positions padding on 64 log-normal
+    lengths; this leaves about 10 % with two or three micro-batches more, and 4 % at 512 lengths. Ties keep their order,
+    so the plan is a pure function of the lengths. It takes 0.1 s for 4096 rows.
 
     Args:
         lengths: [N].
         token_budget: the largest `rows * padded length` of a micro-batch.
-        batch_overhead: how many tokens one more micro-batch costs; a sixteenth of the budget by default. Larger
-            means fewer batches with more padding.
 
     Returns:
         int64 index tensors that together hold each row once.
@@ -88,7 +81,7 @@ def plan_batches(
     Raises:
         DefinitionError: a row alone is above the budget, or an impossible budget.
 
-    >>> [b.tolist() for b in plan_batches([50, 20, 60, 10], 120, batch_overhead=20)]
+    >>> [b.tolist() for b in plan_batches([50, 20, 60, 19], 120)]
     [[2, 0], [1, 3]]
     """
     if token_budget < 1:
@@ -102,7 +95,7 @@ def plan_batches(
             f"row {order[0]} has {width[0]} tokens, above the token budget of {token_budget}. Raise the budget to at "
             f"least {width[0]}."
         )
-    overhead = token_budget / 16 if batch_overhead is None else batch_overhead
+    overhead = token_budget / 16
     if count:
         whole = count * int(width[0])
         if whole <= token_budget and whole - int(width.sum()) < overhead:

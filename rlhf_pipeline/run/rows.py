@@ -338,7 +338,6 @@ class NewRows:
 
     Args:
         rows: its rows, or the file; it need not exist yet. What it holds now counts as seen.
-        seen: False counts nothing as seen.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
@@ -348,9 +347,9 @@ class NewRows:
     ([{'step': 1}], [])
     """
 
-    def __init__(self, rows: StepRows | Path, *, seen: bool = True) -> None:
+    def __init__(self, rows: StepRows | Path) -> None:
         self.rows = StepRows(rows) if isinstance(rows, Path) else rows
-        self._num = len(self.rows) if seen else 0
+        self._num = len(self.rows)
         self._checksums = [
             self.rows.entry(place).checksum for place in range(max(self._num - _LOOK_BACK, 0), self._num)
         ]

@@ -443,14 +443,14 @@ def test_sorted_plan_wastes_little():
 
 
 def test_overhead_trades_batches_for_padding():
-    """Without a cost per batch equal rows stay together and others part; with a large one all join."""
-    assert [b.tolist() for b in plan_batches([4, 4, 1], 100, batch_overhead=1)] == [[0, 1], [2]]
-    assert [b.tolist() for b in plan_batches([4, 4, 1], 100, batch_overhead=9)] == [[0, 1, 2]]
+    """A batch costs a sixteenth of the budget: where that is little equal rows part from others, else all join."""
+    assert [b.tolist() for b in plan_batches([4, 4, 1], 16)] == [[0, 1], [2]]
+    assert [b.tolist() for b in plan_batches([4, 4, 1], 100)] == [[0, 1, 2]]
 
 
 def test_ties_keep_their_order():
     """Equal lengths stay in order, so the plan is the same every time."""
-    assert [b.tolist() for b in plan_batches([3, 3, 3, 3], 6, batch_overhead=1)] == [[0, 1], [2, 3]]
+    assert [b.tolist() for b in plan_batches([3, 3, 3, 3], 6)] == [[0, 1], [2, 3]]
 
 
 def test_a_plan_that_cannot_be_names_the_budget():

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.functional.diagnostics import ess_from_sums, sequence_weight_sums, weight_sums
-from rlhf_pipeline.replay.ess_guard import ess_guard
+from rlhf_pipeline.functional.diagnostics import ess_from_sums, weight_sums
+from rlhf_pipeline.learner.ess_guard import ess_guard
 
 WEIGHTS = torch.tensor([[1.0, 1.0, 9.0], [2.0, 2.0, 2.0], [1.0, 3.0, 9.0]])
 MASK = torch.tensor([[True, True, False], [True, True, True], [True, True, False]])
@@ -41,12 +41,6 @@ def test_without_ages_it_is_the_diagnostic():
     """One age: the figures that the learner reports."""
     verdict = ess_guard(WEIGHTS.log(), MASK, min_ess=1.0, skip_below=0.0)
     assert verdict.ages[0].ess == pytest.approx(float(ess_from_sums(*weight_sums(WEIGHTS.log(), MASK))))
-    # Sequence weights 1, 8 and 3: 12^2 / (3 * 74).
-    whole = ess_guard(WEIGHTS.log(), MASK, min_ess=1.0, skip_below=0.0, level="sequence")
-    assert whole.ages[0].ess == pytest.approx(144 / 222)
-    index = torch.arange(3)[:, None].expand(3, 3)[MASK]
-    sums = sequence_weight_sums(WEIGHTS.log()[MASK].double(), index, 3)
-    assert whole.ages[0].ess == pytest.approx(float(ess_from_sums(*sums)), rel=1e-6)
 
 
 def test_the_young_do_not_hide_the_old():
@@ -78,7 +72,7 @@ def test_odd_values():
 
 def test_arguments():
     """Limits out of range and shapes that do not fit are refused."""
-    for wrong in ({"min_ess": 0.0}, {"min_ess": 1.5}, {"skip_below": 0.9}, {"skip_below": -1.0}, {"level": "word"}):
+    for wrong in ({"min_ess": 0.0}, {"min_ess": 1.5}, {"skip_below": 0.9}, {"skip_below": -1.0}):
         with pytest.raises(DefinitionError):
             ess_guard(WEIGHTS.log(), MASK, **wrong)
     with pytest.raises(DataError, match="ages"):

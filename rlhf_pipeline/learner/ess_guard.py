@@ -6,16 +6,21 @@ step is mostly noise, and it is better to take less of it, or to leave it out, t
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from rlhf_pipeline.config import Sample
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.functional.diagnostics import ess_from_sums, weight_sums
-
-Level = Literal["token", "sequence"]
+from rlhf_pipeline.learner.step_plan import StepPlan
+from rlhf_pipeline.losses.loss_batch import LossBatch
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +30,7 @@ class AgeVerdict:
     Attributes:
         age: in versions.
         trajectories: how many there are.
-        ess: effective sample size over their number of tokens (or of sequences), in [0, 1].
+        ess: effective sample size over their number of tokens, in [0, 1].
         weight: what their loss is multiplied with, in [0, 1]; 0 leaves them out.
     """
 
@@ -73,14 +78,13 @@ def ess_guard(
     *,
     min_ess: float = 0.3,
     skip_below: float = 0.1,
-    level: Level = "token",
 ) -> EssVerdict:
     """Weigh the trajectories of a batch by the effective sample size of all that are as old as they are.
 
     With `w = exp(log_ratio)` clamped to +-20, `ESS = (sum w)^2 / (n * sum w^2)` over the trajectories of one age. From
     `min_ess` on they count in full; below it their weight is `ESS / min_ess`; below `skip_below` it is 0. With both
     limits equal the guard only leaves out. Ages are judged apart, as fresh trajectories, whose weights are all near 1,
-    would hide what stale ones look like. One single token, or sequence, of an age always has an ESS of 1.
+    would hide what stale ones look like. One single token of an age always has an ESS of 1.
 
     A pure function; who calls it logs `message`, multiplies the loss weights, and passes over a batch with `skip`.
 
@@ -90,13 +94,12 @@ def ess_guard(
         ages: integers `[B]`, learner version minus policy version; None takes the batch as one age.
         min_ess: limit below which trajectories count less, above 0 and at most 1.
         skip_below: limit below which they do not count, from 0 to `min_ess`.
-        level: `token` weighs tokens, `sequence` whole responses, by the product of their tokens' weights.
 
     Returns:
         The weights, and what was found of each age.
 
     Raises:
-        DefinitionError: if a limit is out of range, or the level is not known.
+        DefinitionError: if a limit is out of range.
         DataError: if the shapes do not fit.
 
     >>> log_ratio = torch.tensor([[1.0, 1.0], [1.0, 16.0]]).log()
@@ -110,19 +113,18 @@ def ess_guard(
         raise DefinitionError(
             f"min_ess ({min_ess}) must lie above 0 and at most 1, skip_below ({skip_below}) between 0 and min_ess."
         )
-    if level not in ("token", "sequence"):
-        raise DefinitionError(f"level is {level!r}; it must be 'token' or 'sequence'.")
     if log_ratio.ndim != 2 or mask.shape != log_ratio.shape or (ages is not None and ages.shape != mask.shape[:1]):
         raise DataError(
             f"log_ratio {tuple(log_ratio.shape)} and mask {tuple(mask.shape)} must both be [B, T], and ages "
             f"{None if ages is None else tuple(ages.shape)} [B]."
         )
     with torch.no_grad():
-        counts, totals, squares = _sums(log_ratio, mask, level)
+        keep = mask & log_ratio.isfinite()
+        of_rows = weight_sums(torch.where(keep, log_ratio, 0.0).double(), keep, dim=1)
         of_row = torch.zeros(len(mask), dtype=torch.int64) if ages is None else ages.cpu()
         found, place = torch.unique(of_row, return_inverse=True)
         sums = torch.zeros(3, len(found), dtype=torch.float64)
-        sums.index_add_(1, place, torch.stack([counts, totals, squares]).cpu())
+        sums.index_add_(1, place, torch.stack(of_rows).cpu())
         ess = ess_from_sums(*sums)
         weight = torch.where(ess < skip_below, 0.0, (ess / min_ess).clamp_max(1.0))
         weight = torch.where(sums[0] > 0, weight, 1.0)  # nothing to judge: no token counts anyway
@@ -133,10 +135,45 @@ def ess_guard(
     return EssVerdict(weight[place].float().to(log_ratio.device), verdicts)
 
 
-def _sums(log_ratio: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tensor, Tensor]:
-    """Number, sum and sum of squares of the weights of each trajectory, float64 `[B]`."""
-    keep = mask & log_ratio.isfinite()
-    ratio = torch.where(keep, log_ratio, 0.0).double()
-    if level == "sequence":
-        ratio, keep = ratio.sum(1, keepdim=True), keep.any(1, keepdim=True)
-    return weight_sums(ratio, keep, dim=1)
+def guard(
+    plan: StepPlan,
+    ages: np.ndarray,
+    sample: Sample,
+    policy: TokenPolicy,
+    read: Callable[[StepPlan, Tensor], LossBatch],
+) -> tuple[StepPlan, float, str]:
+    """Weigh the trajectories of each age by their effective sample size at the weights before the step.
+
+    Args:
+        plan: the step.
+        ages: int64 [n], of the plan's rows.
+        sample: with the limits, `min_ess` set.
+        policy: scores the trajectories, without gradient.
+        read: gives a micro-batch of the plan.
+
+    Returns:
+        The plan with the weights changed, without a gradient where nothing is left to learn from; the mean of what the
+        trajectories count; and a sentence per age that does not count in full.
+    """
+    if sample.min_ess is None or not plan.batches or not (ages > 0).any():
+        return plan, 1.0, ""
+    parts = [_log_ratio(policy, read(plan, chosen)) for chosen in plan.batches]
+    width = max(mask.shape[1] for _, mask in parts)
+    log_ratio = torch.cat([pad(ratio, (0, width - ratio.shape[1])) for ratio, _ in parts])
+    mask = torch.cat([pad(mask, (0, width - mask.shape[1])) for _, mask in parts])
+    order = torch.cat(plan.batches)
+    verdict = ess_guard(
+        log_ratio, mask, torch.from_numpy(ages)[order], min_ess=sample.min_ess, skip_below=sample.skip_below_ess
+    )
+    weights = plan.weights.clone()
+    weights[order] *= verdict.weights
+    weighed = dataclasses.replace(plan, weights=weights)
+    # Where nothing has a gradient, the optimizer leaves the weights as they are.
+    return weighed.without_gradient() if verdict.skip else weighed, float(verdict.weights.mean()), verdict.message
+
+
+def _log_ratio(policy: TokenPolicy, batch: LossBatch) -> tuple[Tensor, Tensor]:
+    """Return the policy's log-probs minus the behaviour policy's, and the mask of the loss, `[B, T]`."""
+    with torch.no_grad():
+        own = policy.log_probs(batch.tokens, batch.attention, batch.mask).cpu()
+    return own - batch.behaviour, batch.mask
