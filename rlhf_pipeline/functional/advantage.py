@@ -8,7 +8,7 @@ import torch
 
 from rlhf_pipeline.config import Estimator
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
-from rlhf_pipeline.functional.policy_loss import segment_sum
+from rlhf_pipeline.functional.policy_loss import indexed_sum
 
 __all__ = [
     "BATCH_ESTIMATORS",
@@ -157,14 +157,14 @@ def group_advantage(
         return GroupAdvantage(returns.to(dtype), torch.zeros_like(returns, dtype=torch.bool))
     index = _numbers(group_ids)
     groups = int(index.max()) + 1
-    size = segment_sum(torch.ones_like(r), index, groups)  # of each group, and so are mean, others, std and scale
-    mean, others = segment_sum(r, index, groups) / size, (size - 1).clamp_min(1)
+    size = indexed_sum(torch.ones_like(r), index, groups)  # of each group, and so are mean, others, std and scale
+    mean, others = indexed_sum(r, index, groups) / size, (size - 1).clamp_min(1)
     centred = r - mean[index]
-    std = (segment_sum(centred.square(), index, groups) / others).sqrt()
-    scale = segment_sum(r.abs(), index, groups) / size
+    std = (indexed_sum(centred.square(), index, groups) / others).sqrt()
+    scale = indexed_sum(r.abs(), index, groups) / size
     flat = (size < 2) | (std <= RELATIVE_SPREAD_FLOOR * scale)
     if task_rewards is not None and rounding is not None:
-        beyond = segment_sum((centred.abs() > rounding.double()).double(), index, groups)
+        beyond = indexed_sum((centred.abs() > rounding.double()).double(), index, groups)
         flat = flat | (_all_equal(task_rewards.double(), index, groups) & (beyond == 0))
     degenerate = flat[index]
 
@@ -206,10 +206,10 @@ def _length_baseline(r: torch.Tensor, index: torch.Tensor, groups: int, lengths:
             f"estimator 'opo' weighs returns by completion length: pass lengths [{r.numel()}]; got {seen}."
         )
     weight = lengths.double()
-    total = segment_sum(weight, index, groups)[index]
+    total = indexed_sum(weight, index, groups)[index]
     weight = torch.where(total > 0, weight, torch.ones_like(weight))
-    total = segment_sum(weight, index, groups)[index]
-    return segment_sum(weight * r, index, groups)[index] / total
+    total = indexed_sum(weight, index, groups)[index]
+    return indexed_sum(weight * r, index, groups)[index] / total
 
 
 def whitened_step_rewards(rewards: torch.Tensor, group_ids: torch.Tensor, lengths: torch.Tensor) -> GroupAdvantage:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from rlhf_pipeline.functional.kl import LOG_RATIO_LIMIT
-from rlhf_pipeline.functional.policy_loss import segment_sum
+from rlhf_pipeline.functional.policy_loss import indexed_sum
 
 __all__ = [
     "ess_from_sums",
@@ -63,8 +63,8 @@ def sequence_weight_sums(
     [2.0, 4.0, 10.0]
     """
     with torch.no_grad():
-        total = segment_sum(log_ratio.detach().double(), index, segments)
-        rows = segment_sum(torch.ones_like(total[:1]).expand(index.shape), index, segments)
+        total = indexed_sum(log_ratio.detach().double(), index, segments)
+        rows = indexed_sum(torch.ones_like(total[:1]).expand(index.shape), index, segments)
         return weight_sums(total, rows > 0)
 
 

@@ -23,7 +23,7 @@ __all__ = [
     "gspo_log_ratio",
     "icepop_mask",
     "kl_trust_mask",
-    "segment_sum",
+    "indexed_sum",
     "sequence_icepop_mask",
     "sequence_mean_log_ratio",
     "sequence_tis_weight",
@@ -140,7 +140,7 @@ def cispo_loss(
     return TokenLoss(-weight * advantage * log_probs, ratio < 1.0 - low, ratio > 1.0 + high)
 
 
-def segment_sum(values: torch.Tensor, index: torch.Tensor, segments: int) -> torch.Tensor:
+def indexed_sum(values: torch.Tensor, index: torch.Tensor, segments: int) -> torch.Tensor:
     """Sum rows by sequence, differentiable.
 
     Args:
@@ -151,7 +151,7 @@ def segment_sum(values: torch.Tensor, index: torch.Tensor, segments: int) -> tor
     Returns:
         [segments].
 
-    >>> segment_sum(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 2]), 3)
+    >>> indexed_sum(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 2]), 3)
     tensor([3., 0., 4.])
     """
     return values.new_zeros(segments).index_add(0, index, values)
@@ -171,8 +171,8 @@ def sequence_mean_log_ratio(log_ratio: torch.Tensor, index: torch.Tensor, segmen
     >>> sequence_mean_log_ratio(torch.tensor([0.2, 0.4, 1.0]), torch.tensor([0, 0, 1]), 2)
     tensor([0.3000, 1.0000])
     """
-    rows = segment_sum(torch.ones_like(log_ratio), index, segments)
-    return segment_sum(log_ratio, index, segments) / rows.clamp_min(1)
+    rows = indexed_sum(torch.ones_like(log_ratio), index, segments)
+    return indexed_sum(log_ratio, index, segments) / rows.clamp_min(1)
 
 
 def gspo_log_ratio(log_probs: torch.Tensor, proximal: torch.Tensor, index: torch.Tensor, segments: int) -> torch.Tensor:
@@ -229,7 +229,7 @@ def sequence_tis_weight(
     >>> sequence_tis_weight(lo, lb, torch.tensor([0, 0]), 1, 10.0)
     tensor([2.0138, 2.0138])
     """
-    total = segment_sum(proximal.detach() - behaviour, index, segments)
+    total = indexed_sum(proximal.detach() - behaviour, index, segments)
     return total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)[index]
 
 

@@ -625,7 +625,7 @@ class GRPOLoss(LossModule):
         keep = pl.kl_trust_mask(log_probs - rows.behaviour, threshold).to(log_probs.dtype)
         if batch.weight is not None or self._is_unreduced or self.reduction == "sum":
             return keep
-        left = pl.segment_sum(keep, rows.index, rows.sequences)
+        left = pl.indexed_sum(keep, rows.index, rows.sequences)
         weights = token_weights(
             left, self.aggregation, max_completion_tokens=self.max_completion_tokens, dtype=rows.weight.dtype
         )
