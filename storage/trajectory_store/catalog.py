@@ -232,7 +232,6 @@ class Catalog:
         self._moved = False
         self._tables: dict[str, dict[int, Any]] = {}
         self._later: dict[str, Later] = {}
-        self._later_generation: dict[str, int] = {}
         self._take_state()
 
     # Following
@@ -505,7 +504,7 @@ class Catalog:
             return None
         with self._lock:
             found = self._later.get(column.name)
-            if found is None or self._later_generation[column.name] != self.generation:
+            if found is None or found.generation != self.generation:
                 found = self._follow_later(column, found)
             return found if found else None
 
@@ -518,7 +517,7 @@ class Catalog:
             found.follow(self.updates)
         found.fold_news(self.find, self.segments, lambda at: self.values_at(column, at))
         self._later[column.name] = found
-        self._later_generation[column.name] = generation
+        found.generation = generation
         return found
 
     def _bounds(self) -> tuple[int, int]:

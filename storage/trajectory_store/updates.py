@@ -53,6 +53,8 @@ class Later:
         self._rows: dict[int, int] = {}
         self._news: list[tuple[Int64Array, Int64Array]] = []
         self._segments: Mapping[int, Segment] = {}
+        self.generation = -1
+        """Of the catalog, when it was last followed."""
 
     def __bool__(self) -> bool:
         return bool(self._address)
