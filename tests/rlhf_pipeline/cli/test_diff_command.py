@@ -145,11 +145,7 @@ def test_damaged_ledger(cli: Cli, run_dir: Path, twin: Path):
 @pytest.mark.parametrize("kept", [0, 1])
 def test_a_ledger_that_lacks_steps_is_a_difference(cli: Cli, run_dir: Path, twin: Path, kept: int):
     """Equal figures of steps of which one run does not say what it learned from are not the same learning."""
-    rows = read_rows(twin / "ledger.jsonl")
-    (twin / "ledger.jsonl").unlink()
-    (twin / "ledger.jsonl").touch()
-    for row in rows[:kept]:
-        append_row(twin / "ledger.jsonl", row)
+    StepRows(twin / "ledger.jsonl").drop_from(kept + 1)
     shown = cli("diff", run_dir, twin)
     assert shown.code == 1
     assert f"  batch          first at step {kept + 1}: other trajectories" in shown.out
