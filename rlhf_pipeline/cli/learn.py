@@ -24,7 +24,7 @@ examples:
   rlhf-pipeline learn long_running --run runs/mine
   rlhf-pipeline learn --run runs/mine                    definition and seed are the recorded ones
   rlhf-pipeline learn --run runs/mine --steps 5000       go on with a run that has ended
-  torchrun --nproc-per-node 2 -m rlhf_pipeline learn --run runs/mine     two processes share each step
+  torchrun --nproc-per-node 2 -m -- rlhf_pipeline learn --run runs/mine  two processes share each step
 
 Exit code 3: a failure that a retry may overcome (the disk, a live learner)."""
 
