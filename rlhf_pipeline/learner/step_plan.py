@@ -18,6 +18,7 @@ from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.aggregation import contributes, token_weights
 from rlhf_pipeline.losses.grpo import GRPOLoss
+from rlhf_pipeline.losses.loss_batch import scorable
 from rlhf_pipeline.policies.packed import plan_micro_batches
 from rlhf_pipeline.replay.samplers import STRATEGIES, TrajectorySampler, as_sampler
 from trajectory_store import TrajectoryStore
@@ -216,10 +217,10 @@ def token_counts(columns: Columns, loss: GRPOLoss) -> Tensor:
     names, mask = loss.tensor_keys, columns[keys.ASSISTANT_MASK]
     produced = mask.clone()
     produced[:, :1] = False
-    scored = produced & torch.isfinite(columns[names.sample_log_prob])
-    if loss.kl_to_ref_coeff:
-        ref = columns.get(names.ref_log_probs)  # absent where no row of these has any
-        scored &= torch.zeros_like(scored) if ref is None else torch.isfinite(ref)
+    ref = columns.get(names.ref_log_probs) if loss.kl_to_ref_coeff else None
+    if ref is None and loss.kl_to_ref_coeff:
+        ref = torch.full(mask.shape, math.nan)  # no row of these has any
+    scored = scorable(mask, columns[keys.ATTENTION_MASK], columns[names.sample_log_prob], ref)
     return torch.stack([produced.sum(1), scored.sum(1)])
 
 

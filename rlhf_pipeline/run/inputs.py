@@ -43,9 +43,9 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
     if pipeline.replay is not None:
         # Where the stores were. What was chosen from them is in `gather.json`, and they may grow or go afterwards.
         found["replay.stores"] = {path: str(Path(path).expanduser().resolve()) for path in pipeline.replay.stores}
-    source = _source(pipeline.reward)
-    if source is not None:
-        found["reward"] = {"sha256": hashlib.sha256(source.encode()).hexdigest()}
+    reward = _of_source(pipeline.reward)
+    if reward is not None:
+        found["reward"] = reward
     return found
 
 
@@ -56,7 +56,7 @@ def reward_notice(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline)
         recorded: what `describe_inputs` returned at the last start.
         pipeline: its definition.
     """
-    before, now = recorded.get("reward"), describe_inputs(pipeline).get("reward")
+    before, now = recorded.get("reward"), _of_source(pipeline.reward)
     if before is not None and now is not None and before != now:
         yield (
             f"the reward function {name_of(pipeline.reward)} has been edited since the run was last started: "
@@ -90,12 +90,12 @@ def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]],
         )
 
 
-def _source(function: object) -> str | None:
-    """The text of a function that a definition brings; None of one of this package, or where there is no text."""
+def _of_source(function: object) -> dict[str, Any] | None:
+    """The hash of a function that a definition brings; None of one of this package, or where there is no text."""
     if not inspect.isfunction(function) or function.__module__.split(".")[0] == __name__.split(".")[0]:
         return None
     try:
-        return inspect.getsource(function)
+        return {"sha256": hashlib.sha256(inspect.getsource(function).encode()).hexdigest()}
     except OSError:
         return None
 

@@ -69,15 +69,16 @@ def trajectory(
     *,
     tokens: list[int] | None = None,
     log_prob: float = -2.0,
+    group_size: int = 2,
 ) -> TensorDict:
-    """A trajectory of a group of two, as `extend` takes it; the policy produced the tokens where the mask is 1."""
+    """A trajectory of a group, as `extend` takes it; the policy produced the tokens where the mask is 1."""
     assistant = torch.tensor(mask, dtype=torch.bool)
     return TensorDict(
         {
             ("tokens", "full"): torch.arange(len(mask)) % 10 if tokens is None else torch.tensor(tokens),
             ("masks", "all_assistant_mask"): assistant,
             ("log_probs", "full"): torch.where(assistant, log_prob, torch.nan),
-            "group_id": torch.tensor(number // 2),
+            "group_id": torch.tensor(number // group_size),
             "trajectory_id": torch.tensor(number),
             "policy_version": torch.tensor(version),
             "num_prompt_tokens": torch.tensor(mask.index(1)),
@@ -85,6 +86,15 @@ def trajectory(
             ("next", "done"): torch.tensor(True),
         }
     )
+
+
+def drawn_trajectory(number: int, reward: float | None = None) -> TensorDict:
+    """One of a group of four, 3 to 9 tokens long, drawn by its number; so is its reward where none is given."""
+    generator, length = torch.Generator().manual_seed(number), 3 + number * 5 % 7
+    tokens = torch.randint(2, 12, (length,), generator=generator).tolist()
+    if reward is None:
+        reward = float(torch.rand((), generator=generator))
+    return trajectory(number, [0, 0, *[1] * (length - 2)], reward, tokens=tokens, log_prob=-2.4, group_size=4)
 
 
 def make_store(

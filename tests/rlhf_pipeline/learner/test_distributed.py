@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import lazy_stack
 
 from rlhf_pipeline import Learn, MCAdvantage, TrajectoryReplayBuffer, scratch_policy
 from rlhf_pipeline.cli import main
@@ -26,28 +26,10 @@ from rlhf_pipeline.learner.state import read_state
 from rlhf_pipeline.report.check import check_run, check_store
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rows import StepRows
+from tests.rlhf_pipeline.small import drawn_trajectory
 
 PROGRAM = Path(__file__).with_name("sharded_program.py")
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def trajectory(number: int, length: int) -> TensorDict:
-    generator = torch.Generator().manual_seed(number)
-    assistant = torch.arange(length) >= 2
-    return TensorDict(
-        {
-            ("tokens", "full"): torch.randint(2, 12, (length,), generator=generator),
-            ("masks", "all_assistant_mask"): assistant,
-            ("log_probs", "full"): torch.where(assistant, -2.4, torch.nan),
-            "group_id": torch.tensor(number // 4),
-            "trajectory_id": torch.tensor(number),
-            "policy_version": torch.tensor(0),
-            "num_prompt_tokens": torch.tensor(2),
-            # The last group has no spread, so it has no gradient of its own.
-            "task_reward": torch.rand((), generator=generator) if number < 8 else torch.tensor(1.0),
-            ("next", "done"): torch.tensor(True),
-        }
-    )
 
 
 @pytest.fixture
@@ -55,7 +37,8 @@ def store(tmp_path) -> Path:
     """Twelve trajectories of 3 to 9 tokens: with a budget of 9 tokens an odd number of micro-batches."""
     folder = tmp_path / "store"
     buffer = TrajectoryReplayBuffer(storage=folder, transform=MCAdvantage(4, estimator="dr_grpo"))
-    buffer.extend(lazy_stack([trajectory(number, 3 + number * 5 % 7) for number in range(12)]))
+    rewards = [None] * 8 + [1.0] * 4  # the last group has no spread, so it has no gradient of its own
+    buffer.extend(lazy_stack([drawn_trajectory(number, reward) for number, reward in enumerate(rewards)]))
     buffer.trajectories.close()
     return folder
 

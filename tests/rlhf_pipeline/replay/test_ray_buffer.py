@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import RayReplayBuffer
 
 from rlhf_pipeline import MCAdvantage, TrajectoryReplayBuffer
+from tests.rlhf_pipeline import small
+from tests.rlhf_pipeline.small import drawn_trajectory
 from trajectory_store import TrajectoryStore
 
 pytestmark = [
@@ -25,31 +26,12 @@ pytestmark = [
 SMALL = {"object_store_memory": 80_000_000, "include_dashboard": False}
 
 
-def trajectory(number: int) -> TensorDict:
-    """One of a group of four, 3 to 9 tokens long."""
-    generator, length = torch.Generator().manual_seed(number), 3 + number * 5 % 7
-    assistant = torch.arange(length) >= 2
-    return TensorDict(
-        {
-            ("tokens", "full"): torch.randint(2, 12, (length,), generator=generator),
-            ("masks", "all_assistant_mask"): assistant,
-            ("log_probs", "full"): torch.where(assistant, -2.4, torch.nan),
-            "group_id": torch.tensor(number // 4),
-            "trajectory_id": torch.tensor(number),
-            "policy_version": torch.tensor(0),
-            "num_prompt_tokens": torch.tensor(2),
-            "task_reward": torch.rand((), generator=generator),
-            ("next", "done"): torch.tensor(True),
-        }
-    )
-
-
 def collect_and_sample(buffer: Any, first: int) -> tuple[str, TensorDict]:
     """What runs on another node: extend by two groups, one at a time, and read a batch."""
     import ray
 
     for start in (first, first + 4):
-        buffer.extend(lazy_stack([trajectory(number) for number in range(start, start + 4)]))
+        buffer.extend(lazy_stack([drawn_trajectory(number) for number in range(start, start + 4)]))
     return ray.get_runtime_context().get_node_id(), buffer.sample(6)
 
 
@@ -58,7 +40,8 @@ def test_other_nodes_extend_and_sample(tmp_path: Path):
     import ray
     from ray.cluster_utils import Cluster
 
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes do not have the tests
+    for module in (sys.modules[__name__], small):  # the nodes do not have the tests
+        ray.cloudpickle.register_pickle_by_value(module)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **SMALL})
     for name in ("one", "two"):
         cluster.add_node(num_cpus=1, resources={name: 1}, **SMALL)
@@ -80,7 +63,7 @@ def test_other_nodes_extend_and_sample(tmp_path: Path):
         for batch in (*batches, buffer.sample(6)):
             assert batch.shape == (6,)
             for row in batch:
-                given = trajectory(int(row["trajectory_id"]))["tokens", "full"]
+                given = drawn_trajectory(int(row["trajectory_id"]))["tokens", "full"]
                 assert row["tokens", "full"][row["masks", "all_attention_mask"]].tolist() == given.tolist()
         buffer.close()
     finally:
