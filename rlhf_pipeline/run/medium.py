@@ -8,10 +8,10 @@ will need. For a folder both do nothing: the files are the run. For an object st
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from rlhf_pipeline.run.processes.heartbeat import is_alive, read_heartbeat
 from rlhf_pipeline.run.rows import StepRows
@@ -19,6 +19,8 @@ from trajectory_store.bucket import Bucket, Traffic
 
 if TYPE_CHECKING:
     from trajectory_store import TrajectoryStore
+
+T = TypeVar("T")
 
 BESIDE: Final = "RLHF_PIPELINE_BESIDE"
 """The environment variable with the folder in which a supervisor on this machine looks for locks and heartbeats."""
@@ -144,6 +146,10 @@ class RunMedium(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Remove everything that a failed start left, its record last; see `RunFolder.clear`."""
+
+    def ahead(self, read: Callable[[], T]) -> Callable[[], T]:
+        """Begin to read what is wanted later; returns what gives it. Where a read costs little, it waits until then."""
+        return read
 
     def meter(self, store: TrajectoryStore) -> TrafficMeter | None:
         """Count the requests of this process to an object store, from here on; None where the run is a folder.

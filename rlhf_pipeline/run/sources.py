@@ -25,7 +25,7 @@ from rlhf_pipeline.run.loop import Batch, Source, tell
 from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.offline_batches import Batches
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
-from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet
+from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet, StoredRollout
 from rlhf_pipeline.run.rows import Row, StepRows
 from rlhf_pipeline.run.signals import StopRequest
 
@@ -114,8 +114,10 @@ class Arrivals:
         self._run = run
         self._heartbeat = heartbeat
         self._on_event = on_event
-        self._waiting: list[int] = []
+        self._waiting: dict[int, StoredRollout] = {}
         """Rollouts that have arrived and were not learned from yet, in order."""
+        self._news = self._look
+        """Gives those that have arrived since; may be at work while a step is taken."""
         self._current: _Arrived | None = None
         self._digests: dict[int, int] = {}
         """Of the weights that this process published, by version, as far back as they may be learned from."""
@@ -141,6 +143,7 @@ class Arrivals:
             self._current = self._arrived(index)
             if begins:
                 self._begin(index)
+                self._news = self._run.medium.ahead(self._look)
         current = self._current
         row_ids, ages = self._as_planned(planned, step) or self._usable(current, step)
         self._heartbeat.beat("learning", step=step, rollout=current.index)
@@ -162,14 +165,13 @@ class Arrivals:
     def load_state(self, state: dict[str, Any]) -> None:
         """Put it back."""
         self.done = RolloutSet.from_json(state["done"])
-        self._waiting = []
+        self._waiting = {}
         self._rollouts.again()
         self._parts.load_write_path_state(state["write_path"])
 
     def _begin(self, index: int) -> None:
         self.done.add(index)
-        if index in self._waiting:
-            self._waiting.remove(index)
+        self._waiting.pop(index, None)
         size = self._pipeline.collect.prompts_per_rollout
         self._parts.collector.observe(np.arange(index * size, (index + 1) * size))
 
@@ -180,17 +182,26 @@ class Arrivals:
         """
         pause, alone_at = Pause(self._run.medium.patience_s), time.monotonic() + _ALONE_S
         while not stop:
-            self._waiting += self._rollouts.new(self.done)
-            if planned is not None and self._rollouts.get(planned) is not None:
+            self._waiting |= self._news()
+            self._news = self._look
+            if planned is not None and (planned in self._waiting or self._rollouts.get(planned) is not None):
+                self._parts.buffer.refresh()
                 return planned
             if planned is None and self._waiting:
-                return self._waiting[0]
+                return next(iter(self._waiting))
             self._heartbeat.beat("waiting for a rollout", step=step - 1)
             if time.monotonic() > alone_at:
                 alone_at = float("inf")
                 self._say_if_alone()
             pause.sleep()
         return None
+
+    def _look(self) -> dict[int, StoredRollout]:
+        """Return what has arrived; its trajectories, which were stored before it was recorded, can be read then."""
+        found = {rollout: self._rollouts.known(rollout) for rollout in self._rollouts.new(self.done)}
+        if found:
+            self._parts.buffer.refresh()
+        return found
 
     def _say_if_alone(self) -> None:
         """Report what is missing when the learner waits and no collector is alive."""
@@ -199,11 +210,10 @@ class Arrivals:
             tell(self._on_event, f"the learner waits for a rollout, and no collector is alive. Start one: {command}")
 
     def _arrived(self, index: int) -> _Arrived:
-        self._parts.buffer.refresh()
         store, size = self._parts.buffer.store, self._pipeline.collect.prompts_per_rollout
         row_ids = self._parts.collector.stored.rows(index * size, (index + 1) * size - 1)
         row_ids = row_ids[np.argsort(store.read_scalars("trajectory_id", row_ids), kind="stable")]
-        said = self._rollouts.known(index)
+        said = self._waiting.get(index) or self._rollouts.known(index)
         lost = said.num_trajectories - len(row_ids)
         if lost > 0 and self._pipeline.buffer.max_trajectories is None and self._pipeline.write.zero_variance != "drop":
             tell(

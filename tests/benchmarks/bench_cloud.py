@@ -1,6 +1,6 @@
 """A run at a URL against the same run in a folder: time per step, requests and bytes, and what the model says of them.
 
-    python -m tests.benchmarks.bench_cloud            about six minutes
+    python -m tests.benchmarks.bench_cloud            about eight minutes
     python -m tests.benchmarks.bench_cloud --quick    half of the steps
 
 A learner and two collectors, started by the commands that a person types, with `buffer.max_staleness=2` so that they
@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ IDLE_S = 20.0
 SETTINGS = {
     "buffer.max_staleness": "2",
     "prompts.num_digits": "24",
+    "collect.prompts_per_rollout": "48",
     "collect.max_new_tokens": "24",
     "policy.hidden_size": "128",
     "learn.stop_at_reward": "none",
@@ -185,14 +186,19 @@ def idle(rig: Rig, folder: Path) -> dict[str, float]:
     return found
 
 
-def cold_round_trips(url: str) -> dict[str, float]:
-    """Wall time of an open, and of the first padded batch of 64 behind it, in times of a small request."""
+def round_trip_s(url: str) -> float:
+    """Wall time of a small request."""
     bucket, times = open_bucket(url, durable=False), list[float]()
     for _ in range(10):
         started = time.perf_counter()
         bucket.get("config.json")
         times.append(time.perf_counter() - started)
-    trip, found = float(np.median(times)), dict[str, list[float]](open=[], batch=[])
+    return float(np.median(times))
+
+
+def cold_round_trips(url: str) -> dict[str, float]:
+    """Wall time of an open, and of the first padded batch of 64 behind it, in times of a small request."""
+    trip, found = round_trip_s(url), dict[str, list[float]](open=[], batch=[])
     for seed in range(5):
         started = time.perf_counter()
         with TrajectoryStore.open(f"{url}/store") as store:
@@ -264,6 +270,7 @@ def main() -> int:
                 paced_s=pace["URL"][-1],
                 **sizes(place),
             )
+        run = replace(run, round_trip_s=round_trip_s(place))
         asked = predicted(run)
         model = {"requests": asked.requests, "bytes_sent": asked.sent, "bytes_received": asked.received}
         seen = {"requests": requests(proxy), "bytes_sent": proxy["sent"], "bytes_received": proxy["received"]}

@@ -61,8 +61,9 @@ class Run:
 
     @property
     def learner_busy_s(self) -> float:
-        """Per step: list, record, catalog and segments; puts go their way beside the work."""
-        return self.update_s + (3 + math.ceil((self.collectors + 1) / AT_ONCE)) * self.round_trip_s
+        """Per step: puts go their way beside the work, and what comes is read beside it, too."""
+        reads = (3 + math.ceil((self.collectors + 1) / AT_ONCE)) * self.round_trip_s
+        return max(self.update_s, reads)
 
     @property
     def step_s(self) -> float:

@@ -7,10 +7,11 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from rlhf_pipeline.run.files import remove_folder
 from rlhf_pipeline.run.medium import BESIDE, RunMedium, TrafficMeter
@@ -23,6 +24,8 @@ from rlhf_pipeline.run.remote.sealed import PACKS, SEALED, SealedFolders
 from trajectory_store import StoreError, TrajectoryStore
 from trajectory_store.bucket import Traffic
 from trajectory_store.objects.remote import ObstoreBucket, open_bucket
+
+T = TypeVar("T")
 
 _POINTER: Final = "weights/latest.json"
 CLAIMS: Final = "claims.json"
@@ -58,6 +61,11 @@ class BucketMedium(RunMedium):
         """Of files that only one process replaces, what is in the bucket as far as this process knows."""
         self._rows: dict[str, SharedRows] = {}
         self._sealing: threading.Event | None = None
+        self._reading: Future[Any] | None = None
+
+    @functools.cached_property
+    def _reader(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="reads of a run")
 
     @functools.cached_property
     def root(self) -> Path:  # pyright: ignore[reportIncompatibleVariableOverride] - made when it is needed
@@ -86,6 +94,11 @@ class BucketMedium(RunMedium):
     def traffic(self) -> Traffic:
         """What was asked of the object store."""
         return self.bucket.traffic
+
+    def ahead(self, read: Callable[[], T]) -> Callable[[], T]:
+        """Read beside the work of this process: what comes from elsewhere is there when the work is done."""
+        self._reading = self._reader.submit(read)
+        return self._reading.result
 
     def meter(self, store: TrajectoryStore) -> TrafficMeter:
         """Count the requests of this process from here on."""
@@ -217,5 +230,7 @@ class BucketMedium(RunMedium):
         return {}
 
     def flush(self) -> None:
-        """Wait until all puts are done."""
+        """Wait until all puts are done, and a read that nobody has asked for."""
+        if self._reading is not None:
+            wait([self._reading])
         self.outbox.flush()

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from rlhf_pipeline.errors import DataError, LeaseLostError, RunExistsError
 from rlhf_pipeline.run.files import folder_problem, new_folder
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.medium import BESIDE
+from rlhf_pipeline.run.medium import BESIDE, FolderMedium
 from rlhf_pipeline.run.processes.claims import Flow
 from rlhf_pipeline.run.processes.rollouts import RolloutSet
 from rlhf_pipeline.run.processes.weights import Published
@@ -360,3 +360,28 @@ def test_stored_rollouts_are_told_once_and_in_order(memory):
     assert rollouts.get(9) is None
     with pytest.raises(DataError, match="rollout 9"):
         rollouts.known(9)
+
+
+def test_what_is_wanted_later_is_read_beside_the_work(memory, monkeypatch):
+    """At a URL it is there when the work is done, and what went wrong is told to who asks; a folder is read then."""
+    monkeypatch.setattr("rlhf_pipeline.run.remote.medium.open_bucket", lambda url, durable: bucket(memory))
+    medium, begun, worked = BucketMedium("s3://memory/run"), threading.Event(), threading.Event()
+
+    def read() -> str:
+        begun.set()
+        assert worked.wait(10)
+        return "news"
+
+    found = medium.ahead(read)
+    assert begun.wait(10)
+    worked.set()
+    medium.flush()
+    assert found() == "news"
+    failed = medium.ahead(lambda: medium.bucket.get("claims.json") or json.loads("?"))
+    medium.flush()
+    with pytest.raises(json.JSONDecodeError):
+        failed()
+    begun.clear()
+    found = FolderMedium(Path("nowhere")).ahead(read)
+    assert not begun.is_set()
+    assert found() == "news"
