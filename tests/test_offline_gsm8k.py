@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rlhf_pipeline.run.rows import StepRows
+from tests.benchmarks import experiment_offline_gsm8k as experiment
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -24,20 +21,7 @@ SETTINGS = (
 )
 
 
-@pytest.fixture(scope="module")
-def experiment() -> Any:
-    """The benchmark that prints these figures over several seeds."""
-    file = Path(__file__).parent / "benchmarks" / "experiment_offline_gsm8k.py"
-    spec = importlib.util.spec_from_file_location("experiment_offline_gsm8k", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks its module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_correct_solutions_gain_on_incorrect_ones_on_questions_that_were_never_seen(tmp_path, gsm8k_dir, experiment):
+def test_correct_solutions_gain_on_incorrect_ones_on_questions_that_were_never_seen(tmp_path, gsm8k_dir):
     """50 steps on the solutions of 600 questions: elsewhere, too, the margin rises by more than 3 standard errors."""
     del gsm8k_dir  # it skips where the files are not
     experiment.prepare(tmp_path, seed=0, questions=600)

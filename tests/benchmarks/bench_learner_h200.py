@@ -28,7 +28,6 @@ import importlib.util
 import json
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -39,9 +38,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict as Row
 from tensordict import lazy_stack
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / part) for part in (".", "storage")]
 
 if TYPE_CHECKING:
     from rlhf_pipeline import CausalLMPolicy, GRPOLoss, Learn, TrajectoryReplayBuffer

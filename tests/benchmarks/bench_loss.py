@@ -18,17 +18,12 @@ entropy bonus; TorchRL's differs because it divides the KL by all positions, pad
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import sys
 import time
-import traceback
 import warnings
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2] / part) for part in (".", "storage", "tests/benchmarks")]
+from _models import forked, memory, qwen2, resident_from_now
 
 VARIANTS = {
     "ours": "GRPOLoss, entropy bonus",
@@ -53,34 +48,16 @@ class Case:
     full: bool = False
 
 
-def memory(field: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
-
-
 def build(case: Case, variant: str) -> tuple[Any, Any]:
     """The loss of a variant and its batch."""
     import torch
     from tensordict import TensorDict
     from torchrl.modules.llm import TransformersWrapper
     from torchrl.objectives import llm
-    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from rlhf_pipeline import CausalLMPolicy, GRPOLoss, scratch_policy
 
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=case.vocab,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    model: Any = Qwen2ForCausalLM(config).eval()
+    model = qwen2(case.vocab, layers=2)
     rows, length, prompt = case.rows, case.length, case.prompt
     room = length - prompt
     completion = torch.full((rows,), room)
@@ -167,9 +144,7 @@ def run_variant(case: Case, variant: str, reps: int, threads: int) -> dict[str, 
     torch.set_num_threads(threads)
     loss, batch = build(case, variant)
     mask = batch["masks", "all_assistant_mask"]
-    with open("/proc/self/clear_refs", "w") as clear:
-        clear.write("5")
-    before = memory("VmRSS")
+    before = resident_from_now()
     cpu: list[float] = []
     wall: list[float] = []
     value = 0.0
@@ -190,32 +165,6 @@ def run_variant(case: Case, variant: str, reps: int, threads: int) -> dict[str, 
         "active": int(mask.sum()),
         "positions": mask.numel(),
     }
-
-
-def _send(pipe: Connection, *args: Any) -> None:
-    warnings.simplefilter("ignore")
-    try:
-        pipe.send(run_variant(*args))
-    except BaseException:
-        pipe.send(traceback.format_exc())
-        raise
-
-
-def measure(case: Case, variant: str, reps: int, threads: int) -> dict[str, float]:
-    """Run a variant in a fork; what it imports is imported already."""
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(there, case, variant, reps, threads))
-    process.start()
-    there.close()
-    try:
-        result = here.recv()
-    except EOFError:
-        result = "the process was killed; is there enough memory?"
-    process.join()
-    if isinstance(result, str):
-        raise SystemExit(f"{variant} failed:\n{result}")
-    return result
 
 
 def import_all(names: list[str]) -> None:
@@ -239,7 +188,7 @@ def compare(case: Case, *, rounds: int, reps: int, threads: int, names: list[str
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in names:
-            runs[name].append(measure(case, name, reps, threads))
+            runs[name].append(forked(run_variant, case, name, reps, threads))
     best = {
         name: {key: min(run[key] for run in found) for key in ("cpu", "wall", "memory", "loss")}
         for name, found in runs.items()

@@ -13,28 +13,18 @@ each figure is the least of --rounds.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import sys
-from multiprocessing.connection import Connection
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2] / part) for part in (".", "storage")]
+from _models import HIDDEN, forked, memory, resident_from_now
 
 TOKENS = (4_096, 16_384)
-HIDDEN, LENGTH, PROMPT, CHUNK = 256, 576, 64, 512
+LENGTH, PROMPT, CHUNK = 576, 64, 512
 GOAL = 0.10
 
 
-def memory(field: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
-
-
-def run(pipe: Connection, tokens: int, vocab: int, entropy_bonus: bool) -> None:
-    """Send the peak above the resident size."""
+def peak(tokens: int, vocab: int, entropy_bonus: bool) -> int:
+    """The peak of a step above the resident size before it."""
     import torch
     from tensordict import TensorDict
     from torch import nn
@@ -73,23 +63,9 @@ def run(pipe: Connection, tokens: int, vocab: int, entropy_bonus: bool) -> None:
         [rows],
     )
     loss = GRPOLoss(actor, entropy_bonus=entropy_bonus, kl_to_ref_coeff=0.04, chunk_size=CHUNK)
-    with open("/proc/self/clear_refs", "w") as clear:
-        clear.write("5")
-    before = memory("VmRSS")
+    before = resident_from_now()
     loss(batch).total_loss().backward()
-    pipe.send(memory("VmHWM") - before)
-
-
-def peak(*args: Any) -> int:
-    """The peak of one fork."""
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=run, args=(there, *args))
-    process.start()
-    there.close()
-    found = here.recv()
-    process.join()
-    return found
+    return memory("VmHWM") - before
 
 
 def main() -> int:
@@ -110,7 +86,7 @@ def main() -> int:
     for name, bonus in (("no entropy bonus", False), ("entropy bonus", True)):
         alone: list[float] = []
         for tokens in TOKENS:
-            total = min(peak(tokens, vocab, bonus) for _ in range(rounds)) / 2**20
+            total = min(forked(peak, tokens, vocab, bonus) for _ in range(rounds)) / 2**20
             alone.append(total - tokens * HIDDEN * 4 / 2**20)
             full = tokens * vocab * 4 / 2**20
             print(f"  {name:16} {tokens:7} {total:7.0f} {alone[-1]:21.0f} {full:20.0f}")

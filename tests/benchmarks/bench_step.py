@@ -24,26 +24,22 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import multiprocessing
 import resource
 import shutil
-import sys
 import tempfile
 import time
-import traceback
 import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / part) for part in (".", "storage", "tests/benchmarks")]
+from _gsm8k import DATA
+from _models import HIDDEN, INTERMEDIATE, forked, qwen2
 
-QUESTIONS = ROOT / ".." / "shared" / "data" / "gsm8k" / "train.jsonl"
-PROMPTS, HIDDEN, LAYERS, BETA = 2, 256, 4, 0.04
+QUESTIONS = DATA / "train.jsonl"
+PROMPTS, LAYERS, BETA = 2, 4, 0.04
 MEMORY_GOAL = 0.4
 
 
@@ -88,8 +84,7 @@ def trl_reward(completions: list[str], **columns: Any) -> list[float]:
 
 def make_checkpoint(folder: Path, case: Case) -> None:
     """A model whose first tokens, a share of the vocabulary, end a completion."""
-    import torch
-    from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoTokenizer, GenerationConfig
 
     from rlhf_pipeline.policies.new_model import new_model
 
@@ -97,21 +92,8 @@ def make_checkpoint(folder: Path, case: Case) -> None:
     if not small.exists():
         new_model(small, text_file=QUESTIONS, vocab_size=4000, hidden_size=8, num_layers=1, num_heads=1)
     tokenizer = AutoTokenizer.from_pretrained(small)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=case.vocab,
-        hidden_size=HIDDEN,
-        intermediate_size=1024,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model: Any = Qwen2ForCausalLM(config)
+    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model = qwen2(case.vocab, layers=LAYERS, **special)
     # Ids above the tokenizer's own, so that no prompt contains one.
     ends = [tokenizer.eos_token_id, *range(case.vocab - round(case.stop_share * case.vocab), case.vocab)]
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id, do_sample=True)
@@ -221,28 +203,10 @@ def run_ours(folder: Path, case: Case) -> dict[str, float]:
     }
 
 
-def _send(pipe: Connection, variant: str, folder: Path, case: Case) -> None:
-    warnings.simplefilter("ignore")
-    try:
-        found = run_trl(folder, case) if variant == "trl" else run_ours(folder, case)
-        pipe.send({**found, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024})
-    except BaseException:
-        pipe.send(traceback.format_exc())
-        raise
-
-
 def measure(variant: str, folder: Path, case: Case) -> dict[str, float]:
-    """Run a variant in a fork."""
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(there, variant, folder, case))
-    process.start()
-    there.close()
-    result = here.recv()
-    process.join()
-    if isinstance(result, str):
-        raise SystemExit(result)
-    return result
+    """Run a variant in this process, which nothing else has used."""
+    found = run_trl(folder, case) if variant == "trl" else run_ours(folder, case)
+    return {**found, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
 def matmul_rate(rows: int, wide: int, inner: int = HIDDEN) -> float:
@@ -261,14 +225,14 @@ def matmul_rate(rows: int, wide: int, inner: int = HIDDEN) -> float:
 
 def products(case: Case, prompt: float, length: float) -> float:
     """Processor seconds of the matrix products of one of our steps; attention left out, prompts once a group."""
-    kv, intermediate = HIDDEN // 2, 1024
-    trunk = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * kv + 3 * HIDDEN * intermediate)
+    kv = HIDDEN // 2
+    trunk = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * kv + 3 * HIDDEN * INTERMEDIATE)
     own, prompts = case.rows * length, PROMPTS * prompt
     # Sampled token by token. Scored by the reference forward only; learned from forward and backward.
     at_once = max(1, round(own / case.limit))
     seconds = 0.0
     for rows, in_trunk, in_head in ((at_once, own, own), (512, prompts + 4 * (prompts + own), 4 * own)):
-        seconds += 2 * in_trunk * trunk / matmul_rate(rows, intermediate)
+        seconds += 2 * in_trunk * trunk / matmul_rate(rows, INTERMEDIATE)
         seconds += 2 * in_head * HIDDEN * case.vocab / matmul_rate(rows, case.vocab)
     return seconds
 
@@ -311,7 +275,7 @@ def main() -> int:
         print(f"{'':22} {'TRL':>8}{'ours':>8} {'TRL':>8}{'ours':>8} {'TRL':>7}{'ours':>7} {'row':>7}{'token':>8}")
         for name, case in cases.items():
             make_checkpoint(folder, case)
-            trl, ours = (measure(variant, folder, case) for variant in ("trl", "ours"))
+            trl, ours = (forked(measure, variant, folder, case) for variant in ("trl", "ours"))
             each = [1e3 * run["seconds"] / (case.rows * run["length"]) for run in (trl, ours)]
             per_row, per_token = trl["seconds"] / ours["seconds"], each[0] / each[1]
             more = [run["memory"] - imports for run in (trl, ours)]

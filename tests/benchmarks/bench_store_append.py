@@ -16,23 +16,17 @@ begins with a file that is written and deleted: its pages are there, and the nex
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from _peers.base import BATCH, COLUMNS, TOKEN_BYTES, Batch, Peer, make_commits
+from _peers.base import Batch, Peer, installed, make_commits
 from _peers.keyed import Lmdb, LmdbSynced
 from _peers.ours import Ours
 from _peers.torchrl_storages import LazyStack
-from _stores import Table, have_pages
-from bench_store_sample import installed
+from _stores import BATCH, BYTES_PER_TOKEN, TOKEN_COLUMNS, Table, have_pages, parser
 
 from trajectory_store import Column, Schema, TrajectoryStore
 
@@ -45,7 +39,7 @@ class Durable(Ours):
     """Our store with the options of a row of the table."""
 
     def create(self, path, rows):
-        schema = Schema([Column(name, dtype, ragged=True) for name, dtype in COLUMNS.items()])
+        schema = Schema([Column(name, dtype, ragged=True) for name, dtype in TOKEN_COLUMNS.items()])
         self.store = TrajectoryStore.create(path, schema, **self.options())
 
     def options(self) -> dict[str, Any]:
@@ -117,7 +111,7 @@ def measure(peers: list[Peer], commits: list[Batch], root: Path, *, synced: bool
         peer.append(commits[0])
     for turn, first in enumerate(range(1, len(commits), part)):
         if not synced:  # deleted files would be in the way of whoever syncs first
-            sizes = [[commit[name].values.nbytes for name in COLUMNS] for commit in commits[first : first + part]]
+            sizes = [[commit[name].values.nbytes for name in TOKEN_COLUMNS] for commit in commits[first : first + part]]
             have_pages(root, sizes * 2 * len(peers))
         bare.append(copies(memory, target))
         for i in range(len(peers)):
@@ -139,15 +133,13 @@ def against(turns: Turns, bare: np.ndarray, payload: float, name: str) -> np.nda
 
 def main() -> int:
     """Print the table; exit 1 with --check where a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="61 commits instead of 241")
-    parser.add_argument("--check", action="store_true", help="fail where a goal is missed")
-    parser.add_argument("--clock", choices=CLOCKS, default="cpu", help="what the goals without a sync are held against")
-    parser.add_argument("--threads", type=int, default=1, help="threads that torch may use")
-    parser.add_argument("--folder", help="where the stores are made; the synced rows need a disk")
-    options = parser.parse_args()
+    words = parser(__doc__, "61 commits instead of 241")
+    words.add_argument("--clock", choices=CLOCKS, default="cpu", help="what the goals without a sync are held against")
+    words.add_argument("--threads", type=int, default=1, help="threads that torch may use")
+    words.add_argument("--folder", help="where the stores are made; the synced rows need a disk")
+    options = words.parse_args()
     commits = make_commits(61 if options.quick else 241)
-    payload = sum(len(c["input_ids"].values) for c in commits) / len(commits) * TOKEN_BYTES
+    payload = sum(len(c["input_ids"].values) for c in commits) / len(commits) * BYTES_PER_TOKEN
     quick_kinds = installed([Sparse, Preallocated, Lmdb, LazyStack])
     synced_kinds = installed([Power, Group, LmdbSynced])
     if LazyStack in quick_kinds:

@@ -14,10 +14,8 @@ one object: a smaller one is more requests, a larger one is more memory at a tim
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import itertools
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,11 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from _gsm8k import DATA, trajectories
-from _stores import Table, disk_bytes
+from _stores import Table, disk_bytes, parser
 
 from trajectory_store import RaggedArray
 
@@ -139,10 +134,7 @@ def shard_table(data: dict[str, tuple[np.ndarray, np.ndarray]], repeat: int) -> 
 
 def main() -> int:
     """Print the tables; exit 1 with --check where the goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="1500 trajectories")
-    parser.add_argument("--check", action="store_true", help="fail where the goal is missed")
-    options = parser.parse_args()
+    options = parser(__doc__, "1500 trajectories").parse_args()
     if not DATA.is_dir():
         print(f"skipped: the GSM8K files are not at {DATA.resolve()}")
         return 0

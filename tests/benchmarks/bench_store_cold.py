@@ -17,14 +17,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from _stores import BATCH, BYTES_PER_TOKEN, TOKEN_COLUMNS, Table, child, drop_cache, fill
+from _stores import BATCH, BYTES_PER_TOKEN, TOKEN_COLUMNS, Table, child, drop_cache, fill, parser
 
 TARGET = 3.0
 
@@ -72,12 +69,10 @@ def measure(path: str, batches: int) -> None:
 
 def main() -> int:
     """Print the table; exit 1 with --check where a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="smaller stores")
-    parser.add_argument("--check", action="store_true", help="fail where a goal is missed")
-    parser.add_argument("--folder", help="where the stores are made; must be on a disk (default: the temporary folder)")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    words = parser(__doc__, "smaller stores")
+    words.add_argument("--folder", help="where the stores are made; must be on a disk (default: the temporary folder)")
+    words.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = words.parse_args()
     if options.child:
         measure(options.child[0], int(options.child[1]))
         return 0

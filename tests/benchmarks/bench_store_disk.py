@@ -13,17 +13,12 @@ tokens, random values) are the second part: there zstd has nothing to find but t
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from _gsm8k import DATA, part, payload, trajectories
-from _stores import BATCH, Table, disk_bytes, fill
+from _stores import BATCH, Table, disk_bytes, fill, parser
 
 from trajectory_store import Schema, TrajectoryStore
 
@@ -74,10 +69,7 @@ def gsm8k(table: Table, limit: int | None, folder: Path) -> None:
 
 def main() -> int:
     """Print the table; exit 1 with --check where a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rows")
-    parser.add_argument("--check", action="store_true", help="fail where a goal is missed")
-    options = parser.parse_args()
+    options = parser(__doc__, "fewer rows").parse_args()
     table = Table()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -40,10 +40,6 @@ BENCHMARKS = (
 TABLE_LINE = re.compile(
     r"^(?P<what>.+?)\s+(?P<figure>-?[\d.]+) (?P<unit>\S*)\s+(?P<goal>[<>]= \S+)\s+(?P<verdict>met|MISSED)\s*$"
 )
-REPLAY_LINE = re.compile(
-    r"^(?P<what>.+?)\s+[\d.]+\s+[\d.]+ us(/traj)?\s+(?P<figure>[\d.]+)(?P<unit>x) (?P<how>longer|faster)\s+"
-    r"(?P<goal>[<>]= [\d.]+)x\s+(?P<verdict>met|missed)\s+(?P<peer>.*)$"
-)
 
 
 class Goal(NamedTuple):
@@ -62,12 +58,10 @@ def goals_of(output: str) -> list[Goal]:
     """The lines with a goal in what a benchmark printed."""
     found = []
     for line in output.splitlines():
-        match = TABLE_LINE.match(line) or REPLAY_LINE.match(line)
+        match = TABLE_LINE.match(line)
         if match is not None:
-            parts = match.groupdict()
-            against = f" ({parts['how']} than {parts['peer']})" if "peer" in parts else ""
-            figure = f"{parts['figure']} {parts['unit']}".strip()
-            found.append(Goal((parts["what"].strip() + against)[:91], figure, parts["goal"], parts["verdict"] == "met"))
+            figure = f"{match['figure']} {match['unit']}".strip()
+            found.append(Goal(match["what"].strip(), figure, match["goal"], match["verdict"] == "met"))
     return found
 
 

@@ -25,10 +25,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from _stores import BATCH, TOKEN_COLUMNS, Table, anonymous_kb, child, rows_of, token_schema
+from _stores import BATCH, TOKEN_COLUMNS, Table, anonymous_kb, child, parser, rows_of, token_schema
 
 from trajectory_store import Column, Schema, TrajectoryStore
 
@@ -116,12 +113,10 @@ def follow(folder: str, commits: int) -> tuple[float, float, int]:
 
 def main() -> int:
     """Print the table; exit 1 with --check where a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="130 thousand rows instead of a million")
-    parser.add_argument("--check", action="store_true", help="fail where a goal is missed")
-    parser.add_argument("--opening", help=argparse.SUPPRESS)
-    parser.add_argument("--write", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    words = parser(__doc__, "130 thousand rows instead of a million")
+    words.add_argument("--opening", help=argparse.SUPPRESS)
+    words.add_argument("--write", nargs=2, help=argparse.SUPPRESS)
+    options = words.parse_args()
     if options.opening:
         opening(options.opening)
         return 0

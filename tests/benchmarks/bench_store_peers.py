@@ -9,7 +9,7 @@ memcpy of the payload (13 bytes per token; padding does not count for anybody) a
 turns, by wall time and by processor time, which counts all threads and does not see a busy neighbour. Nobody syncs
 to the disk: the durability compared is that of a killed process. Pages are in the page cache; before a turn of appends
 a file is written and deleted, so that nobody pays for a page that the machine has yet to get from its host. A peer that
-is not installed is named and left out. The goals of the store that this run can tell come last, by processor time.
+is not installed is named and left out. `bench_store_goals.py` holds the store's own figures against their goals.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
@@ -32,7 +31,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 warnings.filterwarnings("ignore")
@@ -40,11 +38,8 @@ logging.disable(logging.WARNING)
 
 import numpy as np  # noqa: E402
 from _peers import PEERS  # noqa: E402
-from _peers.base import BATCH, COLUMNS, TOKEN_BYTES, Batch, Clocks, Memcpy, Peer, make_commits  # noqa: E402
-from _peers.keyed import Lmdb  # noqa: E402
-from _peers.ours import Ours  # noqa: E402
-from _peers.torchrl_storages import LazyStack  # noqa: E402
-from _stores import Table, disk_bytes, have_pages  # noqa: E402
+from _peers.base import Batch, Clocks, Memcpy, Peer, installed, make_commits  # noqa: E402
+from _stores import BATCH, BYTES_PER_TOKEN, TOKEN_COLUMNS, disk_bytes, have_pages  # noqa: E402
 
 PACKAGES = ("numpy", "torch", "torchrl", "tensordict", "zarr", "pyarrow", "datasets", "lmdb", "pylance")
 
@@ -52,7 +47,7 @@ PACKAGES = ("numpy", "torch", "torchrl", "tensordict", "zarr", "pyarrow", "datas
 def check(peer: Peer, commits: list[Batch], rows: np.ndarray) -> None:
     """Stop if the reader gives back anything but what was written."""
     batch = peer.sample(rows)
-    for name in COLUMNS:
+    for name in TOKEN_COLUMNS:
         got = np.asarray(batch[name])
         for k, row in enumerate(rows.tolist()):
             want = commits[row // BATCH][name][row % BATCH]
@@ -149,7 +144,7 @@ def measure_appends(peers: list[Peer], root: Path, commits: list[Batch], memcpy:
     for peer in peers:
         peer.create(root / peer.needs / type(peer).__name__, len(commits) * BATCH)
     for turn, first in enumerate(range(0, len(commits), part)):
-        sizes = [[commit[name].values.nbytes for name in COLUMNS] for commit in commits[first : first + part]]
+        sizes = [[commit[name].values.nbytes for name in TOKEN_COLUMNS] for commit in commits[first : first + part]]
         have_pages(root, sizes * len(peers))
         memcpy.take()
         for k in range(len(peers)):
@@ -185,7 +180,7 @@ def measure_samples(peers: list[Peer], root: Path, commits: list[Batch], memcpy:
                 with clocks[peer.name] if i > 9 or late > 0.1 else Clocks():
                     peer.sample(picks[i])
     lengths = np.concatenate([commit["input_ids"].lengths for commit in commits])
-    return {"clocks": clocks, "payload": float(np.mean([lengths[p].sum() for p in picks])) * TOKEN_BYTES}
+    return {"clocks": clocks, "payload": float(np.mean([lengths[p].sum() for p in picks])) * BYTES_PER_TOKEN}
 
 
 def survived(rounds: list[dict[str, Any]]) -> str:
@@ -214,25 +209,6 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def print_goals(results: dict[str, dict[str, Any]]) -> bool:
-    """The goals that the table can tell, by processor time; whether all are met."""
-    if Ours.name not in results:
-        return True
-    ours, table = results[Ours.name], Table()
-    table.line("commit of 64, process-durable, sparse, x memcpy", ours["append_cpu"], "x", 0.07, least=True)
-    table.line("64 random rows to 4 padded columns, x memcpy", ours["sample_cpu"], "x", 0.15, least=True)
-    for kind, goal in ((LazyStack, 4.0), (Lmdb, 1.0)):
-        if kind.name in results:
-            ratio = ours["sample_cpu"] / results[kind.name]["sample_cpu"]
-            table.line(f"  times as fast as {kind.name}", ratio, "x", goal, least=True)
-    table.line("disk / payload", ours["disk"], "x", 1.01)
-    for name, result in results.items():
-        if name.startswith(Ours.name):
-            lost = sum(kill["acknowledged"] - kill["rows"] for kill in result["kills"])
-            table.line(f"{name}: acknowledged rows lost by SIGKILL", lost, "", 0)
-    return table.good
-
-
 def hardware() -> str:
     """Processor, cores, memory, system."""
     info = Path("/proc/cpuinfo")
@@ -257,15 +233,6 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def present(only: list[str]) -> list[type[Peer]]:
-    """The stores that can run here; the others are named."""
-    kinds = [k for k in PEERS if not only or any(text.lower() in k.name.lower() for text in only)]
-    for kind in kinds:
-        if importlib.util.find_spec(kind.needs) is None:
-            print(f"skipped: {kind.name} (the module {kind.needs} is not installed)")
-    return [kind for kind in kinds if importlib.util.find_spec(kind.needs)]
-
-
 def run(kinds: list[type[Peer]], root: Path, *, quick: bool) -> dict[str, Any]:
     """Measure everything and return the numbers."""
     import torch
@@ -276,7 +243,7 @@ def run(kinds: list[type[Peer]], root: Path, *, quick: bool) -> dict[str, Any]:
     for peer in peers:
         __import__(peer.needs)
         (root / peer.needs).mkdir(exist_ok=True)
-    payload = sum(len(c["input_ids"].values) for c in commits) * TOKEN_BYTES
+    payload = sum(len(c["input_ids"].values) for c in commits) * BYTES_PER_TOKEN
     appends = measure_appends(peers, root, commits, memcpy)
     samples = measure_samples(peers, root, commits, memcpy, 3 if quick else 6)
     rates, rng, results = memcpy.rates(), random.Random(), {}
@@ -313,7 +280,6 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="1920 rows instead of 10240")
     parser.add_argument("--only", nargs="+", default=[], help="stores whose name contains one of these")
     parser.add_argument("--save", type=Path, help="write the numbers as JSON too")
-    parser.add_argument("--check", action="store_true", help="fail where a goal is missed")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -322,8 +288,9 @@ def main() -> int:
         return 0
     start, date = time.perf_counter(), datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     about = {"date": date, "hardware": hardware(), "versions": versions()}
+    kinds = [k for k in PEERS if not options.only or any(text.lower() in k.name.lower() for text in options.only)]
     with tempfile.TemporaryDirectory() as folder:
-        found = {**about, **run(present(options.only), Path(folder), quick=options.quick)}
+        found = {**about, **run(installed(kinds), Path(folder), quick=options.quick)}
     for key in about:
         print(f"{key}: {about[key]}")
     print(
@@ -331,7 +298,6 @@ def main() -> int:
         f"{found['kills']} kills per store; the run took {time.perf_counter() - start:.0f} s\n"
     )
     print(table(found["results"]) + "\n")
-    met = print_goals(found["results"])
     for name, result in found["results"].items():
         for kill in result.get("kills", []):
             if kill["error"]:
@@ -339,7 +305,7 @@ def main() -> int:
     if options.save:
         options.save.parent.mkdir(parents=True, exist_ok=True)
         options.save.write_text(json.dumps(found, indent=1) + "\n")
-    return int(options.check and not met)
+    return 0
 
 
 if __name__ == "__main__":

@@ -11,31 +11,21 @@ minute of the machine hits all of them; the first pass is not counted. A peer th
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import statistics
-import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from _peers.base import BATCH, COLUMNS, TOKEN_BYTES, Peer, make_commits
+from _peers.base import Clocks, Memcpy, Peer, installed, make_commits
 from _peers.keyed import Lmdb
 from _peers.ours import Ours
 from _peers.torchrl_storages import LazyStack
-from _stores import Table
+from _stores import BATCH, BYTES_PER_TOKEN, TOKEN_COLUMNS, Table, parser
 
 from trajectory_store import Column, Schema, TrajectoryStore
 
 MEMCPY, LMDB, LAZY_STACK = 0.20, 1.0, 4.0
 MORE_SCALARS = 12
-COPIES = 10
-CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+CLOCKS = ("wall", "cpu")
 
 
 class Positional(Ours):
@@ -45,7 +35,7 @@ class Positional(Ours):
 
     def open(self, path, rows):
         self.store = TrajectoryStore.open(path, io="pread")
-        self.ids, self.names = self.store.ids(), list(COLUMNS)
+        self.ids, self.names = self.store.ids(), list(TOKEN_COLUMNS)
 
 
 class WithScalars(Ours):
@@ -54,7 +44,7 @@ class WithScalars(Ours):
     name = "trajectory_store, and 13 scalars"
 
     def create(self, path, rows):
-        ragged = [Column(name, dtype, ragged=True) for name, dtype in COLUMNS.items()]
+        ragged = [Column(name, dtype, ragged=True) for name, dtype in TOKEN_COLUMNS.items()]
         scalars = [Column(f"scalar_{i}", "float32", fill=0.0) for i in range(MORE_SCALARS + 1)]
         self.store = TrajectoryStore.create(path, Schema([*ragged, *scalars]))
 
@@ -63,67 +53,34 @@ class WithScalars(Ours):
         self.ids, self.names = self.store.ids(), self.store.schema.names
 
 
-class Memcpy:
-    """One thread copying memory that is in no cache."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock = clock
-        self.source = np.random.default_rng(0).integers(0, 255, 1 << 26, dtype=np.uint8)
-        self.target = np.zeros_like(self.source)
-        self.times: list[float] = []
-
-    def take(self) -> None:
-        """Measure some more copies."""
-        for _ in range(COPIES):
-            start = self.clock()
-            np.copyto(self.target, self.source)
-            self.times.append(self.clock() - start)
-
-    def rate(self) -> float:
-        """Bytes per second of the median copy."""
-        return len(self.source) / statistics.median(self.times)
-
-
-def installed(kinds: list[type[Peer]]) -> list[type[Peer]]:
-    """The stores that can run here; the others are named."""
-    for kind in kinds:
-        if importlib.util.find_spec(kind.needs) is None:
-            print(f"skipped: {kind.name} (the module {kind.needs} is not installed)")
-    return [kind for kind in kinds if importlib.util.find_spec(kind.needs)]
-
-
-def measure(peers: list[Peer], picks: list[np.ndarray], turns: int, memcpy: Memcpy) -> dict[str, float]:
-    """Median seconds per batch of each store."""
-    times: dict[str, list[float]] = {peer.name: [] for peer in peers}
+def measure(peers: list[Peer], picks: list[np.ndarray], turns: int, memcpy: Memcpy) -> dict[str, Clocks]:
+    """The batches of each store."""
+    clocks = {peer.name: Clocks() for peer in peers}
     for turn in range(turns + 1):
         memcpy.take()
         for peer in peers:
             for rows in picks[: len(picks) // 4]:
                 peer.sample(rows)
             for rows in picks:
-                start = memcpy.clock()
-                batch = peer.sample(rows)
-                if turn:
-                    times[peer.name].append(memcpy.clock() - start)
+                with clocks[peer.name] if turn else Clocks():
+                    batch = peer.sample(rows)
                 del batch
-    return {name: statistics.median(t) for name, t in times.items()}
+    return clocks
 
 
 def main() -> int:
     """Print the table; exit 1 with --check where a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="2 thousand rows instead of 20 thousand")
-    parser.add_argument("--check", action="store_true", help="fail where a goal is missed")
-    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="what is measured")
-    parser.add_argument("--threads", type=int, default=1, help="threads that torch may use")
-    options = parser.parse_args()
+    words = parser(__doc__, "2 thousand rows instead of 20 thousand")
+    words.add_argument("--clock", choices=CLOCKS, default="wall", help="what is measured")
+    words.add_argument("--threads", type=int, default=1, help="threads that torch may use")
+    options = words.parse_args()
     commits = make_commits(32 if options.quick else 312)
     rows, turns = len(commits) * BATCH, 3 if options.quick else 6
     rng = np.random.default_rng(0)
     picks = [rng.integers(0, rows, BATCH) for _ in range(60 if options.quick else 200)]
     lengths = np.concatenate([c["input_ids"].lengths for c in commits])
-    payload = float(np.mean([lengths[p].sum() for p in picks])) * TOKEN_BYTES
-    memcpy = Memcpy(CLOCKS[options.clock])
+    payload = float(np.mean([lengths[p].sum() for p in picks])) * BYTES_PER_TOKEN
+    memcpy, clock = Memcpy(), CLOCKS.index(options.clock)
     kinds = installed([Ours, Positional, WithScalars, Lmdb, LazyStack])
     if LazyStack in kinds:
         import torch
@@ -141,21 +98,21 @@ def main() -> int:
                 peer.open(path, rows)
             batch = peer.sample(picks[0])
             for k, row in enumerate(picks[0].tolist()):
-                for name in COLUMNS:
+                for name in TOKEN_COLUMNS:
                     want = commits[row // BATCH][name][row % BATCH]
                     assert (np.asarray(batch[name])[k, : len(want)] == want).all()
-        seconds = measure(peers, picks, turns, memcpy)
-    copy = memcpy.rate()
+        seconds = {n: c.result()[clock] for n, c in measure(peers, picks, turns, memcpy).items()}
+    copy = memcpy.rates()[clock]
     print(
         f"{options.clock} time; memcpy {copy / 1e9:.1f} GB/s; {payload / 1e3:.0f} kB per batch; {rows} trajectories\n"
     )
     print(f"{'store':36}{'us/batch':>10}{'Mtok/s':>10}{'x memcpy':>10}")
     for name, s in seconds.items():
-        print(f"{name:36}{s * 1e6:10.0f}{payload / TOKEN_BYTES / s / 1e6:10.0f}{payload / s / copy:10.3f}")
+        print(f"{name:36}{s * 1e6:10.0f}{payload / BYTES_PER_TOKEN / s / 1e6:10.0f}{payload / s / copy:10.3f}")
     print()
     table, ours = Table(), seconds[Ours.name]
     table.line("payload, x memcpy", payload / ours / copy, "x", MEMCPY, least=True)
-    written = float(np.mean([BATCH * lengths[p].max() for p in picks])) * TOKEN_BYTES
+    written = float(np.mean([BATCH * lengths[p].max() for p in picks])) * BYTES_PER_TOKEN
     table.line("  what is written with the padding, x memcpy", written / ours / copy, "x")
     table.line("  payload of a bare memcpy of all that is written, x memcpy", payload / written, "x")
     if Lmdb.name in seconds:

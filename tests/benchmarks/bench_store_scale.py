@@ -19,9 +19,7 @@ benchmark says so.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import sys
 import tempfile
 import time
 import warnings
@@ -29,30 +27,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from _stores import BATCH, BYTES_PER_TOKEN, TOKEN_COLUMNS, Table, fill
+from _stores import BATCH, BYTES_PER_TOKEN, TOKEN_COLUMNS, Table, fill, parser, race
 
 from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from trajectory_store import TrajectoryStore
 
 TARGET = 1.2
 PER_COMMIT = 2000
-
-
-def race(functions: dict[str, Callable[[], object]], repeats: int, block: int = 25) -> dict[str, float]:
-    """Microseconds per call, in blocks that take turns; the tenth percentile."""
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(max(2, repeats // block)):
-        for name, function in functions.items():
-            function()
-            for _ in range(block):
-                start = time.process_time()
-                function()
-                seconds[name].append(time.process_time() - start)
-    return {name: float(np.percentile(found, 10)) * 1e6 for name, found in seconds.items()}
 
 
 def touch(store: TrajectoryStore, ids: np.ndarray) -> None:
@@ -128,13 +109,11 @@ def buffer_sampler(stack: contextlib.ExitStack, path: Path, count: int) -> Calla
 
 def main() -> int:
     """Print the table; exit 1 with --check where a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="200 thousand rows instead of a million")
-    parser.add_argument("--check", action="store_true", help="fail where a goal is missed")
-    parser.add_argument("--folder", help="where the stores are made")
-    parser.add_argument("--mean", type=float, default=200, help="tokens per trajectory")
-    parser.add_argument("--no-torch", action="store_true", help="only the store, not the replay buffer")
-    options = parser.parse_args()
+    words = parser(__doc__, "200 thousand rows instead of a million")
+    words.add_argument("--folder", help="where the stores are made")
+    words.add_argument("--mean", type=float, default=200, help="tokens per trajectory")
+    words.add_argument("--no-torch", action="store_true", help="only the store, not the replay buffer")
+    options = words.parse_args()
     counts = (20_000, 200_000) if options.quick else (20_000, 1_000_000)
     repeats = 600 if options.quick else 3000
     table = Table()
@@ -173,7 +152,7 @@ def compare(
 ) -> None:
     """Two lines of times and one of the ratio."""
     faults = major_faults()
-    found = race(samplers, repeats)
+    found = race(samplers, repeats // 25, 25)
     if major_faults() - faults > repeats // 100:
         print("the large store did not stay in memory: the ratio below is not that of warm stores")
     for name, us in found.items():

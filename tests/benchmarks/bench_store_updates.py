@@ -10,21 +10,16 @@ in memory, where a file is made ten times as fast, and copied to the disk, holes
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from _stores import BATCH, TOKEN_COLUMNS, Table, disk_bytes, lengths_of, rows_of, token_schema
+from _stores import BATCH, TOKEN_COLUMNS, Table, disk_bytes, lengths_of, parser, rows_of, token_schema
 
 from trajectory_store import Column, Schema, TrajectoryStore
 
@@ -120,10 +115,7 @@ def restarts(table: Table, folder: Path, count: int) -> None:
 
 def main() -> int:
     """Print the table; exit 1 with --check where a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rows, updates and restarts")
-    parser.add_argument("--check", action="store_true", help="fail where a goal is missed")
-    options = parser.parse_args()
+    options = parser(__doc__, "fewer rows, updates and restarts").parse_args()
     table = Table()
     with tempfile.TemporaryDirectory() as folder:
         updates(table, Path(folder), 1 << 20, 1_000 if options.quick else 10_000)

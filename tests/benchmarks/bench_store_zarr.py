@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -23,9 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from _stores import (
     BATCH,
     BYTES_PER_TOKEN,
@@ -36,6 +32,7 @@ from _stores import (
     fill,
     have_pages,
     lengths_of,
+    parser,
     rows_of,
     token_schema,
 )
@@ -208,11 +205,9 @@ def measure(table: Table, path: Path, what: str, rounds: int, most_open: float, 
 
 def main() -> int:
     """Print the table; exit 1 with --check where a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer commits and rounds")
-    parser.add_argument("--check", action="store_true", help="fail where a goal is missed")
-    parser.add_argument("--opening", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    words = parser(__doc__, "fewer commits and rounds")
+    words.add_argument("--opening", help=argparse.SUPPRESS)
+    options = words.parse_args()
     if options.opening:
         opening(options.opening)
         return 0

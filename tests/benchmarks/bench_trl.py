@@ -17,15 +17,13 @@ The last table is the share of real tokens among the positions computed by the d
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2] / part) for part in (".", "storage", "tests/benchmarks")]
+from _models import qwen2
 
 GOALS = {120: 5.0, 500: 8.0}
 EFFICIENCY_GOAL = 0.85
@@ -60,20 +58,8 @@ class Work:
 def make_work(prompt: int, *, groups: int, vocab: int, layers: int = 4, seed: int = 0) -> Work:
     """Random trajectories with log-probs near those of a new model."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-    )
-    model: Any = Qwen2ForCausalLM(config).eval()
+    model = qwen2(vocab, layers=layers, seed=seed)
     g = torch.Generator().manual_seed(seed)
     prompts, completions, old, ref = [], [], [], []
     for _ in range(groups):

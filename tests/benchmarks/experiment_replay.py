@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / part) for part in (".", "storage", "pipelines")]
+sys.path.insert(0, str(ROOT / "pipelines"))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 ROLLOUTS, UPDATES, WINDOW, TAU = 90, 3, 24, 6.0

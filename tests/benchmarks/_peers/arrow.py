@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _stores import TOKEN_COLUMNS
 
-from _peers.base import COLUMNS, Batch, Padder, Peer, make_commits, octets
+from _peers.base import Batch, Padder, Peer, make_commits, octets
 
 
 def arrow_table(commit: Batch) -> Any:
@@ -17,7 +18,7 @@ def arrow_table(commit: Batch) -> Any:
     import pyarrow as pa
 
     offsets = pa.array(commit["input_ids"].offsets.astype(np.int32))
-    flat = {n: commit[n].values.view(np.uint8) if d == "bool" else commit[n].values for n, d in COLUMNS.items()}
+    flat = {n: commit[n].values.view(np.uint8) if d == "bool" else commit[n].values for n, d in TOKEN_COLUMNS.items()}
     return pa.table({name: pa.ListArray.from_arrays(offsets, pa.array(v)) for name, v in flat.items()})
 
 
@@ -35,7 +36,7 @@ def pad_table(table: Any, pad: Padder) -> dict[str, np.ndarray]:
     import pyarrow as pa
 
     rows, lengths = {}, np.zeros(0)
-    for name in COLUMNS:
+    for name in TOKEN_COLUMNS:
         rows[name], lengths = list_rows(pa.concat_arrays(table[name].chunks))
     return pad(rows, lengths.astype(np.int64))
 
@@ -67,7 +68,7 @@ class Arrow(Peer):
         self._views(pa.ipc.open_stream(pa.memory_map(str(path / "data.arrow"))).read_all())
 
     def _views(self, table):
-        parts = {name: [list_rows(chunk) for chunk in table[name].chunks] for name in COLUMNS}
+        parts = {name: [list_rows(chunk) for chunk in table[name].chunks] for name in TOKEN_COLUMNS}
         self.rows = {name: [row for rows, _ in part for row in rows] for name, part in parts.items()}
         self.lengths = np.concatenate([sizes for _, sizes in parts["input_ids"]]).astype(np.int64)
         self.pad = Padder()
@@ -102,7 +103,7 @@ class HuggingFace(Peer):
         from datasets.arrow_writer import ArrowWriter
 
         path.mkdir()
-        kinds = {**COLUMNS, "assistant_mask": "uint8"}
+        kinds = {**TOKEN_COLUMNS, "assistant_mask": "uint8"}
         features = Features({name: List(Value(kind)) for name, kind in kinds.items()})
         self.writer = ArrowWriter(path=str(path / "data.arrow"), features=features)
 
@@ -158,4 +159,4 @@ class Lance(Peer):
         return self.data.count_rows()
 
     def sample(self, rows):
-        return pad_table(self.data.take(rows.tolist(), columns=list(COLUMNS)), self.pad)
+        return pad_table(self.data.take(rows.tolist(), columns=list(TOKEN_COLUMNS)), self.pad)

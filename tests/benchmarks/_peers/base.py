@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _stores import BATCH, TOKEN_COLUMNS
 
-STORAGE = Path(__file__).resolve().parents[3] / "storage"
-if str(STORAGE) not in sys.path:
-    sys.path.insert(0, str(STORAGE))
+from trajectory_store import RaggedArray
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-from trajectory_store import RaggedArray  # noqa: E402
-
-BATCH = 64
 LONGEST = 4096
-COLUMNS = {"input_ids": "int32", "assistant_mask": "bool", "log_probs": "float32", "ref_log_probs": "float32"}
-TOKEN_BYTES = 13
 Batch = dict[str, RaggedArray]
 
 
@@ -38,7 +32,7 @@ def make_commits(count: int) -> list[Batch]:
             rng.random(total, dtype=np.float32),
             rng.random(total, dtype=np.float32),
         )
-        commits.append({name: RaggedArray(v, lengths) for name, v in zip(COLUMNS, values, strict=True)})
+        commits.append({name: RaggedArray(v, lengths) for name, v in zip(TOKEN_COLUMNS, values, strict=True)})
     return commits
 
 
@@ -46,12 +40,14 @@ class Padder:
     """Bytes of ragged rows into four padded columns of reused memory: the same loop for all who need one."""
 
     def __init__(self) -> None:
-        self.outs = {name: np.zeros(BATCH * LONGEST * np.dtype(d).itemsize, np.uint8) for name, d in COLUMNS.items()}
+        self.outs = {
+            name: np.zeros(BATCH * LONGEST * np.dtype(d).itemsize, np.uint8) for name, d in TOKEN_COLUMNS.items()
+        }
 
     def __call__(self, rows: dict[str, list[Any]], lengths: np.ndarray) -> dict[str, np.ndarray]:
         """`rows[name]` holds one buffer of bytes per row; `[64, T]` of each column."""
         width, batch = int(lengths.max()), {}
-        for name, dtype in COLUMNS.items():
+        for name, dtype in TOKEN_COLUMNS.items():
             size = np.dtype(dtype).itemsize
             out = self.outs[name][: len(lengths) * width * size]
             out.fill(0)
@@ -101,6 +97,14 @@ class Peer:
     def sample(self, rows: np.ndarray) -> dict[str, Any]:
         """Four padded columns `[64, T]`."""
         raise NotImplementedError
+
+
+def installed(kinds: list[type[Peer]]) -> list[type[Peer]]:
+    """The stores that can run here; the others are named."""
+    for kind in kinds:
+        if importlib.util.find_spec(kind.needs) is None:
+            print(f"skipped: {kind.name} (the module {kind.needs} is not installed)")
+    return [kind for kind in kinds if importlib.util.find_spec(kind.needs)]
 
 
 class Memcpy:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+from _stores import TOKEN_COLUMNS
 
-from _peers.base import COLUMNS, Padder, Peer, edges_of, octets
+from _peers.base import Padder, Peer, edges_of, octets
 
 
 class PlainZarr(Peer):
@@ -19,7 +20,7 @@ class PlainZarr(Peer):
         import zarr
 
         group = zarr.create_group(path)
-        kinds = {**COLUMNS, "row_ends": "int64"}
+        kinds = {**TOKEN_COLUMNS, "row_ends": "int64"}
         self.arrays = {
             name: group.create_array(name, shape=(0,), chunks=(1 << 16,), dtype=dtype, compressors=None)
             for name, dtype in kinds.items()
@@ -27,7 +28,7 @@ class PlainZarr(Peer):
         self.end = 0
 
     def append(self, commit):
-        for name in COLUMNS:
+        for name in TOKEN_COLUMNS:
             self.arrays[name].append(commit[name].values)
         ends = self.end + commit["input_ids"].offsets[1:]
         self.arrays["row_ends"].append(ends)
@@ -37,7 +38,7 @@ class PlainZarr(Peer):
         import zarr
 
         self.group = zarr.open_group(path, mode="r")
-        self.arrays = {name: self.group[name] for name in COLUMNS}
+        self.arrays = {name: self.group[name] for name in TOKEN_COLUMNS}
         self.edges = np.concatenate([[0], self.group["row_ends"][:]])
         self.pad = Padder()
 
@@ -65,7 +66,7 @@ class Lmdb(Peer):
         self.env, self.at = lmdb.open(str(path), map_size=1 << 33, writemap=True, sync=self.sync), 0
 
     def append(self, commit):
-        edges, columns = edges_of(commit), [commit[name].values for name in COLUMNS]
+        edges, columns = edges_of(commit), [commit[name].values for name in TOKEN_COLUMNS]
         with self.env.begin(write=True) as txn:
             for a, b in itertools.pairwise(edges):
                 head = (b - a).to_bytes(8, "little")
@@ -89,7 +90,7 @@ class Lmdb(Peer):
             blobs = [txn.get(i.to_bytes(8, "big")) for i in rows.tolist()]
             lengths = np.array([int.from_bytes(blob[:8], "little") for blob in blobs])
             views, skip = {}, np.full(len(rows), 8)
-            for name, dtype in COLUMNS.items():
+            for name, dtype in TOKEN_COLUMNS.items():
                 after = skip + lengths * np.dtype(dtype).itemsize
                 cuts = zip(blobs, skip.tolist(), after.tolist(), strict=True)
                 views[name], skip = [blob[a:b] for blob, a, b in cuts], after

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from _peers.base import COLUMNS, Peer
+from _stores import TOKEN_COLUMNS
+
+from _peers.base import Peer
 from trajectory_store import Column, Schema, TrajectoryStore
 
 
@@ -14,7 +16,7 @@ class Ours(Peer):
     backend = "memmap"
 
     def create(self, path, rows):
-        schema = Schema([Column(name, dtype, ragged=True) for name, dtype in COLUMNS.items()])
+        schema = Schema([Column(name, dtype, ragged=True) for name, dtype in TOKEN_COLUMNS.items()])
         self.store = TrajectoryStore.create(path, schema, backend=self.backend)
 
     def append(self, commit):
@@ -25,7 +27,7 @@ class Ours(Peer):
 
     def open(self, path, rows):
         self.store = TrajectoryStore.open(path)
-        self.ids, self.names = self.store.ids(), list(COLUMNS)
+        self.ids, self.names = self.store.ids(), list(TOKEN_COLUMNS)
 
     def count(self):
         return len(self.ids)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from _peers.base import BATCH, COLUMNS, LONGEST, Peer, edges_of
+from _stores import BATCH, TOKEN_COLUMNS
+
+from _peers.base import LONGEST, Peer, edges_of
 
 
 class LazyStack(Peer):
@@ -25,7 +27,7 @@ class LazyStack(Peer):
         from tensordict import LazyStackedTensorDict, TensorDict
 
         lengths = commit["input_ids"].lengths.tolist()
-        parts = {name: torch.from_numpy(commit[name].values).split(lengths) for name in COLUMNS}
+        parts = {name: torch.from_numpy(commit[name].values).split(lengths) for name in TOKEN_COLUMNS}
         rows = [TensorDict({name: part[i] for name, part in parts.items()}, []) for i in range(len(lengths))]
         self.storage.set(range(self.at, self.at + len(rows)), LazyStackedTensorDict(*rows))
         self.at += len(rows)
@@ -37,7 +39,7 @@ class LazyStack(Peer):
         import torch
 
         stack = self.storage.get(torch.from_numpy(rows))
-        return {name: stack.get(name, as_padded_tensor=True, padding_value=0) for name in COLUMNS}
+        return {name: stack.get(name, as_padded_tensor=True, padding_value=0) for name in TOKEN_COLUMNS}
 
 
 class LazyMemmap(Peer):
@@ -53,14 +55,14 @@ class LazyMemmap(Peer):
 
         self.path, self.at = path, 0
         self.storage = LazyMemmapStorage(rows, scratch_dir=path)
-        fields = {name: torch.zeros(BATCH, LONGEST, dtype=getattr(torch, d)) for name, d in COLUMNS.items()}
+        fields = {name: torch.zeros(BATCH, LONGEST, dtype=getattr(torch, d)) for name, d in TOKEN_COLUMNS.items()}
         self.buffer = TensorDict({**fields, "length": torch.zeros(BATCH, dtype=torch.int64)}, [BATCH])
 
     def append(self, commit):
         import torch
 
         edges = edges_of(commit)
-        for name in COLUMNS:
+        for name in TOKEN_COLUMNS:
             padded, values = self.buffer[name].zero_().numpy(), commit[name].values
             for i in range(BATCH):
                 padded[i, : edges[i + 1] - edges[i]] = values[edges[i] : edges[i + 1]]
@@ -85,7 +87,7 @@ class LazyMemmap(Peer):
 
         batch = self.storage.get(torch.from_numpy(rows))
         width = int(batch["length"].max())
-        return {name: batch[name][:, :width] for name in COLUMNS}
+        return {name: batch[name][:, :width] for name in TOKEN_COLUMNS}
 
     def salvage(self, path: Path) -> int:
         """Rows with a length in the raw files, which `TensorDict.load_memmap` opens."""
