@@ -135,7 +135,7 @@ def num_waiting(path):
 
 
 def test_killed_three_times_equals_undisturbed(gsm8k_dir, tmp_path, request):
-    """Groups of four, SIGKILL at three random points: no trajectory lost or repeated, advantages bit-equal."""
+    """Groups of four, SIGKILL at three random points: nothing lost or repeated, advantages bit-equal."""
     num_groups = FULL_GROUPS if request.config.getoption("--full-sweep") else GROUPS
     data = tmp_path / "solutions.jsonl"
     with (gsm8k_dir / "example_model_solutions.jsonl").open() as lines:
@@ -149,6 +149,7 @@ def test_killed_three_times_equals_undisturbed(gsm8k_dir, tmp_path, request):
         low = batches * (kill + 1) // (KILLS + 2)
         kill_at(process, progress, random.randint(low, low + batches // (KILLS + 2) // 2))
         found.append(sorted(rows(killed)[0]))
+        assert len(found[-1]) >= BATCH * progress.stat().st_size, "a batch that was acknowledged is not there"
         assert num_waiting(killed), "no group was waiting when the process was killed"
     assert set(found[0]) < set(found[1]) < set(found[2])
     finish(start(killed, tmp_path / "model", data, tmp_path / "killed.last"))

@@ -10,7 +10,6 @@ import torch
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.kl import clamped_log_ratio
 from rlhf_pipeline.functional.policy_loss import (
-    cispo_loss,
     clip_bounds,
     clipped_loss,
     gspo_log_ratio,
@@ -66,17 +65,6 @@ def test_two_sided_bound_caps_the_unclipped_branch():
     _, loss, grad = slope(lambda x: clipped_loss(x, f64(-1.0, -1.0), delta=4.0), f64(10.0, 3.0).log())
     assert loss == pytest.approx([4.0, 3.0])
     assert grad == pytest.approx([0.0, 3.0])
-
-
-def test_cispo_keeps_the_gradient_of_clipped_tokens():
-    """Ratios 1, e^.5, e^-.5, e^.1 and A = 1 have gradients -1, -1.2, -0.8, -1.105 (a peer has 0 twice)."""
-    log_ratio = f64(0.0, 0.5, -0.5, 0.1)
-    log_probs = f64(-1.0, -1.0, -1.0, -1.0).requires_grad_()
-    out = cispo_loss(log_probs, log_ratio, torch.ones(4, dtype=torch.float64))
-    (grad,) = torch.autograd.grad(out.loss.sum(), log_probs)
-    assert grad.tolist() == pytest.approx([-1.0, -1.2, -0.8, -math.exp(0.1)])
-    assert out.clipped_high.tolist() == [False, True, False, False]
-    assert out.clipped_low.tolist() == [False, False, True, False]
 
 
 def test_log_ratios_are_clamped_before_the_exponential():

@@ -69,16 +69,6 @@ def drawn(learner: Learner, step: int) -> list[int]:
     return learner.buffer.store.read_scalars("trajectory_id", row_ids).tolist()
 
 
-@pytest.mark.parametrize("strategy", ["uniform", "recency", "priority", "group", "success", "variance", "mix"])
-def test_every_strategy_draws_the_same_batch_for_a_step_again(make_learner, strategy):
-    """The batch has the asked size, no trajectory twice, is young enough, and depends on the step alone."""
-    learner = make_learner(Sample(strategy=strategy, tau=2.0), max_staleness=2)
-    first = drawn(learner, 4)
-    assert len(first) == len(set(first)) == 6
-    assert min(first) >= 4  # version 0 is three steps old
-    assert drawn(learner, 4) == first
-
-
 def test_a_mix_takes_its_part_from_the_newest_rollout(make_learner):
     """Half of six from version 3, which has four trajectories; the rest from what remains."""
     learner = make_learner(Sample(strategy="mix", fresh_fraction=0.5))
@@ -215,14 +205,6 @@ def test_a_step_of_a_definition_is_the_step_of_a_program(make_learner, name):
     size = None if name == "fresh" else learner.batch_size
     chosen = learner.buffer.select_step(4, size, strategy=name, seed=3, version=3)
     assert sorted(chosen.tolist()) == sorted(rows.tolist())
-
-
-def test_an_argument_that_a_strategy_does_not_take_is_refused():
-    """Each strategy declares what it takes; another argument is named with what is meant."""
-    with pytest.raises(DefinitionError, match="'uniform' takes no 'tau'"):
-        as_sampler("uniform", tau=8.0)
-    with pytest.raises(DefinitionError, match="Did you mean 'fresh_fraction'"):
-        as_sampler("mix", fresh_fractions=0.5)
 
 
 def test_use_counts_miss_no_step_that_was_passed_over(tmp_path):

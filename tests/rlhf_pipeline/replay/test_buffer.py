@@ -162,19 +162,6 @@ def test_one_commit_per_extend(make_buffer, make_rows, to_form, form):
     assert rb.store.watermark == 6
 
 
-def test_failed_reward_in_a_group(make_buffer, make_rows):
-    """A NaN reward is stored, counts as arrived, and leaves the advantages of the others right."""
-    rb = make_buffer(write_path(3, coef=0.0))
-    rb.extend(lazy_stack(make_rows([4, 5, 6], group_size=3, rewards=[0.0, math.nan, 2.0])))
-    batch = rb.read(rb.trajectories.row_ids())
-    half = 1 / math.sqrt(2)
-    last = batch[keys.ATTENTION_MASK].sum(1) - 1
-    assert batch[keys.ADVANTAGE][torch.arange(3), last].tolist() == pytest.approx([-half, 0.0, half], abs=1e-6)
-    assert batch[keys.DEGENERATE].tolist() == [False, True, False]
-    assert batch[keys.TASK_REWARD].isnan().tolist() == [False, True, False]
-    assert bool(batch[keys.REWARD].isfinite().all())
-
-
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(3, 12), min_size=1, max_size=10),
@@ -202,17 +189,6 @@ def test_forms_and_chunks_agree(tmp_path_factory, make_rows, to_form, lengths, c
             assert list(other["completion"]) == list(found[0]["completion"])
             for key in set(found[0].keys(True, True)) - {keys.CREATED_AT}:
                 torch.testing.assert_close(other[key], found[0][key], rtol=0, atol=0, equal_nan=True)
-
-
-def test_groups_wait_over_calls(make_buffer, make_rows, to_form, form):
-    """Nothing is written before a group is whole, and nothing is lost."""
-    rb = make_buffer(write_path(3))
-    rows = make_rows([4, 5, 6, 7, 8, 9], group_size=3)
-    assert rb.extend(to_form(rows[:2], form)).numel() == 0
-    assert len(rb) == 0
-    assert rb.extend(to_form(rows[2:5], form)).tolist() == [0, 1, 2]
-    assert rb.extend(to_form(rows[5:], form)).tolist() == [3, 4, 5]
-    assert rb.storage[:][keys.TRAJECTORY_ID].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_add_writes_one_row_per_trajectory(make_buffer, make_rows):
@@ -412,14 +388,6 @@ def test_closing_and_failing_groups(make_buffer, make_rows):
         make_buffer(name="other").close_groups()
 
 
-def test_marked_groups_are_passed_over(make_buffer, make_rows):
-    """`zero_variance="mark"` keeps the rows and the strategies leave them out."""
-    rb = make_buffer(MCAdvantage(2, zero_variance="mark"))
-    rb.extend(lazy_stack(make_rows([4] * 4, rewards=[1.0, 1.0, 0.0, 1.0])))
-    assert len(rb) == 4
-    assert sorted(rb.sample_step(0)[keys.TRAJECTORY_ID].tolist()) == [2, 3]
-
-
 def test_state_dict_resumes_the_run(make_buffer, make_rows):
     """Waiting trajectories, the controller and the cursor come back; rows are on disk anyway."""
 
@@ -479,15 +447,6 @@ def test_incomplete_trajectory_is_refused_with_and_without_transforms(make_buffe
         with pytest.raises(DataError, match="not complete"):
             rb.extend(lazy_stack(rows))
         assert rb.store.watermark == 0
-
-
-def test_strings_of_different_rows(make_buffer, make_rows, to_form, form):
-    """Every row keeps its own text through the whole write path."""
-    rb = make_buffer(write_path())
-    rb.extend(to_form(make_rows([4, 5, 6, 7]), form))
-    text = rb.sample_step(0, strategy="fresh", text=True)
-    assert list(text["completion"]) == [f"completion {i}" for i in range(4)]
-    assert list(text["prompt"]) == ["prompt 0", "prompt 0", "prompt 1", "prompt 1"]
 
 
 def test_wrong_use(make_buffer, make_rows, tmp_path):

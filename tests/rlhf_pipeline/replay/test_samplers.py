@@ -337,6 +337,10 @@ def test_arguments():
         GroupSampler(order="random")
     with pytest.raises(DefinitionError, match="Did you mean 'uniform'"):
         as_sampler("unifrom")
+    with pytest.raises(DefinitionError, match="'uniform' takes no 'tau'"):
+        as_sampler("uniform", tau=8.0)
+    with pytest.raises(DefinitionError, match="Did you mean 'fresh_fraction'"):
+        as_sampler("mix", fresh_fractions=0.5)
     assert type(as_sampler("group", group_size=4)) is GroupSampler
     assert type(as_sampler("success", buckets=3)) is SuccessSampler
     assert type(as_sampler("variance", members=4)) is VarianceSampler

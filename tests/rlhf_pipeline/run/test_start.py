@@ -10,7 +10,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from rlhf_pipeline import (
     token_match,
@@ -116,17 +115,6 @@ def test_the_random_numbers_of_a_run_are_its_own(tmp_path):
         run(tiny(learn__steps="1"), run_dir=tmp_path / str(before))
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
-
-
-def test_the_token_budget_does_not_change_what_is_learned(tmp_path):
-    """Many micro-batches or one: the same gradient up to float32 rounding."""
-    found = []
-    for budget in ("8", "4096"):
-        folder = tmp_path / budget
-        run(tiny(learn__token_budget=budget, learn__steps="2"), run_dir=folder)
-        found.append(load_file(max((folder / "checkpoints").glob("step-*")) / "model.safetensors"))
-    for name, tensor in found[0].items():
-        torch.testing.assert_close(tensor, found[1][name], rtol=1e-3, atol=1e-5)
 
 
 def test_one_failing_reward_call_fails_one_trajectory(tmp_path, fail_on):

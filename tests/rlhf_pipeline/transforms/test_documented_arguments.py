@@ -11,14 +11,12 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torchrl.data.llm import History
-from torchrl.envs import PendulumEnv, TransformedEnv
 from torchrl.modules import ProbabilisticActor, TanhNormal
 
 from rlhf_pipeline import CausalLMPolicy, scratch_policy
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.trajectories import columns_of
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.interop.torchrl.actor_kl_reward import ActorKLRewardTransform
 from rlhf_pipeline.policies.new_model import new_model
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
@@ -169,46 +167,12 @@ def test_a_factory_and_a_device(policy, make_rows):
 # -- KLRewardTransform, for any actor ----------------------------------------------------------------------------
 
 
-def pendulum_actor():
-    """The actor of the older document's example."""
-
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stack = torch.nn.Sequential(torch.nn.Linear(2, 2), NormalParamExtractor())
-
-        def forward(self, th, thdot):
-            loc, scale = self.stack(torch.stack([th, thdot], -1))
-            return loc.squeeze(-1), scale.squeeze(-1)
-
-    module = TensorDictModule(Net(), in_keys=["th", "thdot"], out_keys=["loc", "scale"])
-    return ProbabilisticActor(
-        module, in_keys=["loc", "scale"], distribution_class=torch.distributions.Normal, return_log_prob=True
-    )
-
-
-def test_the_documented_environment_example():
-    """The reward of every step of a rollout differs once the actor has moved away from the frozen copy."""
-    torch.manual_seed(0)
-    base = PendulumEnv()
-    actor = pendulum_actor()
-    transform = KLRewardTransform(actor, out_keys="reward_kl")
-    assert isinstance(transform, ActorKLRewardTransform)
-    env = TransformedEnv(base, transform)
-    with torch.no_grad():
-        TensorDict(dict(actor.named_parameters()), []).apply_(lambda x: x.data.copy_(x.data + 1))
-        td = env.rollout(3, actor)
-    assert bool((td["next", "reward"] != td["next", "reward_kl"]).all())
-    assert "reward_kl" in list(env.observation_spec)
-
-
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_the_frozen_copy_follows_casts(requires_grad):
+def test_the_frozen_copy_follows_casts(normal_actor, requires_grad):
     """Its parameters are its own, and go along with `.double()`; they ask for gradients if they should."""
-    actor = pendulum_actor()
-    transform = KLRewardTransform(actor, requires_grad=requires_grad)
+    transform = KLRewardTransform(normal_actor, requires_grad=requires_grad)
     transform.double()
-    frozen, live = list(transform.parameters()), list(actor.parameters())
+    frozen, live = list(transform.parameters()), list(normal_actor.parameters())
     assert {p.dtype for p in frozen} == {torch.float64}
     assert {p.dtype for p in live} == {torch.float32}
     assert {p.requires_grad for p in frozen} == {requires_grad}
@@ -246,7 +210,8 @@ def test_the_documented_chat_example(chat_policy, stacked):
     transform = RetrieveLogProb(
         actor=chat_policy,
         assistant_only=True,
-        tokenizer_kwargs={"chat_template_name": "qwen"},
+        history_key="history",
+        tokenizer_kwargs={"chat_template_name": "qwen", "padding": False, "return_tensors": "pt"},
         tokenizer=chat_policy.tokenizer,
         log_prob_key="ref_log_prob",
     )
@@ -284,6 +249,8 @@ def test_what_would_change_the_tokens_is_refused(chat_policy):
         RetrieveLogProb(chat_policy, tokenizer_kwargs={"add_generation_prompt": True})
     with pytest.raises(DefinitionError, match="chat_template_name"):
         RetrieveLogProb(chat_policy, tokenizer_kwargs={"chat_template_name": "no such template"})
+    with pytest.raises(DefinitionError, match="tokenizer_kwargs has truncation=True"):
+        RetrieveLogProb(chat_policy, tokenizer_kwargs={"truncation": True})
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

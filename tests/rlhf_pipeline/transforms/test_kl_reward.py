@@ -256,12 +256,3 @@ def test_on_a_sampled_batch_without_reference(make_rows, to_form):
     assert bool(out[keys.REF_LOG_PROBS].isfinite().all())
     assert bool((out[keys.REF_LOG_PROBS][:, :2] == 0).all())
     assert bool((out[keys.REWARD][0, 4:] == 0).all())
-
-
-def test_step_of_an_environment(make_rows, to_form):
-    """The step form gives the same reward, in `next`."""
-    td = to_form(make_rows([4, 6]), "padded")
-    expected = KLRewardTransform(coef=0.5)(td)
-    step = KLRewardTransform(coef=0.5)._step(td.exclude("next"), td.get("next").clone())
-    assert torch.equal(step["reward"], expected[keys.REWARD])
-    assert torch.equal(step["kl_penalty"], expected[keys.KL_PENALTY])

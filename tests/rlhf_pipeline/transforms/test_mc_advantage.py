@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
-from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline.data import keys
@@ -183,22 +182,6 @@ def test_token_level_batch_is_a_padded_batch(make_rows, to_form):
     assert scalars(out, keys.RETURN).tolist() == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("how", ["sum", "mean", "max"])
-def test_trajectory_return(how):
-    """Each reduction against its definition."""
-    trajectories = [steps(0, [0.0, 0.0]), steps(0, [0.0, 1.0, 1.0]), steps(0, [1.0, 0.0])]
-    out = MCAdvantage(3, trajectory_return=how).inv(torch.cat(trajectories))
-    values = [getattr(t["next", "reward"], how)().item() for t in trajectories]
-    expected = [a for a, n in zip(reference(values), [2, 3, 2], strict=True) for _ in range(n)]
-    assert out["advantage"].squeeze(-1).tolist() == pytest.approx(expected, abs=1e-5)
-
-
-def test_without_trajectory_return_every_reward_is_normalised():
-    """TorchRL's default: mean and std over all steps of the group."""
-    out = MCAdvantage(2, trajectory_return=None).inv(torch.cat([steps(0, [0.0, 1.0]), steps(0, [2.0, 0.0, 0.0])]))
-    assert out["advantage"].squeeze(-1).tolist() == pytest.approx(reference([0.0, 1.0, 2.0, 0.0, 0.0]), abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [("mean", [-1.0, 1.0]), ("dr_grpo", [-1.0, 1.0]), ("rloo", [-2.0, 2.0]), ("opo", [-1.5, 0.5])],
@@ -359,14 +342,6 @@ def test_forward_uses_the_groups_of_the_batch(make_rows, to_form, form):
     assert scalars(out, keys.ADVANTAGE).tolist() == pytest.approx([0.0, -half, 0.0, half], abs=1e-6)
     assert transform(out) is out
     assert transform.queued_trajectories == 0
-
-
-def test_inside_a_plain_torchrl_buffer(make_rows, to_form):
-    """It stays a TorchRL transform: LazyStackStorage takes what comes out, one item per trajectory."""
-    rb = ReplayBuffer(storage=LazyStackStorage(10), transform=MCAdvantage(2), batch_size=2)
-    rb.extend(to_form(make_rows([4, 5, 6], rewards=[0.0, 1.0, 2.0]), "stack"))
-    assert len(rb) == 2
-    assert set(rb.sample()["prompt"]) == {"prompt 0"}
 
 
 def test_log_probs_keep_no_graph(make_rows, to_form, form):

@@ -167,13 +167,6 @@ def test_state_dict_carries_no_model_weights(policy):
     assert list(RetrieveLogProb(policy).state_dict()) == []
 
 
-def test_step_of_an_environment(policy, make_rows, to_form):
-    """The step form gives the same scores, in `next`."""
-    td = to_form(make_rows([4, 6], ref=False), "padded")
-    step = RetrieveLogProb(policy)._step(td.exclude("next"), td.get("next").clone())
-    assert torch.equal(step["ref_log_probs", "full"], RetrieveLogProb(policy)(td)[keys.REF_LOG_PROBS])
-
-
 @pytest.mark.parametrize("key", [("mine", "full"), "mine"])
 def test_forward_writes_into_the_batch(policy, make_rows, to_form, form, key):
     """As TorchRL's transform: the batch that is passed comes back, with the result under `next` where it has one."""

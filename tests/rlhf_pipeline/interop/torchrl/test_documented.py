@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack, set_list_to_stack
+from tensordict import TensorDict
 from torchrl.data.llm import History
 
 from rlhf_pipeline import (
@@ -14,7 +14,6 @@ from rlhf_pipeline import (
     ChatHistory,
     LogProbs,
     Masks,
-    RetrieveLogProb,
     Text,
     Tokens,
     scratch_policy,
@@ -78,36 +77,6 @@ def test_the_chat_history_example():
     for key in ("text", "masks", "tokens", "log_probs", "history"):
         assert key in policy.out_keys
         assert key in result.keys()  # noqa: SIM118
-
-
-def test_the_retrieve_log_prob_example_of_the_older_document():
-    """Histories under "history", a template by name, the result in `next`, padded when it is read."""
-    policy = chat_policy(input_mode="history")
-    history = History.from_chats(CHATS)
-    with set_list_to_stack(True):
-        td = TensorDict(
-            text=["a", "b"],
-            history=history,
-            next=TensorDict(reward=torch.randn(2, 1), done=torch.zeros(2, dtype=torch.bool), history=history),
-            batch_size=(2,),
-        )
-        data: Any = lazy_stack(list(td.unbind(0)))
-        transform = RetrieveLogProb(
-            policy,
-            assistant_only=True,
-            history_key="history",
-            log_prob_key="ref_log_prob",
-            tokenizer=policy.tokenizer,
-            tokenizer_kwargs={"chat_template": TEMPLATE, "padding": False, "return_tensors": "pt"},
-        )
-        data = transform(data)
-    got = data.get(("next", "ref_log_prob"), as_padded_tensor=True)
-    # "no" and "dad", each with the end token that the template puts there.
-    assert (got != 0).sum(1).tolist() == [3, 4]
-    with pytest.raises(DefinitionError, match=r"tokenizer_kwargs has truncation=True"):
-        RetrieveLogProb(policy, tokenizer_kwargs={"truncation": True})
-    with pytest.raises(DefinitionError, match="chat_template_name is 'qwan'"):
-        RetrieveLogProb(policy, tokenizer_kwargs={"chat_template_name": "qwan"})
 
 
 def test_every_argument_of_the_base_class():

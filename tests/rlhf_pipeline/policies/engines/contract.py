@@ -145,6 +145,9 @@ class EngineContract:
         tokens = [c.token_ids for c in found]
         assert tokens[::2] == tokens[1::2]
         assert bench.worst(found, PROMPTS, 1.0) < CLOSE
+        with torch.no_grad():
+            first = bench.models[1](torch.tensor([PROMPTS[0]])).logits[0, -1].argmax()
+        assert tokens[0][0] == int(first)
 
     def test_limits_end_tokens_and_finish_reasons(self, bench: Bench):
         """Each completion has its own limit; an end token ends it, belongs to it, and is a stop even at the limit."""
@@ -248,6 +251,7 @@ class EngineContract:
         wrong = [
             ({"prompts": [[5], []]}, DataError, "Prompt 1 has no tokens"),
             ({"prompts": [[VOCAB]]}, DataError, f"token id {VOCAB}"),
+            ({"prompts": [[-1]]}, DataError, "token id -1"),
             ({"prompts": [[5] * POSITIONS]}, DataError, f"has {POSITIONS} tokens"),
             ({"prompts": [[5]], "max_new_tokens": 0}, DefinitionError, "at least 1"),
             ({"prompts": [[5]], "temperature": -1.0}, DefinitionError, "temperature is -1"),

@@ -110,19 +110,6 @@ def test_results_do_not_depend_on_the_number_of_slots(num_slots: int, make_model
         torch.testing.assert_close(a.log_probs, b.log_probs, atol=1e-5, rtol=0)
 
 
-def test_results_follow_the_stream_id_not_the_place(make_model: Make) -> None:
-    """Prompts in another order, alone, or with others beside them give the same completions under their stream id."""
-    policy = TokenPolicy(make_model(), num_slots=4)
-    kwargs = {"group_size": 3, "max_new_tokens": 12, "seed": 7}
-    straight = policy.generate_groups(PROMPTS, stream_ids=range(6), **kwargs)
-    order = [4, 0, 5, 2, 1, 3]
-    shuffled = policy.generate_groups([PROMPTS[i] for i in order], stream_ids=order, **kwargs)
-    for c in shuffled:
-        assert c.token_ids == straight[order[c.prompt_index] * 3 + c.member].token_ids
-    alone = policy.generate_groups([PROMPTS[4]], stream_ids=[4], **kwargs)
-    assert [c.token_ids for c in alone] == [c.token_ids for c in straight[12:15]]
-
-
 def test_a_smaller_group_is_the_head_of_a_larger_one(make_model: Make) -> None:
     """Member m of a group is the same whatever the size of the group: group prefill equals individual prefill."""
     policy = TokenPolicy(make_model(), num_slots=8)
@@ -177,14 +164,6 @@ def test_second_tokens_follow_the_models_distribution(make_model: Make) -> None:
     assert chi2 < 24 + 5 * 48**0.5
 
 
-def test_the_end_token_belongs_to_the_completion(make_model: Make) -> None:
-    """With every token an end token, a completion is that token alone, with its log-prob, and "stop"."""
-    policy = TokenPolicy(make_model(), eos_token_id=list(range(97)), num_slots=2)
-    completions = policy.generate_groups(PROMPTS, group_size=3, max_new_tokens=8, seed=0)
-    assert all(len(c.token_ids) == 1 and c.finish_reason == "stop" for c in completions)
-    assert all(float(c.log_probs[0]) < 0 for c in completions)
-
-
 def test_padding_that_equals_the_end_token(make_model: Make, oracle: Oracle) -> None:
     """Padding and end share an id: the end token stays in the completion and every log-prob is right."""
     model = make_model("qwen2", pad_token_id=1, eos_token_id=1, vocab_size=9)
@@ -197,12 +176,6 @@ def test_padding_that_equals_the_end_token(make_model: Make, oracle: Oracle) -> 
         assert (c.token_ids[-1] == 1) == (c.finish_reason == "stop")
         exact = oracle(model, prompts[c.prompt_index] + c.token_ids)[-len(c.token_ids) :]
         assert float((exact - c.log_probs).abs().max()) < 1e-5
-
-
-def test_an_end_token_at_the_limit_is_a_stop(make_model: Make) -> None:
-    """A completion whose last allowed token is an end token has stopped."""
-    policy = TokenPolicy(make_model(), eos_token_id=list(range(97)))
-    assert policy.generate_groups([[5]], max_new_tokens=1, seed=0)[0].finish_reason == "stop"
 
 
 def test_limits_for_all_per_prompt_and_per_completion(make_model: Make) -> None:
@@ -248,43 +221,6 @@ def test_many_prompts_of_one_member_prefill_in_batches(make_model: Make, oracle:
     for c in completions:
         exact = oracle(model, prompts[c.prompt_index] + c.token_ids)[-len(c.token_ids) :]
         assert float((exact - c.log_probs).abs().max()) < 1e-5
-
-
-def test_no_prompts(make_model: Make) -> None:
-    """An empty call gives an empty list."""
-    assert TokenPolicy(make_model()).generate_groups([], group_size=4, seed=0) == []
-
-
-def test_greedy_reports_log_probs_at_temperature_one(make_model: Make, oracle: Oracle) -> None:
-    """Temperature 0 takes the most probable token; all members agree; log-probs are those of temperature 1."""
-    model = make_model()
-    policy = TokenPolicy(model, temperature=0.0)
-    completions = policy.generate_groups(PROMPTS, group_size=2, max_new_tokens=10, seed=0)
-    for a, b in zip(completions[::2], completions[1::2], strict=True):
-        assert a.token_ids == b.token_ids
-    assert _worst_gap(model, oracle, completions, 1.0) < 1e-5
-    with torch.no_grad():
-        first = int(model(input_ids=torch.tensor([PROMPTS[2]])).logits[0, -1].argmax())
-    assert completions[4].token_ids[0] == first
-
-
-def test_completions_end_where_the_positions_end(make_model: Make) -> None:
-    """Prompt and completion together never pass the model's positions; a prompt that fills them is refused."""
-    policy = TokenPolicy(make_model("gpt2", n_positions=12), eos_token_id=[])
-    done = policy.generate_groups([[5] * 8, [5] * 11], max_new_tokens=50, seed=0)
-    assert [len(c.token_ids) for c in done] == [4, 1]
-    with pytest.raises(DataError, match=r"Prompt 1 has 12 tokens; the model has 12 positions"):
-        policy.generate_groups([[5], [5] * 12], seed=0)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [([[5], []], "Prompt 1 has no tokens"), ([[5, 97]], "token id 97"), ([[-1]], "token id -1")],
-)
-def test_bad_prompts_are_refused(prompts: list[list[int]], message: str, make_model: Make) -> None:
-    """Empty prompts and ids outside the vocabulary name the prompt and the value."""
-    with pytest.raises(DataError, match=message):
-        TokenPolicy(make_model()).generate_groups(prompts, seed=0)
 
 
 def test_bad_arguments_are_refused(make_model: Make) -> None:
@@ -381,34 +317,3 @@ def test_weights_that_do_not_change_on_the_way_change_nothing(make_model: Make) 
     assert np.unique(looked.versions).tolist() == [7]
     assert (plain.token_ids == looked.token_ids).all()
     assert (plain.log_probs == looked.log_probs).all()
-
-
-def test_newer_weights_in_the_middle_of_a_rollout(make_model: Make, oracle: Oracle) -> None:
-    """Every token has the log-prob of the weights that sampled it, and every completion its first and last version.
-
-    The last norm is what changes: nothing in the caches depends on it, so both halves can be scored exactly.
-    """
-    model = make_model("qwen2")
-    norm = model.model.norm.weight
-
-    def load() -> int:
-        norm.mul_(1.5)  # once, after 4 tokens
-        return 1
-
-    calls = iter((load, lambda: 1, lambda: 1))
-    policy = TokenPolicy(model, num_slots=8)
-    refresh = WeightRefresh(lambda: next(calls)(), every=4, version=0)
-    found = policy.generate_ragged(
-        PROMPTS[:2], group_size=3, max_new_tokens=[2, 4, 9, 9, 10, 3], seed=1, refresh=refresh
-    )
-    assert found.versions is not None
-    lengths = found.lengths.tolist()
-    assert found.versions.tolist() == [[0, int(length > 4)] for length in lengths]
-    assert max(lengths) == 10
-    for late in (True, False):
-        for c in found:
-            exact = oracle(model, PROMPTS[c.prompt_index] + c.token_ids, 1.0)[-len(c.token_ids) :]
-            mine = slice(4, None) if late else slice(0, 4)
-            assert (exact[mine] - c.log_probs[mine]).abs().sum() < 1e-4
-        with torch.no_grad():
-            norm.div_(1.5)
