@@ -339,49 +339,83 @@ def _cache_refusal(config: Any) -> str | None:
 
 def _largest(values: Tensor) -> float:
     """The largest magnitude of the finite ones; 0 without any."""
-    return float(values.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return float(values.nan_to_num(0.0, 0.0, 0.0).abs().max()) if values.numel() else 0.0
 
 
 def _check_logits(model: nn.Module, parts: ModelParts, vocab: int) -> None:
-    """Compare head(trunk(x)) with the model's own logits, as they are and with the head's input scaled up."""
+    """Compare head(trunk(x)) with the model's own logits, as they are and with the head's input scaled up.
+
+    And two rows that part half way with each other: where later tokens change what stands before them, nothing that is
+    scored from it is a log-prob.
+    """
     weight = parts.head.weight
     if weight.is_meta:
         return
     length = min(_PROBE_TOKENS, parts.max_positions or _PROBE_TOKENS)
+    row, half = torch.arange(length, device=weight.device), length // 2
     inputs: dict[str, Any] = {
-        "input_ids": torch.arange(length, device=weight.device).remainder(vocab).unsqueeze(0),
-        "position_ids": torch.arange(length, device=weight.device).unsqueeze(0),
+        "input_ids": torch.stack([row, torch.cat([row[:half], row[half:] + 1])]).remainder(vocab),
+        "position_ids": row.expand(2, -1),
         "use_cache": False,
     }
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        hidden = parts.hidden(**inputs)[0]
-        ours = parts.logits(hidden, parts.sampling_weight())
-        factor = _PROBE_LOGIT / max(_largest(ours), 1e-6)
-        seen: list[float] = []
-
-        def scale_up(_head: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            seen.append(factor)
-            return (given[0] * factor, *given[1:])
-
-        pairs = [(model(**inputs).logits[0].float(), ours)]
-        hook = parts.head.register_forward_pre_hook(scale_up)
-        try:
-            loud = model(**inputs).logits[0].float()
-        finally:
-            hook.remove()
-        if seen:  # else the model applies its head's weight without calling the head
-            pairs.append((loud, parts.logits(hidden * factor, parts.sampling_weight())))
-    model.train(was_training)
+    try:
+        with evaluated(model), torch.no_grad():
+            hidden = parts.hidden(**inputs)
+            pairs = [*_logit_pairs(model, parts, inputs, hidden)]
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise _refuse(
+            model,
+            f"its forward pass of {length} tokens fails in {weight.dtype} ({reason})",
+            "Check its config, or load it in another dtype.",
+        ) from error
     for own, expected in pairs:
-        # Of diverged weights neither is finite: the sampler names them when their logits arrive.
-        error = _largest(own - expected) / (_largest(own) + 1e-6)
-        if not torch.equal(torch.isfinite(own), torch.isfinite(expected)):
-            error = float("inf")
+        error = _gap(own, expected)
         if not error <= rounding(weight, fine=1e-4, coarse=5e-2):
             raise _refuse(
                 model,
                 f"its logits differ from head(hidden) by {error:.1%} of their size",
                 "It changes its logits in a way that is not known here; use another architecture.",
             )
+    change = _gap(hidden[0, :half], hidden[1, :half])
+    if not change <= rounding(weight, fine=1e-5, coarse=1e-2):
+        raise _refuse(
+            model,
+            f"later tokens change its hidden states of earlier ones, by {change:.2%} of their size",
+            "Its attention is not causal: set is_decoder in its config if it has that, or pass a decoder-only model.",
+        )
+
+
+def _logit_pairs(
+    model: nn.Module, parts: ModelParts, inputs: dict[str, Any], hidden: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the model's own logits and those of its parts, both times."""
+    hidden, sampling = hidden.flatten(0, 1), parts.sampling_weight()
+    ours = parts.logits(hidden, sampling)
+    factor = _PROBE_LOGIT / max(_largest(ours), 1e-6)
+    seen: list[float] = []
+
+    def scale_up(_head: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        seen.append(factor)
+        return (given[0] * factor, *given[1:])
+
+    yield model(**inputs).logits.flatten(0, 1).float(), ours
+    hook = parts.head.register_forward_pre_hook(scale_up)
+    try:
+        loud = model(**inputs).logits.flatten(0, 1).float()
+    finally:
+        hook.remove()
+    if seen:  # else the model applies its head's weight without calling the head
+        yield loud, parts.logits(hidden * factor, sampling)
+
+
+def _gap(one: Tensor, other: Tensor) -> float:
+    """How far two tensors differ, relative to the size of the first.
+
+    Of diverged weights neither is finite: the sampler names them when their logits arrive.
+    """
+    if not torch.equal(torch.isfinite(one), torch.isfinite(other)):
+        return float("inf")
+    return _largest(one - other) / (_largest(one) + 1e-6)

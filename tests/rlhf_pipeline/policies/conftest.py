@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 LLAMA_LIKE = {
     "vocab_size": 97,
@@ -76,7 +76,8 @@ def make_model() -> Callable[..., PreTrainedModel]:
     """A factory: `make_model("qwen2", attention="sdpa", seed=0, **config)`."""
 
     def make(name: str = "qwen2", *, attention: str = "sdpa", seed: int = 0, **changes: Any) -> PreTrainedModel:
-        config = AutoConfig.for_model(name.split("-")[0], **{**ARCHITECTURES.get(name, LLAMA_LIKE), **changes})
+        kind = name if name in CONFIG_MAPPING else name.split("-")[0]
+        config = AutoConfig.for_model(kind, **{**ARCHITECTURES.get(name, LLAMA_LIKE), **changes})
         attention = "eager" if name == "gemma2" else attention  # which has no other
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)

@@ -421,6 +421,23 @@ def test_logits_that_are_changed_unknown_ways_are_refused(make_model: Make) -> N
         TokenPolicy(model)
 
 
+def test_a_model_that_looks_ahead_is_refused(make_model: Make) -> None:
+    """A decoder whose config leaves is_decoder off attends to later tokens, and what it scores are no log-probs."""
+    sizes = {"num_key_value_heads": None, "bos_token_id": 2}
+    TokenPolicy(make_model("bert-generation", is_decoder=True, **sizes))
+    with pytest.raises(DefinitionError, match=r"later tokens change its hidden states of earlier ones, by .* causal"):
+        TokenPolicy(make_model("bert-generation", **sizes))
+
+
+def test_a_model_whose_own_forward_pass_fails_is_refused_in_one_sentence(make_model: Make) -> None:
+    """The grouped matmul of experts knows no float64; torch's message alone would name no model."""
+    model = make_model("mixtral", num_local_experts=4).double()
+    with pytest.raises(
+        DefinitionError, match=r"MixtralForCausalLM: its forward pass of 64 tokens fails in torch.float6"
+    ):
+        TokenPolicy(model)
+
+
 def changed(model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor]) -> PreTrainedModel:
     """A model whose own forward pass changes its logits, as code that comes with a checkpoint may."""
     forward = model.forward
