@@ -297,20 +297,25 @@ def _max_positions(config: Any) -> tuple[int | None, str]:
     """The longest sequence that the model is right for, and what says so.
 
     A rotary embedding that depends on the longest row of a batch scores a row by its neighbours beyond its limit, and
-    a sampler that passes it scores the tokens before it by other frequencies than those they were sampled with.
+    a sampler that passes it scores the tokens before it by other frequencies than those they were sampled with. Which
+    tokens an indexed attention leaves out depends on the length of a batch as well, by the order of equal scores.
     """
-    value = getattr(config, "max_position_embeddings", None)
-    most = int(value) if isinstance(value, int) and value > 0 else None
+
+    def least(*values: Any) -> int | None:
+        return min((int(x) for x in values if isinstance(x, int) and x > 0), default=None)
+
+    most, chosen = least(getattr(config, "max_position_embeddings", None)), getattr(config, "index_topk", None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
     for part in parts:
         kind = part.get("rope_type", part.get("type"))
         if kind in _LENGTH_ROPES:
             given = part.get("original_max_position_embeddings")
-            own = getattr(config, "original_max_position_embeddings", None)
-            limits = [int(x) for x in (given, own, most) if isinstance(x, int) and x > 0]
-            if limits:
-                return min(limits), f"where its rotary embedding ({kind}) changes with the length of a batch"
+            limit = least(given, getattr(config, "original_max_position_embeddings", None), most)
+            if limit:
+                return limit, f"where its rotary embedding ({kind}) changes with the length of a batch"
+    if "indexed_attention" in (getattr(config, "layer_types", None) or ()) and least(chosen, most) != most:
+        return least(chosen, most), "index_topk, beyond which its attention leaves tokens out"
     return most, "max_position_embeddings"
 
 

@@ -496,6 +496,20 @@ def test_a_rotary_embedding_that_depends_on_the_batch_is_refused_past_its_limit(
     torch.testing.assert_close(scored[0, 12:], torch.as_tensor(completion.log_probs), rtol=1e-3, atol=1e-4)
 
 
+def test_rows_in_which_attention_chooses_tokens_are_refused(make_model: Make) -> None:
+    """An indexer breaks ties by the length of a batch: rows beyond its choice would depend on their neighbours."""
+    sizes: dict[str, Any] = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    sizes |= {"v_head_dim": 8, "index_head_dim": 8, "index_n_heads": 2, "index_topk": 12, "n_routed_experts": 4}
+    sizes |= {"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    policy = TokenPolicy(make_model("deepseek_v32", **sizes, num_key_value_heads=4))
+    ids = torch.randint(2, 97, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(12) < torch.tensor([[7], [12]])
+    alone = policy.log_probs(ids[:1, :7], mask[:1, :7])
+    torch.testing.assert_close(policy.log_probs(ids, mask)[:1, :7], alone, rtol=1e-4, atol=1e-5)
+    with pytest.raises(DefinitionError, match=r"A row has 13 tokens; the model has 12 positions \(index_topk"):
+        policy.log_probs(torch.zeros(1, 13, dtype=torch.int64), torch.ones(1, 13, dtype=torch.bool))
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("kind", ["adapter on the head", "virtual tokens"])
 def test_adapters_that_do_not_fit_are_named_with_what_to_do(make_model: Make, kind: str) -> None:
