@@ -23,6 +23,7 @@ type next. Each class is also a standard error, so `except ValueError` keeps wor
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable, Mapping
 
 
@@ -37,6 +38,16 @@ def plain(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def typed(place: object) -> str:
+    """Return a path or an address as it is typed in a command: quoted, and not taken for an option.
+
+    >>> typed("my run"), typed("-run")
+    ("'my run'", './-run')
+    """
+    text = str(place)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 class PipelineError(Exception):

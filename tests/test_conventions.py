@@ -138,3 +138,16 @@ def test_ci_runs_the_readmes_test_command():
         ".venv/bin/pytest",
     ]
     assert "README.md" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_paths_in_commands_are_typed_by_one_function():
+    """Quoting is in one place, and no printed command has a bare path in it."""
+    quoting, bare = set[str](), list[str]()
+    for file in sorted((ROOT / "rlhf_pipeline").rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        quoting |= {file.name} if re.search(r"\bshlex\b", text) else set()
+        ready = {"typed", *re.findall(r"(\w+) = typed\(", text)}
+        found = re.findall(r"rlhf-pipeline [a-z-]+ (?:--\w+ )*\{(\w+)", text)
+        bare += [f"{file.name}: {name}" for name in found if name not in ready]
+    assert quoting == {"errors.py"}
+    assert bare == []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 
 from rlhf_pipeline.cli.plan import Plan
 from rlhf_pipeline.cli.progress import RunView
+from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.words import count, duration, number
 from rlhf_pipeline.run.events import RunFinished
 from rlhf_pipeline.run.folder import RunFolder
@@ -64,7 +64,7 @@ def replay_sentence(finished: RunFinished, run: RunFolder, *, resumed: bool = Fa
 
 def next_commands(finished: RunFinished, plan: Plan) -> list[tuple[str, str]]:
     """Return commands worth typing now, each with its meaning."""
-    folder = shlex.quote(str(finished.run_dir))
+    folder = typed(finished.run_dir)
     more = {
         "interrupted": (f"{plan.again}", "go on where it stopped"),
         "steps": (f"{plan.again} --steps {2 * finished.steps}", "go on for as many steps again"),

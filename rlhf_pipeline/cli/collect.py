@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 import time
 from typing import TYPE_CHECKING, Final
 
 from rlhf_pipeline.cli.parser import add_process_options
 from rlhf_pipeline.cli.process import attend, import_torch, view_of_stdout
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.errors import RewardError, RunExistsError, RunStorageError
+from rlhf_pipeline.errors import RewardError, RunExistsError, RunStorageError, typed
 from rlhf_pipeline.report.words import count, duration, number
 from rlhf_pipeline.run.events import CollectorFinished, Event, RolloutDone
 
@@ -107,7 +106,7 @@ class _Lines:
             f"{event.collector}: {why}; {count(event.num_rollouts, 'rollout')} stored, "
             f"{count(event.num_trajectories, 'trajectory')}"
         )
-        folder = shlex.quote(str(event.run_dir))
+        folder = typed(event.run_dir)
         self._view.say("next:")
         if event.reason == "finished":
             self._view.say(f"  rlhf-pipeline learn --run {folder} --steps N    go on learning; then start collectors")

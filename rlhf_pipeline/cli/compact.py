@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import said_now_and_then, say
-from rlhf_pipeline.errors import RunExistsError, RunStorageError
+from rlhf_pipeline.errors import RunExistsError, RunStorageError, typed
 from rlhf_pipeline.report.words import count, duration
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def execute(args: argparse.Namespace) -> int:
     if isinstance(path, Path) and not os.access(path, os.W_OK):
         raise RunStorageError(
             f"{path} can only be read, so it cannot be compacted. Make a compacted copy: "
-            f"rlhf-pipeline copy {shlex.quote(args.path)} --to NEW_STORE"
+            f"rlhf-pipeline copy {typed(args.path)} --to NEW_STORE"
         )
     with alone(run, path), TrajectoryStore.open(path, mode="a") as store:
         if store.being_written():
@@ -64,7 +63,7 @@ def execute(args: argparse.Namespace) -> int:
     if report.skipped:
         raise RunExistsError(f"nothing was done at {path}: {report.skipped}. Try again when it is done.")
     say("\n".join(_lines(report, path, num, (before, disk_usage(path)), time.perf_counter() - started)))
-    say(f"check it:  rlhf-pipeline verify {shlex.quote(args.path)}")
+    say(f"check it:  rlhf-pipeline verify {typed(args.path)}")
     return 0
 
 

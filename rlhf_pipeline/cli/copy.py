@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import time
 
 from rlhf_pipeline.cli.output import Ticker, say
 from rlhf_pipeline.cli.parser import add_filter
+from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.words import count, duration
 
 HELP = "copy a store, whole or in part, to either backend"
@@ -51,7 +51,7 @@ def execute(args: argparse.Namespace) -> int:
     took = duration(time.perf_counter() - started)
     say(f"{report.path}: {count(report.num_trajectories, 'trajectory')}{chosen}, {args.backend}, {sizes}, {took}")
     say("the ids of the store are new; trajectory_id and all other columns are as they were")
-    made = shlex.quote(str(report.path))
-    say(f"compare:       rlhf-pipeline diff {shlex.quote(args.path)} {made}")
+    made = typed(report.path)
+    say(f"compare:       rlhf-pipeline diff {typed(args.path)} {made}")
     say(f"look at them:  rlhf-pipeline inspect {made}")
     return 0

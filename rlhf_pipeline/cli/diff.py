@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.cli.output import Ticker, say
-from rlhf_pipeline.errors import DefinitionError, did_you_mean
+from rlhf_pipeline.errors import DefinitionError, did_you_mean, typed
 from rlhf_pipeline.report.words import count, one_line
 
 if TYPE_CHECKING:
@@ -109,7 +108,7 @@ def _lines(found: Comparison, sizes: list[int]) -> Iterator[str]:
     if found.trajectories.columns:
         first = found.trajectories.columns[0].first[0]
         for path, row in zip((found.left, found.right), first, strict=True):
-            yield f"look:  rlhf-pipeline show {shlex.quote(path)} --id {row}"
+            yield f"look:  rlhf-pipeline show {typed(path)} --id {row}"
 
 
 def _step_lines(steps: StepsDifference) -> Iterator[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import time
 
 from rlhf_pipeline.cli.output import Ticker, say
 from rlhf_pipeline.cli.parser import add_filter
+from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.words import count, duration
 
 HELP = "write a store as Parquet, JSONL or a Hugging Face dataset"
@@ -50,8 +50,8 @@ def execute(args: argparse.Namespace) -> int:
     readers = {
         "parquet": f"pyarrow.parquet.read_table({path!r})",
         "hf": f"datasets.load_from_disk({path!r})",
-        "jsonl": f"head -n 1 {shlex.quote(path)} | jq .",
+        "jsonl": f"head -n 1 {typed(path)} | jq .",
     }
     say(f"read it:   {readers[report.kind]}")
-    say(f"and back:  rlhf-pipeline import {shlex.quote(path)} --into NEW_STORE")
+    say(f"and back:  rlhf-pipeline import {typed(path)} --into NEW_STORE")
     return 0

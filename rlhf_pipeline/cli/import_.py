@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import Ticker, say
-from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.errors import DefinitionError, typed
 from rlhf_pipeline.report.words import count, duration, number
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def _say_file(file: FileReport) -> None:
 
 
 def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[str]:
-    store = shlex.quote(str(report.store))
+    store = typed(report.store)
     if not report.num_imported:
         return [
             f"nothing new: all {count(report.num_skipped, 'trajectory')} are in {report.store} already.",
@@ -129,7 +128,7 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
         made.append(f"  {count(report.num_without_reward, 'trajectory')} without a reward")
     made.append(f"look at them:    rlhf-pipeline inspect {store}")
     made.append(f"the newest one:  rlhf-pipeline show {store}")
-    model = f" --set policy.path={shlex.quote(tokenizer)}" if tokenizer else " --set policy.path=MODEL"
+    model = f" --set policy.path={typed(tokenizer)}" if tokenizer else " --set policy.path=MODEL"
     made.append(f"learn from them: rlhf-pipeline replay {store}{model}")
     return made
 

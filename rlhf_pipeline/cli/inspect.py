@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import say
-from rlhf_pipeline.errors import PipelineError, plain
+from rlhf_pipeline.errors import PipelineError, plain, typed
 from rlhf_pipeline.report.words import count, number
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def lines(found: Inspection) -> Iterator[str]:
         reasons = ", ".join(f"{plain(name or '?')} {num:,}" for name, num in found.finish_reasons.items())
         yield _row("finished by", reasons)
     if found.num_failed:
-        why = f"rlhf-pipeline show {shlex.quote(found.path)} --id {found.first_failed_id}"
+        why = f"rlhf-pipeline show {typed(found.path)} --id {found.first_failed_id}"
         yield _row("failed", f"{count(found.num_failed, 'reward call')}; why: {why}")
     if found.mean_reward is not None:
         curve = "" if found.first_reward is None else f"; curve {found.first_reward:.3f} -> {found.last_reward:.3f}"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import time
 from pathlib import Path
 
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.cli.parser import natural, positive
-from rlhf_pipeline.errors import DefinitionError, MissingPathError
+from rlhf_pipeline.errors import DefinitionError, MissingPathError, typed
 from rlhf_pipeline.report.words import duration
 
 HELP = "make a small untrained model and its tokenizer from a text file"
@@ -60,5 +59,5 @@ def execute(args: argparse.Namespace) -> int:
         f"{folder}: {made.num_parameters:,} parameters, {made.vocab_size:,} tokens, "
         f"made in {duration(time.perf_counter() - started)}"
     )
-    say(f"try it: rlhf-pipeline run gsm8k --set policy.path={shlex.quote(str(folder))} --set prompts.path=FILE.jsonl")
+    say(f"try it: rlhf-pipeline run gsm8k --set policy.path={typed(folder)} --set prompts.path=FILE.jsonl")
     return 0

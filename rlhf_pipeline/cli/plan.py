@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from rlhf_pipeline import definitions
 from rlhf_pipeline.cli import preflight
 from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError
+from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError, typed
 from rlhf_pipeline.report.stored import open_run_or_store
 from rlhf_pipeline.run.folder import RunFolder, is_run, run_of_store
 from rlhf_pipeline.run.medium import Address, address_of
@@ -88,7 +88,7 @@ def make_joining_plan(args: argparse.Namespace) -> Plan:
         PipelineError: as `make_plan`.
     """
     overrides, out = _overrides(args), address_of(args.run)
-    command = shlex.join(["rlhf-pipeline", args.command, "--run", args.run])
+    command = f"rlhf-pipeline {args.command} --run {typed(args.run)}"
     if args.command == "learn" and args.definition is None:
         _wait_for_run(out)
     if is_run(out):
@@ -96,7 +96,7 @@ def make_joining_plan(args: argparse.Namespace) -> Plan:
         plan = recorded_plan(args, out, args.definition, overrides, command, "choose another --run")
         return checked(replace(plan, joins=True))
     if args.definition is None:
-        example = shlex.join(["rlhf-pipeline", args.command, "long_running", "--run", args.run])
+        example = f"rlhf-pipeline {args.command} long_running --run {typed(args.run)}"
         raise DefinitionError(f"{out} is not a run yet, so say what to run, for example: {example}")
     preflight.check_new_folder(out, command, option="--run")
     definition, device = definitions.find(args.definition), args.device or "cpu"
@@ -114,7 +114,7 @@ def _wait_for_run(out: Address) -> None:
         if not RunFolder(out).is_free:
             raise RunExistsError(f"{out} exists and is not a run. Choose another folder: --run OTHER_FOLDER.")
         if not said:
-            example = shlex.join(["rlhf-pipeline", "collect", "long_running", "--run", str(out)])
+            example = f"rlhf-pipeline collect long_running --run {typed(out)}"
             warn(f"{out} is not a run yet; waiting for a collector to begin it, for example: {example}")
             said = True
         time.sleep(_POLL_S)
@@ -144,7 +144,7 @@ def _new(args: argparse.Namespace, overrides: Overrides) -> Plan:
     if args.definition is None:
         raise DefinitionError("name what to run, for example: rlhf-pipeline run copy_digits (`rlhf-pipeline list`)")
     if is_run(address_of(args.definition)):
-        again = shlex.join(["rlhf-pipeline", "run", args.definition, "--resume"])
+        again = f"rlhf-pipeline run {typed(args.definition)} --resume"
         raise DefinitionError(f"{args.definition} is a run, not a definition. Go on with it: {again}")
     definition = definitions.find(args.definition)
     out = address_of(args.out) if args.out else Path("runs") / definition.function
@@ -209,7 +209,7 @@ def recorded_plan(
             f"{out} was started with seed {config.seed}, not {args.seed}. Leave --seed out to go on with it, "
             f"or {otherwise}."
         )
-    moved = f"name its new place: rlhf-pipeline run FILE.py:function --resume --out {shlex.quote(str(out))}"
+    moved = f"name its new place: rlhf-pipeline run FILE.py:function --resume --out {typed(out)}"
     definition = definitions.find(named) if named else recorded_definition(out, moved)
     merged = tuple({**dict(config.overrides), **dict(overrides)}.items())
     device = args.device or config.device
@@ -237,11 +237,16 @@ def recorded_definition(run: Address, moved: str) -> definitions.Definition:
 
 
 def _command(definition: str | None, out: str | None, args: argparse.Namespace) -> str:
-    parts = ["rlhf-pipeline", "run", *([definition] if definition else []), *(["--out", out] if out else [])]
-    for name in ("collectors", "learners", "ray"):
-        typed = getattr(args, name, None)
-        parts += [f"--{name}", str(typed)] if typed is not None else []
-    return shlex.join(parts)
+    parts = ["rlhf-pipeline", "run", *([typed(definition)] if definition else [])]
+    options = {"out": out or None} | {name: getattr(args, name, None) for name in ("collectors", "learners", "ray")}
+    return " ".join([*parts, *_options(options)])
+
+
+def _options(given: Mapping[str, object]) -> Iterator[str]:
+    """Yield options as they are typed, without those that are None."""
+    for name, value in given.items():
+        if value is not None:
+            yield f"--{name} {typed(value)}"
 
 
 def make_replay_plan(args: argparse.Namespace) -> Plan:
@@ -323,7 +328,5 @@ def _replay_folder(args: argparse.Namespace) -> Address:
 
 def _replay_command(args: argparse.Namespace) -> str:
     """Return what to type to start the same again."""
-    parts = ["rlhf-pipeline", "replay", *args.paths]
-    for name, value in (("--definition", args.definition), ("--out", args.out)):
-        parts += [name, value] if value else []
-    return shlex.join(parts)
+    options = {"definition": args.definition or None, "out": args.out or None}
+    return " ".join(["rlhf-pipeline", "replay", *map(typed, args.paths), *_options(options)])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +20,7 @@ from rlhf_pipeline.errors import (
     RunExistsError,
     RunStorageError,
     did_you_mean,
+    typed,
 )
 from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.policies.model_source import resolve_source
@@ -46,7 +46,7 @@ def check_new_folder(out: Address, command: str, *, option: str = "--out") -> No
     if RunFolder(out).is_free:
         check_writable(out, option)
         return
-    free = f"{option} {shlex.quote(str(_free_folder(out)))}"
+    free = f"{option} {typed(_free_folder(out))}"
     if is_run(out):
         run = RunFolder.open(out)
         _, reward = run.first_and_last("task_reward")

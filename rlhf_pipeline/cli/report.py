@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from rlhf_pipeline.cli.output import say
-from rlhf_pipeline.errors import MissingPathError
+from rlhf_pipeline.errors import MissingPathError, typed
 
 HELP = "write report.html and reward.svg of a run again"
 DETAILS = """\
@@ -32,7 +32,7 @@ def execute(args: argparse.Namespace) -> int:
     if run is None:
         raise MissingPathError(
             f"{store_path} is a store alone; a report needs the run around it. "
-            f"`rlhf-pipeline inspect {store_path}` works."
+            f"`rlhf-pipeline inspect {typed(store_path)}` works."
         )
     target = Path(args.out).expanduser() if args.out else None
     if target is not None and not target.parent.is_dir():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import shutil
 
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.cli.parser import natural, positive
+from rlhf_pipeline.errors import typed
 
 _MAX_TOKENS = 64
 
@@ -52,5 +52,5 @@ def execute(args: argparse.Namespace) -> int:
             say("\n".join(full(item, max_tokens=None if args.full else _MAX_TOKENS)))
         return 0
     say("\n".join(brief(items, shutil.get_terminal_size((110, 24)).columns)))
-    say(f"one of them, token by token: rlhf-pipeline show {shlex.quote(args.path)} --id {items[-1].id}")
+    say(f"one of them, token by token: rlhf-pipeline show {typed(args.path)} --id {items[-1].id}")
     return 0

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 
 import numpy as np
 import torch
@@ -106,8 +105,6 @@ class Collector:
         self.hand_over = hand_over
         self.stored = StoredGroups(buffer.store)
         """Where to find the groups that are in the store already."""
-        self._whole_rollouts = buffer.batch_groups is not None
-        """Whether the advantage needs the whole rollout."""
         if buffer.batch_groups not in (None, config.prompts_per_rollout):
             raise DefinitionError(
                 f"MCAdvantage has batch_groups={buffer.batch_groups} and a rollout {config.prompts_per_rollout} "
@@ -143,9 +140,7 @@ class Collector:
         cursors = np.arange(first, first + self.config.prompts_per_rollout)
         # Looked up each time: a ring may have evicted part of what a resumed run replays.
         store, rows = self.buffer.store, self._rows_of(cursors)
-        groups = store.read_scalars("group_id", rows)
-        missing = np.bincount(groups - first, minlength=len(cursors)) < self.config.group_size
-        if not missing.any():
+        if len(rows) >= self.config.rollout_size:
             self.observe(cursors)
             return self._summary(rollout, store.read_scalars("task_reward", rows), 0, None, started, from_store=True)
 
@@ -172,23 +167,22 @@ class Collector:
             )
         texts = [decode_completion(self.policy.tokenizer, completion.token_ids) for completion in completions]
         grades = grade(self.reward, [prompts[index] for index in completions.prompt_index], texts)
-        # The whole rollout is sampled even if only some groups are missing: batch composition moves the last
-        # bits of a log-prob, and a resumed run must equal the straight one.
-        # Where the advantage needs the whole rollout, all of it is written; of a trajectory that is in the store twice
-        # the newest row counts.
-        kept = (missing | self._whole_rollouts)[completions.prompt_index]
+        # A rollout is one commit. Of one that was stored before, rows are lacking because the write path dropped groups
+        # (it would again), or because a ring is letting go of it: the rows that are left are its oldest, and go now.
+        cut = len(rows) > 0 and len(store) < store.watermark and rows[0] == store.ids()[0]
         self.buffer.extend(
             trajectories(
                 prompts,
                 prompt_ids,
-                completions.select(kept),
-                list(compress(texts, kept)),
-                list(compress(grades, kept)),
+                completions,
+                texts,
+                grades,
                 cursors=cursors,
                 group_size=self.config.group_size,
                 policy_version=policy_version,
                 digests=digests,
-            )
+            ),
+            write=len(rows) == 0 or cut,
         )
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
         error = next((item.error for item in grades if item.error is not None), None)

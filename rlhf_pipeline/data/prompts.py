@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import json
 import random
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, did_you_mean
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, did_you_mean, typed
 from rlhf_pipeline.settings import Settings, setting
 
 
@@ -157,7 +156,7 @@ def _parse_line(line: bytes, file: Path, number: int, prompt_field: str, answer_
         shown = line.strip()[:60].decode("utf-8", "replace")
         raise DataError(
             f"{where}: this line is not JSON ({error}): {shown!r}. "
-            f"Fix or delete it; `sed -n {number}p {shlex.quote(str(file))}` shows it whole."
+            f"Fix or delete it; `sed -n {number}p {typed(file)}` shows it whole."
         ) from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object with '{prompt_field}', got {type(row).__name__}.")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from pathlib import Path
 
-from rlhf_pipeline.errors import DataError, MissingPathError
+from rlhf_pipeline.errors import DataError, MissingPathError, typed
 
 # "organisation/name": what may also be a model on the hub. A bare name is a folder: the few models that the hub still
 # knows by a bare name have the long form too ("openai-community/gpt2").
@@ -33,7 +32,7 @@ def resolve_source(source: str | os.PathLike[str]) -> tuple[str, bool]:
     if not _HUB_NAME.fullmatch(name) or path.parent.is_dir():
         near = f" Its parent folder holds: {_listing(path.parent)}." if path.parent.is_dir() else ""
         raise MissingPathError(
-            f"there is no model folder at {name}. Make one: rlhf-pipeline new-model {shlex.quote(name)} --text FILE. "
+            f"there is no model folder at {name}. Make one: rlhf-pipeline new-model {typed(name)} --text FILE. "
             "Or name one you have, as save_pretrained wrote it (--set policy.path=FOLDER); a model on the hub has the "
             f"form owner/name.{near}"
         )

@@ -216,13 +216,19 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
     # -- writing -----------------------------------------------------------------------------------------------
 
     def extend(
-        self, tensordicts: TensorDictBase | Trajectories, *, update_priority: bool | None = None
+        self,
+        tensordicts: TensorDictBase | Trajectories,
+        *,
+        update_priority: bool | None = None,
+        write: bool = True,
     ) -> torch.Tensor:
         """Run the write path and commit what is complete, in one atomic commit.
 
         Args:
             tensordicts: whole trajectories, in any of the forms of the write path, or flat columns.
             update_priority: ignored; a `priority` key is stored with the row.
+            write: False runs the write path alone, whose state depends on all that passes: for whole groups that the
+                store has, or that it once left out.
 
         Returns:
             The slots written, int64 `[n]`; `[0, 1]`-shaped and empty where every group still waits.
@@ -236,8 +242,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             raise DataError(f"extend takes a TensorDict of trajectories, not {type(tensordicts).__name__}")
         advantage = self._keep_groups()
         with nullcontext() if advantage is None else advantage.call():
-            written = self._write(self._through(tensordicts, self._transforms()))
-            return self._settle(advantage, written)
+            rows = self._through(tensordicts, self._transforms())
+            return self._settle(advantage, self._write(rows)) if write else self._write(None)
 
     def extend_raw(self, tensordicts: TensorDictBase | None) -> torch.Tensor:
         """Commit trajectories as they are, past the write path."""

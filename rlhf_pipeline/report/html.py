@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_pipeline.errors import RunStorageError
+from rlhf_pipeline.errors import RunStorageError, typed
 from rlhf_pipeline.report.page import SCRIPT, STYLE
 from rlhf_pipeline.report.samples import Trajectory, read_trajectories, typical_of_first_and_last
 from rlhf_pipeline.report.stored import Ids, Stored
@@ -74,7 +73,7 @@ def write_report(run: RunFolder, html_path: Path | None = None) -> list[Address]
     except OSError as error:
         raise RunStorageError(
             f"{page} cannot be written: {error.strerror}. Name another place: "
-            f"rlhf-pipeline report {shlex.quote(str(run.address))} --out FILE.html"
+            f"rlhf-pipeline report {typed(run.address)} --out FILE.html"
         ) from error
     return [below(run.address, path.name) for path in (curve, page)] if html_path is None else [curve, page]
 

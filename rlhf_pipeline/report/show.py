@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rlhf_pipeline.errors import DataError, plain
+from rlhf_pipeline.errors import DataError, plain, typed
 from rlhf_pipeline.report.samples import Trajectory
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.words import count, number, one_line
@@ -174,5 +173,5 @@ def _step(stored: Stored, run: RunFolder | None, ids: Ids, step: int) -> Ids:
 
 
 def _what_is_there(stored: Stored, ids: Ids) -> str:
-    newest = f"rlhf-pipeline show {shlex.quote(str(stored.path))} --last 20"
+    newest = f"rlhf-pipeline show {typed(stored.path)} --last 20"
     return f"It holds {len(ids):,}, from id {ids[0]} to {ids[-1]}. The newest: {newest}"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.errors import DataError, MissingPathError
+from rlhf_pipeline.errors import DataError, MissingPathError, typed
 from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, not_found, run_of_store
 from rlhf_pipeline.run.medium import Address, address_of
 from trajectory_store import TrajectoryStore
@@ -106,12 +106,12 @@ def open_run_or_store(path: Address) -> tuple[RunFolder | None, Address]:
         if not is_store(run.store_path) and not run.came_to_nothing and list(run.missing_parts()):
             raise MissingPathError(
                 f"the store of the run {folder} is gone: there is none at {run.store_path}, and the run has stored "
-                f"trajectories. Restore it from a copy. What else is missing: rlhf-pipeline verify {folder}"
+                f"trajectories. Restore it from a copy. What else is missing: rlhf-pipeline verify {typed(folder)}"
             )
         if not is_store(run.store_path):
             raise MissingPathError(
                 f"the run {folder} has stored nothing yet: there is no store at {run.store_path}. "
-                f"If it stopped early, go on with it: rlhf-pipeline run --resume --out {folder}"
+                f"If it stopped early, go on with it: rlhf-pipeline run --resume --out {typed(folder)}"
             )
         return run, run.store_path
     if is_store(folder):

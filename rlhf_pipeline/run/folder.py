@@ -17,6 +17,7 @@ Nobody else spells a name of these. Where the folder is a URL, they are this pro
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import functools
@@ -24,7 +25,6 @@ import json
 import logging
 import os
 import platform
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -46,37 +46,28 @@ from rlhf_pipeline.errors import (
     RunStorageError,
     did_you_mean,
     plain,
+    typed,
 )
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
 from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
-from rlhf_pipeline.run.inputs import check_inputs, describe_inputs, reward_notice
+from rlhf_pipeline.run.inputs import check_inputs, describe_inputs, edited_code
 from rlhf_pipeline.run.medium import Address, below, open_medium
 from rlhf_pipeline.run.rows import Row, StepRows
 
 FORMAT: Final = 1
 """The format of `config.json` that this version reads and writes."""
 
-MAY_CHANGE_ON_RESUME: Final = frozenset(
-    {
-        "description",
-        "needs",
-        "collect.engine",
-        "collect.engine_memory",
-        "learn.steps",
-        "learn.stop_at_reward",
-        "learn.stop_window",
-        "learn.checkpoint_every",
-        "learn.keep_checkpoints",
-        "learn.token_budget",
-        "learn.layout",
-        "learn.activation_checkpointing",
-        "learn.peak_flops",
-        "learn.logger",
-    }
-)
-"""Fields that may differ from the recorded definition: they say when to stop and save, and how much fits in memory,
-not what is learned. (Another token budget or layout moves the last bits of the gradient; another engine draws other
-completions of the same weights.)"""
+_LAST_BITS: Final = "from here on, figures and weights may differ in their last bits from those of the run left alone"
+
+MAY_CHANGE_ON_RESUME: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("description", "needs", "collect.engine_memory", "learn.peak_flops", "learn.logger"), ""),
+    **dict.fromkeys(("learn.steps", "learn.stop_at_reward", "learn.stop_window"), ""),
+    **dict.fromkeys(("learn.checkpoint_every", "learn.keep_checkpoints", "learn.activation_checkpointing"), ""),
+    **dict.fromkeys(("learn.token_budget", "learn.layout"), _LAST_BITS),
+    "collect.engine": "from here on, other completions of the same weights are drawn",
+}
+"""Fields that may differ from the recorded definition, with what a difference does besides saying when to stop and save
+and how much fits in memory. None of them says what is learned."""
 
 _CONFIG: Final = "config.json"
 _STORE: Final = "store"
@@ -355,7 +346,7 @@ class RunFolder:
         if several and self.medium.has(_STORE) and not self.is_of_several:
             raise RunMismatchError(
                 f"{self.address} is a run in one process. Go on with it: "
-                f"rlhf-pipeline run --resume --out {self.address}, or "
+                f"rlhf-pipeline run --resume --out {typed(self.address)}, or "
                 "start another run for several processes in another folder."
             )
 
@@ -375,7 +366,7 @@ class RunFolder:
         before = self._recorded()
         changed = [
             f"{name} was {old!r}, is {new!r}"
-            for name, old, new in _differences("", before["pipeline"], to_json(pipeline))
+            for name, old, new in _differences("", before["pipeline"], pipeline)
             if name not in MAY_CHANGE_ON_RESUME
         ]
         if before["seed"] != seed:
@@ -388,10 +379,32 @@ class RunFolder:
         if inputs:
             check_inputs(self.address, before.get("inputs", {}), pipeline)
 
-    def notices(self, pipeline: Pipeline) -> Iterator[str]:
-        """What a person should know of a definition with which the run goes on."""
-        if self.is_recorded:
-            yield from reward_notice(self._recorded().get("inputs", {}), pipeline)
+    def notices(self, pipeline: Pipeline, *, device: str | None = None) -> Iterator[str]:
+        """Say what a person should know of a definition with which the run goes on; nothing of a new run.
+
+        Args:
+            pipeline: the definition now.
+            device: where the learner is now; None of a process that does not learn, whose own is its affair.
+        """
+        if not self.is_recorded:
+            return
+        before = self._recorded()
+        yield from edited_code(before.get("inputs", {}), pipeline)
+        if device is None:
+            return
+        for name, old, new in _differences("", before["pipeline"], pipeline):
+            if MAY_CHANGE_ON_RESUME.get(name):
+                yield f"{name} was {old!r}, is {new!r}: {MAY_CHANGE_ON_RESUME[name]}."
+            if name == "learn.steps" and pipeline.learn.lr_schedule != "constant" and not pipeline.learn.lr_decay_steps:
+                yield (
+                    f"learn.steps was {old}, is {new}, and learn.lr_schedule={pipeline.learn.lr_schedule} ends with "
+                    "the last step: from here on the learning rate is that of a run which had as many steps from its "
+                    "start. Set learn.lr_decay_steps in a run that may be given more steps later."
+                )
+        now = {**_versions(), "device": device}
+        for name, old in {**before.get("versions", {}), "device": before.get("device", device)}.items():
+            if old != now.get(name, old):
+                yield f"{name} was {old}, is {now[name]}: {_LAST_BITS}."
 
     def check_parts(self) -> None:
         """Refuse to go on with a run of which something is missing; see `missing_parts`.
@@ -404,7 +417,7 @@ class RunFolder:
             raise DataError(
                 f"{self.address} is not whole: {'; '.join(problems)}. Going on would take steps that do not fit those "
                 "before. Restore what is missing from a copy, or start a new run with --out OTHER_FOLDER. All that is "
-                f"wrong: rlhf-pipeline verify {shlex.quote(str(self.address))}"
+                f"wrong: rlhf-pipeline verify {typed(self.address)}"
             )
 
     def missing_parts(self) -> Iterator[str]:
@@ -590,7 +603,6 @@ def make_record(
             f"the definition cannot be recorded: {error}. Its fields must be dataclasses, functions, text, "
             "numbers, lists or None."
         ) from error
-    packages = ("torch", "torchrl", "tensordict", "transformers", "numpy")
     return {
         "format": FORMAT,
         "definition": definition,
@@ -599,8 +611,14 @@ def make_record(
         "device": device,
         "pipeline": to_json(pipeline),
         "inputs": describe_inputs(pipeline),
-        "versions": {"rlhf-pipeline": __version__, "python": platform.python_version()}
-        | {name: version(name) for name in packages},
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    packages = ("torch", "torchrl", "tensordict", "transformers", "numpy")
+    return {"rlhf-pipeline": __version__, "python": platform.python_version()} | {
+        name: version(name) for name in packages
     }
 
 
@@ -635,7 +653,9 @@ def run_of_store(store: Address) -> Address | None:
 def not_found(path: Address, wanted: str = "run") -> MissingPathError:
     """Return an error that names the runs which are there."""
     if not isinstance(path, Path):
-        return MissingPathError(f"there is no {wanted} at {path}. Make one: rlhf-pipeline run copy_digits --out {path}")
+        return MissingPathError(
+            f"there is no {wanted} at {path}. Make one: rlhf-pipeline run copy_digits --out {typed(path)}"
+        )
     runs = sorted({*_runs_in(path.parent), *_runs_in(Path("runs"))})
     if is_store(path.parent / _STORE):
         runs.append(path.parent / _STORE)
@@ -653,13 +673,25 @@ def _runs_in(folder: Path) -> list[Path]:
     return [run.path for run in found if run.metrics_file.is_file()]
 
 
-def _differences(prefix: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        # A field that the record does not have is younger than the run, which ran as its default says.
-        for name in sorted(old.keys()):
-            yield from _differences(f"{prefix}.{name}" if prefix else name, old.get(name), new.get(name))
+def _differences(prefix: str, old: Any, config: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the fields in which a recorded definition, or a part of one, differs from one: name, before, now."""
+    new = to_json(config)
+    if isinstance(old, dict) and isinstance(new, dict) and dataclasses.is_dataclass(config):
+        defaults = {item.name: _default(item) for item in dataclasses.fields(config)}
+        for name in sorted({**old, **new}):
+            # A field that the record does not have is younger than the run, which ran as its default says.
+            before = old.get(name, defaults.get(name))
+            after = getattr(config, name) if name in defaults else new.get(name)
+            yield from _differences(f"{prefix}.{name}" if prefix else name, before, after)
     elif old != new:
         yield prefix, old, new
+
+
+def _default(item: dataclasses.Field[Any]) -> Any:
+    """Return the default of a field as it is recorded; None where it has none."""
+    if item.default_factory is not dataclasses.MISSING:
+        return to_json(item.default_factory())
+    return None if item.default is dataclasses.MISSING else to_json(item.default)
 
 
 __all__ = [

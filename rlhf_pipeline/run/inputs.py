@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from rlhf_pipeline.config import Pipeline, PretrainedPolicy
 from rlhf_pipeline.config_text import name_of
@@ -17,6 +18,15 @@ _TEXT_FILES: Final = ("config.json", "tokenizer.json", "tokenizer_config.json", 
 _ENDS: Final = 1 << 20
 """Bytes read at each end of a weight file: a model of 100 GB is looked at in milliseconds."""
 
+_OWN_CODE: Final = {
+    "reward": (
+        "reward function",
+        "trajectories from here on are graded by the new one, and those before keep the rewards of the old one",
+    ),
+    "prompts": ("prompt source", "rollouts from here on take their prompts from the new one"),
+}
+"""Fields of a definition that may hold code, each in words, with what an edit of it does."""
+
 Inputs = dict[str, dict[str, Any]]
 
 
@@ -25,7 +35,7 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
 
     A prompt file is hashed whole. Of a model folder, the config and the tokenizer are hashed whole, and of each weight
     file the size, the first and the last MiB: that notices a model trained further, and not a single changed number.
-    Of a reward function of the definition's own, the source is hashed, without what it calls.
+    Of a reward function and a prompt source of the definition's own, the code is hashed, without what it calls.
 
     >>> from rlhf_pipeline import CopyDigits, Pipeline, TinyPolicy, token_match
     >>> describe_inputs(Pipeline(name="a", policy=TinyPolicy(), prompts=CopyDigits(), reward=token_match))
@@ -43,25 +53,23 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
     if pipeline.replay is not None:
         # Where the stores were. What was chosen from them is in `gather.json`, and they may grow or go afterwards.
         found["replay.stores"] = {path: str(Path(path).expanduser().resolve()) for path in pipeline.replay.stores}
-    reward = _of_source(pipeline.reward)
-    if reward is not None:
-        found["reward"] = reward
-    return found
+    return found | {name: code for name in _OWN_CODE if (code := _code(getattr(pipeline, name))) is not None}
 
 
-def reward_notice(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> Iterator[str]:
-    """Say if the reward function is another than at the last start: it may be, as a mistake in one can be repaired.
+def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> Iterator[str]:
+    """Say which code of the definition's own is another than at the last start: a mistake in it can be repaired.
 
     Args:
         recorded: what `describe_inputs` returned at the last start.
         pipeline: its definition.
     """
-    before, now = recorded.get("reward"), _of_source(pipeline.reward)
-    if before is not None and now is not None and before != now:
-        yield (
-            f"the reward function {name_of(pipeline.reward)} has been edited since the run was last started: "
-            "trajectories from here on are graded by the new one, and those before keep the rewards of the old one."
-        )
+    for name, (what, consequence) in _OWN_CODE.items() if pipeline.replay is None else ():
+        before, now = recorded.get(name), _code(getattr(pipeline, name))
+        if before is not None and now is not None and before != now:
+            yield (
+                f"the {what} {name_of(getattr(pipeline, name))} has been edited since the run was last started: "
+                f"{consequence}."
+            )
 
 
 def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> None:
@@ -80,7 +88,7 @@ def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]],
     now = describe_inputs(pipeline)
     paths = {"prompts.path": getattr(pipeline.prompts, "path", ""), "policy.path": getattr(pipeline.policy, "path", "")}
     for field, before in recorded.items():
-        if field not in now or now[field] == before or field in ("replay.stores", "reward"):
+        if field not in paths or field not in now or now[field] == before:
             continue
         changed = sorted(name for name in before.keys() | now[field].keys() if before.get(name) != now[field].get(name))
         what = f"its {', '.join(changed)} differ" if field == "policy.path" else _sizes(before, now[field])
@@ -90,13 +98,16 @@ def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]],
         )
 
 
-def _of_source(function: object) -> dict[str, Any] | None:
-    """The hash of a function that a definition brings; None of one of this package, or where there is no text."""
-    if not inspect.isfunction(function) or function.__module__.split(".")[0] == __name__.split(".")[0]:
+def _code(part: Any) -> dict[str, Any] | None:
+    """The hash of the code that a definition brings; None of this package's own, or where there is no text."""
+    while isinstance(part, functools.partial):
+        part = cast("functools.partial[object]", part).func
+    named: Any = part if hasattr(part, "__qualname__") else type(part)
+    if named.__module__.split(".")[0] == __name__.split(".")[0]:
         return None
     try:
-        return {"sha256": hashlib.sha256(inspect.getsource(function).encode()).hexdigest()}
-    except OSError:
+        return {"sha256": hashlib.sha256(inspect.getsource(named).encode()).hexdigest()}
+    except (OSError, TypeError):
         return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -15,13 +14,11 @@ import torch
 from rlhf_pipeline.config import Learn
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.run.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
-from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone
+from rlhf_pipeline.run.events import EventHandler, RunFinished, RunStarted, StepDone, tell
 from rlhf_pipeline.run.files import sync_folder
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loggers import with_logger
 from rlhf_pipeline.run.signals import StopRequest
-
-logger = logging.getLogger(__name__)
 
 Reason = Literal["target", "steps", "interrupted"]
 
@@ -244,9 +241,3 @@ class Loop:
         for gone in set(before) - set(list_checkpoints(self.folder.checkpoints)):
             self.folder.drop(gone)
         self._saved = self.progress.step
-
-
-def tell(on_event: EventHandler, message: str, *, level: Literal["info", "warning", "progress"] = "warning") -> None:
-    """Report a message to the observer and the log."""
-    logger.log(logging.WARNING if level == "warning" else logging.INFO, message)
-    on_event(Notice(message=message, level=level))

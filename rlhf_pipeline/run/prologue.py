@@ -10,6 +10,7 @@ from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.chat import encode_prompt
 from rlhf_pipeline.policies.token_policy import TokenPolicy
+from rlhf_pipeline.run.events import EventHandler, tell
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loggers import check_logger
 
@@ -43,12 +44,15 @@ def begun(
     resume: bool,
     definition: str,
     overrides: Sequence[tuple[str, str]],
+    on_event: EventHandler,
 ) -> Iterator[None]:
     """Hold the folder for this process alone, with its record written; made if it is not there."""
     with folder.named_disk_errors(), folder.lock(), folder.log():
         folder.check_free_or_recorded(resume=resume)  # again under the lock: another process may have been faster
         if not resume:
             folder.clear()
+        for notice in folder.notices(pipeline, device=device):
+            tell(on_event, notice)
         folder.record(pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
         yield
         folder.medium.flush()

@@ -15,11 +15,11 @@ from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.build import build_learner, build_policy, open_storage
 from rlhf_pipeline.run.choice import Choice, Limits, choose, gathered, mark_gathered
-from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
+from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events, tell
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.gather import GatherCounts, Gatherer, gather_schema
 from rlhf_pipeline.run.ledger import Ledger
-from rlhf_pipeline.run.loop import Loop, tell
+from rlhf_pipeline.run.loop import Loop
 from rlhf_pipeline.run.medium import Address, address_of
 from rlhf_pipeline.run.prologue import begun, check_start
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
@@ -78,7 +78,16 @@ def replay_stores(
     limits = limits_of(policy)
     choice = Choice.load(folder) or choose(replay, limits)
     schema = None if gathered(folder) is not None else gather_schema(choice)
-    with begun(folder, pipeline, seed=seed, device=device, resume=resume, definition=definition, overrides=overrides):
+    with begun(
+        folder,
+        pipeline,
+        seed=seed,
+        device=device,
+        resume=resume,
+        definition=definition,
+        overrides=overrides,
+        on_event=on_event,
+    ):
         if Choice.load(folder) is None:
             followed = ledger_to_follow(address_of(choice.sources[0].path)) if replay.recorded_order else None
             if followed is not None:

@@ -13,7 +13,6 @@ import errno
 import json
 import math
 import os
-import shlex
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO, Final, NamedTuple, overload
 
 import google_crc32c
 
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.errors import DataError, typed
 from rlhf_pipeline.run.files import sync_file
 
 Row = dict[str, Any]
@@ -215,7 +214,7 @@ class StepRows(Sequence[Row]):
                 if entry is None:
                     yield (
                         f"entry {place + 1} of {self.index_path.name} is damaged. Remove it, and it is made again from "
-                        f"the lines: rm {shlex.quote(str(self.index_path))}"
+                        f"the lines: rm {typed(self.index_path)}"
                     )
                     return
                 if entry.step != place + 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,14 +13,14 @@ import numpy.typing as npt
 
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline, Replay
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.errors import DataError, typed
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.step_plan import Chosen
 from rlhf_pipeline.replay.trajectory_schema import POLICY_DIGEST
 from rlhf_pipeline.run.build import Parts
-from rlhf_pipeline.run.events import EventHandler
+from rlhf_pipeline.run.events import EventHandler, tell
 from rlhf_pipeline.run.folder import RunFolder, run_of_store
-from rlhf_pipeline.run.loop import Batch, Source, tell
+from rlhf_pipeline.run.loop import Batch, Source
 from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.offline_batches import Batches
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
@@ -206,7 +205,7 @@ class Arrivals:
     def _say_if_alone(self) -> None:
         """Report what is missing when the learner waits and no collector is alive."""
         if not self._run.medium.living() - {"learner", "supervisor"}:
-            command = shlex.join(["rlhf-pipeline", "collect", "--run", str(self._run.address)])
+            command = f"rlhf-pipeline collect --run {typed(self._run.address)}"
             tell(self._on_event, f"the learner waits for a rollout, and no collector is alive. Start one: {command}")
 
     def _arrived(self, index: int) -> _Arrived:

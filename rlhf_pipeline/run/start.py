@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.build import build_models, build_parts
 from rlhf_pipeline.run.engines import chosen_engine
-from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
+from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events, tell
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.loop import Loop, tell
+from rlhf_pipeline.run.loop import Loop
 from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.prologue import begun, check_prompts, check_start, sampling_notices
 from rlhf_pipeline.run.replay_stores import replay_stores
@@ -74,14 +74,22 @@ def run(
     check_start(folder, pipeline, seed, resume=resume)
     models = build_models(pipeline, seed=seed, device=device)
     check_prompts(pipeline, models.policy, seed)
-    notices = list(folder.notices(pipeline))  # against what was recorded before this start is
     with (
-        begun(folder, pipeline, seed=seed, device=device, resume=resume, definition=definition, overrides=overrides),
+        begun(
+            folder,
+            pipeline,
+            seed=seed,
+            device=device,
+            resume=resume,
+            definition=definition,
+            overrides=overrides,
+            on_event=on_event,
+        ),
         chosen_engine(pipeline, models.policy, run=folder, device=device) as hand_over,
         build_parts(pipeline, models, run=folder, seed=seed, hand_over=hand_over) as parts,
         stop_on_signals(parent) as stop,
     ):
-        for notice in (*notices, *sampling_notices(pipeline, models.policy)):
+        for notice in sampling_notices(pipeline, models.policy):
             tell(on_event, notice)
         loop = Loop(
             folder,

@@ -78,7 +78,7 @@ Act = Callable[[Path], int]
 
 LIFE_S = 300.0
 HOOK = Path(__file__).with_name("_kill_at_call.c")
-TIMED = frozenset({"time", "rollout_s", "update_s", "tokens_per_s", "update_tokens_per_s", "peak_memory_mb"})
+TIMED = frozenset({"time", "rollout_s", "update_s", "tokens_per_s", "update_tokens_per_s", "peak_memory_mb", "mfu"})
 """Of a step's metrics, what the machine decides."""
 BY_PLACE = frozenset({"row_ids", "watermark"})
 """What tells where trajectories lie, and how many were stored: a writer that starts again begins a segment, and what a

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,14 +14,13 @@ from safetensors import SafetensorError
 
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.errors import DataError, LeaseLostError, RewardError, RunExistsError
+from rlhf_pipeline.errors import DataError, LeaseLostError, RewardError, RunExistsError, typed
 from rlhf_pipeline.policies.engines.protocol import WeightRefresh
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.build import Parts, build_models, build_parts
 from rlhf_pipeline.run.engines import chosen_engine
-from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
+from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events, tell
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.loop import tell
 from rlhf_pipeline.run.medium import Address, RunMedium, TrafficMeter
 from rlhf_pipeline.run.processes.claims import Claims, Flow
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause, process_lock
@@ -79,7 +77,9 @@ def collect(
     with (
         run.named_disk_errors(),
         stop_on_signals(parent) as stop,
-        shared_run(run, pipeline, seed=seed, device=device, definition=definition, overrides=overrides),
+        shared_run(
+            run, pipeline, seed=seed, device=device, definition=definition, overrides=overrides, on_event=on_event
+        ),
         _named(run, name) as own_name,
         run.log(),
         Heartbeat(run.processes, own_name) as heartbeat,
@@ -286,7 +286,7 @@ def load_policy(policy: TokenPolicy, run: RunFolder, published: Published) -> No
     if problem is not None:
         raise DataError(
             f"the published weights {folder.name} of {run.address} cannot be used: {problem}. Start the learner "
-            f"again, which publishes them again: rlhf-pipeline learn --run {shlex.quote(str(run.address))}"
+            f"again, which publishes them again: rlhf-pipeline learn --run {typed(run.address)}"
         )
     policy.engine.load_weights(folder, published.version)
     for older in sorted(folder.parent.glob("version-*"))[:-_COPIES]:

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.build import Parts, build_models, build_parts
-from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
+from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events, tell
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.loop import Loop, Reason, tell
+from rlhf_pipeline.run.loop import Loop, Reason
 from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.run_files import open_rollouts, shared_run
@@ -63,6 +63,7 @@ def learn(
             device=device,
             definition=definition,
             overrides=overrides,
+            on_event=on_event,
             record_again=True,
         ),
         process_lock(run.processes, "learner", wait_s=10.0),

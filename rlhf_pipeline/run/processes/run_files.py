@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import RunExistsError, RunMismatchError
+from rlhf_pipeline.run.events import EventHandler, tell
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.medium import FolderMedium
 from rlhf_pipeline.run.processes.claims import Claims, Flow, FolderClaims
@@ -27,6 +28,7 @@ def shared_run(
     device: str,
     definition: str,
     overrides: Sequence[tuple[str, str]],
+    on_event: EventHandler,
     record_again: bool = False,
     make_stores: bool = True,
 ) -> Iterator[None]:
@@ -39,6 +41,7 @@ def shared_run(
         device: where models live.
         definition: where the definition came from.
         overrides: the `--set` pairs already applied.
+        on_event: told what is different since the last start.
         record_again: write the record of a run that is there again: steps and targets may have changed.
         make_stores: False makes none, and imports no torch.
 
@@ -57,6 +60,8 @@ def shared_run(
                 folder.check_processes(several=True)
                 folder.check_unchanged(pipeline, seed)
                 folder.check_parts()
+                for notice in folder.notices(pipeline, device=device if record_again else None):
+                    tell(on_event, notice)
             again = folder.is_recorded
             if (record_again or not again) and not folder.record(
                 pipeline, definition=definition, overrides=overrides, seed=seed, device=device

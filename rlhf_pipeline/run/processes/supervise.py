@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import signal
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.errors import ProcessFailedError
+from rlhf_pipeline.errors import ProcessFailedError, typed
 from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.medium import BESIDE, Address
@@ -79,6 +78,7 @@ def supervise(
             device=device,
             definition=definition,
             overrides=overrides,
+            on_event=on_event,
             record_again=True,
             make_stores=False,
         ),
@@ -256,7 +256,7 @@ class Supervisor:
 
     def _advice(self, ended: Exit) -> str:
         said = f"It said last: {ended.last_words}\n" if ended.last_words else ""
-        again = shlex.join(["rlhf-pipeline", "run", "--resume", "--out", str(self.run_dir)])
+        again = f"rlhf-pipeline run --resume --out {typed(self.run_dir)}"
         return f"{said}More is in {ended.log}. What was stored and learned is kept: fix it, then continue: {again}"
 
     def _wind_down(self, number: int | None) -> None:

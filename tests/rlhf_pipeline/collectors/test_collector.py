@@ -14,6 +14,7 @@ from rlhf_pipeline import (
     MCAdvantage,
     RetrieveLogProb,
     TrajectoryReplayBuffer,
+    TrajectoryStorage,
     scratch_policy,
 )
 from rlhf_pipeline.errors import DefinitionError
@@ -29,9 +30,9 @@ def nothing(prompt, completion, answer, meta):
     return 0.0
 
 
-def collector(folder, *, reward=spread, prompts=4, transform=None, max_new_tokens=4):
+def collector(folder, *, reward=spread, prompts=4, transform=None, max_new_tokens=4, max_size=None):
     policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0, num_slots=16)
-    buffer = TrajectoryReplayBuffer(storage=folder / "store", transform=transform)
+    buffer = TrajectoryReplayBuffer(storage=TrajectoryStorage(folder / "store", max_size=max_size), transform=transform)
     config = Collect(prompts_per_rollout=prompts, group_size=4, max_new_tokens=max_new_tokens)
     return Collector(
         policy=policy, prompts=CopyDigits(num_digits=3), reward=reward, buffer=buffer, seed=0, config=config
@@ -48,15 +49,15 @@ def advantages(found: Collector) -> np.ndarray:
 
 @pytest.mark.parametrize("estimator", BATCH_ESTIMATORS)
 def test_the_batch_of_an_advantage_is_the_rollout_after_a_resume_too(tmp_path, estimator):
-    """With some of its groups in the store already, a rollout has the advantages of one that was never cut short."""
+    """Where a ring has let go of some of its groups, a rollout has the advantages of one that was never cut short."""
     straight = collector(tmp_path / "straight", transform=MCAdvantage(4, estimator=estimator, batch_groups=4))
     straight.collect(0, policy_version=0)
-    part = collector(tmp_path / "cut", transform=MCAdvantage(4), prompts=2)
-    part.collect(0, policy_version=0)
-    part.buffer.trajectories.close()
-    rest = collector(tmp_path / "cut", transform=MCAdvantage(4, estimator=estimator, batch_groups=4))
+    rest = collector(tmp_path / "cut", transform=MCAdvantage(4, estimator=estimator, batch_groups=4), max_size=23)
+    for rollout in (0, 1):
+        rest.collect(rollout, policy_version=0)
+    assert len(rest.stored.rows(0, 3)) == 7
     assert not rest.collect(0, policy_version=0).from_store
-    assert advantages(rest).tolist() == advantages(straight).tolist()
+    assert advantages(rest)[:16].tolist() == advantages(straight).tolist()
     assert rest.collect(0, policy_version=0).from_store
     returns = straight.buffer.store.read_scalars("task_reward").astype(np.float64)
     centred = returns - (returns.reshape(4, 4).mean(1).repeat(4) if "baseline" in estimator else returns.mean())
@@ -92,3 +93,22 @@ def test_a_penalty_of_rounding_alone_leaves_groups_without_spread(tmp_path, zero
         assert store.read_scalars("degenerate").all()
         assert not store.read_scalars("advantage").any()
     found.buffer.trajectories.close()
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp_baseline"])
+def test_a_rollout_with_dropped_groups_is_stored_once(tmp_path, estimator):
+    """Collected again, it has the summary of the first time, and nothing is written."""
+
+    def half(prompt, completion, answer, meta):
+        return 1.0 if prompt[0] in "02468" else spread(prompt, completion, answer, meta)
+
+    batch = 4 if estimator in BATCH_ESTIMATORS else None
+    transform = MCAdvantage(4, estimator=estimator, batch_groups=batch, zero_variance="drop")
+    seen = []
+    for _ in range(2):
+        found = collector(tmp_path, reward=half, transform=transform)
+        rollout = found.collect(0, policy_version=0)
+        seen.append((rollout.task_reward, len(found.buffer.store), advantages(found).tolist()))
+        found.buffer.trajectories.close()
+    assert 0 < seen[0][1] < 16
+    assert seen[0] == seen[1]

@@ -1,17 +1,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
+import linecache
+import sys
 from pathlib import Path
 
 import pytest
 
 from rlhf_pipeline import CopyDigits, JsonlPrompts, Pipeline, PretrainedPolicy, TinyPolicy, token_match
 from rlhf_pipeline.errors import RunMismatchError
-from rlhf_pipeline.run.events import Event, Notice
-from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.report.words import flat_fields
+from rlhf_pipeline.run.events import Event, EventHandler, Notice
+from rlhf_pipeline.run.folder import MAY_CHANGE_ON_RESUME, RunFolder
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs
+from rlhf_pipeline.run.processes.run_files import shared_run
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import tiny
 
@@ -87,25 +92,124 @@ def test_a_field_that_is_younger_than_the_run_is_not_a_difference(pipeline, tmp_
     del record["pipeline"]["learn"]["layout"]
     (run_dir / "config.json").write_text(json.dumps(record))
     RunFolder(run_dir).check_unchanged(pipeline, 0)
+    slower = dataclasses.replace(pipeline, learn=dataclasses.replace(pipeline.learn, beta1=0.5))
+    del record["pipeline"]["learn"]["beta1"]
+    (run_dir / "config.json").write_text(json.dumps(record))
+    with pytest.raises(RunMismatchError, match=r"learn\.beta1 was 0\.9, is 0\.5"):
+        RunFolder(run_dir).check_unchanged(slower, 0)
     record["pipeline"]["learn"]["lr"] = 0.5
     (run_dir / "config.json").write_text(json.dumps(record))
     with pytest.raises(RunMismatchError, match=r"learn\.lr was 0\.5"):
         RunFolder(run_dir).check_unchanged(pipeline, 0)
 
 
-def test_an_edited_reward_function_is_said(tmp_path):
-    """A run goes on with a reward that was repaired, and says that those before keep theirs; else it says nothing."""
-    file, said = tmp_path / "graded.py", []
-    for start, body in enumerate(("return 0.25", "return 0.25", "return 0.5")):
-        file.write_text(f"def grade(prompt, completion, answer, meta):\n    {body}\n")
-        spec = importlib.util.spec_from_file_location("graded", file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+GRADED = """\
+from dataclasses import dataclass
+from rlhf_pipeline.data.prompts import Prompt
+
+@dataclass(frozen=True)
+class Sums:
+    as_chat: bool = False
+    def prompt(self, cursor, seed):
+        return Prompt(text=f"{{(cursor + {first}) % 10}}=", answer="1")
+
+def grade(prompt, completion, answer, meta):
+    return {reward}
+"""
+
+
+def loaded(folder: Path, **code: float) -> Pipeline:
+    """Return a definition whose reward and prompts come from a file that is written now."""
+    file = folder / "graded.py"
+    file.write_text(GRADED.format(**{"first": 0, "reward": 0.25} | code))
+    linecache.checkcache()
+    spec = importlib.util.spec_from_file_location("graded", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["graded"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return dataclasses.replace(tiny(learn__steps="1"), reward=module.grade, prompts=module.Sums())
+
+
+def of_one_process(pipeline: Pipeline, run_dir: Path, on_event: EventHandler) -> None:
+    """Start a run, or go on with it."""
+    run(pipeline, run_dir=run_dir, resume=run_dir.exists(), on_event=on_event)
+
+
+def of_a_supervisor(pipeline: Pipeline, run_dir: Path, on_event: EventHandler) -> None:
+    """Begin as a supervisor and a learner do."""
+    with shared_run(
+        RunFolder(run_dir),
+        pipeline,
+        seed=0,
+        device="cpu",
+        definition="",
+        overrides=(),
+        on_event=on_event,
+        record_again=True,
+        make_stores=False,
+    ):
+        pass
+
+
+def of_a_collector(pipeline: Pipeline, run_dir: Path, on_event: EventHandler) -> None:
+    """Begin as a collector does, which leaves the record of the run as it is."""
+    with shared_run(
+        RunFolder(run_dir), pipeline, seed=0, device="cuda", definition="", overrides=(), on_event=on_event
+    ):
+        pass
+
+
+@pytest.mark.parametrize("start", [of_one_process, of_a_supervisor, of_a_collector])
+def test_edited_code_is_said_by_every_start(tmp_path, start):
+    """A run goes on with a reward or prompts that were repaired, and says so; else it says nothing."""
+    said = []
+    for code in ({}, {}, {"reward": 0.5}, {"first": 3, "reward": 0.5}):
         events: list[Event] = []
-        pipeline = tiny(reward=module.grade, learn__steps=str(2 + 2 * start))
-        run(pipeline, run_dir=tmp_path / "run", resume=start > 0, on_event=events.append)
-        notices = [event.message for event in events if isinstance(event, Notice)]
-        said.append(any("grade has been edited since the run was last started" in notice for notice in notices))
-    assert said == [False, False, True]
+        start(loaded(tmp_path, **code), tmp_path / "run", events.append)
+        notices = " ".join(event.message for event in events if isinstance(event, Notice))
+        said.append([name for name in ("grade", "Sums") if f"{name} has been edited since the run was last" in notices])
+        assert "device" not in notices
+    once = start is not of_a_collector
+    assert said == [[], [], ["grade"], ["Sums"] if once else ["grade", "Sums"]]
+
+
+def test_every_changed_setting_is_refused_or_said_or_without_effect(tmp_path):
+    """Of each setting in turn the record says something else: a resume refuses, but for those that may change."""
+    pipeline = dataclasses.replace(tiny(learn__lr_schedule="linear"), policy=PretrainedPolicy(path="model"))
+    run_dir = recorded(pipeline, tmp_path / "run")
+    whole = json.loads((run_dir / "config.json").read_text())
+    silent = set()
+    for path, _ in flat_fields(whole["pipeline"]):
+        record = json.loads(json.dumps(whole))
+        *groups, last = path.split(".")
+        functools.reduce(dict.__getitem__, groups, record["pipeline"])[last] = "another"
+        (run_dir / "config.json").write_text(json.dumps(record))
+        run, notices = RunFolder(run_dir), []
+        if path in MAY_CHANGE_ON_RESUME:
+            run.check_unchanged(pipeline, 0)
+            notices = list(run.notices(pipeline, device="cpu"))
+            assert all(f"{path} was" in notice for notice in notices)
+            silent |= set() if notices else {path}
+        else:
+            with pytest.raises(RunMismatchError, match=f"{path} was 'another'"):
+                run.check_unchanged(pipeline, 0)
+    assert silent == {
+        *("description", "needs", "collect.engine_memory", "learn.stop_at_reward", "learn.stop_window"),
+        *("learn.checkpoint_every", "learn.keep_checkpoints", "learn.activation_checkpointing"),
+        *("learn.peak_flops", "learn.logger"),
+    }
+
+
+def test_another_device_and_other_versions_are_said(tmp_path):
+    """They move the last bits. A collector's device is its own affair, and more steps at a constant rate are, too."""
+    pipeline = tiny()
+    run_dir = recorded(pipeline, tmp_path / "run")
+    run, longer = RunFolder(run_dir), dataclasses.replace(pipeline, learn=dataclasses.replace(pipeline.learn, steps=99))
+    assert list(run.notices(longer, device="cpu")) == []
+    assert list(run.notices(pipeline)) == []
+    assert [notice.split(":")[0] for notice in run.notices(pipeline, device="cuda")] == ["device was cpu, is cuda"]
+    record = json.loads((run_dir / "config.json").read_text())
+    record["versions"]["torch"] = "0.9"
+    (run_dir / "config.json").write_text(json.dumps(record))
+    assert [notice.split(",")[0] for notice in run.notices(pipeline, device="cpu")] == ["torch was 0.9"]
