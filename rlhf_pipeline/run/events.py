@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,9 +80,3 @@ EventHandler = Callable[[Event], None]
 
 def ignore_events(event: Event) -> None:
     """The default handler: say nothing."""
-
-
-def tell(on_event: EventHandler, message: str, *, level: Literal["info", "warning", "progress"] = "warning") -> None:
-    """Report a message to the observer and the log."""
-    logger.log(logging.WARNING if level == "warning" else logging.INFO, message)
-    on_event(Notice(message=message, level=level))

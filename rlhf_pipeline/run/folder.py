@@ -30,7 +30,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import google_crc32c
 
@@ -49,10 +49,13 @@ from rlhf_pipeline.errors import (
     typed,
 )
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
+from rlhf_pipeline.run.events import EventHandler, Notice
 from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs, edited_code
 from rlhf_pipeline.run.medium import Address, below, open_medium
 from rlhf_pipeline.run.rows import Row, StepRows
+
+logger = logging.getLogger(__name__)
 
 FORMAT: Final = 1
 """The format of `config.json` that this version reads and writes."""
@@ -578,6 +581,12 @@ class RunFolder:
             raise RunStorageError(f"the run folder {self.address} cannot be written: {error}. {advice}") from error
 
 
+def tell(on_event: EventHandler, message: str, *, level: Literal["info", "warning", "progress"] = "warning") -> None:
+    """Report a message to the observer and the log."""
+    logger.log(logging.WARNING if level == "warning" else logging.INFO, message)
+    on_event(Notice(message=message, level=level))
+
+
 def _canonical(state: Mapping[str, Any]) -> bytes:
     return json.dumps(state, sort_keys=True).encode()
 
@@ -704,4 +713,5 @@ __all__ = [
     "make_record",
     "not_found",
     "run_of_store",
+    "tell",
 ]

@@ -27,7 +27,8 @@ from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, group_advantage
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.replay.trajectory_schema import INTERNAL, SLOT, WAITING, trajectory_schema
 from rlhf_pipeline.run.choice import Choice, Limits, check_vocabulary, open_sources
-from rlhf_pipeline.run.events import EventHandler, tell
+from rlhf_pipeline.run.events import EventHandler
+from rlhf_pipeline.run.folder import tell
 from rlhf_pipeline.transforms.base import score
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore

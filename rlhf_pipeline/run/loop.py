@@ -14,9 +14,9 @@ import torch
 from rlhf_pipeline.config import Learn
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.run.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
-from rlhf_pipeline.run.events import EventHandler, RunFinished, RunStarted, StepDone, tell
+from rlhf_pipeline.run.events import EventHandler, RunFinished, RunStarted, StepDone
 from rlhf_pipeline.run.files import sync_folder
-from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.loggers import with_logger
 from rlhf_pipeline.run.signals import StopRequest
 

@@ -10,8 +10,8 @@ from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.chat import encode_prompt
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.run.events import EventHandler, tell
-from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.events import EventHandler
+from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.loggers import check_logger
 
 _CHARACTERS_A_TOKEN = 16

@@ -15,8 +15,8 @@ from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.build import build_learner, build_policy, open_storage
 from rlhf_pipeline.run.choice import Choice, Limits, choose, gathered, mark_gathered
-from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events, tell
-from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
+from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.gather import GatherCounts, Gatherer, gather_schema
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.loop import Loop

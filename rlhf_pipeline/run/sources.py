@@ -18,8 +18,8 @@ from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.step_plan import Chosen
 from rlhf_pipeline.replay.trajectory_schema import POLICY_DIGEST
 from rlhf_pipeline.run.build import Parts
-from rlhf_pipeline.run.events import EventHandler, tell
-from rlhf_pipeline.run.folder import RunFolder, run_of_store
+from rlhf_pipeline.run.events import EventHandler
+from rlhf_pipeline.run.folder import RunFolder, run_of_store, tell
 from rlhf_pipeline.run.loop import Batch, Source
 from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.offline_batches import Batches

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.build import build_models, build_parts
 from rlhf_pipeline.run.engines import chosen_engine
-from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events, tell
-from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
+from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.loop import Loop
 from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.prologue import begun, check_prompts, check_start, sampling_notices

@@ -19,8 +19,8 @@ from rlhf_pipeline.policies.engines.protocol import WeightRefresh
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.build import Parts, build_models, build_parts
 from rlhf_pipeline.run.engines import chosen_engine
-from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events, tell
-from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
+from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.medium import Address, RunMedium, TrafficMeter
 from rlhf_pipeline.run.processes.claims import Claims, Flow
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause, process_lock

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.build import Parts, build_models, build_parts
-from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events, tell
-from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
+from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.loop import Loop, Reason
 from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock

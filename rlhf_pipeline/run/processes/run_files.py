@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, cast
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import RunExistsError, RunMismatchError
-from rlhf_pipeline.run.events import EventHandler, tell
-from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.events import EventHandler
+from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.medium import FolderMedium
 from rlhf_pipeline.run.processes.claims import Claims, Flow, FolderClaims
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, Rollouts, make_rollouts
