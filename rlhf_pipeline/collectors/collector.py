@@ -140,7 +140,7 @@ class Collector:
         cursors = np.arange(first, first + self.config.prompts_per_rollout)
         # Looked up each time: a ring may have evicted part of what a resumed run replays.
         store, rows = self.buffer.store, self._rows_of(cursors)
-        if len(rows) >= self.config.rollout_size:
+        if len(rows) >= len(cursors) * self.config.group_size:
             self.observe(cursors)
             return self._summary(rollout, store.read_scalars("task_reward", rows), 0, None, started, from_store=True)
 
