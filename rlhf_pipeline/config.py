@@ -377,7 +377,7 @@ class GRPO(Settings):
     )
     tis_level: Level = setting(
         "token",
-        help="Of `tis_cap`: one weight per token, or one per completion from its geometric mean.",
+        help="Of `tis_cap`: one weight per token, or one per completion, the product over its tokens.",
     )
     icepop: Level | None = setting(
         None,

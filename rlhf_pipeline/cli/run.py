@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -157,11 +156,12 @@ def _run(plan: Plan, view: RunView, started: float) -> RunFinished:
 
 def _supervise(args: argparse.Namespace, plan: Plan) -> int:
     """Keep collectors and a learner alive, each a process of its own."""
+    from rlhf_pipeline.cli import sharded
     from rlhf_pipeline.cli.closing import finish
     from rlhf_pipeline.run.medium import below
     from rlhf_pipeline.run.processes.supervise import SupervisorConfig, supervise
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if sharded.is_one_of_several():
         raise DefinitionError("--collectors and torchrun do not go together yet; leave one of them out.")
     config = SupervisorConfig(
         collectors=plan.collectors,

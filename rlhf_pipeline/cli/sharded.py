@@ -22,8 +22,18 @@ if TYPE_CHECKING:
 
 
 def is_one_of_several() -> bool:
-    """Return True in a process that was started beside others."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    """Return True in a process that was started beside others.
+
+    Raises:
+        DefinitionError: the environment says something else than numbers.
+    """
+    size, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK")
+    if not size.isdecimal() or not (rank is None or rank.isdecimal()):
+        raise DefinitionError(
+            f"the environment says WORLD_SIZE={size!r} and RANK={rank!r}, which torchrun sets to numbers. To run in "
+            "one process: unset WORLD_SIZE RANK"
+        )
+    return int(size) > 1 and rank is not None
 
 
 def is_follower() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import threading
 import time
@@ -44,7 +45,9 @@ class Heartbeat:
         self._path = folder / f"{name}.json"
         self._started = time.time()
         self._said: dict[str, Any] = {}
-        self._since = self._written = 0.0
+        self._since = 0.0
+        self._written = -math.inf
+        """When, by the clock that does not jump."""
         self._lock = threading.Lock()
         self._leave = threading.Event()
         self._renewing: threading.Thread | None = None
@@ -63,23 +66,22 @@ class Heartbeat:
         """Say what the process does now. Waiting in one state is written at most once a second."""
         said = {"state": state, **fields}
         with self._lock:
-            now = time.time()
-            if said == self._said and now - self._written < 1.0:
+            if said == self._said and time.monotonic() - self._written < 1.0:
                 return
             if said != self._said:
-                self._said, self._since = said, now
-            self._write(now)
+                self._said, self._since = said, time.time()
+            self._write()
 
     def _renew(self) -> None:
         while not self._leave.wait(RENEWAL_S):
             with self._lock, suppress(OSError):  # a full disk: the main thread meets it too, and says so
-                if self._said and time.time() - self._written >= RENEWAL_S / 2:
-                    self._write(time.time())
+                if self._said and time.monotonic() - self._written >= RENEWAL_S / 2:
+                    self._write()
 
-    def _write(self, now: float) -> None:
-        own = {"name": self.name, "pid": os.getpid(), "started": self._started, "time": now, "since": self._since}
-        write_heartbeat(self._path, {**own, **self.facts, **self._said})
-        self._written = now
+    def _write(self) -> None:
+        own = {"name": self.name, "pid": os.getpid(), "started": self._started, "time": time.time()}
+        write_heartbeat(self._path, {**own, "since": self._since, **self.facts, **self._said})
+        self._written = time.monotonic()
 
 
 class Pause:

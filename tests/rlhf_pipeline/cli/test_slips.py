@@ -61,3 +61,12 @@ def test_slips(cli: Cli, run_dir: Path, line: str, wanted: str):
     assert wanted in shown.err
     assert "Traceback" not in shown.err
     assert sorted(Path().iterdir()) == before
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "abc"), ("RANK", "first")])
+def test_an_environment_that_torchrun_did_not_make(name, value, cli: Cli, monkeypatch):
+    """Something else than a number is named, and how to run in one process."""
+    monkeypatch.setenv(name, value)
+    shown = cli("run", "copy_digits")
+    assert (shown.code, shown.out) == (2, "")
+    assert "unset WORLD_SIZE RANK" in shown.err

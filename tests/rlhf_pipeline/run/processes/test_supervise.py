@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -289,3 +290,15 @@ def test_settings_are_checked():
         SupervisorConfig(collectors=0)
     with pytest.raises(DefinitionError, match=r"hang_timeout_s is -1; it must be finite and not negative"):
         SupervisorConfig(hang_timeout_s=-1)
+
+
+def test_a_clock_that_jumps_back_does_not_stop_a_heartbeat(tmp_path, monkeypatch):
+    """What a process says goes on being written, so that nobody takes it for one that hangs."""
+    wall, steady = iter([1e9, 1e9, 1e9, 1e9 - 7200]), iter([0.0, 2.0, 2.0])
+    clock = types.SimpleNamespace(time=lambda: next(wall), monotonic=lambda: next(steady), sleep=time.sleep)
+    monkeypatch.setattr("rlhf_pipeline.run.processes.heartbeat.time", clock)
+    heartbeat = Heartbeat(tmp_path, "learner")
+    heartbeat.beat("waiting")
+    assert read_heartbeat(tmp_path, "learner")["time"] == 1e9
+    heartbeat.beat("waiting")
+    assert read_heartbeat(tmp_path, "learner")["time"] == 1e9 - 7200
