@@ -46,59 +46,33 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_LIGHT = {
-    "GRPO": "rlhf_pipeline.config",
-    "Buffer": "rlhf_pipeline.config",
-    "Collect": "rlhf_pipeline.config",
-    "Learn": "rlhf_pipeline.config",
-    "Pipeline": "rlhf_pipeline.config",
-    "PretrainedPolicy": "rlhf_pipeline.config",
-    "Replay": "rlhf_pipeline.config",
-    "Sample": "rlhf_pipeline.config",
-    "TinyPolicy": "rlhf_pipeline.config",
-    "WritePath": "rlhf_pipeline.config",
-    "override": "rlhf_pipeline.config_text",
-    "PipelineError": "rlhf_pipeline.errors",
-    "CopyDigits": "rlhf_pipeline.data.prompts",
-    "JsonlPrompts": "rlhf_pipeline.data.prompts",
-    "Prompt": "rlhf_pipeline.data.prompts",
-    "final_number": "rlhf_pipeline.data.rewards",
-    "final_number_match": "rlhf_pipeline.data.rewards",
-    "keys": "rlhf_pipeline.data",
-    "token_match": "rlhf_pipeline.data.rewards",
+_NAMES = {
+    "config": "Buffer Collect GRPO Learn Pipeline PretrainedPolicy Replay Sample TinyPolicy WritePath",
+    "config_text": "override",
+    "data": "keys",
+    "data.prompts": "CopyDigits JsonlPrompts Prompt",
+    "data.rewards": "final_number final_number_match token_match",
+    "errors": "PipelineError",
+    "collectors.collector": "Collector",
+    "functional.advantage": "group_advantage",
+    "functional.kl": "kl_k1 kl_k2 kl_k3",
+    "interop.torchrl.containers": "ChatHistory LLMWrapperBase LogProbs Masks Text Tokens",
+    "interop.torchrl.distribution": "LogProbDistribution",
+    "interop.torchrl.losses": "CISPOLoss DAPO",
+    "interop.torchrl.policy": "CausalLMPolicy scratch_policy",
+    "interop.torchrl.rollout_from_model": "RolloutFromModel",
+    "learner.learner": "Learner",
+    "losses.grpo": "GRPOLoss GRPOLossOutput",
+    "replay.buffer": "TrajectoryReplayBuffer",
+    "replay.storage": "TrajectoryStorage",
+    "transforms.kl_controllers": "AdaptiveKLController ConstantKLController",
+    "transforms.kl_reward": "KLRewardTransform",
+    "transforms.mc_advantage": "MCAdvantage",
+    "transforms.retrieve_log_prob": "RetrieveLogProb",
 }
-"""What definitions are made of, and the modules that define it."""
+"""What each module defines of it: first what definitions are made of, then what needs torch."""
 
-_HEAVY = {
-    "AdaptiveKLController": "rlhf_pipeline.transforms.kl_controllers",
-    "CISPOLoss": "rlhf_pipeline.interop.torchrl.losses",
-    "CausalLMPolicy": "rlhf_pipeline.interop.torchrl.policy",
-    "ChatHistory": "rlhf_pipeline.interop.torchrl.containers",
-    "Collector": "rlhf_pipeline.collectors.collector",
-    "ConstantKLController": "rlhf_pipeline.transforms.kl_controllers",
-    "DAPO": "rlhf_pipeline.interop.torchrl.losses",
-    "GRPOLoss": "rlhf_pipeline.losses.grpo",
-    "GRPOLossOutput": "rlhf_pipeline.losses.grpo",
-    "KLRewardTransform": "rlhf_pipeline.transforms.kl_reward",
-    "LLMWrapperBase": "rlhf_pipeline.interop.torchrl.containers",
-    "Learner": "rlhf_pipeline.learner.learner",
-    "LogProbDistribution": "rlhf_pipeline.interop.torchrl.distribution",
-    "LogProbs": "rlhf_pipeline.interop.torchrl.containers",
-    "MCAdvantage": "rlhf_pipeline.transforms.mc_advantage",
-    "Masks": "rlhf_pipeline.interop.torchrl.containers",
-    "RetrieveLogProb": "rlhf_pipeline.transforms.retrieve_log_prob",
-    "Text": "rlhf_pipeline.interop.torchrl.containers",
-    "Tokens": "rlhf_pipeline.interop.torchrl.containers",
-    "RolloutFromModel": "rlhf_pipeline.interop.torchrl.rollout_from_model",
-    "TrajectoryReplayBuffer": "rlhf_pipeline.replay.buffer",
-    "TrajectoryStorage": "rlhf_pipeline.replay.storage",
-    "group_advantage": "rlhf_pipeline.functional.advantage",
-    "kl_k1": "rlhf_pipeline.functional.kl",
-    "kl_k2": "rlhf_pipeline.functional.kl",
-    "kl_k3": "rlhf_pipeline.functional.kl",
-    "scratch_policy": "rlhf_pipeline.interop.torchrl.policy",
-}
-"""Names that need torch, and the modules that define them."""
+_MODULE_OF = {name: f"rlhf_pipeline.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 _ADAPTED = frozenset({"CausalLMPolicy", "Collector", "GRPOLoss", "KLRewardTransform", "RetrieveLogProb"})
 """Names that take a policy, or what an adapter makes one of."""
@@ -130,7 +104,7 @@ def __getattr__(name: str) -> Any:
     """Import a name when it is first asked for (PEP 562)."""
     import importlib
 
-    module = _LIGHT.get(name) or _HEAVY.get(name)
+    module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'rlhf_pipeline' has no attribute '{name}'")
     if name in _ADAPTED:
@@ -141,4 +115,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted((*_LIGHT, *_HEAVY))
+    return sorted(_MODULE_OF)

@@ -23,16 +23,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.learner.group import collect_files
 from rlhf_pipeline.learner.state import (
+    RNG,
     SHARDS,
     NamedOptimizer,
     Optimizer,
     load_groups,
-    parts_of,
     plain_tensors,
     write_groups,
 )
-
-_RNG = "rng/torch"
 
 
 def write_shards(folder: Path, *, policy: Any, optimizer: NamedOptimizer) -> None:
@@ -48,7 +46,7 @@ def write_shards(folder: Path, *, policy: Any, optimizer: NamedOptimizer) -> Non
         save(_tensors(policy.model, optimizer), checkpoint_id=Path(place) / SHARDS)
         collect_files(None if Path(place) == folder else Path(place) / SHARDS, folder / SHARDS)
     if dist.get_rank() == 0:
-        write_groups(folder, _groups(optimizer))
+        write_groups(folder, optimizer, policy.model)
         config = getattr(policy.model, "config", None)
         if config is not None:
             config.save_pretrained(folder)
@@ -100,7 +98,7 @@ def read_shards(path: Path, model: nn.Module, optimizer: Optimizer, groups: list
             load(targets, checkpoint_id=path / SHARDS, no_dist=alone)
     except (CheckpointException, ValueError, RuntimeError) as error:
         raise DataError(f"the checkpoint {path} is damaged or of another model: {error}") from error
-    torch.set_rng_state(targets[_RNG])
+    torch.set_rng_state(targets[RNG])
     for name, parameter in model.named_parameters():
         if name in optimizer.masters:
             parameter.copy_(optimizer.masters[name])
@@ -117,14 +115,4 @@ def _tensors(model: nn.Module, optimizer: NamedOptimizer) -> dict[str, Tensor]:
     for name, tensor in optimizer.stepped.items():
         for moment, value in optimizer.inner.state.get(tensor, {}).items():
             found |= plain_tensors(f"optimizer/{name}/{moment}", value)
-    return found | {_RNG: torch.get_rng_state()}
-
-
-def _groups(optimizer: NamedOptimizer) -> list[dict[str, Any]]:
-    inner, named = parts_of(optimizer, nn.Module())
-    name_of = {id(tensor): name for name, tensor in named.items()}
-    return [
-        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
-        | {"params": [name_of[id(tensor)] for tensor in group["params"]]}
-        for group in inner.param_groups
-    ]
+    return found | {RNG: torch.get_rng_state()}

@@ -31,7 +31,8 @@ from rlhf_pipeline.policies.weight_files import copy_into, load_weights
 SHARDS: Final = "shards"
 """The folder of what several processes wrote together."""
 
-_RNG: Final = "rng/torch"
+RNG: Final = "rng/torch"
+"""The state of torch's random generator among the tensors."""
 _MASTER: Final = "master"
 _GROUPS: Final = "optimizer.json"
 
@@ -84,12 +85,12 @@ def write_state(
     """
     try:
         policy.save_pretrained(folder)
-        saved, groups = optimizer_tensors(optimizer, policy.model)
-        saved[_RNG] = torch.get_rng_state()
+        saved = optimizer_tensors(optimizer, policy.model)
+        saved[RNG] = torch.get_rng_state()
         save_file(saved, folder / "optimizer.safetensors")
     except SafetensorError as error:  # the library's own type hides that the disk is full
         raise OSError(f"{folder}: {error}") from error
-    write_groups(folder, groups)
+    write_groups(folder, optimizer, policy.model)
 
 
 def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -124,13 +125,25 @@ def read_state(folder: Path, *, policy: SavesPretrained, optimizer: Optimizer) -
         raise DataError(f"{folder} is damaged: {error}. Run `rlhf-pipeline verify` on its run.") from error
     except RuntimeError as error:
         raise DataError(f"the checkpoint {folder} belongs to another model: {error}") from error
-    generator = tensors.pop(_RNG)
+    generator = tensors.pop(RNG)
     load_optimizer(optimizer, policy.model, tensors, groups)
     torch.set_rng_state(generator)
 
 
-def write_groups(folder: Path, groups: list[dict[str, Any]]) -> None:
-    """Write the parameter groups of an optimizer, with parameters by name."""
+def optimizer_groups(optimizer: Optimizer, model: nn.Module) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer, with parameters by name."""
+    inner, named = parts_of(optimizer, model)
+    name_of = {id(tensor): name for name, tensor in named.items()}
+    return [
+        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        | {"params": [name_of[id(parameter)] for parameter in group["params"]]}
+        for group in inner.param_groups
+    ]
+
+
+def write_groups(folder: Path, optimizer: Optimizer, model: nn.Module) -> None:
+    """Write the parameter groups of an optimizer."""
+    groups = optimizer_groups(optimizer, model)
     (folder / _GROUPS).write_text(json.dumps(groups, indent=1), encoding="utf-8")
 
 
@@ -169,8 +182,8 @@ def parts_of(optimizer: Optimizer, model: nn.Module) -> tuple[torch.optim.Optimi
     return optimizer.inner, optimizer.stepped
 
 
-def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Return the optimizer's tensors as `name/moment`, and its groups with parameters by name.
+def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """Return the optimizer's tensors as `name/moment`.
 
     Moments held in a tensor subclass (8 bits) are taken apart: `name/moment/part`. Master weights are `name/master`.
     """
@@ -182,12 +195,7 @@ def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str,
             tensors |= {k: v.clone() for k, v in plain_tensors(f"{name_of[id(tensor)]}/{key}", value).items()}
     if not isinstance(optimizer, torch.optim.Optimizer):
         tensors |= {f"{name}/{_MASTER}": m.detach().cpu().clone() for name, m in optimizer.masters.items()}
-    groups = [
-        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
-        | {"params": [name_of[id(parameter)] for parameter in group["params"]]}
-        for group in inner.param_groups
-    ]
-    return tensors, groups
+    return tensors
 
 
 def plain_tensors(name: str, value: Any) -> dict[str, Tensor]:
@@ -206,7 +214,7 @@ def plain_tensors(name: str, value: Any) -> dict[str, Tensor]:
 def load_optimizer(
     optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor], groups: list[dict[str, Any]]
 ) -> None:
-    """Put back what `optimizer_tensors` returned.
+    """Put back what `optimizer_tensors` and `optimizer_groups` returned.
 
     Raises:
         DataError: the optimizer steps other tensors, or is of another kind.

@@ -13,7 +13,7 @@ import numpy as np
 from rlhf_pipeline.data.keys import LEFT_OUT
 from rlhf_pipeline.errors import MissingPathError
 from rlhf_pipeline.replay.trajectory_schema import SLOT, WAITING
-from trajectory_store import RaggedArray, TrajectoryStore
+from trajectory_store import TrajectoryStore
 
 _CHUNK = 1024
 _POINTER = "current.json"
@@ -21,21 +21,13 @@ _POINTER = "current.json"
 
 def copy_rows(source: TrajectoryStore, target: TrajectoryStore, ids: np.ndarray) -> None:
     """Append rows of one store to another, in the given order; rows come in turn, whatever slot they had."""
-    columns = [c for c in source.schema if c.name in target.schema and c.name != SLOT]
     for start in range(0, len(ids), _CHUNK):
-        part = np.asarray(ids[start : start + _CHUNK])
-        batch: dict[str, object] = {}
-        for column in columns:
-            if column.is_text:
-                batch[column.name] = source.read(part, [column.name])[column.name]
-            elif column.ragged:
-                found = source.read_ragged(column.name, part)
-                batch[column.name] = RaggedArray(found.values, found.lengths)
-            else:
-                batch[column.name] = values = source.read_scalars(column.name, part)
-                if column.name == WAITING.name:  # what waited before is complete, and comes in turn
-                    batch[column.name] = np.where(values < LEFT_OUT, -1, values)
-        target.append(batch)
+        batch = source.read_batch(ids[start : start + _CHUNK], target.schema)
+        batch.values.pop(SLOT, None)
+        if WAITING.name in batch.values:  # what waited before is complete, and comes in turn
+            waiting = batch.values[WAITING.name]
+            batch.values[WAITING.name] = np.where(waiting < LEFT_OUT, -1, waiting)
+        target.append_batch(batch)
 
 
 def dump_store(store: TrajectoryStore, ids: np.ndarray, path: Path) -> None:

@@ -6,9 +6,7 @@ store and in `metrics.jsonl` can be reproduced, the learning curve describes the
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +21,7 @@ from rlhf_pipeline.data.rewards import RewardFunction
 from rlhf_pipeline.report.stored import Context, Stored
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.medium import Address
+from trajectory_store.fs import disk_bytes
 
 TOLERANCE = 1e-5
 """Rewards are stored as float32; a difference above this is a disagreement."""
@@ -384,12 +383,7 @@ def disk_usage(folder: Address) -> int:
 
         bucket = open_bucket(folder, durable=False)
         return bucket.size() if isinstance(bucket, ObstoreBucket) else 0
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # evicted a moment ago
-                total += os.stat(os.path.join(parent, name)).st_blocks * 512
-    return total
+    return disk_bytes(folder)
 
 
 def _or_none(value: float) -> float | None:

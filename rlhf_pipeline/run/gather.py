@@ -10,26 +10,26 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS, REWARD, REWARD_COLUMN, TASK_REWARD, Key
-from rlhf_pipeline.data.trajectories import Flat, Trajectories, segment_sum
+from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, group_advantage, penalty_rounding
+from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, group_advantage
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.replay.trajectory_schema import INTERNAL, SLOT, WAITING, trajectory_schema
 from rlhf_pipeline.run.choice import Choice, Limits, check_vocabulary, open_sources
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import tell
 from rlhf_pipeline.transforms.base import score
+from rlhf_pipeline.transforms.groups import graded_groups, scores_of
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore
 
@@ -314,37 +314,20 @@ class Gatherer:
         n, coef = batch.n_rows, self.pipeline.write.kl_coef
         if coef > 0:
             columns[REF_LOG_PROBS] = Flat(torch.from_numpy(np.array(values["ref_log_probs"], np.float32)), lengths)
-            shaped = KLRewardTransform(coef=coef).new_columns(Trajectories(n, columns), writing=False)
-            rewards = shaped[REWARD]
-        returns = columns[TASK_REWARD].values.double()
-        if rewards is not None:
-            returns = segment_sum(rewards.values.double(), lengths)
-        spoken = segment_sum(columns[ASSISTANT_MASK].values, lengths).to(torch.int64)
-        at = np.flatnonzero(whole)
-        found = group_advantage(
-            returns[at],
-            torch.from_numpy(codes[at].astype(np.int64)),
-            self.pipeline.write.estimator,
-            lengths=spoken[at],
-            **({name: given[at] for name, given in self._penalty(columns, spoken).items()} if coef > 0 else {}),
-        )
+            columns |= KLRewardTransform(coef=coef).new_columns(Trajectories(n, columns), writing=False)
+        eps, at = torch.finfo(self.policy.head_weight.dtype).eps, np.flatnonzero(whole)
+        reward = columns.get(REWARD, columns[TASK_REWARD])
+        scores = scores_of(Trajectories(n, columns), reward, range(n + 1), None, eps).take(torch.from_numpy(at))
+        found = graded_groups(scores, torch.from_numpy(codes[at].astype(np.int64)), self.pipeline.write.estimator, None)
         for name, new in (
             ("advantage", found.advantages.numpy()),
-            ("return", returns[at].numpy()),
+            ("return", scores.returns.numpy()),
             ("degenerate", found.degenerate.numpy()),
             *([("kl_coef", np.full(len(at), coef))] if coef > 0 else []),
         ):
             whole_column = np.array(values[name])
             whole_column[at] = new
             batch.put(schema[name], whole_column, whole)
-
-    def _penalty(self, columns: Mapping[Key, Flat], spoken: Tensor) -> dict[str, Tensor]:
-        """The task rewards, and the rounding of returns that the KL penalty is a part of."""
-        log_probs, task = columns[LOG_PROBS], columns[TASK_REWARD].values
-        rows = torch.ones_like(spoken) if log_probs.lengths is None else log_probs.lengths
-        coef, eps = torch.full_like(task, self.pipeline.write.kl_coef), torch.finfo(self.policy.head_weight.dtype).eps
-        rounding = penalty_rounding(coef, task, log_probs.values, rows, lengths=spoken, eps=eps)
-        return {"task_rewards": task, "rounding": rounding}
 
     def _token_rewards(self, batch: Batch, mask: Bools) -> Flat | None:
         """Rewards per token where the stores have such a column; the task reward stands on a row's last token else."""

@@ -9,7 +9,7 @@ from torch import nn
 from rlhf_pipeline import Learn
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer, learning_rate
-from rlhf_pipeline.learner.state import load_optimizer, optimizer_tensors
+from rlhf_pipeline.learner.state import load_optimizer, optimizer_groups, optimizer_tensors
 
 
 def model_of(dtype: torch.dtype, seed: int = 0) -> nn.Sequential:
@@ -86,7 +86,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(dtype, options):
     first = model_of(dtype)
     optimizer = PolicyOptimizer(first, config)
     train(first, optimizer, range(3))
-    tensors, groups = optimizer_tensors(optimizer, first)
+    tensors, groups = optimizer_tensors(optimizer, first), optimizer_groups(optimizer, first)
     second = model_of(dtype, seed=1)
     second.load_state_dict(first.state_dict())
     resumed = PolicyOptimizer(second, config)
@@ -100,7 +100,7 @@ def test_a_checkpoint_before_the_first_step_has_no_moments():
     """Loading it leaves the optimizer as it was made: the first step is still a first step."""
     model = model_of(torch.float32)
     optimizer = PolicyOptimizer(model, Learn())
-    tensors, groups = optimizer_tensors(optimizer, model)
+    tensors, groups = optimizer_tensors(optimizer, model), optimizer_groups(optimizer, model)
     assert tensors == {}
     load_optimizer(optimizer, model, tensors, groups)
     assert len(optimizer.inner.state) == 0
@@ -112,7 +112,7 @@ def test_moments_of_another_optimizer_are_refused():
     model = model_of(torch.float32)
     optimizer = PolicyOptimizer(model, Learn())
     train(model, optimizer, range(1))
-    tensors, groups = optimizer_tensors(optimizer, model)
+    tensors, groups = optimizer_tensors(optimizer, model), optimizer_groups(optimizer, model)
     renamed = {key.replace("exp_avg_sq", "state2"): value for key, value in tensors.items()}
     with pytest.raises(DataError, match=r"saved under another learn\.optimizer"):
         load_optimizer(optimizer, model, renamed, [dict(group) for group in groups])
@@ -157,7 +157,7 @@ def test_moments_in_eight_bits_are_saved_and_restored():
     optimizer = PolicyOptimizer(first, config)
     for number in range(2):
         step(first, optimizer, number)
-    tensors, groups = optimizer_tensors(optimizer, first)
+    tensors, groups = optimizer_tensors(optimizer, first), optimizer_groups(optimizer, first)
     moments = [value for key, value in tensors.items() if value.numel() == 128 * 64]
     assert len(moments) == 2
     assert {value.dtype for value in moments} == {torch.uint8}
@@ -198,7 +198,7 @@ def test_an_optimizer_with_groups_goes_through_a_checkpoint(tmp_path):
     straight, killed, resumed = make(), make(), make()
     train(*straight, range(4))
     train(*killed, range(2))
-    tensors, groups = optimizer_tensors(killed[1], killed[0])
+    tensors, groups = optimizer_tensors(killed[1], killed[0]), optimizer_groups(killed[1], killed[0])
     resumed[0].load_state_dict(killed[0].state_dict())
     load_optimizer(resumed[1], resumed[0], tensors, groups)
     train(*resumed, range(2, 4))
