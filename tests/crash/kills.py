@@ -38,9 +38,6 @@ from safetensors import safe_open
 from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline import (
-    GRPO,
-    Collect,
-    CopyDigits,
     GRPOLoss,
     KLRewardTransform,
     Learn,
@@ -51,15 +48,12 @@ from rlhf_pipeline import (
     Replay,
     RetrieveLogProb,
     Sample,
-    TinyPolicy,
     TrajectoryReplayBuffer,
-    WritePath,
     scratch_policy,
-    token_match,
 )
 from rlhf_pipeline.cli import main as rlhf_pipeline
 from rlhf_pipeline.collectors.multi_turn import conversation_rows, converse
-from rlhf_pipeline.config_text import override_all
+from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run import choice
 from rlhf_pipeline.run.checkpoint import checkpoint_path, load_checkpoint, newest_checkpoint, save_checkpoint
@@ -71,6 +65,8 @@ from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.retake import plan_rerun, retake
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline import small
+from tests.rlhf_pipeline.small import calculator, talker
 from trajectory_store import TrajectoryStore, diff
 
 Act = Callable[[Path], int]
@@ -149,17 +145,14 @@ def _live(act: Act, run_dir: Path, at: int, chance: int, told: Connection, calls
 
 def tiny(**changes: str) -> Pipeline:
     """A pipeline of a fraction of a second; fields by path, with two underscores for the dot."""
-    made = Pipeline(
-        name="killed",
-        policy=TinyPolicy(hidden_size=16, num_layers=1, num_heads=2),
-        prompts=CopyDigits(num_digits=2),
-        reward=token_match,
-        collect=Collect(prompts_per_rollout=2, group_size=4, max_new_tokens=3),
-        write=WritePath(estimator="dr_grpo"),
-        loss=GRPO(entropy_coeff=0.01),
-        learn=Learn(steps=18, lr=1e-2, checkpoint_every=4),
-    )
-    return override_all(made, [(path.replace("__", "."), text) for path, text in changes.items()])
+    base = {
+        "collect__prompts_per_rollout": "2",
+        "buffer__max_staleness": "0",
+        "learn__updates_per_rollout": "1",
+        "learn__steps": "18",
+        "learn__checkpoint_every": "4",
+    }
+    return small.tiny(**base | changes)
 
 
 def typed(pipeline: Pipeline) -> Act:
@@ -189,7 +182,7 @@ def offline(folder: Path) -> Act:
     for name, seed in (("a", 0), ("b", 1)):
         rng, num = np.random.default_rng(seed), 120
         prompts, completions = np.arange(num) // 3, rng.integers(2, 9, num)
-        with TrajectoryStore.create(folder / name, _graded_schema()) as store:
+        with TrajectoryStore.create(folder / name, trajectory_schema()) as store:
             store.append(
                 {
                     "input_ids": [rng.integers(0, 13, 3 + length) for length in completions],
@@ -213,35 +206,16 @@ def offline(folder: Path) -> Act:
     return act
 
 
-def _graded_schema() -> Any:
-    from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
-
-    return trajectory_schema()
-
-
 def multi_turn(folder: Path) -> Act:
     """A program of public parts: conversations with a tool, the write path, steps, checkpoints."""
-    template = (
-        "{% for m in messages %}{{ {'user': 'U', 'assistant': 'A', 'tool': 'T'}[m.role] + ':' + m.content }}"
-        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}A:{% endif %}"
-    )
-
-    def talker(seed: int) -> Any:
-        policy = scratch_policy("0123456789+UAT:\n", hidden_size=16, num_layers=1, num_heads=2, seed=seed)
-        policy.tokenizer.chat_template = template
-        return policy
-
-    def calculator(messages: Any) -> Any:
-        digits = [int(letter) for letter in messages[-1]["content"] if letter in "0123456789"]
-        return [{"role": "tool", "content": str(sum(digits))}] if digits else None
+    sizes = {"hidden_size": 16, "num_layers": 1}
 
     def act(run_dir: Path) -> int:
-        folder, policy = RunFolder(run_dir), talker(0)
+        folder, policy = RunFolder(run_dir), talker(0, **sizes)
         run_dir.mkdir(exist_ok=True)
         buffer = TrajectoryReplayBuffer(
             storage=str(folder.store_path),
-            transform=Compose(MCAdvantage(4), KLRewardTransform(coef=0.1), RetrieveLogProb(talker(1))),
+            transform=Compose(MCAdvantage(4), KLRewardTransform(coef=0.1), RetrieveLogProb(talker(1, **sizes))),
         )
         learner = Learner(
             policy=policy,

@@ -25,9 +25,6 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline import (
-    GRPO,
-    Collect,
-    CopyDigits,
     GRPOLoss,
     KLRewardTransform,
     Learn,
@@ -37,19 +34,17 @@ from rlhf_pipeline import (
     Replay,
     RetrieveLogProb,
     Sample,
-    TinyPolicy,
     TrajectoryReplayBuffer,
     TrajectoryStorage,
-    WritePath,
     override,
-    scratch_policy,
-    token_match,
 )
 from rlhf_pipeline.collectors.multi_turn import conversation_rows, converse
 from rlhf_pipeline.run.processes.collect import collect
 from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.retake import plan_rerun, retake
 from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline import small
+from tests.rlhf_pipeline.small import calculator, talker
 from trajectory_store import TrajectoryStore
 
 Digest = dict[str, Any]
@@ -151,19 +146,14 @@ WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 
 def tiny(**changes: str) -> Pipeline:
     """Return the pipeline of most runs here; fields by path, with two underscores for the dot."""
-    made = Pipeline(
-        name="golden",
-        policy=TinyPolicy(hidden_size=16, num_layers=1, num_heads=2),
-        prompts=CopyDigits(num_digits=2),
-        reward=token_match,
-        collect=Collect(prompts_per_rollout=4, group_size=4, max_new_tokens=3),
-        write=WritePath(estimator="dr_grpo"),
-        loss=GRPO(entropy_coeff=0.01),
-        learn=Learn(steps=6, lr=1e-2, checkpoint_every=3, layout="padded"),
-    )
-    for path, text in changes.items():
-        made = override(made, path.replace("__", "."), text)
-    return made
+    base = {
+        "collect__prompts_per_rollout": "4",
+        "buffer__max_staleness": "0",
+        "learn__updates_per_rollout": "1",
+        "learn__checkpoint_every": "3",
+        "learn__layout": "padded",
+    }
+    return small.tiny(**base | changes)
 
 
 def straight(pipeline: Pipeline, folder: Path) -> Digest:
@@ -241,32 +231,9 @@ def offline(folder: Path) -> Digest:
     return straight(override(pipeline, "write.kl_coef", "0.1"), folder)
 
 
-TEMPLATE = (
-    "{% for m in messages %}{{ {'user': 'U', 'assistant': 'A', 'tool': 'T'}[m.role] + ':' + m.content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}A:{% endif %}"
-)
-
-
-def _talker(seed: int) -> Any:
-    policy = scratch_policy("0123456789+UAT:\n", hidden_size=32, num_layers=2, num_heads=2, seed=seed)
-    policy.tokenizer.chat_template = TEMPLATE
-    with torch.no_grad():
-        for name, parameter in policy.model.named_parameters():
-            if parameter.dim() > 1 and "embed" not in name and "head" not in name:
-                parameter.mul_(3.0)
-    return policy
-
-
-def _calculator(messages: Any) -> Any:
-    """Add up the digits of the last turn; a turn without any ends the conversation."""
-    digits = re.findall(r"\d", messages[-1]["content"])
-    return [{"role": "tool", "content": str(sum(map(int, digits)))}] if digits else None
-
-
 def multi_turn(folder: Path) -> Digest:
     """Conversations with a tool through the whole write path, and three optimizer steps on them."""
-    policy, reference = _talker(0), _talker(1)
+    policy, reference = talker(0), talker(1)
     buffer = TrajectoryReplayBuffer(
         storage=str(folder / "store"),
         transform=Compose(MCAdvantage(8), KLRewardTransform(coef=0.1), RetrieveLogProb(reference)),
@@ -284,7 +251,7 @@ def multi_turn(folder: Path) -> Digest:
     metrics = []
     for step in range(1, 4):
         talks = converse(
-            policy, ["1+2", "3+1"], _calculator, group_size=8, max_turns=3, max_new_tokens=8, seed=3,
+            policy, ["1+2", "3+1"], calculator, group_size=8, max_turns=3, max_new_tokens=8, seed=3,
             stream_ids=[2 * step, 2 * step + 1],
         )  # fmt: skip
         buffer.extend(

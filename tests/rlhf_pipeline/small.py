@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tensordict import TensorDict
 from rlhf_pipeline import (
     GRPO,
     Buffer,
+    CausalLMPolicy,
     Collect,
     CopyDigits,
     Learn,
@@ -20,6 +22,7 @@ from rlhf_pipeline import (
     Replay,
     TinyPolicy,
     WritePath,
+    scratch_policy,
     token_match,
 )
 from rlhf_pipeline.config_text import override_all
@@ -30,6 +33,14 @@ from trajectory_store import Column, RaggedArray, TrajectoryStore
 
 VOCABULARY = 13
 """Tokens of the policy below: eleven characters, and two for the end and the padding."""
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ {'user': 'U', 'assistant': 'A', 'tool': 'T'}[m.role] + ':' + m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}"
+)
+"""Of conversations with a tool."""
 
 
 def tiny(*, reward: RewardFunction = token_match, **changes: str) -> Pipeline:
@@ -181,3 +192,31 @@ def weights(run_dir: Path) -> bytes:
     folder = newest(run_dir)
     name = "adapter_model.safetensors" if (folder / "adapter_config.json").exists() else "model.safetensors"
     return (folder / name).read_bytes()
+
+
+def qwen2(hidden_size: int = 16, **options: Any) -> Any:
+    """A random Qwen2 with grouped queries, of 61 tokens and two layers if nothing else is said."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"vocab_size": 61, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "max_position_embeddings": 128}
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(Qwen2Config(**sizes | options)).eval()
+
+
+def talker(seed: int = 0, *, hidden_size: int = 32, num_layers: int = 2, **options: Any) -> CausalLMPolicy:
+    """A policy over digits and a few other characters; it ends its turns often enough."""
+    sizes = {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": 2}
+    policy = scratch_policy("0123456789+UAT:\n", **sizes, seed=seed, **options)
+    policy.tokenizer.chat_template = CHAT_TEMPLATE
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if parameter.dim() > 1 and "embed" not in name and "head" not in name:
+                parameter.mul_(3.0)
+    return policy
+
+
+def calculator(messages: Any) -> Any:
+    """Adds up the digits of the last turn; a turn without any ends the conversation."""
+    digits = re.findall(r"\d", messages[-1]["content"])
+    return [{"role": "tool", "content": str(sum(map(int, digits)))}] if digits else None

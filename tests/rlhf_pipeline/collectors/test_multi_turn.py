@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
@@ -26,30 +25,9 @@ from rlhf_pipeline.collectors.multi_turn import Conversation, conversation_rows,
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies.chat import encode_reply
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+from tests.rlhf_pipeline.small import CHAT_TEMPLATE, calculator, talker
 
-TEMPLATE = (
-    "{% for m in messages %}{{ {'user': 'U', 'assistant': 'A', 'tool': 'T'}[m.role] + ':' + m.content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}A:{% endif %}"
-)
 END = 1
-
-
-def talker(seed: int = 0, **options: Any) -> CausalLMPolicy:
-    """A policy over digits and a few other characters; it ends its turns often enough."""
-    policy = scratch_policy("0123456789+UAT:\n", hidden_size=32, num_layers=2, num_heads=2, seed=seed, **options)
-    policy.tokenizer.chat_template = TEMPLATE
-    with torch.no_grad():
-        for name, parameter in policy.model.named_parameters():
-            if parameter.dim() > 1 and "embed" not in name and "head" not in name:
-                parameter.mul_(3.0)
-    return policy
-
-
-def calculator(messages: Any) -> Any:
-    """Adds up the digits of the last turn; a turn without any ends the conversation."""
-    digits = re.findall(r"\d", messages[-1]["content"])
-    return [{"role": "tool", "content": str(sum(map(int, digits)))}] if digits else None
 
 
 @torch.no_grad()
@@ -285,7 +263,7 @@ def test_bad_arguments_are_refused():
 def test_conversations_that_exist_as_text_only():
     """Where nothing was sampled here, the template's generation markers tell the assistant's tokens of every turn."""
     policy = talker()
-    policy.tokenizer.chat_template = TEMPLATE.replace(
+    policy.tokenizer.chat_template = CHAT_TEMPLATE.replace(
         "{{ {'user': 'U', 'assistant': 'A', 'tool': 'T'}[m.role] + ':' + m.content }}"
         "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}",
         "{{ {'user': 'U', 'assistant': 'A', 'tool': 'T'}[m.role] + ':' }}{% if m.role == 'assistant' %}"

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_pipeline import Learn, scratch_policy
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS
@@ -20,7 +19,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loggers import with_logger
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
-from tests.rlhf_pipeline.small import tiny
+from tests.rlhf_pipeline.small import qwen2, tiny
 from trajectory_store import TrajectoryStore
 
 pipeline = functools.partial(
@@ -29,17 +28,7 @@ pipeline = functools.partial(
 
 
 def qwen(**options) -> TokenPolicy:
-    config = Qwen2Config(
-        vocab_size=11,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        **options,
-    )
-    return TokenPolicy(Qwen2ForCausalLM(config), eos_token_id=[])
+    return TokenPolicy(qwen2(8, vocab_size=11, **options), eos_token_id=[])
 
 
 @pytest.mark.parametrize("tied", [True, False])

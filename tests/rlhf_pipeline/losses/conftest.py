@@ -10,7 +10,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from tests.rlhf_pipeline.small import qwen2
 
 VOCAB, PROMPT, LENGTH = 61, 3, 9
 # Trajectories of 6, 2, 0 and 5 completion tokens after a prompt of 3.
@@ -22,20 +23,8 @@ class TinyPolicy(nn.Module):
 
     def __init__(self, dtype=torch.float32, temperature=1.0, bias=False):
         super().__init__()
-        config = Qwen2Config(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-            initializer_range=0.2,
-        )
-        torch.manual_seed(0)
-        model: Any = Qwen2ForCausalLM(config)
-        self.model = model.to(dtype).eval()
+        model = qwen2(vocab_size=VOCAB, tie_word_embeddings=True, initializer_range=0.2)
+        self.model = model.to(dtype)
         self.temperature = temperature
         self.head_bias = nn.Parameter(torch.linspace(-1, 1, VOCAB, dtype=dtype)) if bias else None
 

@@ -172,66 +172,6 @@ def test_objective_and_gradient_equal_torchrl(tiny, clip, aggregation):
     assert tiny.relative(ours, theirs) < 1e-5
 
 
-@pytest.mark.peer
-def test_entropy_term_equals_torchrl_and_its_report_does_not_dilute(tiny):
-    """The bonus is TorchRL's; the reported entropy is the mean over the completion, not over all positions."""
-    policy = tiny.Policy()
-    td = tiny.make_batch(policy)
-    want = PeerGRPOLoss(DistActor(policy), masking_strategy="rlhf")(peer_batch(td))
-    got = GRPOLoss(policy)(td)
-    torch.testing.assert_close(got.loss_entropy, want.loss_entropy.squeeze(), rtol=1e-5, atol=1e-6)
-    assert got.entropy.item() == pytest.approx(-got.loss_entropy.item() / 0.01, rel=1e-5)
-    assert want.entropy.item() < 0.7 * got.entropy.item()
-
-
-@pytest.mark.peer
-def test_kl_is_torchrls_over_the_tokens_that_count(tiny):
-    """TorchRL divides the KL by all positions; times positions over tokens it is ours."""
-    policy = tiny.Policy()
-    td = tiny.make_batch(policy)
-    peer = PeerGRPOLoss(DistActor(policy), masking_strategy="rlhf", kl_to_ref_coeff=0.1)
-    want = peer(peer_batch(td))
-    got = GRPOLoss(policy, kl_to_ref_coeff=0.1, kl_estimator="k3")(td)
-    dilution = td[MASK].numel() / int(td[MASK].sum())
-    assert dilution > 2.5
-    assert got.kl_to_ref.item() == pytest.approx(want.kl_to_ref.item() * dilution, rel=1e-4)
-    assert got.loss_kl_to_ref.item() == pytest.approx(0.1 * got.kl_to_ref.item(), rel=1e-5)
-
-
-@pytest.mark.peer
-def test_trust_region_equals_torchrl(tiny):
-    """`kl_mask_threshold` keeps the same tokens and divides by those that are left."""
-    policy = tiny.Policy()
-    td = tiny.make_batch(policy)
-    options: dict[str, Any] = {"kl_mask_threshold": 0.05, "entropy_bonus": False, "masking_strategy": "rlhf"}
-    want = PeerGRPOLoss(DistActor(policy), **options)(peer_batch(td))
-    got = GRPOLoss(policy, **options)(td)
-    torch.testing.assert_close(got.loss_objective, want.loss_objective.squeeze(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.peer
-def test_a_torchrl_wrapper_is_an_actor(tiny):
-    """TorchRL's TransformersWrapper around a model gives the loss of the model."""
-    from torchrl.modules.llm import TransformersWrapper
-
-    from rlhf_pipeline import scratch_policy
-
-    source = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0)
-    wrapper = TransformersWrapper(
-        source.model,
-        tokenizer=source.tokenizer,
-        input_mode="tokens",
-        generate=False,
-        pad_output=True,
-    )
-    td = tiny.make_batch(tiny.Policy())
-    td["tokens", "full"] = td["tokens", "full"] % source.vocab_size
-    want, got = GRPOLoss(source)(td), GRPOLoss(wrapper)(td)
-    assert got.total_loss().item() == pytest.approx(want.total_loss().item(), rel=1e-6)
-    peer = PeerGRPOLoss(wrapper, masking_strategy="rlhf", entropy_bonus=False)(peer_batch(td))
-    assert peer.loss_objective.item() == pytest.approx(got.loss_objective.item(), rel=1e-4)
-
-
 class Biased(nn.Module):
     """An actor of one's own, with a transformers model inside and something of its own on top."""
 

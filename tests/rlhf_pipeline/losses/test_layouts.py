@@ -5,30 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_pipeline import CausalLMPolicy, GRPOLoss
 from rlhf_pipeline.functional.aggregation import contributes, token_weights
 from rlhf_pipeline.losses.grpo import GRPOLossOutput
 from rlhf_pipeline.policies.packed import LAYOUTS, plan_micro_batches
+from tests.rlhf_pipeline.small import qwen2
 
 VOCAB, GROUPS, SIZE, PROMPT = 61, 3, 4, 9
 
 
-def qwen2():
+def strong():
     """A small Qwen2 with strong weights."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        initializer_range=0.15,
-    )
-    return Qwen2ForCausalLM(config).eval()
+    return qwen2(32, vocab_size=VOCAB, tie_word_embeddings=True, initializer_range=0.15)
 
 
 def gpt2():
@@ -128,7 +118,7 @@ OPTIONS = {
 @pytest.mark.parametrize("budget", [45, 400])
 def test_the_gradient_of_a_step_does_not_depend_on_split_or_layout(name, layout, budget):
     """At most 1e-6 of its norm in float32, against one padded batch of everything."""
-    policy = CausalLMPolicy(qwen2())
+    policy = CausalLMPolicy(strong())
     td = step_batch(policy)
     everything = [torch.arange(len(td))]
     expected, value = step_gradient(policy, td, everything, **OPTIONS[name])
@@ -152,7 +142,7 @@ def test_in_float64_the_gradients_differ_by_rounding_only(name, layout):
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "dr_grpo"])
 def test_rows_without_a_gradient_may_be_left_out_but_not_out_of_the_counts(layout, aggregation):
     """A group without spread is skipped; the gradient stays that of all rows, and its loss too."""
-    policy = CausalLMPolicy(qwen2())
+    policy = CausalLMPolicy(strong())
     td = step_batch(policy, flat_groups=(1,))
     options = {"entropy_bonus": False, "aggregation": aggregation}
     expected, value = step_gradient(policy, td, [torch.arange(len(td))], **options)
@@ -171,7 +161,7 @@ def test_rows_without_a_gradient_may_be_left_out_but_not_out_of_the_counts(layou
 @pytest.mark.parametrize("options", [{"entropy_bonus": True}, {"entropy_bonus": False, "kl_to_ref_coeff": 0.1}])
 def test_with_an_entropy_or_kl_term_every_row_has_a_gradient(options):
     """Then `contributes` keeps all rows, and a group without spread moves the gradient."""
-    policy = CausalLMPolicy(qwen2())
+    policy = CausalLMPolicy(strong())
     td = step_batch(policy, flat_groups=(1,))
     terms = {"kl_loss": options.get("kl_to_ref_coeff") is not None, "entropy_bonus": options["entropy_bonus"]}
     assert bool(contributes(td["scalar_advantage"], **terms).all())

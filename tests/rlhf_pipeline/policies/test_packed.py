@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import MethodType
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from rlhf_pipeline import CausalLMPolicy
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.packed import LAYOUTS, plan_batches, plan_micro_batches
+from tests.rlhf_pipeline.small import qwen2
 
 LAYOUTS_TO_COMPARE = [layout for layout in LAYOUTS if layout != "padded"]
 FITTING = ["qwen2", "qwen2-tied", "llama", "granite", "gemma3_text-capped", "phi", "gpt2", "gpt_neox", "opt"]
@@ -190,25 +192,9 @@ def test_any_mix_of_groups_scores_as_padded(seed, sizes, prompt):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
 
 
+@functools.cache
 def _shared_model():
-    if not _MODELS:
-        from transformers import Qwen2Config, Qwen2ForCausalLM
-
-        torch.manual_seed(0)
-        config = Qwen2Config(
-            vocab_size=97,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            initializer_range=0.3,
-        )
-        _MODELS.append(Qwen2ForCausalLM(config).eval())
-    return _MODELS[0]
-
-
-_MODELS: list = []
+    return qwen2(vocab_size=97, initializer_range=0.3)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_TO_COMPARE)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline import Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, scratch_policy, token_match
+from rlhf_pipeline import Pipeline, scratch_policy
 from rlhf_pipeline.data.prompts import JsonlPrompts
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
 from rlhf_pipeline.report.check import check_run
@@ -15,15 +15,13 @@ from rlhf_pipeline.run.events import Event, Notice, StepDone
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.prologue import check_prompts, sampling_notices
 from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline.small import tiny
 
-PIPELINE = Pipeline(
-    name="small",
-    policy=TinyPolicy(hidden_size=16, num_layers=1, num_heads=2),
-    prompts=CopyDigits(num_digits=2),
-    reward=token_match,
-    collect=Collect(prompts_per_rollout=2, group_size=4, max_new_tokens=3),
-    buffer=Buffer(),
-    learn=Learn(steps=4, lr=1e-2, checkpoint_every=2, keep_checkpoints=2),
+PIPELINE = tiny(
+    collect__prompts_per_rollout="2",
+    buffer__max_staleness="0",
+    learn__updates_per_rollout="1",
+    learn__steps="4",
 )
 
 

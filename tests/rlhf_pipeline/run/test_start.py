@@ -15,6 +15,7 @@ from rlhf_pipeline import (
     token_match,
 )
 from rlhf_pipeline.errors import MissingPathError, RewardError, RunExistsError, RunMismatchError
+from rlhf_pipeline.run.build import build_models
 from rlhf_pipeline.run.events import Event, Notice, RunFinished, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rows import StepRows
@@ -77,10 +78,14 @@ def test_a_run_leaves_everything_it_promises(tmp_path):
     assert len(rows["input_ids"][0]) > rows["num_prompt_tokens"][0] == 3
 
 
+def test_the_reference_is_scored_in_the_layout_of_the_update():
+    """Both models of a run go through the same code path."""
+    models = build_models(tiny(loss__kl_to_ref_coeff="0.1", learn__layout="packed"), seed=0, device="cpu")
+    assert models.reference.scoring_layout == "packed"
+
+
 def test_every_sampled_log_prob_is_what_the_policy_scores(tmp_path):
     """Stored behaviour log-probs equal teacher forcing with the weights that sampled them, within 1e-5."""
-    from rlhf_pipeline.run.build import build_models
-
     run(tiny(learn__steps="1", learn__updates_per_rollout="1", collect__temperature="0.7"), run_dir=tmp_path / "run")
     policy = build_models(tiny(collect__temperature="0.7"), seed=0, device="cpu").policy
     with TrajectoryStore.open(tmp_path / "run" / "store") as store:

@@ -9,19 +9,13 @@ from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.trajectories import columns_of
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
+from tests.rlhf_pipeline.small import qwen2
 
 
 @pytest.fixture(scope="module")
 def policy():
     """A tiny random Qwen2, scored at temperature 0.7."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=128,
-    )  # fmt: skip
-    return CausalLMPolicy(Qwen2ForCausalLM(config), temperature=0.7, eos_token_id=[], pad_token_id=0)
+    return CausalLMPolicy(qwen2(32, vocab_size=50), temperature=0.7, eos_token_id=[], pad_token_id=0)
 
 
 class Spy:
