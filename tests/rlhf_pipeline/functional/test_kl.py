@@ -28,22 +28,13 @@ def test_k3_is_accurate_near_zero_and_finite_far_away():
 
 
 def test_expectations_over_a_distribution():
-    """Over an exact expectation k1 and k3 give the KL, and k2's gradient is the KL's gradient."""
-    logits = torch.tensor([0.3, -0.8, 1.1], dtype=torch.float64, requires_grad=True)
+    """Over an exact expectation k1 and k3 give the KL."""
+    log_p = torch.log_softmax(torch.tensor([0.3, -0.8, 1.1], dtype=torch.float64), -1)
     ref = torch.log_softmax(torch.tensor([0.0, 0.5, -0.2], dtype=torch.float64), -1)
-    log_p = torch.log_softmax(logits, -1)
-    p = log_p.exp().detach()
-    kl = (log_p.exp() * (log_p - ref)).sum()
-    (want,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    p = log_p.exp()
+    kl = (p * (log_p - ref)).sum()
     assert (p * kl_k1(log_p, ref)).sum().item() == pytest.approx(kl.item(), rel=1e-12)
     assert (p * kl_k3(log_p, ref)).sum().item() == pytest.approx(kl.item(), rel=1e-12)
-    grads = {
-        f.__name__: torch.autograd.grad((p * f(log_p, ref)).sum(), logits, retain_graph=True)[0]
-        for f in (kl_k1, kl_k2, kl_k3)
-    }
-    torch.testing.assert_close(grads["kl_k2"], want, rtol=1e-12, atol=1e-14)
-    assert grads["kl_k1"].abs().max() < 1e-15
-    assert (grads["kl_k3"] - want).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3", "k3+"])

@@ -372,22 +372,6 @@ def test_cursor_follows_the_store(make_buffer, make_rows):
     assert again[5][keys.GROUP_ID].item() == 20
 
 
-def test_closing_and_failing_groups(make_buffer, make_rows):
-    """Stragglers do not hold a group for ever; the advantage is right for the size that arrived."""
-    rb = make_buffer(Compose(MCAdvantage(3), KLRewardTransform(coef=0.0)))
-    rows = make_rows([4] * 6, group_size=3, rewards=[0.0, 2.0, 9.0, 1.0, 9.0, 9.0])
-    rb.extend(lazy_stack([rows[0], rows[1], rows[3]]))
-    assert rb.report_failed(0).tolist() == [0, 1]
-    half = 1 / math.sqrt(2)
-    batch = rb.read(rb.trajectories.row_ids())
-    assert batch[keys.ADVANTAGE][:, -1].tolist() == pytest.approx([-half, half], abs=1e-6)
-    assert rb.close_groups(min_size=2).numel() == 0
-    assert rb.close_groups().tolist() == [2]
-    assert rb.storage[:][keys.DEGENERATE].tolist() == [False, False, True]
-    with pytest.raises(DefinitionError, match="MCAdvantage"):
-        make_buffer(name="other").close_groups()
-
-
 def test_state_dict_resumes_the_run(make_buffer, make_rows):
     """Waiting trajectories, the controller and the cursor come back; rows are on disk anyway."""
 
@@ -457,6 +441,8 @@ def test_wrong_use(make_buffer, make_rows, tmp_path):
         make_buffer().extend(make_rows([4]))
     with pytest.raises(DefinitionError, match="strategy"):
         make_buffer(name="b", sampler="newest")
+    with pytest.raises(DefinitionError, match="MCAdvantage"):
+        make_buffer(name="c").close_groups()
 
 
 def test_view_counts_uses(make_buffer, make_rows):

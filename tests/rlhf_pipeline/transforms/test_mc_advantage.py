@@ -285,26 +285,6 @@ def test_unsaveable_pending_value_is_named(make_rows):
         transform.state_dict()
 
 
-def test_dynamic_sampling_drops_by_mean_return(make_rows, to_form, form):
-    """Groups that all failed or all succeeded are left out."""
-    rows = make_rows([4] * 6, rewards=[0.0, 0.0, 1.0, 1.0, 0.0, 1.0])
-    transform = MCAdvantage(2, keep_return_bounds=(0.1, 0.9))
-    out = transform.inv(to_form(rows, form))
-    assert scalars(out, keys.TRAJECTORY_ID).tolist() == [4, 5]
-    assert transform.dropped_groups == 2
-    assert transform.completed_groups == 3
-
-
-def test_candidates_rescue_a_group(make_rows, to_form, form):
-    """With up to four candidates the first useful pair is written."""
-    transform = MCAdvantage(2, keep_return_bounds=(0.1, 0.9), candidate_group_size=4)
-    rows = make_rows([4, 5, 6, 7], group_size=4, rewards=[0.0, 0.0, 0.0, 1.0])
-    assert transform.inv(to_form(rows[:3], form)) is None
-    out = transform.inv(to_form(rows[3:], form))
-    assert scalars(out, keys.TRAJECTORY_ID).tolist() == [0, 3]
-    assert (transform.rescued_groups, transform.unselected_trajectories) == (1, 2)
-
-
 def test_failed_members_and_early_close(make_rows, to_form, form):
     """A group that cannot complete closes with its own size."""
     transform = MCAdvantage(3)
