@@ -6,8 +6,8 @@ Runs each benchmark of the store as a process of its own, one after the other, a
 of what it prints. The exit code is 1 if a goal was missed. It takes four to six minutes on two busy cores.
 
 That nothing is lost is no figure: the tests show it, and `.ci/run` runs them, those with kills and power losses in a
-short form. The long ones: `STORE_KILLS=300 STORE_STATES=1500 python -m pytest -m crash tests/crash/test_store_kill.py
-tests/crash/test_store_kill_upkeep.py tests/crash/test_store_power_loss.py`, and `python tests/crash/histories.py`.
+short form. The long ones: `STORE_STATES=1500 python -m pytest -m crash tests/crash/test_store_power_loss.py`, and
+`python tests/crash/histories.py`.
 """
 
 from __future__ import annotations

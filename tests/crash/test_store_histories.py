@@ -15,8 +15,8 @@ import pytest
 from ._s3 import missing
 
 ROOT = Path(__file__).resolve().parents[2]
-HISTORIES = int(os.environ.get("STORE_HISTORIES", "2"))
-KILLS = int(os.environ.get("STORE_KILLS", "12"))
+HISTORIES = int(os.environ.get("STORE_HISTORIES", "4"))
+KILLS = int(os.environ.get("STORE_KILLS", "40"))
 SEED = int(os.environ.get("STORE_SEED", "0"))
 
 
