@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, DEGENERATE, KL_COEF, LOG_PROBS, PRIORITY, RETURN, TASK_REWARD, Key
-from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, concat, segment_sum, spread, step_sum
+from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, concat, copied_rows, segment_sum, spread, step_sum
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.advantage import group_advantage, penalty_rounding, whitened_step_rewards
 from trajectory_store import BufferPool
@@ -160,7 +160,8 @@ class Arrived:
         batch = Trajectories(self.batch.n)
         for key, column in self.batch.items():
             if isinstance(column, Text):
-                batch[key] = Text([item.clone() if isinstance(item, TensorDictBase) else item for item in column.items])
+                given = column.items
+                batch[key] = Text(copied_rows(given) if given and isinstance(given[0], TensorDictBase) else given)
             elif self is source:
                 batch[key] = replace(column, values=column.values.clone())
             else:
