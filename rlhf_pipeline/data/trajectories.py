@@ -1008,11 +1008,10 @@ def _merge(columns: Trajectories, last: torch.Tensor) -> Trajectories:
         out["prompt"] = columns["prompt"].select(first)
     steps = last - first + 1
     reward = columns.get(REWARD)
-    per_step = isinstance(reward, Flat) and reward.values.numel() == columns.n
-    if isinstance(reward, Flat) and per_step and TASK_REWARD not in columns:
-        total = segment_sum(reward.values, steps)
-        out[TASK_REWARD] = Flat(total.float())
-        out.pop(REWARD, None)
+    if isinstance(reward, Flat) and reward.values.numel() == columns.n:
+        out.pop(REWARD)
+        total = REWARD if TASK_REWARD in columns else TASK_REWARD
+        out[total] = Flat(segment_sum(reward.values, steps).float())
     log_probs, whole = columns.get(LOG_PROBS), out.get(LOG_PROBS)
     if isinstance(log_probs, Flat) and isinstance(whole, Flat) and log_probs.lengths is not None:
         rows, merged = log_probs.rows(), [row.clone() for row in whole.rows()]

@@ -48,6 +48,8 @@ from rlhf_pipeline.replay.trajectory_schema import column_of_key
 if TYPE_CHECKING:
     from rlhf_pipeline.learner.distributed import Shards
 
+_LARGE_ADVANTAGE = 1e6
+"""Beyond this a gradient that overflows is the rewards' doing."""
 _ROW = torch.zeros(1, 2)
 _NOTHING = LossBatch(
     tokens=_ROW.long(),
@@ -154,6 +156,12 @@ class Learner:
             config = dataclasses.replace(config, layout="padded")
             if self.sample.min_ess is not None:
                 raise DefinitionError("sample.min_ess does not go with several processes. Set it to none.")
+        schema = buffer.store.schema
+        if "advantage" in schema and schema["advantage"].ragged:
+            raise DefinitionError(
+                f"the store at {buffer.store.path} has an advantage per token, and a learner takes one per trajectory. "
+                "Keep it as trajectory_schema() has it; or sample the buffer and call the loss yourself."
+            )
         self.config = config
         if config.activation_checkpointing:
             policy.checkpoint_activations()
@@ -303,10 +311,14 @@ class Learner:
         gradient_norm = self.optimizer.clip(self.config.max_grad_norm)
         if not torch.isfinite(gradient_norm):
             self.optimizer.zero_grad()
+            reach = float(np.abs(plan.advantages).max(initial=0.0))
+            advice = "Lower learn.lr or learn.max_grad_norm in a new run"
+            if reach > _LARGE_ADVANTAGE:
+                advice = f"Its advantages reach {reach:.1e}: give smaller rewards, or use write.estimator=grpo"
             raise DataError(
                 f"the gradient of step {step} is not finite (norm {float(gradient_norm)}, loss {losses['loss']}); "
-                "the weights were left as they were. Lower learn.lr or learn.max_grad_norm in a new run, or look at "
-                "the trajectories of this step with `rlhf-pipeline show`."
+                f"the weights were left as they were. {advice}, or look at the trajectories of this step with "
+                "`rlhf-pipeline show`."
             )
         if self._ledger is not None and (self.shards is None or self.shards.is_first):
             self._record(self._ledger, step, chosen, losses["ess"], ledger_fields or {})

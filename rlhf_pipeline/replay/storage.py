@@ -705,31 +705,49 @@ def _derive(columns: Trajectories, tokens: Flat, schema: Schema) -> None:
 
 
 def _derive_reward(columns: Trajectories, schema: Schema) -> None:
-    """Where only rewards per token came, keep what the store can: their sum, before the penalty."""
-    reward = columns.get(REWARD)
-    if not isinstance(reward, Flat) or TASK_REWARD in columns:
+    """Keep what the store can of rewards: their sum before the penalty, read back at the last token.
+
+    Raises:
+        DataError: they say something else, and the store has no column for them.
+    """
+    reward, task = columns.get(REWARD), columns.get(TASK_REWARD)
+    if not isinstance(reward, Flat) or (REWARD_COLUMN in schema and task is not None):
         return
-    if reward.lengths is None or int(reward.lengths.max()) == 1:
-        columns[TASK_REWARD] = Flat(reward.values.reshape(columns.n).float())
-        return
-    values = reward.values.detach().double().reshape(-1)
+    values, n = reward.values.detach().double().reshape(-1), columns.n
+    per_token = reward.lengths is not None and int(reward.lengths.max()) > 1
+    lengths = reward.lengths if reward.lengths is not None and per_token else torch.ones(n, dtype=torch.int64)
     kl, coef = columns.get(KL_PENALTY), columns.get(KL_COEF)
-    if isinstance(kl, Flat) and isinstance(coef, Flat):
-        values = values + torch.repeat_interleave(coef.values.double(), reward.lengths) * kl.values.double().reshape(-1)
-    columns[TASK_REWARD] = Flat(segment_sum(values, reward.lengths).float())
-    if REWARD_COLUMN not in schema:
+    eps = torch.finfo(reward.values.dtype).eps if reward.values.is_floating_point() else 0.0
+    rounding = 1e-5 + 4 * eps * values.abs()
+    if per_token and isinstance(kl, Flat) and isinstance(coef, Flat):
+        penalty = torch.repeat_interleave(coef.values.double(), lengths) * kl.values.double().reshape(-1)
+        values, rounding = values + penalty, rounding + 4 * eps * penalty.abs()
+    total = segment_sum(values, lengths)
+    if REWARD_COLUMN not in schema and per_token:
         mask = columns.get(ASSISTANT_MASK)
         keep = mask.values.to(torch.bool) if isinstance(mask, Flat) else torch.ones_like(values, dtype=torch.bool)
-        elsewhere = values.abs() > 1e-5
-        elsewhere[last_position(keep, reward.lengths)] = False
+        elsewhere = values.abs() > rounding
+        elsewhere[last_position(keep, lengths)] = False
         if bool(elsewhere.any()):
             raise DataError(
                 "the batch has rewards on tokens other than the last, and the store has no column for them: create "
                 "it with schema=trajectory_schema(token_rewards=True)"
             )
-    if RETURN not in columns:
-        total = segment_sum(reward.values, reward.lengths)
-        columns[RETURN] = Flat(total.float())
+    if isinstance(task, Flat):
+        given = task.values.detach().double().reshape(-1)
+        other = (total - given).abs() > segment_sum(rounding, lengths) + 4 * eps * given.abs()
+        other |= total.isnan() != given.isnan()
+        if bool(other.any()):
+            row = int(other.nonzero()[0])
+            raise DataError(
+                f"{TASK_REWARD!r} of trajectory {row} is {given[row].item():g} and the rewards under {REWARD!r} add up "
+                f"to {total[row].item():g} without the KL penalty; the store would keep the first and read it back as "
+                "the second. Leave one out, or store rewards per token: schema=trajectory_schema(token_rewards=True)"
+            )
+        return
+    columns[TASK_REWARD] = Flat(total.float())
+    if per_token and RETURN not in columns:
+        columns[RETURN] = Flat(segment_sum(reward.values, lengths).float())
 
 
 def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: dict[int, RaggedArray]) -> Any:

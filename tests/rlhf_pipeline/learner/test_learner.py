@@ -9,8 +9,11 @@ from tensordict import TensorDict, lazy_stack
 from rlhf_pipeline import GRPOLoss, Learn, MCAdvantage, TrajectoryReplayBuffer, scratch_policy
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from rlhf_pipeline.run.ledger import Ledger
 from tests.rlhf_pipeline.small import trajectory
+from trajectory_store import Column, Schema
 
 
 @pytest.fixture
@@ -351,3 +354,30 @@ def test_a_row_without_a_reference_leaves_the_step_whatever_the_split(make_learn
         found.append(learner.step(1))
     assert found[0]["loss"] == pytest.approx(found[1]["loss"])
     assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"])
+
+
+def test_a_gradient_that_rewards_overflow_names_the_rewards(make_learner):
+    """Rewards near the largest float32 are not answered with advice about the learning rate."""
+    learner = make_learner(4096)
+    learner.buffer.extend(lazy_stack([trajectory(n, [0, 1, 1], -1e38 * n) for n in range(2)]))
+    with pytest.raises(DataError, match=r"is not finite .* Its advantages reach 5\.0e\+37: give smaller rewards"):
+        learner.step(1)
+
+
+def test_an_advantage_per_token_is_refused_before_a_step(make_learner, tmp_path):
+    """A learner takes one advantage per trajectory, and says so where the store has one per token."""
+    like, other = make_learner(4096), [c for c in trajectory_schema() if c.name != "advantage"]
+    schema = Schema([*other, Column("advantage", "float32", ragged=True, fill=float("nan"))])
+    buffer = TrajectoryReplayBuffer(storage=TrajectoryStorage(tmp_path / "ragged", schema=schema))
+    with pytest.raises(DefinitionError, match="has an advantage per token, and a learner takes one per trajectory"):
+        Learner(
+            policy=like.policy,
+            loss=like.loss,
+            buffer=buffer,
+            config=Learn(),
+            max_staleness=0,
+            max_completion_tokens=8,
+            ledger=None,
+            seed=0,
+        )
+    buffer.trajectories.close()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import numpy as np
 import pytest
@@ -425,6 +426,26 @@ def test_rewards_per_token(tmp_path, make_rows):
     put(without, lazy_stack(rows))
     assert without.get([0, 1])[keys.REWARD].tolist() == [[0, 0, 0, 3, 0], [0, 0, 0, 0, 4]]
     without.close()
+
+
+def test_rewards_that_differ_from_the_task_reward_beside_them_are_refused(storage, make_rows):
+    """Without a column only the task reward is kept: the other is taken where it says the same, by token or not."""
+    for rewards in ([0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 3.0], 3.0, math.nan):
+        (row,) = make_rows([4], ref=False)
+        row["task_reward"], row["next", "reward"] = torch.tensor(2.0), torch.tensor(rewards)
+        with pytest.raises(DataError, match=r"token_rewards=True"):
+            put(storage, lazy_stack([row]))
+    steps = TensorDict({**make_rows([4], ref=False)[0].expand(2).to_dict()}, batch_size=[2])
+    steps["task_reward"], steps["next", "reward"] = torch.tensor([2.0, 2.0]), torch.tensor([1.0, 2.0])
+    steps["next", "done"] = torch.tensor([False, True])
+    with pytest.raises(DataError, match=r"trajectory 0 is 2 and the rewards under .* add up to 3 without"):
+        put(storage, steps)
+    for count, rewards in enumerate(([0.0, 0.0, 0.0, 2.0], 2.0), start=1):
+        (row,) = make_rows([4], ref=False)
+        row["task_reward"], row["next", "reward"] = torch.tensor(2.0), torch.tensor(rewards)
+        put(storage, lazy_stack([row]))
+        assert len(storage) == count
+        assert storage.get([count - 1])[keys.REWARD].tolist() == [[0.0, 0.0, 0.0, 2.0]]
 
 
 def test_extra_columns(tmp_path, make_rows):
