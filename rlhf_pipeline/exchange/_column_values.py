@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -59,7 +60,7 @@ def to_arrow(pyarrow: Any, column: Column, value: Any, present: Flags | None) ->
 def arrow_type(pyarrow: Any, column: Column) -> Any:
     """Return the Arrow type of a column: a list of numbers where it is ragged, of rows of numbers with a shape."""
     if column.is_text:
-        return pyarrow.string()
+        return pyarrow.binary() if column.dtype == "bytes" else pyarrow.string()
     plain = _plain_type(pyarrow, column)
     if column.axis is None:
         return plain
@@ -153,13 +154,13 @@ def _filled(schema: Schema, found: Values, gone: Mapping[str, Flags]) -> Values:
 
 
 def to_json(column: Column, value: Any) -> Any:
-    """Return one value as JSON: null for NaN, words for infinities, a list where the column is ragged.
+    """Return one value as JSON: null for NaN, words for infinities, a list of a ragged column, Base64 of bytes.
 
     >>> to_json(Column("x", "float32", ragged=True), np.array([1.5, np.nan, np.inf], np.float32))
     [1.5, None, 'Infinity']
     """
     if column.is_text:
-        return value
+        return base64.b64encode(value).decode() if column.dtype == "bytes" else value
     plain = value.tolist() if hasattr(value, "tolist") else value
     if not column.dtype.startswith("float"):
         return plain
@@ -201,7 +202,7 @@ def _from_json(column: Column, given: list[Any]) -> Any:
     if column.is_text:
         if not all(isinstance(item, str) for item in given):
             raise ValueError("it is no text")
-        return given
+        return [base64.b64decode(item, validate=True) for item in given] if column.dtype == "bytes" else given
     if column.axis is None:
         return _numbers(column, given)
     flat = [item for row in given for item in row]

@@ -29,6 +29,7 @@ EXTRA = [
     Column("pairs", "float32", ragged=True, axis="spans", shape=(2, 1), fill=math.nan),
     Column("count", "uint64", fill=0),
     Column("note", "str"),
+    Column("blob", "bytes"),
 ]
 FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -57,6 +58,7 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
         "input_ids": ragged(rows(st.integers(0, 2**31 - 1), lengths), "int64"),
         "experts": ragged(rows(st.integers(0, 255), other), "uint8"),
         "note": scalars(TEXT),
+        "blob": scalars(st.binary(max_size=5)),
     }
     pairs = sum(other)
     more: dict[str, Any] = {
