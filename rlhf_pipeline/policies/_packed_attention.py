@@ -136,7 +136,7 @@ def _by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, s
                     block, k[:, :, :seen], v[:, :, :seen], attn_mask=mask, scale=scaling, enable_gqa=grouped
                 )
             )
-    return torch.cat(out, 2).transpose(1, 2)
+    return torch.cat(out, 2).transpose(1, 2).contiguous()  # as other attention gives it; JetMoE takes views of it
 
 
 def one_kernel_for_segments(x: Tensor) -> bool:

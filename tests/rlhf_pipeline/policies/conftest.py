@@ -56,6 +56,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi": {**LLAMA_LIKE},
     "gpt2": {**GPT_LIKE},
     "gpt_neox": {k: v for k, v in LLAMA_LIKE.items() if k != "num_key_value_heads"},
+    "jetmoe": {
+        **{k: v for k, v in LLAMA_LIKE.items() if k != "num_attention_heads"},
+        "kv_channels": 8,
+        "num_local_experts": 4,
+    },
     "opt": {
         "vocab_size": 97,
         "hidden_size": 32,

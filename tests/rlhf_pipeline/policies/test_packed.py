@@ -16,7 +16,7 @@ from rlhf_pipeline.policies.packed import LAYOUTS, plan_batches, plan_micro_batc
 from tests.rlhf_pipeline.small import qwen2
 
 LAYOUTS_TO_COMPARE = [layout for layout in LAYOUTS if layout != "padded"]
-FITTING = ["qwen2", "qwen2-tied", "llama", "granite", "gemma3_text-capped", "phi", "gpt2", "gpt_neox", "opt"]
+FITTING = ["qwen2", "qwen2-tied", "llama", "granite", "gemma3_text-capped", "phi", "gpt2", "gpt_neox", "opt", "jetmoe"]
 
 
 def groups(*, seed=0, sizes=(3, 2, 3), prompt=11, completion=13, left=False):
