@@ -148,7 +148,11 @@ class RunMedium(ABC):
         """Remove everything that a failed start left, its record last; see `RunFolder.clear`."""
 
     def ahead(self, read: Callable[[], T]) -> Callable[[], T]:
-        """Begin to read what is wanted later; returns what gives it. Where a read costs little, it waits until then."""
+        """Begin to look for what is wanted later; returns what gives it. A look that costs little waits until then.
+
+        Args:
+            read: looks once; what it returns is false where there is nothing yet.
+        """
         return read
 
     def meter(self, store: TrajectoryStore) -> TrafficMeter | None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 PUT_USD, GET_USD = 0.005e-3, 0.0004e-3
 BESIDE_BYTES = 1200
 """Of a pointer, a record, a claim, a lease, and the lines of ledger and metrics, each about."""
+LONGEST_S = 2.0
+"""Between two looks of a process that has waited for long."""
 AT_ONCE = 64
 """Requests of one process that are on their way at the same time."""
 
@@ -113,7 +115,7 @@ def looks(wait_s: float, round_trip_s: float) -> float:
     count, pause, waited = 0.0, 0.1, 0.0
     while waited < wait_s:
         waited += pause + round_trip_s
-        pause = min(2 * pause, 2.0)
+        pause = min(2 * pause, LONGEST_S)
         count += 1
     return count
 
@@ -121,7 +123,10 @@ def looks(wait_s: float, round_trip_s: float) -> float:
 def predicted(run: Run) -> Asked:
     """What all processes of a run ask for per step, one rollout each."""
     step, n = run.step_s, run.collectors
-    waits = looks(n * step - run.collector_busy_s, run.round_trip_s)  # of the collector, for leave to begin
+    # Those whose turn it is look soon again; the others, who wait for long, look as seldom as they may.
+    busy = min(n, math.ceil(run.collector_busy_s / step))
+    waits = looks(busy * step - run.collector_busy_s, run.round_trip_s)
+    waits += (n - busy) * step / (LONGEST_S + run.round_trip_s)
     alone = looks(step - run.learner_busy_s, run.round_trip_s)  # of the learner, for a rollout
     renewals = (n + 1) * step / (run.lease_s / 4)
     packs = math.ceil(run.weights_bytes / 2**26)

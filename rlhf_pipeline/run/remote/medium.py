@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -61,11 +61,7 @@ class BucketMedium(RunMedium):
         """Of files that only one process replaces, what is in the bucket as far as this process knows."""
         self._rows: dict[str, SharedRows] = {}
         self._sealing: threading.Event | None = None
-        self._reading: Future[Any] | None = None
-
-    @functools.cached_property
-    def _reader(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="reads of a run")
+        self._reading: Callable[[], object] | None = None
 
     @functools.cached_property
     def root(self) -> Path:  # pyright: ignore[reportIncompatibleVariableOverride] - made when it is needed
@@ -96,9 +92,26 @@ class BucketMedium(RunMedium):
         return self.bucket.traffic
 
     def ahead(self, read: Callable[[], T]) -> Callable[[], T]:
-        """Read beside the work of this process: what comes from elsewhere is there when the work is done."""
-        self._reading = self._reader.submit(read)
-        return self._reading.result
+        """Read beside the work of this process, again and again until there is something, or it is asked for."""
+        wanted, done = threading.Event(), Future[T]()
+
+        def look() -> None:
+            try:
+                pause_s = self.patience_s / 20
+                while not (found := read()) and not wanted.is_set():
+                    wanted.wait(pause_s)
+                    pause_s = min(2 * pause_s, self.patience_s)
+                done.set_result(found)
+            except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+                done.set_exception(error)
+
+        def result() -> T:
+            wanted.set()
+            return done.result()
+
+        threading.Thread(target=look, name="reads of a run", daemon=True).start()
+        self._reading = result
+        return result
 
     def meter(self, store: TrajectoryStore) -> TrafficMeter:
         """Count the requests of this process from here on."""
@@ -232,5 +245,6 @@ class BucketMedium(RunMedium):
     def flush(self) -> None:
         """Wait until all puts are done, and a read that nobody has asked for."""
         if self._reading is not None:
-            wait([self._reading])
+            with suppress(Exception):  # nobody has asked for it
+                self._reading()
         self.outbox.flush()

@@ -381,6 +381,19 @@ def test_what_is_wanted_later_is_read_beside_the_work(memory, monkeypatch):
     medium.flush()
     with pytest.raises(json.JSONDecodeError):
         failed()
+    looks: list[float] = []
+
+    def at_the_third_look() -> list[float]:
+        looks.append(time.monotonic())
+        begun.set() if len(looks) == 3 else begun.clear()
+        return looks if len(looks) == 3 else []
+
+    begun.clear()
+    found = medium.ahead(at_the_third_look)
+    assert begun.wait(10)
+    assert len(found()) == 3
+    medium.ahead(list)
+    medium.flush()  # what is not there when the process leaves is not waited for
     begun.clear()
     found = FolderMedium(Path("nowhere")).ahead(read)
     assert not begun.is_set()
