@@ -184,7 +184,6 @@ class Arrivals:
             self._waiting |= self._news()
             self._news = self._look
             if planned is not None and (planned in self._waiting or self._rollouts.get(planned) is not None):
-                self._parts.buffer.refresh()
                 return planned
             if planned is None and self._waiting:
                 return next(iter(self._waiting))
@@ -196,11 +195,8 @@ class Arrivals:
         return None
 
     def _look(self) -> dict[int, StoredRollout]:
-        """Return what has arrived; its trajectories, which were stored before it was recorded, can be read then."""
-        found = {rollout: self._rollouts.known(rollout) for rollout in self._rollouts.new(self.done)}
-        if found:
-            self._parts.buffer.refresh()
-        return found
+        """Return what has arrived. The store is left alone: what a step sees of it must not change under it."""
+        return {rollout: self._rollouts.known(rollout) for rollout in self._rollouts.new(self.done)}
 
     def _say_if_alone(self) -> None:
         """Report what is missing when the learner waits and no collector is alive."""
@@ -209,6 +205,7 @@ class Arrivals:
             tell(self._on_event, f"the learner waits for a rollout, and no collector is alive. Start one: {command}")
 
     def _arrived(self, index: int) -> _Arrived:
+        self._parts.buffer.refresh()  # after its record was seen: its trajectories were stored before
         store, size = self._parts.buffer.store, self._pipeline.collect.prompts_per_rollout
         row_ids = self._parts.collector.stored.rows(index * size, (index + 1) * size - 1)
         row_ids = row_ids[np.argsort(store.read_scalars("trajectory_id", row_ids), kind="stable")]

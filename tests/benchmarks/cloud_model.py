@@ -63,9 +63,8 @@ class Run:
 
     @property
     def learner_busy_s(self) -> float:
-        """Per step: puts go their way beside the work, and what comes is read beside it, too."""
-        reads = (3 + math.ceil((self.collectors + 1) / AT_ONCE)) * self.round_trip_s
-        return max(self.update_s, reads)
+        """Per step: puts go their way beside the work, as do list and record; catalog and segments are read before."""
+        return self.update_s + (1 + math.ceil((self.collectors + 1) / AT_ONCE)) * self.round_trip_s
 
     @property
     def step_s(self) -> float:

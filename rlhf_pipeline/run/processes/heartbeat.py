@@ -95,9 +95,9 @@ class Pause:
         self._seconds = longest_s / 20
         self._longest_s = longest_s
 
-    def sleep(self) -> None:
-        """Sleep."""
-        time.sleep(self._seconds)
+    def sleep(self, wake: threading.Event | None = None) -> None:
+        """Sleep, or until an event is set."""
+        (time.sleep if wake is None else wake.wait)(self._seconds)
         self._seconds = min(2 * self._seconds, self._longest_s)
 
 

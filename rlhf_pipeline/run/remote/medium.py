@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from rlhf_pipeline.run.files import remove_folder
 from rlhf_pipeline.run.medium import BESIDE, RunMedium, TrafficMeter
-from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
+from rlhf_pipeline.run.processes.heartbeat import Pause, read_heartbeat
 from rlhf_pipeline.run.remote.copies import new_copy
 from rlhf_pipeline.run.remote.leases import Leases, replaced
 from rlhf_pipeline.run.remote.outbox import Outbox
@@ -96,11 +96,10 @@ class BucketMedium(RunMedium):
         wanted, done = threading.Event(), Future[T]()
 
         def look() -> None:
+            pause = Pause(self.patience_s)
             try:
-                pause_s = self.patience_s / 20
                 while not (found := read()) and not wanted.is_set():
-                    wanted.wait(pause_s)
-                    pause_s = min(2 * pause_s, self.patience_s)
+                    pause.sleep(wanted)
                 done.set_result(found)
             except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
                 done.set_exception(error)

@@ -49,7 +49,7 @@ def advantages(found: Collector) -> np.ndarray:
 
 @pytest.mark.parametrize("estimator", BATCH_ESTIMATORS)
 def test_the_batch_of_an_advantage_is_the_rollout_after_a_resume_too(tmp_path, estimator):
-    """Where a ring has let go of some of its groups, a rollout has the advantages of one that was never cut short."""
+    """After a ring has evicted some groups of a rollout, a resume gives it the advantages of an uncut one."""
     straight = collector(tmp_path / "straight", transform=MCAdvantage(4, estimator=estimator, batch_groups=4))
     straight.collect(0, policy_version=0)
     rest = collector(tmp_path / "cut", transform=MCAdvantage(4, estimator=estimator, batch_groups=4), max_size=23)
