@@ -40,9 +40,11 @@ def test_inspect(cli: Cli, run_dir: Path):
     shown = cli("inspect", run_dir)
     assert shown.code == 0
     assert "trajectories  48 in 12 groups of 4" in shown.out
+    assert "graded again by rlhf_pipeline:token_match" in shown.out
     assert "agrees: 48 trajectories" in shown.out
     assert "agrees: 6 rollouts, each mean is the task_reward in metrics.jsonl" in shown.out
-    assert json.loads(cli("inspect", run_dir, "--json").out)["reward_check"]["agrees"] is True
+    data = json.loads(cli("inspect", run_dir, "--json").out)
+    assert (data["reward_check"]["agrees"], data["group_sizes"]) == (True, {"4": 12})
 
 
 def test_inspect_disagreement(cli: Cli, run_dir: Path, tmp_path: Path):
@@ -103,6 +105,7 @@ def test_verify(cli: Cli, run_dir: Path):
     shown = cli("verify", run_dir)
     assert shown.code == 1
     assert "DAMAGED  store:" in shown.out
+    assert "8 trajectories cannot be trusted (ids 0, 1, 2" in shown.out
     assert cli("verify", run_dir / "store").code == 1
 
 

@@ -52,6 +52,16 @@ def score(model, layout, batch):
     return log_probs.detach(), gradient, policy
 
 
+def compared_with_padded_rows(model, layout, batch):
+    """Log-probs within 1e-6 and the gradient within 1e-6 of its norm, in float32; returns the policy of the layout."""
+    expected, gradient, _ = score(model, "padded", batch)
+    log_probs, found, policy = score(model, layout, batch)
+    # Log-probs reach -20 here, so their float32 spacing is 2e-6.
+    torch.testing.assert_close(log_probs, expected, rtol=3e-7, atol=1e-6)
+    assert float((found - gradient).norm() / gradient.norm()) < 1e-6
+    return policy
+
+
 def computed_tokens(policy, batch):
     """How many positions the embedding looks up for one call."""
     seen = []
@@ -65,15 +75,8 @@ def computed_tokens(policy, batch):
 @pytest.mark.parametrize("layout", LAYOUTS_TO_COMPARE)
 @pytest.mark.parametrize("name", FITTING)
 def test_a_layout_gives_the_log_probs_and_gradients_of_padded_rows(make_model, name, layout):
-    """Log-probs within 1e-6 and the gradient within 1e-6 of its norm, in float32, with no fallback."""
-    model = make_model(name)
-    batch = groups()
-    expected, gradient, _ = score(model, "padded", batch)
-    log_probs, found, policy = score(model, layout, batch)
-    assert policy.layout_notices() == []
-    # Log-probs reach -20 here, so their float32 spacing is 2e-6.
-    torch.testing.assert_close(log_probs, expected, rtol=3e-7, atol=1e-6)
-    assert float((found - gradient).norm() / gradient.norm()) < 1e-6
+    """With no fallback."""
+    assert compared_with_padded_rows(make_model(name), layout, groups()).layout_notices() == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_TO_COMPARE)
@@ -156,10 +159,7 @@ def test_padding_side_turns_and_empty_rows_do_not_matter(make_model, layout):
     scored[2] = False
     scored[3] = attention[3]
     model = make_model("qwen2")
-    expected, gradient, _ = score(model, "padded", (ids, attention, scored))
-    log_probs, found, _ = score(model, layout, (ids, attention, scored))
-    torch.testing.assert_close(log_probs, expected, rtol=3e-7, atol=1e-6)
-    assert float((found - gradient).norm() / gradient.norm()) < 1e-6
+    compared_with_padded_rows(model, layout, (ids, attention, scored))
     nothing = CausalLMPolicy(model, scoring_layout=layout).scoring_rows(ids, attention, torch.zeros_like(scored))
     assert nothing.hidden.shape == (0, 32)
 
@@ -170,11 +170,7 @@ def test_a_row_that_is_the_start_of_its_neighbour(make_model):
     ids[1, :12] = ids[0, :12]
     attention = torch.ones_like(ids, dtype=torch.bool)
     attention[1, 12:] = False
-    model = make_model("qwen2")
-    expected, gradient, _ = score(model, "padded", (ids, attention, None))
-    log_probs, found, _ = score(model, "prefix_shared", (ids, attention, None))
-    torch.testing.assert_close(log_probs, expected, rtol=3e-7, atol=1e-6)
-    assert float((found - gradient).norm() / gradient.norm()) < 1e-6
+    compared_with_padded_rows(make_model("qwen2"), "prefix_shared", (ids, attention, None))
 
 
 @settings(max_examples=25, deadline=None)
@@ -201,12 +197,7 @@ def _shared_model():
 def test_a_long_segment_after_a_prefix_goes_block_by_block(make_model, layout, monkeypatch):
     """Blocks of queries give what one call gives."""
     monkeypatch.setattr("rlhf_pipeline.policies._packed_attention.QUERY_BLOCK", 4)
-    model = make_model("qwen2")
-    batch = groups(seed=5)
-    expected, gradient, _ = score(model, "padded", batch)
-    log_probs, found, _ = score(model, layout, batch)
-    torch.testing.assert_close(log_probs, expected, rtol=3e-7, atol=1e-6)
-    assert float((found - gradient).norm() / gradient.norm()) < 1e-6
+    compared_with_padded_rows(make_model("qwen2"), layout, groups(seed=5))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_TO_COMPARE)
@@ -236,12 +227,7 @@ def test_generation_is_untouched_by_the_layout(make_model):
 
 def test_attention_that_cannot_be_replaced_falls_back_with_a_message(make_model):
     """StableLM computes attention itself; its rows are padded and the log-probs are right."""
-    model = make_model("stablelm")
-    batch = groups()
-    expected, gradient, _ = score(model, "padded", batch)
-    log_probs, found, policy = score(model, "packed", batch)
-    torch.testing.assert_close(log_probs, expected, rtol=3e-7, atol=1e-6)
-    assert float((found - gradient).norm() / gradient.norm()) < 1e-6
+    policy = compared_with_padded_rows(make_model("stablelm"), "packed", groups())
     assert "its attention is its own" in policy.layout_notices()[0]
     assert policy.layout_notices() == []
 
@@ -262,10 +248,7 @@ def test_one_layer_with_its_own_attention_is_enough_to_fall_back(make_model):
             self.config = before
 
     layer.forward = MethodType(own, layer)
-    batch = groups()
-    expected, _, _ = score(model, "padded", batch)
-    log_probs, _, policy = score(model, "prefix_shared", batch)
-    torch.testing.assert_close(log_probs, expected, rtol=3e-7, atol=1e-6)
+    policy = compared_with_padded_rows(model, "prefix_shared", groups())
     assert "2 of its 3 layers" in policy.layout_notices()[0]
 
 
@@ -280,11 +263,7 @@ def test_a_layer_that_sees_across_rows_is_found_by_the_first_batch(make_model):
         return plain(self, x) + x.cumsum(1) / steps
 
     mlp.forward = MethodType(leaking, mlp)
-    batch = groups()
-    expected, gradient, _ = score(model, "padded", batch)
-    log_probs, found, policy = score(model, "packed", batch)
-    torch.testing.assert_close(log_probs, expected, rtol=3e-7, atol=1e-6)
-    assert float((found - gradient).norm() / gradient.norm()) < 1e-6
+    policy = compared_with_padded_rows(model, "packed", groups())
     notice = policy.layout_notices()[0]
     assert "log-probs differ from padded rows" in notice
     assert "padded from now on" in notice

@@ -60,17 +60,6 @@ def test_log_probs_equal_a_naive_loop(name: str, side: str, make_model: Make, or
     assert not scored[~mask].any()
 
 
-def test_an_end_token_equal_to_padding_is_scored(make_model: Make, oracle: Oracle) -> None:
-    """Padding and end share id 1: a real token 1 has its log-prob, and padding of the same id has none."""
-    model = make_model("qwen2", pad_token_id=1)
-    policy = TokenPolicy(model, pad_token_id=1)
-    ids = torch.tensor([[5, 6, 1, 1, 1]])
-    mask = torch.tensor([[True, True, True, False, False]])
-    scored = policy.log_probs(ids, mask)[0].detach()
-    assert float((scored[:3] - oracle(model, [5, 6, 1])).abs().max()) < 1e-5
-    assert scored[3:].tolist() == [0.0, 0.0]
-
-
 def test_only_the_score_mask_is_scored(make_model: Make) -> None:
     """Positions outside the score mask are 0 and those inside are unchanged; first tokens and padding never count."""
     policy = TokenPolicy(make_model())

@@ -39,28 +39,6 @@ def test_counts(run_dir: Path):
     assert found.last_reward == 1.0
 
 
-def test_rewards_agree(run_dir: Path):
-    """The function that made the rewards gives them again, one by one and per rollout."""
-    check = inspect(run_dir).reward_check
-    assert check is not None
-    assert check.agrees
-    assert (check.num_trajectories, check.num_rollouts, check.num_rollouts_partial) == (48, 6, 0)
-    assert check.function == "rlhf_pipeline:token_match"
-
-
-def test_other_reward_function_is_noticed(run_dir: Path):
-    """Another function disagrees with the store and with the curve, with examples of both."""
-
-    def half(prompt: str, completion: str, answer: str | None, meta: Mapping[str, object]) -> float:
-        return token_match(prompt, completion, answer, meta) / 2
-
-    check = inspect(run_dir, half).reward_check
-    assert check is not None
-    assert not check.agrees
-    assert check.num_rollouts_different == 6
-    assert check.first_different[0].graded_again == check.first_different[0].stored / 2  # type: ignore[operator]
-
-
 def test_edited_curve_is_noticed(run_dir: Path):
     """A point of the curve that was edited by 0.001 is found; the trajectories still agree."""
     file = run_dir / "metrics.jsonl"
@@ -120,23 +98,6 @@ def test_partial_rollouts_are_not_compared(run_dir: Path):
     check = inspect(run_dir).reward_check
     assert check is not None
     assert (check.num_rollouts, check.num_rollouts_partial) == (0, 6)
-
-
-def test_without_reward_function(run_dir: Path):
-    """Without a reward function the counts are there, and why there is no check."""
-    run = RunFolder.open(run_dir)
-    with Stored(run.store_path) as stored:
-        found = inspect_store(stored, run=run, reward=None, why_no_reward="the file is gone")
-    assert found.num_trajectories == 48
-    assert found.reward_check is None
-    assert found.not_checked == "the file is gone"
-
-
-def test_json(run_dir: Path):
-    """An inspection is JSON-ready and says whether the rewards agree."""
-    data = json.loads(json.dumps(inspect(run_dir).to_json()))
-    assert data["reward_check"]["agrees"] is True
-    assert data["group_sizes"] == {"4": 12}
 
 
 def test_damaged_meta(tmp_path: Path):

@@ -82,27 +82,6 @@ def test_one_seed_gives_one_result_and_another_seed_other_batches(tmp_path):
     assert batches["a"] == batches["b"] != batches["c"]
 
 
-def test_epochs_and_filters_count_exactly(tmp_path):
-    """Two epochs of the rows that meet the filter, eight in a step: each twice, in ceil(2 n / 8) steps."""
-    rewards = [float(row % 3 > 0) for row in range(24)]
-    store = make_store(tmp_path / "store", groups=(4,) * 6, rewards=rewards)
-    pipeline = offline(store, steps=100, replay={"epochs": 2.0, "filters": ("reward>0.5",)})
-    finished = run(pipeline, run_dir=tmp_path / "run")
-    used = np.concatenate(ledger_of(tmp_path / "run", "trajectory_ids"))
-    assert (finished.reason, finished.steps, finished.num_trajectories) == ("steps", 4, 16)
-    assert sorted(used.tolist()) == sorted([row for row in range(24) if rewards[row]] * 2)
-    assert [row["task_reward"] for row in StepRows(tmp_path / "run" / "metrics.jsonl")] == [1.0] * 4
-
-
-def test_weights_decide_what_a_batch_is_made_of(tmp_path):
-    """Three to one: six and two of every eight."""
-    stores = [make_store(tmp_path / name, groups=(4,) * 4, seed=seed) for seed, name in enumerate("ab")]
-    run(offline(*stores, replay={"weights": (3.0, 1.0)}), run_dir=tmp_path / "run")
-    with TrajectoryStore.open(tmp_path / "run" / "store") as own:
-        for rows in ledger_of(tmp_path / "run", "row_ids"):
-            assert np.bincount(own.read_scalars("source", rows)).tolist() == [6, 2]
-
-
 def test_ages_are_counted_from_the_newest_version_in_the_stores(tmp_path):
     """Offline the weights have no version that the stores know: the newest trajectory is the youngest."""
     store = make_store(tmp_path / "store", groups=(4, 4), versions=[10, 11, 12, 13, 14, 15, 16, 17])

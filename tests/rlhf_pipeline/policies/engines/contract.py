@@ -254,6 +254,7 @@ class EngineContract:
             ({"prompts": [[-1]]}, DataError, "token id -1"),
             ({"prompts": [[5] * POSITIONS]}, DataError, f"has {POSITIONS} tokens"),
             ({"prompts": [[5]], "max_new_tokens": 0}, DefinitionError, "at least 1"),
+            ({"prompts": [[5]], "group_size": 0}, DefinitionError, "group_size is 0"),
             ({"prompts": [[5]], "temperature": -1.0}, DefinitionError, "temperature is -1"),
             ({"prompts": [[5]], "stream_ids": [1, 2]}, DefinitionError, "2 stream_ids"),
         ]

@@ -55,25 +55,6 @@ def test_eager_attention(name: str, make_model: Make, oracle: Oracle) -> None:
     assert _worst_gap(model, oracle, completions, 0.7) < 1e-5
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_sampled_log_probs_equal_teacher_forcing(temperature: float, make_model: Make) -> None:
-    """`policy.log_probs` on the sampled tokens gives the behaviour log-probs within 1e-5."""
-    policy = TokenPolicy(make_model(), temperature=temperature, num_slots=7)
-    completions = policy.generate_groups(PROMPTS, group_size=4, max_new_tokens=40, seed=5)
-    width = max(len(PROMPTS[c.prompt_index]) + len(c.token_ids) for c in completions)
-    ids = torch.zeros(len(completions), width, dtype=torch.int64)
-    mask = torch.zeros(len(completions), width, dtype=torch.bool)
-    for i, c in enumerate(completions):
-        tokens = PROMPTS[c.prompt_index] + c.token_ids
-        ids[i, : len(tokens)] = torch.tensor(tokens)
-        mask[i, : len(tokens)] = True
-    scored = policy.log_probs(ids, mask).detach()
-    for i, c in enumerate(completions):
-        start = len(PROMPTS[c.prompt_index])
-        gap = (scored[i, start : start + len(c.token_ids)] - c.log_probs).abs().max()
-        assert float(gap) < 1e-5
-
-
 def test_the_tokens_are_those_of_a_naive_loop(make_model: Make) -> None:
     """A loop without any cache, with the same uniforms and the inverse CDF in float64, samples the same tokens."""
     model = make_model().eval()
@@ -110,16 +91,6 @@ def test_results_do_not_depend_on_the_number_of_slots(num_slots: int, make_model
         torch.testing.assert_close(a.log_probs, b.log_probs, atol=1e-5, rtol=0)
 
 
-def test_a_smaller_group_is_the_head_of_a_larger_one(make_model: Make) -> None:
-    """Member m of a group is the same whatever the size of the group: group prefill equals individual prefill."""
-    policy = TokenPolicy(make_model(), num_slots=8)
-    four = policy.generate_groups(PROMPTS, group_size=4, max_new_tokens=9, seed=7)
-    one = policy.generate_groups(PROMPTS, group_size=1, max_new_tokens=9, seed=7)
-    for a, b in zip(four[::4], one, strict=True):
-        assert a.token_ids == b.token_ids
-        torch.testing.assert_close(a.log_probs, b.log_probs, atol=1e-5, rtol=0)
-
-
 def test_the_seed_decides(make_model: Make) -> None:
     """The same seed repeats bit for bit, another seed does not, and the global generator has no say."""
     policy = TokenPolicy(make_model())
@@ -134,22 +105,6 @@ def test_the_seed_decides(make_model: Make) -> None:
     assert all(torch.equal(x.log_probs, y.log_probs) for x, y in zip(a, b, strict=True))
     assert [x.token_ids for x in a] != [x.token_ids for x in c]
     assert a[0].token_ids != a[1].token_ids
-
-
-def test_tokens_follow_the_models_distribution(make_model: Make) -> None:
-    """Chi-square of (first, second) token pairs, through the engine: the cache carries what was sampled."""
-    model = make_model("qwen2", vocab_size=5, num_hidden_layers=1)
-    policy = TokenPolicy(model, temperature=1.3, num_slots=4096, eos_token_id=[])
-    drawn = policy.generate_ragged([[4, 3]], group_size=20_000, max_new_tokens=2, seed=0).token_ids.reshape(-1, 2)
-    exact = np.zeros((5, 5))
-    for first in range(5):
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[4, 3, first]])).logits[0].double() / 1.3
-        p = torch.softmax(logits, -1).numpy()
-        exact[first] = p[1][first] * p[2]
-    observed = np.bincount(drawn[:, 0] * 5 + drawn[:, 1], minlength=25).reshape(5, 5)
-    chi2 = float(((observed - exact * 20_000) ** 2 / (exact * 20_000)).sum())
-    assert chi2 < 24 + 5 * 48**0.5
 
 
 def test_padding_that_equals_the_end_token(make_model: Make, oracle: Oracle) -> None:
@@ -209,17 +164,6 @@ def test_many_prompts_of_one_member_prefill_in_batches(make_model: Make, oracle:
     for c in completions:
         exact = oracle(model, prompts[c.prompt_index] + c.token_ids)[-len(c.token_ids) :]
         assert float((exact - c.log_probs).abs().max()) < 1e-5
-
-
-def test_bad_arguments_are_refused(make_model: Make) -> None:
-    """Group size, temperature and stream ids out of range."""
-    policy = TokenPolicy(make_model())
-    with pytest.raises(DefinitionError, match="group_size is 0"):
-        policy.generate_groups([[5]], group_size=0, seed=0)
-    with pytest.raises(DefinitionError, match="temperature is -1"):
-        policy.generate_groups([[5]], temperature=-1.0, seed=0)
-    with pytest.raises(DefinitionError, match="2 stream_ids were given for 1 prompts"):
-        policy.generate_groups([[5]], stream_ids=[1, 2], seed=0)
 
 
 def test_diverged_weights_are_named(make_model: Make) -> None:
