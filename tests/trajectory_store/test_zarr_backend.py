@@ -21,7 +21,6 @@ from trajectory_store import (
     RaggedArray,
     Schema,
     StoreError,
-    StoreExistsError,
     TrajectoryStore,
     WriteFailedError,
     bucket,
@@ -415,21 +414,6 @@ def test_who_lost_the_claim_sweeps_nothing_away(monkeypatch):
         assert store.verify().ok, str(store.verify())
 
 
-def test_two_writers_never_share_a_segment():
-    """Ids of writers that begin at the same moment differ, and each reads the other's rows."""
-    memory = MemoryStore()
-    schema = Schema([Column("n", "int64")])
-    TrajectoryStore.create(memory, schema, backend="zarr").close()
-    stores = [TrajectoryStore.open(memory, "a") for _ in range(3)]
-    ids = [store.append({"n": [k]}) for k, store in enumerate(stores) for _ in range(2)]
-    assert len({int(i[0]) for i in ids}) == 6
-    for store in stores:
-        store.refresh()
-        assert sorted(store.read_scalars("n").tolist()) == [0, 0, 1, 1, 2, 2]
-    with pytest.raises(StoreExistsError):
-        TrajectoryStore.create(memory, schema, backend="zarr")
-
-
 def test_an_ordinal_is_never_given_twice():
     """A writer that has not looked for long claims above segments that came and went in between."""
     memory = MemoryStore()
@@ -568,21 +552,6 @@ def test_a_fork_of_a_process_that_asked_an_object_store_is_refused():
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "refused\n", "")
-
-
-def test_the_oldest_segments_leave():
-    """Eviction announces removals; readers keep counting and drop what is gone."""
-    memory = MemoryStore()
-    schema = Schema([Column("n", "int64")])
-    store = TrajectoryStore.create(memory, schema, backend="zarr", max_trajectories=10, segment_rows=4)
-    reader = TrajectoryStore.open(memory)
-    for i in range(30):
-        store.append({"n": [i]})
-    reader.refresh()
-    for view in (store, reader, TrajectoryStore.open(memory)):
-        assert view.read_scalars("n").tolist() == list(range(20, 30))
-        assert (len(view), view.watermark) == (10, 30)
-    assert len(reader._catalog.segments) <= 4
 
 
 def test_commits_are_fetched_when_they_are_read():
