@@ -49,7 +49,7 @@ def check_new_folder(out: Address, command: str, *, option: str = "--out") -> No
     free = f"{option} {typed(_free_folder(out))}"
     if is_run(out):
         run = RunFolder.open(out)
-        _, reward = run.first_and_last("task_reward")
+        _, reward = run.first_and_last_reward()
         state = "" if reward is None else f" ({run.metrics.last_step} steps, last reward {reward:.2f})"
         raise RunExistsError(
             f"{out} holds a run already{state}. Go on with it: {command} --resume. "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.cli.plan import Plan
     from rlhf_pipeline.cli.progress import RunView
     from rlhf_pipeline.report.diff_steps import StepsDifference
-    from rlhf_pipeline.run.folder import RunConfig, RunFolder
+    from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.medium import Address
 
 HELP = "learn from stores alone; or take a run's steps again and compare"
@@ -107,14 +106,16 @@ def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device
     """Print each step's recorded and recomputed loss; 1 if one differs."""
     from rlhf_pipeline.cli import preflight
     from rlhf_pipeline.cli.plan import recorded_definition
+    from rlhf_pipeline.cli.process import import_torch
     from rlhf_pipeline.run.folder import RunFolder
 
-    config = RunFolder.open(folder).config
+    run = RunFolder.open(folder)
+    config = run.config
     pipeline = recorded_definition(folder, "put it back").pipeline(config.overrides)
-    RunFolder.open(folder).check_unchanged(pipeline, config.seed, inputs=False)  # nothing is sampled
+    run.check_unchanged(pipeline, config.seed, inputs=False)  # nothing is sampled
     device = device or config.device
     preflight.check_device(device)
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # about how libraries use torch's internals
+    import_torch(device)
     from rlhf_pipeline.run import retake
 
     plan = retake.plan_rerun(folder, from_step=from_step, num_steps=num_steps)
@@ -129,7 +130,7 @@ def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device
         say(f"{found.step:>6}  {found.num_trajectories:>12,}  {losses}  {_result(found)}")
     total = count(plan.last - plan.first + 1, "step")
     if bad:
-        say(f"{bad} of {total} did not come out as recorded. {_advice(config)}")
+        say(f"{bad} of {total} did not come out as recorded. {_advice(run)}")
     elif inexact:
         say(f"{total} came out as recorded, {inexact} of them up to rounding.")
     else:
@@ -154,18 +155,9 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else repr(value)
 
 
-def _advice(config: RunConfig) -> str:
+def _advice(run: RunFolder) -> str:
     """Return what may have changed the last bits."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    moved: list[str] = []
-    for name, recorded in config.versions.items():
-        try:
-            now = version(name)
-        except PackageNotFoundError:
-            continue
-        if now != recorded:
-            moved.append(f"{name} was {recorded}, is {now}")
+    moved = list(run.moved_versions())
     if moved:
         return f"Versions differ, and they may move the last bits: {'; '.join(moved)}."
     return (

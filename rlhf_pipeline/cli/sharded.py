@@ -71,6 +71,7 @@ def joined(plan: Plan) -> Plan:
 def follow(args: argparse.Namespace) -> int:
     """Follow the first process until it stops."""
     from rlhf_pipeline import definitions
+    from rlhf_pipeline.cli.process import import_torch
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.medium import address_of
     from rlhf_pipeline.run.processes.heartbeat import Heartbeat
@@ -78,16 +79,16 @@ def follow(args: argparse.Namespace) -> int:
     # The first process answers a signal: it finishes the step, saves, and says stop.
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # about how libraries use torch's internals
-    from rlhf_pipeline.learner.group import join_group, receive
-    from rlhf_pipeline.run import build
-    from rlhf_pipeline.run.processes.meeting import meeting_of
-
     joins = args.command == "learn"
     named = args.run if joins else args.out
     run = None if named is None else RunFolder(address_of(named))
     recorded = run is not None and (joins or args.resume) and run.is_recorded
     device = args.device or (run.config.device if run is not None and recorded else "cpu")
+    import_torch(device)
+    from rlhf_pipeline.learner.group import join_group, receive
+    from rlhf_pipeline.run import build
+    from rlhf_pipeline.run.processes.meeting import meeting_of
+
     with ExitStack() as stack:
         meeting = None
         if run is not None and joins and args.parent is not None:  # a supervisor watches it

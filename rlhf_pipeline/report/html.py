@@ -86,7 +86,7 @@ def reward_curve(run: RunFolder, *, width: int = 720, height: int = 360) -> str:
         width: of the picture, in which texts have 13 units: as wide as it is shown they have 13 pixels.
         height: of the picture.
     """
-    points = run.reward_points(most=_MOST_POINTS)
+    points = run.points("task_reward", most=_MOST_POINTS)
     unit = bool(points) and all(0 <= value <= 1 for _, value in points)
     return line_chart(
         points,
@@ -163,7 +163,7 @@ def _spread(ids: Ids, groups: Ids, num: int) -> Ids:
 
 
 def _head(run: RunFolder, name: str, total: int) -> Iterator[str]:
-    first, last = run.first_and_last("task_reward")
+    first, last = run.first_and_last_reward()
     went = "" if first is None else f"reward {number(first)} &rarr; {number(last)} in "
     yield f"<h1>{escape(name)}</h1>"
     yield f"<p>{went}{count(len(run.metrics), 'optimizer step')}, {count(total, 'trajectory')} stored</p>"

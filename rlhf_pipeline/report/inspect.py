@@ -162,7 +162,7 @@ def inspect_store(
     num = int(times.sum())
     known_versions, _ = versions.found()
     group_ids, of_groups = groups.found()
-    first_reward, last_reward = run.first_and_last("task_reward") if run is not None else (None, None)
+    first_reward, last_reward = run.first_and_last_reward() if run is not None else (None, None)
     check = regrade.checked(num, run, group_ids, of_groups) if regrade is not None else None
     return Inspection(
         path=str(run.address if run is not None else stored.path),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -104,7 +104,7 @@ class Choice:
                 "format": 1,
                 "table_crc32c": google_crc32c.value(content.getvalue()),
                 "ends": self.ends.tolist(),
-                "sources": [_as_json(s) for s in self.sources],
+                "sources": [asdict(source) for source in self.sources],
             }
         )
 
@@ -134,20 +134,6 @@ class Choice:
             group_id=table[3],
             ends=np.asarray(state["ends"], np.int64),
         )
-
-
-def mark_gathered(run: RunFolder, counts: dict[str, int]) -> None:
-    """Record that every chosen trajectory is in the run's store."""
-    run.choose({**(run.chosen() or {}), "gathered": counts})
-
-
-def gathered(run: RunFolder) -> dict[str, int] | None:
-    """Return what `mark_gathered` recorded, or None while gathering is not finished."""
-    return (run.chosen() or {}).get("gathered")
-
-
-def _as_json(source: Source) -> dict[str, Any]:
-    return {name: getattr(source, name) for name in Source.__dataclass_fields__}
 
 
 def store_at(path: Address) -> Address:

@@ -216,14 +216,11 @@ class RunFolder:
         rows = self.metrics if most is None else self.metrics.spread(most)
         return [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
 
-    def reward_points(self, *, most: int | None = None) -> list[tuple[float, float]]:
-        """Return `(step, mean task reward)` of each rollout that has one."""
-        return self.points("task_reward", most=most)
-
-    def first_and_last(self, name: str) -> tuple[float | None, float | None]:
-        """Return the first and the last value of a metric among the first and the last steps."""
+    def first_and_last_reward(self) -> tuple[float | None, float | None]:
+        """Return the first and the last mean task reward among the first and the last steps."""
         ends = (self.metrics[:_LOOKED_AT], reversed(self.metrics[-_LOOKED_AT:]))
-        first, last = (next((float(row[name]) for row in rows if row.get(name) is not None), None) for rows in ends)
+        rewards = ([float(row["task_reward"]) for row in rows if row.get("task_reward") is not None] for rows in ends)
+        first, last = (next(iter(found), None) for found in rewards)
         return first, last
 
     # What it is
@@ -262,6 +259,10 @@ class RunFolder:
         """Write down what a run over stores learns from, JSON-ready, whole or not at all."""
         checked = {**state, "crc32c": google_crc32c.value(_canonical(state))}
         self.write(self.choice_file, json.dumps(checked).encode())
+
+    def gathered(self) -> dict[str, int] | None:
+        """Return the counts of what a run over stores has copied; None before it has copied all that it chose."""
+        return (self.chosen() or {}).get("gathered")
 
     @property
     def is_of_several(self) -> bool:
@@ -404,10 +405,15 @@ class RunFolder:
                     "the last step: from here on the learning rate is that of a run which had as many steps from its "
                     "start. Set learn.lr_decay_steps in a run that may be given more steps later."
                 )
-        now = {**_versions(), "device": device}
-        for name, old in {**before.get("versions", {}), "device": before.get("device", device)}.items():
+        for moved in self.moved_versions(device):
+            yield f"{moved}: {_LAST_BITS}."
+
+    def moved_versions(self, device: str | None = None) -> Iterator[str]:
+        """Say which packages have other versions than when the run was started, and whether the device is another."""
+        now, before = _versions() | ({"device": device} if device else {}), self.config
+        for name, old in {**before.versions, "device": before.device}.items():
             if old != now.get(name, old):
-                yield f"{name} was {old}, is {now[name]}: {_LAST_BITS}."
+                yield f"{name} was {old}, is {now[name]}"
 
     def check_parts(self) -> None:
         """Refuse to go on with a run of which something is missing; see `missing_parts`.
@@ -441,7 +447,9 @@ class RunFolder:
             yield f"there is no checkpoint, and {taken} steps were taken"
         if taken or saved:
             row = self.ledger.of_step(newest)
-            stored = self._gathered() if row is None else row.get("watermark", 0)
+            stored = (
+                (self.gathered() or {"trajectories": 0})["trajectories"] if row is None else row.get("watermark", 0)
+            )
             yield from self._missing_rows(_STORE, stored, "trajectories")
         if (taken or saved) and self.is_of_several:
             begun = -(-newest // self.config.pipeline.get("learn", {}).get("updates_per_rollout", 1))
@@ -463,11 +471,6 @@ class RunFolder:
                     yield f"{name} has seen {store.watermark} {what}, and the run had stored {counted}"
         except StoreError as error:
             yield f"{name} cannot be read ({error})" if self.medium.has(name) else f"there is no {name}"
-
-    def _gathered(self) -> int:
-        """Return how many trajectories a run over stores has copied; 0 before it has copied them all."""
-        counts = (self.chosen() or {}).get("gathered") or {}
-        return int(counts.get("trajectories", 0))
 
     # Its record
 

@@ -71,10 +71,6 @@ class GatherCounts:
     advantages: int = 0
     dropped: int = 0
 
-    def to_json(self) -> dict[str, int]:
-        """Return the counts by name."""
-        return dataclasses.asdict(self)
-
 
 def gather_schema(choice: Choice) -> Schema:
     """Return the columns of the run's store: the usual ones, those that the sources have more, and where a row is from.

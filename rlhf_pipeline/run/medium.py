@@ -53,6 +53,8 @@ def below(place: Address, name: str) -> Address:
 class RunMedium(ABC):
     """What a run is kept in, and this process's files of it. Names are relative to the run.
 
+    What needs to be done only where the files of this process are copies does nothing, unless a medium overrides it.
+
     Attributes:
         root: where this process finds and writes files of the run.
         address: the run itself, for people.
@@ -69,11 +71,9 @@ class RunMedium(ABC):
     def is_blank(self, besides: Collection[str]) -> bool:
         """Whether a run may be made here, as there is nothing that could be one, besides files of these names."""
 
-    @abstractmethod
     def bring(self, name: str) -> None:
         """Fetch a file or a sealed folder as it is now; the local copy of one that is gone is removed."""
 
-    @abstractmethod
     def keep(self, name: str) -> None:
         """Store a file or a sealed folder that this process has written, and let others see it.
 
@@ -83,23 +83,19 @@ class RunMedium(ABC):
             LeaseLostError: another process has taken over writing it.
         """
 
-    @abstractmethod
     def keep_first(self, name: str) -> bool:
-        """Keep a file unless another process has kept one; returns whether it is ours."""
+        """Keep a file unless another process has kept one; returns whether it is ours. A lock guards a folder's."""
+        return True
 
-    @abstractmethod
     def keep_log(self, path: Path) -> None:
         """Store the log of this process; a failure to do so is ignored."""
 
-    @abstractmethod
     def drop(self, name: str) -> None:
-        """Remove a sealed folder for all processes."""
+        """Remove a sealed folder, which this process has removed, for all processes."""
 
-    @abstractmethod
     def forget(self, name: str) -> None:
         """Remove this process's copy of a sealed folder, where the run is kept elsewhere."""
 
-    @abstractmethod
     def outline(self, name: str) -> None:
         """Fetch the names of the sealed folders in a folder; `bring` fetches what is in one."""
 
@@ -111,11 +107,9 @@ class RunMedium(ABC):
     def rows(self, name: str) -> StepRows:
         """Return the rows of a file with one line per step."""
 
-    @abstractmethod
     def write_rows(self) -> None:
         """Become the one process that adds lines; an earlier one is refused at its next line."""
 
-    @abstractmethod
     def lease(self, name: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
         """Hold a name as its only process on any machine; a lock does the same on this machine.
 
@@ -126,6 +120,7 @@ class RunMedium(ABC):
         Raises:
             RunExistsError: another live process has the name.
         """
+        return nullcontext()
 
     @abstractmethod
     def is_alive(self, name: str) -> bool:
@@ -139,13 +134,11 @@ class RunMedium(ABC):
     def said(self, name: str) -> dict[str, Any]:
         """Return what a process last reported of itself; empty if it never did."""
 
-    @abstractmethod
     def flush(self) -> None:
         """Wait until everything that this process keeps is stored."""
 
-    @abstractmethod
     def clear(self) -> None:
-        """Remove everything that a failed start left, its record last; see `RunFolder.clear`."""
+        """Remove all else that a failed start left, its record last; see `RunFolder.clear`."""
 
     def ahead(self, read: Callable[[], T]) -> Callable[[], T]:
         """Begin to look for what is wanted later; returns what gives it. A look that costs little waits until then.
@@ -185,7 +178,7 @@ class TrafficMeter:
 
 
 class FolderMedium(RunMedium):
-    """The files are the run.
+    """The files are the run; locks say which process holds a name.
 
     Args:
         path: the folder; it need not exist yet.
@@ -204,28 +197,6 @@ class FolderMedium(RunMedium):
             return True
         return self.root.is_dir() and {path.name for path in self.root.iterdir()} <= set(besides)
 
-    def bring(self, name: str) -> None:
-        """It is here."""
-
-    def keep(self, name: str) -> None:
-        """It is kept."""
-
-    def keep_first(self, name: str) -> bool:
-        """It is ours: the setup lock says so."""
-        return True
-
-    def keep_log(self, path: Path) -> None:
-        """It is kept."""
-
-    def drop(self, name: str) -> None:
-        """Whoever drops a folder has removed it."""
-
-    def forget(self, name: str) -> None:
-        """There are no copies."""
-
-    def outline(self, name: str) -> None:
-        """The folder itself says it."""
-
     def has(self, name: str) -> bool:
         """Whether there is one."""
         return (self.root / name).exists()
@@ -233,13 +204,6 @@ class FolderMedium(RunMedium):
     def rows(self, name: str) -> StepRows:
         """Return the rows of a file with one line per step."""
         return StepRows(self.root / name)
-
-    def write_rows(self) -> None:
-        """The lock of the process says it."""
-
-    def lease(self, name: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
-        """The lock of the process says it."""
-        return nullcontext()
 
     def is_alive(self, name: str) -> bool:
         """Whether the lock of the process is held."""
@@ -253,12 +217,6 @@ class FolderMedium(RunMedium):
     def said(self, name: str) -> dict[str, Any]:
         """Read its heartbeat."""
         return read_heartbeat(self.root / "processes", name)
-
-    def flush(self) -> None:
-        """Nothing is on its way."""
-
-    def clear(self) -> None:
-        """Whoever clears a run removes its files."""
 
 
 def open_medium(place: Address) -> RunMedium:

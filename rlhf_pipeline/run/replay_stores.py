@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import torch
 
@@ -14,7 +15,7 @@ from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.build import build_learner, build_policy, open_storage
-from rlhf_pipeline.run.choice import Choice, Limits, choose, gathered, mark_gathered
+from rlhf_pipeline.run.choice import Choice, Limits, choose
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.gather import GatherCounts, Gatherer, gather_schema
@@ -77,7 +78,7 @@ def replay_stores(
     policy.scoring_layout = pipeline.learn.layout  # scored by the code path of the update
     limits = limits_of(policy)
     choice = Choice.load(folder) or choose(replay, limits)
-    schema = None if gathered(folder) is not None else gather_schema(choice)
+    schema = None if folder.gathered() is not None else gather_schema(choice)
     with begun(
         folder,
         pipeline,
@@ -95,7 +96,7 @@ def replay_stores(
             choice.save(folder)
         with _store(pipeline, folder, schema) as storage, stop_on_signals() as stop:
             gatherer = Gatherer(pipeline, policy, choice, storage.store, limits=limits, on_event=on_event)
-            if gathered(folder) is not None or _gather(gatherer, folder, stop):
+            if folder.gathered() is not None or _gather(gatherer, folder, stop):
                 storage.refresh()
                 buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
                 learner = build_learner(
@@ -151,7 +152,7 @@ def _gather(gatherer: Gatherer, run: RunFolder, stop: StopRequest) -> bool:
     if counts is None:
         return False
     gatherer.target.flush()
-    mark_gathered(run, counts.to_json())
+    run.choose({**(run.chosen() or {}), "gathered": asdict(counts)})
     tell(gatherer.on_event, _what_was_gathered(gatherer.choice, counts), level="info")
     return True
 

@@ -8,14 +8,18 @@ two prompts of unequal length through the slot cache, two tokens on, against pla
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, SlotCache
+from rlhf_pipeline.policies.engines.slot_cache import SlotCache, prefill
 from rlhf_pipeline.policies.model_parts import ModelParts, rounding
+
+T = TypeVar("T")
 
 WITHOUT_SLOTS = (
     "So `rlhf-pipeline run` cannot train it: name another model (policy.path). CausalLMPolicy still scores with "
@@ -43,26 +47,47 @@ def verified_parts(parts: ModelParts) -> ModelParts:
 
 
 def _find_masking(parts: ModelParts) -> bool:
-    expected = plain_states(parts)
-    if not bool(torch.isfinite(expected).all()):
+    # A mask made by the model is the slower way and the one that every model knows.
+    own, gap, problem = first_right(parts, (parts.builds_own_mask, True), _through_slots)
+    if own is not None:
+        return own
+    if gap is None:
         # Diverged weights: the sampler names them when their logits arrive.
         return parts.builds_own_mask
-    problem: Exception | None = None
-    gap = float("inf")
-    # A mask made by the model is the slower way and the one that every model knows.
-    for own in (parts.builds_own_mask, True):
-        try:
-            found = _through_slots(parts, own)
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            problem = error
-            continue
-        gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-        if gap < rounding(parts.head.weight, fine=1e-3, coarse=0.1):
-            return own
     raise DefinitionError(
         f"The slot engine cannot generate with {type(parts.trunk).__name__}: through a KV cache its hidden states "
         f"differ from its own by {gap:.1%}. {WITHOUT_SLOTS}"
     ) from problem
+
+
+def first_right(
+    parts: ModelParts, ways: Iterable[T], through: Callable[[ModelParts, T], Tensor]
+) -> tuple[T | None, float | None, Exception | None]:
+    """Find the first way of decoding that gives a model's own hidden states, up to rounding.
+
+    Args:
+        parts: of the model.
+        ways: what may be right.
+        through: returns the states of `probe`'s tokens in one of them; may fail.
+
+    Returns:
+        That way or None; how far the last one was off, None where the model's own states are not finite; and why the
+        last one that failed did.
+    """
+    expected = _plain_states(parts)
+    if not bool(torch.isfinite(expected).all()):
+        return None, None, None
+    gap, problem = float("inf"), None
+    for way in ways:
+        try:
+            found = through(parts, way)
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+            problem = error
+            continue
+        gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+        if gap < rounding(parts.head.weight, fine=1e-3, coarse=0.1):
+            return way, gap, problem
+    return None, gap, problem
 
 
 def probe(parts: ModelParts) -> tuple[Tensor, Tensor, int]:
@@ -74,7 +99,7 @@ def probe(parts: ModelParts) -> tuple[Tensor, Tensor, int]:
 
 
 @torch.inference_mode()
-def plain_states(parts: ModelParts) -> Tensor:
+def _plain_states(parts: ModelParts) -> Tensor:
     """Return hidden states of the last prompt token and the new ones, without a cache, `[2, 1 + new, H]`."""
     rows = []
     for ids, length in zip(probe(parts)[0], _LENGTHS, strict=True):
@@ -91,14 +116,8 @@ def _through_slots(parts: ModelParts, own: bool) -> Tensor:
     tokens, lengths, _ = probe(parts)
     device = tokens.device
     rows, longest = torch.arange(2, device=device), max(_LENGTHS)
-    prompts = PrefillCache(parts.num_layers)
-    hidden = parts.hidden(
-        input_ids=tokens[:, :longest],
-        position_ids=torch.arange(longest, device=device).expand(2, -1),
-        past_key_values=prompts,
-        use_cache=True,
-    )
-    out = [hidden[rows, lengths - 1]]
+    prompts, hidden = prefill(parts, tokens[:, :longest], lengths)
+    out = [hidden]
     cache = SlotCache(parts.num_layers, num_slots=2, longest_prompt=longest, longest_completion=_NEW, device=device)
     cache.begin(0, rows=0, to_come=2)
     cache.insert(rows, prompts.right_aligned(lengths), rows, lengths)

@@ -18,7 +18,7 @@ from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.engines.protocol import Int64Array, RaggedCompletions, Request, VersionSpans, WeightRefresh
 from rlhf_pipeline.policies.engines.sampling import stream_keys
-from rlhf_pipeline.policies.engines.slot_cache import PrefillCache
+from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, prefill
 
 if TYPE_CHECKING:
     from rlhf_pipeline.policies.engines.slots import SlotEngine
@@ -293,20 +293,10 @@ class Rollout:
         return out
 
     def _prefilled(self, ids: Int64Array, token_counts: Int64Array) -> tuple[States, Tensor]:
-        """Return the states of right-padded rows and their last hidden states `[len(ids), H]`.
-
-        They need no mask: with causal attention no token sees what follows it.
-        """
+        """Return the states of right-padded rows and their last hidden states `[len(ids), H]`."""
         lengths = self.upload(token_counts)
-        cache = PrefillCache(self.parts.num_layers)
-        hidden = self.parts.hidden(
-            input_ids=self.upload(ids),
-            position_ids=torch.arange(ids.shape[1], device=self.device).expand(len(ids), -1),
-            past_key_values=cache,
-            use_cache=True,
-        )
-        rows = torch.arange(len(ids), device=self.device)
-        return self.arrange(cache, lengths), hidden[rows, lengths - 1]
+        cache, hidden = prefill(self.parts, self.upload(ids), lengths)
+        return self.arrange(cache, lengths), hidden
 
     def upload(self, values: npt.NDArray[np.generic]) -> Tensor:
         """Return an array as a tensor on the device; the host does not wait for the copy."""

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from rlhf_pipeline.policies.model_parts import ModelParts
+
 _HEADROOM = 64
 """Columns kept free beyond the live window when the cache is laid out again."""
 
@@ -101,6 +103,21 @@ class PrefillCache(Cache):
             keys, values = (x.gather(2, at.expand(-1, x.shape[1], -1, x.shape[3])) for x in (layer.keys, layer.values))
             out.append((keys, values))
         return out
+
+
+def prefill(parts: ModelParts, ids: Tensor, lengths: Tensor) -> tuple[PrefillCache, Tensor]:
+    """Return the keys and values of right-padded rows, and the last hidden state of each, `[N, H]`.
+
+    They need no mask: with causal attention no token sees what follows it.
+    """
+    cache, count = PrefillCache(parts.num_layers), len(ids)
+    hidden = parts.hidden(
+        input_ids=ids,
+        position_ids=torch.arange(ids.shape[1], device=ids.device).expand(count, -1),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return cache, hidden[torch.arange(count, device=ids.device), lengths - 1]
 
 
 class _SlotLayer(CacheLayer):

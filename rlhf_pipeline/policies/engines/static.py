@@ -30,12 +30,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from rlhf_pipeline.policies.engines.cache_check import plain_states, probe
+from rlhf_pipeline.policies.engines.cache_check import first_right, probe
 from rlhf_pipeline.policies.engines.protocol import Int64Array
 from rlhf_pipeline.policies.engines.rollout import Rollout, States
 from rlhf_pipeline.policies.engines.sampling import device_uniforms, sample_rows
-from rlhf_pipeline.policies.engines.slot_cache import CacheLayer, PrefillCache
-from rlhf_pipeline.policies.model_parts import ModelParts, rounding
+from rlhf_pipeline.policies.engines.slot_cache import CacheLayer, PrefillCache, prefill
+from rlhf_pipeline.policies.model_parts import ModelParts
 
 logger = logging.getLogger(__name__)
 
@@ -380,38 +380,20 @@ def mask_form(parts: ModelParts) -> MaskForm | None:
 
 
 def _find_form(parts: ModelParts) -> MaskForm | None:
-    expected = plain_states(parts)
-    if not bool(torch.isfinite(expected).all()):
-        return None
     if getattr(_config(parts), "layer_types", None):
         candidates: tuple[MaskForm, ...] = ("by_kind", "near", "full")
     else:
         candidates = ("near", "by_kind") if _sliding_window(parts) else ("full", "by_kind")
-    for form in candidates:
-        try:
-            found = _through_static_slots(parts, form)
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError):
-            continue
-        gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-        if gap < rounding(parts.head.weight, fine=1e-3, coarse=0.1):
-            return form
-    return None
+    return first_right(parts, candidates, _through_static_slots)[0]
 
 
 @torch.inference_mode()
 def _through_static_slots(parts: ModelParts, form: MaskForm) -> Tensor:
-    """Return the states of `plain_states` by prefill and single steps on two slots and a third that is not live."""
+    """Return the states of `probe` by prefill and single steps on two slots and a third that is not live."""
     tokens, lengths, new = probe(parts)
-    device, width = tokens.device, int(lengths.max())
-    rows = torch.arange(2, device=device)
-    cache = PrefillCache(parts.num_layers)
-    hidden = parts.hidden(
-        input_ids=tokens[:, :width],
-        position_ids=torch.arange(width, device=device).expand(2, -1),
-        past_key_values=cache,
-        use_cache=True,
-    )
-    out = [hidden[rows, lengths - 1]]
+    device, rows = tokens.device, torch.arange(2, device=tokens.device)
+    cache, hidden = prefill(parts, tokens[:, :-new], lengths)
+    out = [hidden]
     no_end = torch.zeros(parts.head.weight.shape[0], dtype=torch.bool, device=device)
     state = StaticSlots(
         parts, form, num_slots=3, window=_FEWEST_COLUMNS, is_end=no_end, temperature=1.0, look_every=new

@@ -182,7 +182,7 @@ class Supervisor:
             )
             for name, command in commands.items()
         }
-        self.first_reward, self.last_reward = self.run.first_and_last("task_reward")
+        self.first_reward, self.last_reward = self.run.first_and_last_reward()
         self._has_begun = False
         self._has_advanced: set[str] = set()
 

@@ -212,4 +212,4 @@ def test_another_device_and_other_versions_are_said(tmp_path):
     record = json.loads((run_dir / "config.json").read_text())
     record["versions"]["torch"] = "0.9"
     (run_dir / "config.json").write_text(json.dumps(record))
-    assert [notice.split(",")[0] for notice in run.notices(pipeline, device="cpu")] == ["torch was 0.9"]
+    assert [notice.split(",")[0] for notice in RunFolder(run_dir).notices(pipeline, device="cpu")] == ["torch was 0.9"]
