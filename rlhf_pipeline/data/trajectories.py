@@ -56,6 +56,7 @@ RAGGED_KEYS: tuple[Key, ...] = (*TOKEN_KEYS, REWARD, KL_PENALTY, ADVANTAGE, ATTE
 T = TypeVar("T", bound=TensorDict)
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.bool: np.bool_}
+_NO_BATCH = torch.Size([])
 
 
 @dataclass(slots=True)
@@ -623,10 +624,23 @@ def td_of(columns: Trajectories) -> TensorDictBase:
 def stack_of(columns: Trajectories) -> TensorDictBase:
     """A lazy stack `[n]`, one TensorDict per row."""
     trees: list[dict[str, Any]] = [{} for _ in range(columns.n)]
+    texts: list[tuple[Key, Text]] = []
     for key, column in columns.items():
-        for tree, leaf in zip(trees, column.items if isinstance(column, Text) else column.rows(), strict=True):
+        if isinstance(column, Text):
+            texts.append((key, column))
+            continue
+        for tree, leaf in zip(trees, column.rows(), strict=True):
             _plant(tree, key, leaf)
-    return lazy_stack([TensorDict(tree, batch_size=[]) for tree in trees])  # pyright: ignore[reportReturnType]
+    rows = [_row_of(tree) for tree in trees]
+    for key, column in texts:
+        for row, item in zip(rows, column.items, strict=True):
+            row.set(key, item)
+    return lazy_stack(rows)  # pyright: ignore[reportReturnType]
+
+
+def _row_of(tree: dict[str, Any]) -> TensorDict:
+    """A TensorDict without batch dimensions; they have nothing that would need a check."""
+    return unchecked({name: _row_of(leaf) if type(leaf) is dict else leaf for name, leaf in tree.items()}, _NO_BATCH)
 
 
 def _plant(tree: dict[str, Any], key: Key, leaf: Any) -> None:

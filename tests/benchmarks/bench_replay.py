@@ -72,7 +72,7 @@ def trajectories(
             "next": {"done": torch.ones(1, dtype=torch.bool), "ref_log_probs": {"full": -torch.rand(n)}},
         }
         if rewards:
-            row["next"]["reward"] = torch.randn(n)
+            row["next"]["reward"] = torch.zeros(n).index_put_((torch.tensor(n - 1),), row["task_reward"])
             row["advantage"] = torch.where(mask, torch.randn(()), 0.0)
             row["masks"]["all_attention_mask"] = torch.ones(n, dtype=torch.bool)
         if text:
