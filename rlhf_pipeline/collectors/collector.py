@@ -118,6 +118,7 @@ class Collector:
         *,
         refresh: WeightRefresh | None = None,
         digests: Mapping[int, int] | None = None,
+        is_first: bool = False,
     ) -> Rollout:
         """Ensure that the whole of rollout number `rollout` is in the store.
 
@@ -126,6 +127,7 @@ class Collector:
             policy_version: optimizer steps behind the policy's weights.
             refresh: takes up newer weights on the way; only with a `CausalLMPolicy`.
             digests: of the published weights by version, read when all is sampled; None where none are published.
+            is_first: nobody has tried it before, so that nothing of it is in the store; it is not looked for there.
 
         Returns:
             The summary of the rollout, read from the store if it was there already.
@@ -139,7 +141,7 @@ class Collector:
         first = rollout * self.config.prompts_per_rollout
         cursors = np.arange(first, first + self.config.prompts_per_rollout)
         # Looked up each time: a ring may have evicted part of what a resumed run replays.
-        store, rows = self.buffer.store, self._rows_of(cursors)
+        store, rows = self.buffer.store, np.empty(0, np.int64) if is_first else self._rows_of(cursors)
         if len(rows) >= len(cursors) * self.config.group_size:
             self.observe(cursors)
             return self._summary(rollout, store.read_scalars("task_reward", rows), 0, None, started, from_store=True)

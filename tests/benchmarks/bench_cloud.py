@@ -41,8 +41,8 @@ from trajectory_store import TrajectoryStore
 from trajectory_store.objects.remote import open_bucket
 
 COLLECTORS = 2
-WARM = 8
-"""Steps that are left out: processes begin, and segments are small."""
+WARM, LEAVE = 8, 4
+"""Steps that are left out: processes begin, and segments are small; processes are about to end."""
 SMALL_BYTES = 8192
 """An object of a segment that is smaller is its end."""
 IDLE_S = 20.0
@@ -128,7 +128,7 @@ def measured(
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """The metrics of the steps behind the first ones, and what the proxy counted per step meanwhile."""
     folder.mkdir()
-    processes = Processes(place, folder, steps)
+    processes = Processes(place, folder, steps + LEAVE)
     processes.start()
     try:
         counted = [(processes.wait(step, rig), {} if rig is None else rig.counts()) for step in (WARM, steps)]
@@ -138,7 +138,7 @@ def measured(
         processes.end()
     (first, before), (last, after) = counted
     with unseen(rig):
-        rows = [row for row in RunFolder(place).metrics if row["step"] > WARM]
+        rows = [row for row in RunFolder(place).metrics if WARM < row["step"] <= steps]
     return rows, {name: count / (last - first) for name, count in less(after, before).items()}
 
 
@@ -267,6 +267,7 @@ def main() -> int:
                 collectors=COLLECTORS,
                 rollout_s=float(np.mean([row["rollout_s"] for row in url])),
                 update_s=float(np.mean([row["update_s"] for row in url])),
+                max_staleness=float(SETTINGS["buffer.max_staleness"]),
                 paced_s=pace["URL"][-1],
                 **sizes(place),
             )

@@ -3,9 +3,10 @@
     python -m tests.benchmarks.cloud_model                                  1, 8, 64 and 1,000 hosts
     python -m tests.benchmarks.cloud_model --weights-mb 14000 --tokens 500000 --rollout-s 60 --update-s 20
 
-Per step and per rollout every request has a reason; `predicted` adds them up. A process that waits looks again after
-0.1 s, 0.2 s, 0.4 s, ... up to every 2 s. Money is the list price of S3 Standard in us-east-1 (2026): 0.005 USD per
-thousand puts and lists, 0.0004 USD per thousand reads, nothing for deletes and for bytes within the region.
+Per step and per rollout every request has a reason; `predicted` adds them up. A process that waits looks again after a
+quarter of the time it has waited, at least 0.25 s and at most 2 s. Money is the list price of S3 Standard in us-east-1
+(2026): 0.005 USD per thousand puts and lists, 0.0004 USD per thousand reads, nothing for deletes and for bytes within
+the region.
 `bench_cloud` compares the formulas with the requests and bytes of a run.
 """
 
@@ -18,8 +19,8 @@ from dataclasses import dataclass, replace
 PUT_USD, GET_USD = 0.005e-3, 0.0004e-3
 BESIDE_BYTES = 1200
 """Of a pointer, a record, a claim, a lease, and the lines of ledger and metrics, each about."""
-LONGEST_S = 2.0
-"""Between two looks of a process that has waited for long."""
+SHORTEST_S, LONGEST_S = 0.25, 2.0
+"""Between two looks of a process that waits."""
 AT_ONCE = 64
 """Requests of one process that are on their way at the same time."""
 
@@ -40,6 +41,7 @@ class Run:
         round_trip_s: of a small request.
         checkpoint_every: steps per checkpoint.
         state_bytes: of the optimizer, in a checkpoint.
+        max_staleness: steps that the weights of a rollout may be older than those it is learned with.
         paced_s: seconds per step, where they were measured.
     """
 
@@ -54,6 +56,7 @@ class Run:
     round_trip_s: float = 0.02
     checkpoint_every: float = math.inf
     state_bytes: float = 0.0
+    max_staleness: float = math.inf
     paced_s: float | None = None
 
     @property
@@ -108,33 +111,34 @@ class Asked:
 def looks(wait_s: float, round_trip_s: float) -> float:
     """How often a process looks again that waits for something.
 
-    >>> looks(0.0, 0.02), looks(0.25, 0.0), looks(10.0, 0.0)
-    (0.0, 2.0, 8.0)
+    >>> looks(0.0, 0.02), looks(0.7, 0.0), looks(10.0, 0.0)
+    (0.0, 3.0, 15.0)
     """
-    count, pause, waited = 0.0, 0.1, 0.0
+    count, waited = 0.0, 0.0
     while waited < wait_s:
-        waited += pause + round_trip_s
-        pause = min(2 * pause, LONGEST_S)
+        waited += min(max(waited / 4, SHORTEST_S), LONGEST_S) + round_trip_s
         count += 1
     return count
 
 
 def predicted(run: Run) -> Asked:
     """What all processes of a run ask for per step, one rollout each."""
-    step, n = run.step_s, run.collectors
-    # Those whose turn it is look soon again; the others, who wait for long, look as seldom as they may.
-    busy = min(n, math.ceil(run.collector_busy_s / step))
-    waits = looks(busy * step - run.collector_busy_s, run.round_trip_s)
-    waits += (n - busy) * step / (LONGEST_S + run.round_trip_s)
-    alone = looks(step - run.learner_busy_s, run.round_trip_s)  # of the learner, for a rollout
+    step, n, trip = run.step_s, run.collectors, run.round_trip_s
+    free = max(n * step - run.collector_busy_s, 0.0)  # what a collector waits per rollout
+    waits = looks(free, trip)
+    claims = 1 + min(free / step, waits)  # one that was refused is asked for again at the next version of the weights
+    # How long after a step has begun the rollout of the next one is there: the collectors are slower; or it was not
+    # let begin before weights were published `max_staleness - 1` steps ago, and a collector had seen them.
+    late = 4 * trip + SHORTEST_S / 2 + run.collector_busy_s - (run.max_staleness - 1) * step
+    late = step if run.collector_busy_s / n >= run.learner_busy_s else min(max(late, 0.0), step)
+    alone = 1 + looks(late, trip)  # of the learner, for a rollout
     renewals = (n + 1) * step / (run.lease_s / 4)
     packs = math.ceil(run.weights_bytes / 2**26)
     checkpoints = (1 + math.ceil(run.state_bytes / 2**26)) / run.checkpoint_every
-    claims = 1 + waits / 4
     learner = Asked(
         puts=2 + packs + 2 + checkpoints,  # ledger and metrics; pieces, their list and the pointer
         gets=1 + n + 1,  # the record; the next commit of every segment, and the one behind a new one
-        lists=2 + alone,  # rollouts and catalog
+        lists=1 + alone,  # catalog and rollouts
         deletes=1 + packs,
         sent=run.weights_bytes + run.list_bytes + 3 * BESIDE_BYTES + run.state_bytes / run.checkpoint_every,
         received=run.rollout_bytes + BESIDE_BYTES,
@@ -142,7 +146,7 @@ def predicted(run: Run) -> Asked:
     collector = Asked(
         puts=3,  # the claim, the trajectories and their record
         gets=1 + waits + claims + 1 + packs,  # the pointer; the claims; the list of pieces, and the pieces
-        lists=claims + (n > 1) * step * n / (run.lease_s / 4) / n,
+        lists=claims + (n > 1) * step / (run.lease_s / 4),
         deletes=0,
         sent=run.rollout_bytes + 2 * BESIDE_BYTES,
         received=run.weights_bytes + run.list_bytes + (1 + claims) * BESIDE_BYTES,

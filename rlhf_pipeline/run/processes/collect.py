@@ -219,7 +219,11 @@ class _Worker:
     def _collect(self, rollout: int) -> Rollout:
         try:
             done = self.parts.collector.collect(
-                rollout, policy_version=self.version, refresh=self._refresh(), digests=self.digests
+                rollout,
+                policy_version=self.version,
+                refresh=self._refresh(),
+                digests=self.digests,
+                is_first=self.claims.is_first,
             )
         except RewardError:
             self.heartbeat.beat("failed: every reward call", rollout=rollout, rollouts=self.num_rollouts)

@@ -85,20 +85,21 @@ class Heartbeat:
 
 
 class Pause:
-    """Sleeps between two looks while there is nothing to do, longer each time.
+    """Sleeps between two looks while there is nothing to do: a quarter of the time waited so far, within bounds.
 
     Args:
-        longest_s: the longest pause, in seconds; the first one is a twentieth of it.
+        longest_s: the longest pause, in seconds; the shortest is an eighth of it.
     """
 
     def __init__(self, longest_s: float = 0.1) -> None:
-        self._seconds = longest_s / 20
         self._longest_s = longest_s
+        self._since = time.monotonic()
 
     def sleep(self, wake: threading.Event | None = None) -> None:
         """Sleep, or until an event is set."""
-        (time.sleep if wake is None else wake.wait)(self._seconds)
-        self._seconds = min(2 * self._seconds, self._longest_s)
+        waited = time.monotonic() - self._since
+        seconds = min(max(waited / 4, self._longest_s / 8), self._longest_s)
+        (time.sleep if wake is None else wake.wait)(seconds)
 
 
 def write_heartbeat(path: Path, said: Mapping[str, Any]) -> None:
