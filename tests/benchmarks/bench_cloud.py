@@ -6,8 +6,8 @@
 A learner and two collectors, started by the commands that a person types, with `buffer.max_staleness=2` so that they
 overlap; in a folder, and behind a proxy that adds 20 ms to every request to an S3 server on this machine. The server is
 a Python program on the same cores, so it takes time from the run that a real one would not; the steps are of a size
-(about a second) at which that does not hide what is measured. Requests and bytes are counted twice: by the processes,
-in metrics.jsonl, and by the proxy. Then the learner is stopped, and after it the collectors instead, for a while: what
+(about a second) at which that does not hide what is measured. Requests and bytes are counted twice: by the proxy,
+and by the processes, in metrics.jsonl, where those of a collector that waits come with its next rollout. Then the learner is stopped, and after it the collectors instead, for a while: what
 the others ask for meanwhile is what a process costs that has nothing to do. A batch is read from the store by a reader
 that has just opened it. The last table is `cloud_model.py` with the
 sizes and times of this run.
@@ -276,8 +276,8 @@ def main() -> int:
         model = {"requests": asked.requests, "bytes_sent": asked.sent, "bytes_received": asked.received}
         seen = {"requests": requests(proxy), "bytes_sent": proxy["sent"], "bytes_received": proxy["received"]}
         for name, said in model.items():
-            counted = total(url, name) / len(url)
-            say(f"{name} per step: by the processes {counted:.1f}, by the proxy {seen[name]:.1f}, the model {said:.1f}")
+            told, counted = total(url, name) / len(url), seen[name]
+            say(f"{name} per step: by the proxy {counted:.1f}, by the processes {told:.1f}, the model {said:.1f}")
             goal("model", f"the model's {name} against those counted", abs(said / counted - 1), GOALS["model"])
         for name, trips in cold_round_trips(place).items():
             goal(

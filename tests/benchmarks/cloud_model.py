@@ -3,10 +3,11 @@
     python -m tests.benchmarks.cloud_model                                  1, 8, 64 and 1,000 hosts
     python -m tests.benchmarks.cloud_model --weights-mb 14000 --tokens 500000 --rollout-s 60 --update-s 20
 
-Per step and per rollout every request has a reason; `predicted` adds them up. A process that waits looks again after a
-quarter of the time it has waited, at least 0.25 s and at most 2 s. Money is the list price of S3 Standard in us-east-1
-(2026): 0.005 USD per thousand puts and lists, 0.0004 USD per thousand reads, nothing for deletes and for bytes within
-the region.
+Per step and per rollout every request has a reason; `predicted` adds them up. A process that waits looks again after
+half of the time it has waited, at least 0.25 s and at most 2 s; a new version of the weights starts that anew. Money is
+the list price of S3 Standard in us-east-1 (2026): 0.005 USD per thousand puts and lists, 0.0004 USD per thousand reads,
+nothing for deletes and for bytes within the region.
+
 `bench_cloud` compares the formulas with the requests and bytes of a run.
 """
 
@@ -112,11 +113,11 @@ def looks(wait_s: float, round_trip_s: float) -> float:
     """How often a process looks again that waits for something.
 
     >>> looks(0.0, 0.02), looks(0.7, 0.0), looks(10.0, 0.0)
-    (0.0, 3.0, 15.0)
+    (0.0, 3.0, 11.0)
     """
     count, waited = 0.0, 0.0
     while waited < wait_s:
-        waited += min(max(waited / 4, SHORTEST_S), LONGEST_S) + round_trip_s
+        waited += min(max(waited / 2, SHORTEST_S), LONGEST_S) + round_trip_s
         count += 1
     return count
 
@@ -124,9 +125,9 @@ def looks(wait_s: float, round_trip_s: float) -> float:
 def predicted(run: Run) -> Asked:
     """What all processes of a run ask for per step, one rollout each."""
     step, n, trip = run.step_s, run.collectors, run.round_trip_s
-    free = max(n * step - run.collector_busy_s, 0.0)  # what a collector waits per rollout
-    waits = looks(free, trip)
-    claims = 1 + min(free / step, waits)  # one that was refused is asked for again at the next version of the weights
+    free = max(n - run.collector_busy_s / step, 0.0)  # steps that a collector waits per rollout
+    waits = free * looks(step, trip)
+    claims = 1 + min(free, waits)  # one that was refused is asked for again at the next version of the weights
     # How long after a step has begun the rollout of the next one is there: the collectors are slower; or it was not
     # let begin before weights were published `max_staleness - 1` steps ago, and a collector had seen them.
     late = 4 * trip + SHORTEST_S / 2 + run.collector_busy_s - (run.max_staleness - 1) * step

@@ -21,7 +21,7 @@ from rlhf_pipeline.run.build import Parts, build_models, build_parts
 from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, tell
-from rlhf_pipeline.run.medium import Address, RunMedium, TrafficMeter
+from rlhf_pipeline.run.medium import Address, TrafficMeter
 from rlhf_pipeline.run.processes.claims import Claims, Flow
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause, process_lock
 from rlhf_pipeline.run.processes.rollouts import Rollouts, StoredRollout
@@ -148,9 +148,12 @@ class _Worker:
     num_trajectories: int = 0
 
     def work(self, stop: StopRequest) -> Literal["finished", "interrupted"]:
-        pause, refused = Pause(self.run.medium.patience_s), _Refused()
+        patience_s = self.run.medium.patience_s
+        pause, seen, ask_at = Pause(patience_s), None, 0.0
         while not stop:
             published = read_published(self.run)
+            if published != seen:  # the learner gets on, and may do so again soon
+                pause, seen, ask_at = Pause(patience_s), published, 0.0
             if published is None:
                 self.heartbeat.beat("waiting for the first weights", rollouts=self.num_rollouts)
                 pause.sleep()
@@ -162,9 +165,12 @@ class _Worker:
                 self.heartbeat.beat("waiting for the learner", version=self.version, rollouts=self.num_rollouts)
                 pause.sleep()
                 continue
-            rollout = None if refused.still(published) else self.claims.claim(published)
+            rollout = None
+            if time.monotonic() >= ask_at:
+                rollout = self.claims.claim(published)
+                # What was refused is, until the learner has got on or another collector may have died.
+                ask_at = time.monotonic() + _LOOKS_A_CLAIM * patience_s
             if rollout is None:
-                refused.note(published, self.run.medium)
                 self.heartbeat.beat("waiting for the learner", version=self.version, rollouts=self.num_rollouts)
                 pause.sleep()
                 continue
@@ -175,7 +181,7 @@ class _Worker:
                 tell(self.on_event, str(error))
             finally:
                 self.claims.release(done=done)
-            pause, refused = Pause(self.run.medium.patience_s), _Refused()
+            seen = None
         return "interrupted"
 
     def _one(self, rollout: int, published: Published) -> bool:
@@ -260,23 +266,6 @@ class _Worker:
                     raise
                 time.sleep(_LOOK_AGAIN_S)  # the learner may be replacing them by newer ones
                 published = newest or published
-
-
-@dataclass
-class _Refused:
-    """When a claim was refused: asked again once the learner has got on, or others may have died."""
-
-    published: Published | None = None
-    until: float = 0.0
-
-    def still(self, published: Published) -> bool:
-        """Whether the answer would be the same."""
-        return published == self.published and time.monotonic() < self.until
-
-    def note(self, published: Published, medium: RunMedium) -> None:
-        """Note a refusal; where looking costs little, no answer is relied on."""
-        if not self.still(published):
-            self.published, self.until = published, time.monotonic() + _LOOKS_A_CLAIM * medium.patience_s
 
 
 def load_policy(policy: TokenPolicy, run: RunFolder, published: Published) -> None:

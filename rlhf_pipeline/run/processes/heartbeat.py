@@ -85,7 +85,7 @@ class Heartbeat:
 
 
 class Pause:
-    """Sleeps between two looks while there is nothing to do: a quarter of the time waited so far, within bounds.
+    """Sleeps between two looks while there is nothing to do: half of the time waited so far, within bounds.
 
     Args:
         longest_s: the longest pause, in seconds; the shortest is an eighth of it.
@@ -98,7 +98,7 @@ class Pause:
     def sleep(self, wake: threading.Event | None = None) -> None:
         """Sleep, or until an event is set."""
         waited = time.monotonic() - self._since
-        seconds = min(max(waited / 4, self._longest_s / 8), self._longest_s)
+        seconds = min(max(waited / 2, self._longest_s / 8), self._longest_s)
         (time.sleep if wake is None else wake.wait)(seconds)
 
 
