@@ -6,11 +6,11 @@
 A learner and two collectors, started by the commands that a person types, with `buffer.max_staleness=2` so that they
 overlap; in a folder, and behind a proxy that adds 20 ms to every request to an S3 server on this machine. The server is
 a Python program on the same cores, so it takes time from the run that a real one would not; the steps are of a size
-(about a second) at which that does not hide what is measured. Requests and bytes are counted twice: by the proxy,
-and by the processes, in metrics.jsonl, where those of a collector that waits come with its next rollout. Then the learner is stopped, and after it the collectors instead, for a while: what
-the others ask for meanwhile is what a process costs that has nothing to do. A batch is read from the store by a reader
-that has just opened it. The last table is `cloud_model.py` with the
-sizes and times of this run.
+(about a second) at which that does not hide what is measured. Requests and bytes are counted by the proxy, and by the
+processes in metrics.jsonl, where those of a collector that waits come with its next rollout. The model is
+`cloud_model.py` with the sizes and times of this run. Then the learner is stopped, and after it the collectors instead,
+for a while: what the others ask for meanwhile is what a process costs that has nothing to do. A batch is read from the
+store by a reader that has just opened it.
 """
 
 from __future__ import annotations
