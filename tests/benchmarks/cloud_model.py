@@ -110,24 +110,31 @@ class Asked:
 
 
 def looks(wait_s: float, round_trip_s: float) -> float:
-    """How often a process looks again that waits for something.
+    """How often, on average, a process looks again while it waits for something, after a claim that was refused.
 
-    >>> looks(0.0, 0.02), looks(0.7, 0.0), looks(10.0, 0.0)
-    (0.0, 3.0, 11.0)
+    >>> looks(0.0, 0.02), looks(0.7, 0.0), round(looks(10.0, 0.0), 1)
+    (0.0, 2.8, 10.2)
     """
-    count, waited = 0.0, 0.0
+    count, waited = 0.0, 3 * round_trip_s
     while waited < wait_s:
-        waited += min(max(waited / 2, SHORTEST_S), LONGEST_S) + round_trip_s
-        count += 1
+        pause = min(max(waited / 2, SHORTEST_S), LONGEST_S) + round_trip_s
+        count += min((wait_s - waited) / pause, 1.0)
+        waited += pause
     return count
 
 
 def predicted(run: Run) -> Asked:
     """What all processes of a run ask for per step, one rollout each."""
     step, n, trip = run.step_s, run.collectors, run.round_trip_s
-    free = max(n - run.collector_busy_s / step, 0.0)  # steps that a collector waits per rollout
-    waits = free * looks(step, trip)
-    claims = 1 + min(free, waits)  # one that was refused is asked for again at the next version of the weights
+    steps = run.collector_busy_s / step
+    waiting = max(n - math.floor(steps), 0)  # collectors, when a step's weights are published and let one of them begin
+    waits, claims, lost = 0.0, 1.0, 0.0
+    if waiting:
+        # The others look for all of the next step; this one has looked in vain when it was done, and then till its end.
+        waits = (waiting - 1) * looks(step, trip) + 0.5 + looks((math.floor(steps) + 1 - steps) * step, trip)
+        # One is first; who had read the claims before it wrote them has to read them again.
+        lost = (waiting - 1) * min(2 * trip / (SHORTEST_S + trip), 1.0)
+        claims = 1 + min(waiting, waits) + lost
     # How long after a step has begun the rollout of the next one is there: the collectors are slower; or it was not
     # let begin before weights were published `max_staleness - 1` steps ago, and a collector had seen them.
     late = 4 * trip + SHORTEST_S / 2 + run.collector_busy_s - (run.max_staleness - 1) * step
@@ -145,7 +152,7 @@ def predicted(run: Run) -> Asked:
         received=run.rollout_bytes + BESIDE_BYTES,
     )
     collector = Asked(
-        puts=3,  # the claim, the trajectories and their record
+        puts=3 + lost,  # the claim, the trajectories and their record
         gets=1 + waits + claims + 1 + packs,  # the pointer; the claims; the list of pieces, and the pieces
         lists=claims + (n > 1) * step / (run.lease_s / 4),
         deletes=0,
