@@ -18,4 +18,4 @@ def test_a_benchmark_prints_its_figures(name):
     command = [sys.executable, str(HERE / f"{name}.py"), "--quick"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert " x" in ended.stdout or " ms" in ended.stdout, ended.stdout
+    assert sum(any(map(str.isdigit, line)) for line in ended.stdout.splitlines()) > 2, ended.stdout
