@@ -259,7 +259,7 @@ class Sample(Settings):
     max_uses: int | None = setting(None, min=1, help="Steps after which a trajectory is used up; None sets no limit.")
     min_ess: float | None = setting(
         None,
-        min=0,
+        above=0,
         max=1,
         help="Trajectories of one age count less where their effective sample size, as a share of their tokens, is "
         "below this; see `rlhf_pipeline.learner.ess_guard`. Costs one more forward pass where a batch is "

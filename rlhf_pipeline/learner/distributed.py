@@ -25,8 +25,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rlhf_pipeline.config import Learn
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.learner.group import group_device, send
+from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.sharded_state import write_shards
-from rlhf_pipeline.learner.state import NamedOptimizer
 from rlhf_pipeline.losses.grpo import GRPOLossOutput
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 
@@ -187,7 +187,7 @@ class Shards:
         dist.all_reduce(flat)  # a value and zeros, so nothing is rounded
         return dict(zip(wanted, flat.cpu().split(sizes.tolist()), strict=True))
 
-    def write(self, folder: Path, *, policy: TokenPolicy, optimizer: NamedOptimizer) -> None:
+    def write(self, folder: Path, *, policy: TokenPolicy, optimizer: PolicyOptimizer) -> None:
         """Write weights and optimizer in shards; every process must call this. See `write_shards`."""
         write_shards(folder, policy=policy, optimizer=optimizer)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlhf_pipeline.config import Sample
-from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.functional.diagnostics import ess_from_sums, weight_sums
 from rlhf_pipeline.learner.step_plan import StepPlan
 from rlhf_pipeline.losses.loss_batch import LossBatch
@@ -71,14 +70,7 @@ class EssVerdict:
         return " ".join(said)
 
 
-def ess_guard(
-    log_ratio: Tensor,
-    mask: Tensor,
-    ages: Tensor | None = None,
-    *,
-    min_ess: float = 0.3,
-    skip_below: float = 0.1,
-) -> EssVerdict:
+def ess_guard(log_ratio: Tensor, mask: Tensor, ages: Tensor, *, min_ess: float, skip_below: float) -> EssVerdict:
     """Weigh the trajectories of a batch by the effective sample size of all that are as old as they are.
 
     With `w = exp(log_ratio)` clamped to +-20, `ESS = (sum w)^2 / (n * sum w^2)` over the trajectories of one age. From
@@ -91,38 +83,24 @@ def ess_guard(
     Args:
         log_ratio: `[B, T]`, log-prob of the learner (at the start of the step) minus that of the behaviour policy.
         mask: bool `[B, T]`, the assistant's tokens. A token whose ratio is not finite does not count.
-        ages: integers `[B]`, learner version minus policy version; None takes the batch as one age.
+        ages: int64 `[B]`, learner version minus policy version.
         min_ess: limit below which trajectories count less, above 0 and at most 1.
         skip_below: limit below which they do not count, from 0 to `min_ess`.
 
     Returns:
         The weights, and what was found of each age.
 
-    Raises:
-        DefinitionError: if a limit is out of range.
-        DataError: if the shapes do not fit.
-
-    >>> log_ratio = torch.tensor([[1.0, 1.0], [1.0, 16.0]]).log()
-    >>> verdict = ess_guard(log_ratio, torch.ones(2, 2, dtype=torch.bool), torch.tensor([0, 4]), min_ess=0.8)
+    >>> log_ratio, mask = torch.tensor([[1.0, 1.0], [1.0, 16.0]]).log(), torch.ones(2, 2, dtype=torch.bool)
+    >>> verdict = ess_guard(log_ratio, mask, torch.tensor([0, 4]), min_ess=0.8, skip_below=0.1)
     >>> [round(found.ess, 3) for found in verdict.ages]  # (1 + 16)^2 / (2 * (1 + 256))
     [1.0, 0.562]
     >>> verdict.message
     'Age 4: the effective sample size of 1 trajectories is 0.562, they count at 0.70.'
     """
-    if not 0 < min_ess <= 1 or not 0 <= skip_below <= min_ess:
-        raise DefinitionError(
-            f"min_ess ({min_ess}) must lie above 0 and at most 1, skip_below ({skip_below}) between 0 and min_ess."
-        )
-    if log_ratio.ndim != 2 or mask.shape != log_ratio.shape or (ages is not None and ages.shape != mask.shape[:1]):
-        raise DataError(
-            f"log_ratio {tuple(log_ratio.shape)} and mask {tuple(mask.shape)} must both be [B, T], and ages "
-            f"{None if ages is None else tuple(ages.shape)} [B]."
-        )
     with torch.no_grad():
         keep = mask & log_ratio.isfinite()
         of_rows = weight_sums(torch.where(keep, log_ratio, 0.0).double(), keep, dim=1)
-        of_row = torch.zeros(len(mask), dtype=torch.int64) if ages is None else ages.cpu()
-        found, place = torch.unique(of_row, return_inverse=True)
+        found, place = torch.unique(ages.cpu(), return_inverse=True)
         sums = torch.zeros(3, len(found), dtype=torch.float64)
         sums.index_add_(1, place, torch.stack(of_rows).cpu())
         ess = ess_from_sums(*sums)

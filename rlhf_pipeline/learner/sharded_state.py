@@ -22,18 +22,18 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.learner.group import collect_files
+from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.state import (
     RNG,
     SHARDS,
-    NamedOptimizer,
-    Optimizer,
     load_groups,
+    make_state_for,
     plain_tensors,
     write_groups,
 )
 
 
-def write_shards(folder: Path, *, policy: Any, optimizer: NamedOptimizer) -> None:
+def write_shards(folder: Path, *, policy: Any, optimizer: PolicyOptimizer) -> None:
     """Write what this process holds of the weights and the optimizer; every process of the group must call this.
 
     Args:
@@ -46,7 +46,7 @@ def write_shards(folder: Path, *, policy: Any, optimizer: NamedOptimizer) -> Non
         save(_tensors(policy.model, optimizer), checkpoint_id=Path(place) / SHARDS)
         collect_files(None if Path(place) == folder else Path(place) / SHARDS, folder / SHARDS)
     if dist.get_rank() == 0:
-        write_groups(folder, optimizer, policy.model)
+        write_groups(folder, optimizer)
         config = getattr(policy.model, "config", None)
         if config is not None:
             config.save_pretrained(folder)
@@ -55,7 +55,7 @@ def write_shards(folder: Path, *, policy: Any, optimizer: NamedOptimizer) -> Non
 
 
 @torch.no_grad()
-def read_shards(path: Path, model: nn.Module, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+def read_shards(path: Path, model: nn.Module, optimizer: PolicyOptimizer, groups: list[dict[str, Any]]) -> None:
     """Load what `write_shards` wrote, into one process or into any number of them.
 
     Args:
@@ -67,24 +67,13 @@ def read_shards(path: Path, model: nn.Module, optimizer: Optimizer, groups: list
     Raises:
         DataError: the shards are damaged, or are of another model or optimizer.
     """
-    if not isinstance(optimizer, NamedOptimizer):
-        raise DataError(f"{path} was saved in shards; it is loaded into a PolicyOptimizer, not {type(optimizer)}.")
     alone = not dist.is_initialized()
     try:
         saved = FileSystemReader(path / SHARDS).read_metadata().state_dict_metadata.keys()
     except (OSError, CheckpointException) as error:
         raise DataError(f"the checkpoint {path} is damaged: its shards cannot be read ({error}).") from error
     load_groups(optimizer.inner, groups)
-    optimizer.inner.state.clear()
-    if any(name.startswith("optimizer/") for name in saved):
-        kept = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.inner.param_groups]
-        with torch.enable_grad():
-            optimizer.make_state()
-        for group, options in zip(optimizer.inner.param_groups, kept, strict=True):
-            group.update(options)
-        for name, tensor in optimizer.stepped.items():
-            if not any(key.startswith(f"optimizer/{name}/") for key in saved):
-                optimizer.inner.state.pop(tensor, None)  # never had a gradient
+    make_state_for(optimizer, saved, "optimizer/")
     targets = _tensors(model, optimizer)
     missing = sorted(targets.keys() ^ saved)
     if missing:
@@ -104,7 +93,7 @@ def read_shards(path: Path, model: nn.Module, optimizer: Optimizer, groups: list
             parameter.copy_(optimizer.masters[name])
 
 
-def _tensors(model: nn.Module, optimizer: NamedOptimizer) -> dict[str, Tensor]:
+def _tensors(model: nn.Module, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
     """Return what a checkpoint holds, by name, as the tensors that are trained: shards stay shards."""
     adapters = hasattr(model, "peft_config")
     found = {

@@ -16,9 +16,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.policies.weight_files import copy_into, load_weights
 
 SHARDS: Final = "shards"
@@ -47,32 +48,7 @@ class SavesPretrained(Protocol):
         ...
 
 
-@runtime_checkable
-class NamedOptimizer(Protocol):
-    """An optimizer that steps other tensors than the model's parameters; `learner.optimizer.PolicyOptimizer`."""
-
-    inner: torch.optim.Optimizer
-    stepped: dict[str, Tensor]
-    masters: dict[str, Tensor]
-
-    def make_state(self) -> None:
-        """Make the moments and change nothing."""
-        ...
-
-    def copy_from_parameters(self) -> None:
-        """Take the parameters as the masters."""
-        ...
-
-
-Optimizer = torch.optim.Optimizer | NamedOptimizer
-
-
-def write_state(
-    folder: Path,
-    *,
-    policy: SavesPretrained,
-    optimizer: Optimizer,
-) -> None:
+def write_state(folder: Path, *, policy: SavesPretrained, optimizer: PolicyOptimizer) -> None:
     """Write weights, optimizer and the state of torch's random generator into a folder.
 
     Args:
@@ -85,12 +61,12 @@ def write_state(
     """
     try:
         policy.save_pretrained(folder)
-        saved = optimizer_tensors(optimizer, policy.model)
+        saved = optimizer_tensors(optimizer)
         saved[RNG] = torch.get_rng_state()
         save_file(saved, folder / "optimizer.safetensors")
     except SafetensorError as error:  # the library's own type hides that the disk is full
         raise OSError(f"{folder}: {error}") from error
-    write_groups(folder, optimizer, policy.model)
+    write_groups(folder, optimizer)
 
 
 def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -106,7 +82,7 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Non
         raise OSError(f"{folder}: {error}") from error
 
 
-def read_state(folder: Path, *, policy: SavesPretrained, optimizer: Optimizer) -> None:
+def read_state(folder: Path, *, policy: SavesPretrained, optimizer: PolicyOptimizer) -> None:
     """Load in place what `write_state` or `write_shards` wrote.
 
     Raises:
@@ -126,24 +102,23 @@ def read_state(folder: Path, *, policy: SavesPretrained, optimizer: Optimizer) -
     except RuntimeError as error:
         raise DataError(f"the checkpoint {folder} belongs to another model: {error}") from error
     generator = tensors.pop(RNG)
-    load_optimizer(optimizer, policy.model, tensors, groups)
+    load_optimizer(optimizer, tensors, groups)
     torch.set_rng_state(generator)
 
 
-def optimizer_groups(optimizer: Optimizer, model: nn.Module) -> list[dict[str, Any]]:
+def optimizer_groups(optimizer: PolicyOptimizer) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer, with parameters by name."""
-    inner, named = parts_of(optimizer, model)
-    name_of = {id(tensor): name for name, tensor in named.items()}
+    name_of = {id(tensor): name for name, tensor in optimizer.stepped.items()}
     return [
         {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
         | {"params": [name_of[id(parameter)] for parameter in group["params"]]}
-        for group in inner.param_groups
+        for group in optimizer.inner.param_groups
     ]
 
 
-def write_groups(folder: Path, optimizer: Optimizer, model: nn.Module) -> None:
+def write_groups(folder: Path, optimizer: PolicyOptimizer) -> None:
     """Write the parameter groups of an optimizer."""
-    groups = optimizer_groups(optimizer, model)
+    groups = optimizer_groups(optimizer)
     (folder / _GROUPS).write_text(json.dumps(groups, indent=1), encoding="utf-8")
 
 
@@ -175,27 +150,17 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor] | None:
         raise DataError(f"{file} is damaged: {error}. Run `rlhf-pipeline verify` on its run.") from error
 
 
-def parts_of(optimizer: Optimizer, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Tensor]]:
-    """Return the torch optimizer and the tensors that it steps, by parameter name."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer, dict(model.named_parameters())
-    return optimizer.inner, optimizer.stepped
-
-
-def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
+def optimizer_tensors(optimizer: PolicyOptimizer) -> dict[str, Tensor]:
     """Return the optimizer's tensors as `name/moment`.
 
     Moments held in a tensor subclass (8 bits) are taken apart: `name/moment/part`. Master weights are `name/master`.
     """
-    inner, named = parts_of(optimizer, model)
-    name_of = {id(tensor): name for name, tensor in named.items()}
+    name_of = {id(tensor): name for name, tensor in optimizer.stepped.items()}
     tensors: dict[str, Tensor] = {}
-    for tensor, values in inner.state.items():
+    for tensor, values in optimizer.inner.state.items():
         for key, value in values.items():
             tensors |= {k: v.clone() for k, v in plain_tensors(f"{name_of[id(tensor)]}/{key}", value).items()}
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        tensors |= {f"{name}/{_MASTER}": m.detach().cpu().clone() for name, m in optimizer.masters.items()}
-    return tensors
+    return tensors | {f"{name}/{_MASTER}": m.detach().cpu().clone() for name, m in optimizer.masters.items()}
 
 
 def plain_tensors(name: str, value: Any) -> dict[str, Tensor]:
@@ -211,26 +176,15 @@ def plain_tensors(name: str, value: Any) -> dict[str, Tensor]:
     return found
 
 
-def load_optimizer(
-    optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor], groups: list[dict[str, Any]]
-) -> None:
+def load_optimizer(optimizer: PolicyOptimizer, tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> None:
     """Put back what `optimizer_tensors` and `optimizer_groups` returned.
 
     Raises:
         DataError: the optimizer steps other tensors, or is of another kind.
     """
-    inner, named = parts_of(optimizer, model)
-    load_groups(inner, groups)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        _load_masters(optimizer, tensors)
-        _fill_state(optimizer, tensors)
-        return
-    for key, value in tensors.items():
-        name, _, moment = key.rpartition("/")
-        parameter = named[name]
-        # Adam keeps its step count on the CPU whatever the device of the parameter.
-        on_parameter = value.to(parameter.device) if value.ndim else value
-        inner.state[parameter][moment] = on_parameter
+    load_groups(optimizer.inner, groups)
+    _load_masters(optimizer, tensors)
+    _fill_state(optimizer, tensors)
 
 
 def load_groups(inner: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
@@ -243,20 +197,15 @@ def load_groups(inner: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> N
         names = saved.pop("params")
         if len(names) != len(group["params"]):
             raise DataError(f"the checkpoint optimizes {len(names)} parameters; this run has {len(group['params'])}.")
-        _update_group(group, saved)
-
-
-def _update_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Load the options of a parameter group; JSON has turned tuples into lists and tensors into numbers."""
-    for key, value in saved.items():
-        if isinstance(group.get(key), Tensor):
-            group[key].fill_(value)
-        else:
-            group[key] = tuple(value) if isinstance(value, list) else value
+        for key, value in saved.items():  # JSON has turned tuples into lists and tensors into numbers
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
 
 
 @torch.no_grad()
-def _load_masters(optimizer: NamedOptimizer, tensors: dict[str, Tensor]) -> None:
+def _load_masters(optimizer: PolicyOptimizer, tensors: dict[str, Tensor]) -> None:
     optimizer.copy_from_parameters()  # a checkpoint without masters
     for key in [key for key in tensors if key.endswith(f"/{_MASTER}")]:
         value, name = tensors.pop(key), key.removesuffix(f"/{_MASTER}")
@@ -264,21 +213,31 @@ def _load_masters(optimizer: NamedOptimizer, tensors: dict[str, Tensor]) -> None
         copy_into(optimizer.stepped[name], value)
 
 
-@torch.no_grad()
-def _fill_state(optimizer: NamedOptimizer, tensors: dict[str, Tensor]) -> None:
-    """Load moments into a state that has the optimizer's own form."""
-    inner = optimizer.inner
-    inner.state.clear()
-    if not tensors:
-        return
-    with torch.enable_grad():
-        optimizer.make_state()
-    wanted = set(tensors)
+def make_state_for(optimizer: PolicyOptimizer, saved: Collection[str], prefix: str = "") -> None:
+    """Make moments of the optimizer's own form, to be loaded into, for the tensors of which some were saved.
+
+    Args:
+        optimizer: what it had is forgotten.
+        saved: names, `PREFIX` and `name/moment`.
+        prefix: of those that are the optimizer's.
+    """
+    state = optimizer.inner.state
+    state.clear()
+    if any(name.startswith(prefix) for name in saved):
+        with torch.enable_grad():
+            optimizer.make_state()
     for name, tensor in optimizer.stepped.items():
-        if not any(key.startswith(f"{name}/") for key in wanted):
-            inner.state.pop(tensor, None)  # never had a gradient
-            continue
-        values = inner.state[tensor]
+        if not any(key.startswith(f"{prefix}{name}/") for key in saved):
+            state.pop(tensor, None)  # never had a gradient
+
+
+@torch.no_grad()
+def _fill_state(optimizer: PolicyOptimizer, tensors: dict[str, Tensor]) -> None:
+    """Load moments into a state that has the optimizer's own form."""
+    wanted = set(tensors)
+    make_state_for(optimizer, wanted)
+    for name, tensor in optimizer.stepped.items():
+        values = optimizer.inner.state.get(tensor, {})
         for moment, value in list(values.items()):
             for key, part in plain_tensors(f"{name}/{moment}", value).items():
                 if key not in tensors or tensors[key].shape != part.shape:

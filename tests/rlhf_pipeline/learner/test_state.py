@@ -10,7 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from rlhf_pipeline.config import Learn
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.state import read_state, write_state
 from rlhf_pipeline.policies.weight_files import load_weights
 
@@ -27,16 +29,15 @@ class Holder:
         save_model(self.model, str(Path(folder) / "model.safetensors"))
 
 
-def optimizer_of(holder: Holder) -> torch.optim.AdamW:
-    return torch.optim.AdamW(holder.model.parameters(), lr=0.1)
+def optimizer_of(holder: Holder) -> PolicyOptimizer:
+    return PolicyOptimizer(holder.model, Learn(lr=0.1))
 
 
-def train(holder: Holder, optimizer: torch.optim.Optimizer, steps: int) -> None:
+def train(holder: Holder, optimizer: PolicyOptimizer, steps: int) -> None:
     for _ in range(steps):
         loss = holder.model(torch.randint(0, 8, (3,))).square().mean()
-        optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
+        optimizer.step(0.1)
 
 
 def test_a_restored_run_continues_bit_for_bit(tmp_path):

@@ -161,6 +161,7 @@ def test_a_run_with_replay_resumes_and_is_taken_again_bit_for_bit(tmp_path, samp
         ({"strategy": "unifrom"}, "Did you mean 'uniform'"),
         ({"strategy": "mix", "fresh_fraction": 1.5}, "between 0 and 1"),
         ({"min_ess": 0.05}, "between skip_below_ess"),
+        ({"min_ess": 0.0}, "above 0"),
         ({"max_uses": 0}, "at least 1"),
     ],
 )
