@@ -9,28 +9,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.words import count
+from rlhf_pipeline.run.events import CollectorFinished, RunFinished
 from rlhf_pipeline.run.signals import STOPPING
 
 TRY_AGAIN: Final = 3
 """The exit code of `collect` and `learn` after a failure that a retry may overcome: a full disk, a reward service."""
 
 
-class Finished(Protocol):
-    """What a process ended with."""
-
-    @property
-    def reason(self) -> str:
-        """Why it ended; `interrupted` after a signal."""
-        ...
-
-
-FinishedT = TypeVar("FinishedT", bound=Finished)
+FinishedT = TypeVar("FinishedT", RunFinished, CollectorFinished)
 
 
 def attend(

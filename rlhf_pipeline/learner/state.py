@@ -18,15 +18,16 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.policies.weight_files import copy_into, load_weights
 
 SHARDS: Final = "shards"
@@ -38,17 +39,7 @@ _MASTER: Final = "master"
 _GROUPS: Final = "optimizer.json"
 
 
-class SavesPretrained(Protocol):
-    """A policy: it holds a model and knows how to write a checkpoint folder."""
-
-    model: nn.Module
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the model and its tokenizer."""
-        ...
-
-
-def write_state(folder: Path, *, policy: SavesPretrained, optimizer: PolicyOptimizer) -> None:
+def write_state(folder: Path, *, policy: TokenPolicy, optimizer: PolicyOptimizer) -> None:
     """Write weights, optimizer and the state of torch's random generator into a folder.
 
     Args:
@@ -82,7 +73,7 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Non
         raise OSError(f"{folder}: {error}") from error
 
 
-def read_state(folder: Path, *, policy: SavesPretrained, optimizer: PolicyOptimizer) -> None:
+def read_state(folder: Path, *, policy: TokenPolicy, optimizer: PolicyOptimizer) -> None:
     """Load in place what `write_state` or `write_shards` wrote.
 
     Raises:

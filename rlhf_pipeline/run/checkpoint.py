@@ -15,51 +15,19 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.errors import DataError, MissingPathError
 from rlhf_pipeline.run.files import folder_problem, new_folder, remove_folder, tidy
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.learner.learner import Learner
 
 _NAME = re.compile(r"step-(\d{8})")
 _STATE = "state.json"
 
 
-class Group(Protocol):
-    """The processes that learn together; `learner.distributed.Shards`."""
-
-    @property
-    def leads(self) -> bool:
-        """Whether the others do what this process does."""
-        ...
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process writes what is written once."""
-        ...
-
-    def barrier(self) -> None:
-        """Wait for all processes."""
-        ...
-
-
-class Saved(Protocol):
-    """What a checkpoint saves; `learner.learner.Learner`."""
-
-    @property
-    def shards(self) -> Group | None:
-        """The group of this process, where several learn."""
-        ...
-
-    def write(self, folder: Path) -> None:
-        """Write its state into an empty folder."""
-        ...
-
-    def read(self, folder: Path) -> None:
-        """Load what `write` wrote."""
-        ...
-
-
-def save_checkpoint(folder: Path, step: int, learner: Saved, *, state: Mapping[str, Any], keep: int) -> Path:
+def save_checkpoint(folder: Path, step: int, learner: Learner, *, state: Mapping[str, Any], keep: int) -> Path:
     """Write `folder/step-XXXXXXXX`, then drop all but the newest `keep`.
 
     Where several processes learn in shards, each calls this.
@@ -95,7 +63,7 @@ def save_checkpoint(folder: Path, step: int, learner: Saved, *, state: Mapping[s
     return final
 
 
-def load_checkpoint(path: Path, learner: Saved, *, checked: bool = False) -> dict[str, Any]:
+def load_checkpoint(path: Path, learner: Learner, *, checked: bool = False) -> dict[str, Any]:
     """Load what `save_checkpoint` wrote in place, and return its state with `step`.
 
     Args:

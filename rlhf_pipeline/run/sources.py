@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -308,20 +308,7 @@ class _Arrived:
     """What its collector asked of an object store."""
 
 
-class _Measured(Protocol):
-    """What is known of how a rollout was collected."""
-
-    @property
-    def num_failed(self) -> int: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-
-def _about(rollout: int | None = None, begun: _Measured | None = None) -> dict[str, Any]:
+def _about(rollout: int | None = None, begun: Rollout | _Arrived | None = None) -> dict[str, Any]:
     """Return what a step's line says of its rollout; how it was collected on the first step alone."""
     return {
         "rollout": rollout,
