@@ -153,11 +153,11 @@ def as_reward(value: Any, name: str) -> float:
     return reward
 
 
-def as_int(value: Any, name: str, largest: int = 2**63 - 1) -> int:
+def as_int(value: Any, name: str) -> int:
     """Return a field as an int; digits in quotes are taken as the number that they spell.
 
     Raises:
-        DataError: it is not a whole number, or larger than `largest`.
+        DataError: it is not a whole number of 64 bits.
     """
     if isinstance(value, str) and value.strip().isdecimal() and len(value) < 30:
         value = int(value)
@@ -165,8 +165,8 @@ def as_int(value: Any, name: str, largest: int = 2**63 - 1) -> int:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise DataError(f"field '{name}' must be a whole number, got {shown(value)}.")
-    if not -largest <= value <= largest:
-        raise DataError(f"field '{name}' must be a whole number of at most {largest}, got {shown(value)}.")
+    if not abs(value) <= 2**63 - 1:
+        raise DataError(f"field '{name}' must be a whole number of at most {2**63 - 1}, got {shown(value)}.")
     return value
 
 

@@ -220,3 +220,12 @@ def calculator(messages: Any) -> Any:
     """Adds up the digits of the last turn; a turn without any ends the conversation."""
     digits = re.findall(r"\d", messages[-1]["content"])
     return [{"role": "tool", "content": str(sum(map(int, digits)))}] if digits else None
+
+
+class Clock:
+    """Time that stands until it is moved."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now

@@ -9,7 +9,7 @@ import torch
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.head import Head, default_chunk_rows, entropy_of, row_chunks, token_log_probs
-from tests.rlhf_pipeline.functional.watch import Watch
+from tests.rlhf_pipeline.functional.watch import Watch, relative
 
 N, H, V = 37, 16, 53
 
@@ -34,11 +34,6 @@ def reference(hidden, weight, bias, targets, temperature):
     log_p = torch.log_softmax(logits / temperature, -1)
     chosen = log_p.gather(1, targets[:, None])[:, 0]
     return chosen, -(log_p.exp() * log_p).sum(-1), leaves
-
-
-def relative(a, b):
-    """Norm of the difference over the norm of the reference."""
-    return ((a.double() - b).norm() / b.norm()).item()
 
 
 @pytest.mark.parametrize("chunk", [1, 8, 37, 1000])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlhf_pipeline.functional.head import Head, fused_token_loss, token_log_probs, writes_float32
+from tests.rlhf_pipeline.functional.watch import relative
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,11 +30,6 @@ def make():
     log_p = torch.log_softmax(exact[0] @ exact[1].t(), -1)
     chosen = log_p.gather(1, targets[:, None])[:, 0]
     return hidden, weight, targets, normal(N), exact, chosen, -(log_p.exp() * log_p).sum(-1)
-
-
-def relative(a, b):
-    """Norm of the difference over the norm of the reference."""
-    return ((a.double() - b).norm() / b.norm()).item()
 
 
 def test_a_bfloat16_matmul_writes_float32():

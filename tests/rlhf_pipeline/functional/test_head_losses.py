@@ -7,7 +7,7 @@ import torch
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.head import Head, fused_token_loss, token_log_probs
-from tests.rlhf_pipeline.functional.watch import Watch
+from tests.rlhf_pipeline.functional.watch import Watch, relative
 
 N, H, V = 37, 16, 53
 
@@ -38,11 +38,6 @@ def oracle(leaves, targets, rows, temperature, with_entropy, cap=None):
     entropy = -(log_p.exp() * log_p).sum(-1)
     terms = objective(chosen, entropy if with_entropy else None, *rows.double())
     return [t.sum() for t in terms], chosen, entropy, exact
-
-
-def relative(a, b):
-    """Norm of the difference over the norm of the reference."""
-    return ((a.double() - b).norm() / b.norm()).item()
 
 
 @pytest.mark.parametrize("cap", [None, 2.5])

@@ -1,4 +1,4 @@
-"""Looks at every operator that torch runs."""
+"""Looks at every operator that torch runs; and how far two results are apart."""
 
 from __future__ import annotations
 
@@ -23,3 +23,8 @@ class Watch(TorchDispatchMode):
             if isinstance(z, torch.Tensor):
                 self.numel = max(self.numel, z.numel())
         return out
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Norm of the difference over the norm of the reference."""
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from tests.rlhf_pipeline.functional.watch import relative
 from tests.rlhf_pipeline.small import qwen2
 
 VOCAB, PROMPT, LENGTH = 61, 3, 9
@@ -190,11 +191,6 @@ def gradient(policy, loss):
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in policy.parameters()])
     policy.zero_grad(set_to_none=True)
     return flat
-
-
-def relative(a, b):
-    """Norm of the difference over the norm of the reference."""
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -177,21 +178,25 @@ def test_the_kl_penalty_runs_on_the_write_path(tmp_path):
     assert metrics[-1]["kl_k1"] != 0
 
 
+class Killed(BaseException):
+    """Ends a run as a kill does, which no handler of errors sees."""
+
+
+def dies_after(step: int) -> Callable[[Event], None]:
+    def on_event(event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == step:
+            raise Killed
+
+    return on_event
+
+
 def test_an_adaptive_coefficient_goes_on_after_a_kill(tmp_path):
     """Rollouts that were stored after the checkpoint advance the controller again, so the weights come out the same."""
     changes = {"write__kl_coef": "0.5", "write__kl_target": "0.01", "write__kl_horizon": "20"}
     changes |= {"learn__updates_per_rollout": "1", "learn__checkpoint_every": "4"}
     run(tiny(**changes), run_dir=tmp_path / "straight")
-
-    class Killed(BaseException):
-        pass
-
-    def die_at_three(event: Event) -> None:
-        if isinstance(event, StepDone) and event.step == 3:
-            raise Killed
-
     with pytest.raises(Killed):  # after step 3 and before the first checkpoint behind step 0
-        run(tiny(**changes), run_dir=tmp_path / "run", on_event=die_at_three)
+        run(tiny(**changes), run_dir=tmp_path / "run", on_event=dies_after(3))
     run(tiny(**changes), run_dir=tmp_path / "run", resume=True)
     assert weights(tmp_path / "run") == weights(tmp_path / "straight")
     coefs = [[row["kl_coef"] for row in StepRows(tmp_path / n / "metrics.jsonl")] for n in ("run", "straight")]
@@ -204,16 +209,8 @@ def test_a_ring_that_evicted_what_is_replayed(tmp_path):
     changes = {"buffer__max_trajectories": "14", "learn__updates_per_rollout": "1", "buffer__max_staleness": "0"}
     changes |= {"learn__checkpoint_every": "6"}
     run(tiny(**changes), run_dir=tmp_path / "straight")
-
-    class Killed(BaseException):
-        pass
-
-    def die_at_five(event: Event) -> None:
-        if isinstance(event, StepDone) and event.step == 5:
-            raise Killed
-
     with pytest.raises(Killed):
-        run(tiny(**changes), run_dir=tmp_path / "run", on_event=die_at_five)
+        run(tiny(**changes), run_dir=tmp_path / "run", on_event=dies_after(5))
     run(tiny(**changes), run_dir=tmp_path / "run", resume=True)
     assert weights(tmp_path / "run") == weights(tmp_path / "straight")
 

@@ -12,15 +12,7 @@ from rlhf_pipeline.data.trajectories import columns_of
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
-
-
-class Clock:
-    """Time that stands until it is moved."""
-
-    now = 50.0
-
-    def __call__(self):
-        return self.now
+from tests.rlhf_pipeline.small import Clock
 
 
 @pytest.fixture

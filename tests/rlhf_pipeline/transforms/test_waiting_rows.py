@@ -23,16 +23,8 @@ from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from rlhf_pipeline.transforms.waiting_rows import Later
+from tests.rlhf_pipeline.small import Clock
 from trajectory_store import Column, Schema, StoreError, TrajectoryStore
-
-
-class Clock:
-    """Time that stands until it is moved."""
-
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import nn
 from torchrl.data.llm.prompt import PromptData
 from torchrl.data.llm.utils import AdaptiveKLController as TorchRLAdaptive
 from torchrl.data.llm.utils import RolloutFromModel as TorchRLRollout
@@ -16,38 +14,15 @@ from torchrl.modules.models.llm import GPT2RewardModel
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_pipeline.interop.torchrl.rollout_from_model import RolloutFromModel
+from tests.rlhf_pipeline.interop.torchrl.test_rollout_from_model import EOS, Scripted, table
 
 pytestmark = pytest.mark.peer
-
-EOS = 1
 
 
 class Peer(TorchRLRollout):
     """TorchRL's class with its hard-coded EOS set to the scripted model's."""
 
     EOS_TOKEN_ID = EOS
-
-
-class Scripted(nn.Module):
-    """Says what it is told; bigram logits; scores as generate() of transformers gives them."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, seed, completions, eos=EOS):
-        super().__init__()
-        self.table = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))
-        self.completions = completions
-        self.generation_config = SimpleNamespace(eos_token_id=eos, pad_token_id=EOS)
-
-    def generate(self, input_ids, attention_mask, generation_config):
-        longest = max(map(len, self.completions))
-        new = torch.tensor([row + [EOS] * (longest - len(row)) for row in self.completions])
-        sequences = torch.cat((input_ids, new), 1)
-        scores = self.table[sequences[:, input_ids.shape[1] - 1 : -1]]
-        return SimpleNamespace(sequences=sequences, scores=tuple(scores.unbind(1)))
-
-    def forward(self, input_ids, attention_mask, **_):
-        return SimpleNamespace(logits=self.table[input_ids])
 
 
 def score(input_ids, attention_mask):
@@ -70,7 +45,7 @@ def prompts(rows):
 
 def both(completions, steps, rows, eos=EOS, **kwargs):
     """(ours, TorchRL's) on the same script."""
-    models = Scripted(0, completions, eos), Scripted(1, completions, eos)
+    models = [Scripted(table(seed), completions, eos=eos, pad=EOS) for seed in (0, 1)]
     ours = RolloutFromModel(*models, score, max_new_tokens=steps, **kwargs)
     return ours, Peer(*models, score, max_new_tokens=steps, **kwargs)
 
@@ -186,7 +161,7 @@ def test_gpt2_reward_model(tmp_path):
     )
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     reward = GPT2RewardModel(tmp_path, pad_token_id=EOS)
-    models = Scripted(0, [[6, 5, EOS], [7, 7, 7, 7]]), Scripted(1, [])
+    models = Scripted(table(0), [[6, 5, EOS], [7, 7, 7, 7]], pad=EOS), Scripted(table(1), [], pad=EOS)
     td = RolloutFromModel(*models, reward, max_new_tokens=4).rollout_from_data(prompts([[2, 3], [4, 5]]))
     reward.eval()
 

@@ -91,22 +91,6 @@ def test_results_do_not_depend_on_the_number_of_slots(num_slots: int, make_model
         torch.testing.assert_close(a.log_probs, b.log_probs, atol=1e-5, rtol=0)
 
 
-def test_the_seed_decides(make_model: Make) -> None:
-    """The same seed repeats bit for bit, another seed does not, and the global generator has no say."""
-    policy = TokenPolicy(make_model())
-    torch.manual_seed(1)
-    a = policy.generate_groups(PROMPTS, group_size=2, max_new_tokens=12, seed=0)
-    torch.manual_seed(2)
-    state = torch.get_rng_state()
-    b = policy.generate_groups(PROMPTS, group_size=2, max_new_tokens=12, seed=0)
-    assert torch.equal(torch.get_rng_state(), state)
-    c = policy.generate_groups(PROMPTS, group_size=2, max_new_tokens=12, seed=1)
-    assert [x.token_ids for x in a] == [x.token_ids for x in b]
-    assert all(torch.equal(x.log_probs, y.log_probs) for x, y in zip(a, b, strict=True))
-    assert [x.token_ids for x in a] != [x.token_ids for x in c]
-    assert a[0].token_ids != a[1].token_ids
-
-
 def test_padding_that_equals_the_end_token(make_model: Make, oracle: Oracle) -> None:
     """Padding and end share an id: the end token stays in the completion and every log-prob is right."""
     model = make_model("qwen2", pad_token_id=1, eos_token_id=1, vocab_size=9)
