@@ -617,7 +617,7 @@ def td_of(columns: Trajectories) -> TensorDictBase:
             leaf = jagged(column, shared)
             if shared is None:
                 offsets.append((column.lengths, leaf.offsets()))
-        _plant(tree, key, leaf)
+        plant(tree, key, leaf)
     return TensorDict(tree, batch_size=[columns.n])
 
 
@@ -630,20 +630,22 @@ def stack_of(columns: Trajectories) -> TensorDictBase:
             texts.append((key, column))
             continue
         for tree, leaf in zip(trees, column.rows(), strict=True):
-            _plant(tree, key, leaf)
-    rows = [_row_of(tree) for tree in trees]
+            plant(tree, key, leaf)
+    rows = [unchecked_tree(tree, _NO_BATCH) for tree in trees]
     for key, column in texts:
         for row, item in zip(rows, column.items, strict=True):
             row.set(key, item)
     return lazy_stack(rows)  # pyright: ignore[reportReturnType]
 
 
-def _row_of(tree: dict[str, Any]) -> TensorDict:
-    """A TensorDict without batch dimensions; they have nothing that would need a check."""
-    return unchecked({name: _row_of(leaf) if type(leaf) is dict else leaf for name, leaf in tree.items()}, _NO_BATCH)
+def unchecked_tree(tree: dict[str, Any], batch_size: torch.Size) -> TensorDict:
+    """The TensorDict of a tree that `plant` has made, of leaves that have this batch size."""
+    items = {name: unchecked_tree(leaf, batch_size) if type(leaf) is dict else leaf for name, leaf in tree.items()}
+    return unchecked(items, batch_size)
 
 
-def _plant(tree: dict[str, Any], key: Key, leaf: Any) -> None:
+def plant(tree: dict[str, Any], key: Key, leaf: Any) -> None:
+    """Set a leaf of a tree of dicts."""
     names = key if isinstance(key, tuple) else (key,)
     for name in names[:-1]:
         tree = tree.setdefault(name, {})

@@ -36,7 +36,7 @@ from rlhf_pipeline.data.keys import (
     column_name,
     key_of,
 )
-from rlhf_pipeline.data.trajectories import Flat, jagged, last_position, text_stack, unchecked
+from rlhf_pipeline.data.trajectories import Flat, jagged, last_position, plant, text_stack, unchecked_tree
 from rlhf_pipeline.replay.trajectory_schema import INTERNAL
 from trajectory_store import BufferPool, Schema, TrajectoryStore
 
@@ -170,19 +170,8 @@ def nest(flat: dict[Key, Any], n: int) -> TensorDict:
     for key, value in flat.items():
         leaf = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
         leaf = text_stack(leaf) if isinstance(leaf, list) else leaf
-        if isinstance(key, str):
-            tree[key] = leaf
-            continue
-        node = tree
-        for name in key[:-1]:
-            node = node.setdefault(name, {})
-        node[key[-1]] = leaf
-    return _wrap(tree, torch.Size([n]))
-
-
-def _wrap(tree: dict[str, Any], batch_size: torch.Size) -> TensorDict:
-    items = {k: _wrap(v, batch_size) if isinstance(v, dict) else v for k, v in tree.items()}
-    return unchecked(items, batch_size)
+        plant(tree, key, leaf)
+    return unchecked_tree(tree, torch.Size([n]))
 
 
 @dataclass(frozen=True, slots=True)

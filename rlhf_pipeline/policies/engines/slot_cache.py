@@ -38,6 +38,15 @@ class CacheLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: memory is taken at the first write."""
 
+    def storage(self, keys: Tensor, values: Tensor, num_slots: int, num_columns: int) -> tuple[Tensor, Tensor]:
+        """Return the two buffers for all slots, `[slots, heads, columns, dim]`, taken at the first call."""
+        if self.keys is None or self.values is None:
+            shape = (num_slots, keys.shape[1], num_columns)
+            self.keys = keys.new_zeros((*shape, keys.shape[3]))
+            self.values = values.new_zeros((*shape, values.shape[3]))
+            self.is_initialized = True
+        return self.keys, self.values
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (number of key columns, offset of the first), as a model's own mask code asks."""
         return self.get_seq_length() + query_length, 0
@@ -128,21 +137,12 @@ class _SlotLayer(CacheLayer):
         self.owner = owner
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        keys, values = self.storage(key_states, value_states)
         owner = self.owner
+        keys, values = self.storage(key_states, value_states, owner.num_slots, owner.num_columns)
         rows, column, low = owner.rows, owner.column, owner.low
         keys[:rows, :, column] = key_states[:, :, 0]
         values[:rows, :, column] = value_states[:, :, 0]
         return keys[:rows, :, low : column + 1], values[:rows, :, low : column + 1]
-
-    def storage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two buffers, taken at the first call."""
-        if self.keys is None or self.values is None:
-            shape = (self.owner.num_slots, key_states.shape[1], self.owner.num_columns)
-            self.keys = key_states.new_zeros((*shape, key_states.shape[3]))
-            self.values = value_states.new_zeros((*shape, value_states.shape[3]))
-            self.is_initialized = True
-        return self.keys, self.values
 
     def get_seq_length(self) -> int:
         return self.owner.column - self.owner.low
@@ -262,7 +262,7 @@ class SlotCache(Cache):
         for layer, pair in zip(self.slot_layers, states, strict=True):
             if pair is None:
                 continue
-            keys, values = layer.storage(*pair)
+            keys, values = layer.storage(*pair, self.num_slots, self.num_columns)
             window = slice(self.column - pair[0].shape[2], self.column)
             keys[target, :, window] = pair[0][source]
             values[target, :, window] = pair[1][source]

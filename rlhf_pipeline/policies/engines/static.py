@@ -60,20 +60,11 @@ class _StaticLayer(CacheLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         owner = self.owner
-        keys, values = self.storage(key_states, value_states)
+        keys, values = self.storage(key_states, value_states, owner.num_slots, owner.window)
         rows, column = owner.rows[: owner.size], owner.column[: owner.size]
         keys[rows, :, column] = key_states[:, :, 0]
         values[rows, :, column] = value_states[:, :, 0]
         return keys[: owner.size, :, : owner.columns], values[: owner.size, :, : owner.columns]
-
-    def storage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two buffers, taken at the first call."""
-        if self.keys is None or self.values is None:
-            shape = (self.owner.num_slots, key_states.shape[1], self.owner.window)
-            self.keys = key_states.new_zeros((*shape, key_states.shape[3]))
-            self.values = value_states.new_zeros((*shape, value_states.shape[3]))
-            self.is_initialized = True
-        return self.keys, self.values
 
     def get_seq_length(self) -> int:
         return 0
@@ -232,7 +223,7 @@ class StaticSlots(Cache):
         for layer, pair in zip(self.static_layers, states, strict=True):
             if pair is None:
                 continue
-            keys, values = layer.storage(*pair)
+            keys, values = layer.storage(*pair, self.num_slots, self.window)
             width = pair[0].shape[2]
             keys[slots, :, :width] = pair[0][source]
             values[slots, :, :width] = pair[1][source]
