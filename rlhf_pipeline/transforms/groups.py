@@ -116,6 +116,7 @@ class Arrived:
         groups: the identity of each trajectory's group.
         reward_key: where the steps have the reward.
         scores: of each trajectory.
+        names: the `trajectory_id` of each, below 0 where one has none; None where none has one.
         rows: int64 `[k]`, their ids in the store; None where they are in memory.
     """
 
@@ -124,6 +125,7 @@ class Arrived:
     groups: list[Hashable]
     reward_key: Key
     scores: Scores
+    names: list[int] | None = None
     rows: Ints | None = None
 
     def owners(self) -> Tensor:
@@ -152,6 +154,7 @@ class Arrived:
             [self.groups[i] for i in trajectories],
             self.reward_key,
             self.scores.take(index),
+            None if self.names is None else [self.names[i] for i in trajectories],
             None if self.rows is None else self.rows[index.numpy()],
         )
 
@@ -189,6 +192,11 @@ class Member:
     def group(self) -> Hashable:
         """The identity of its group."""
         return self.arrived.groups[self.index]
+
+    @property
+    def name(self) -> int:
+        """Its `trajectory_id`; below 0 where it has none."""
+        return -1 if self.arrived.names is None else self.arrived.names[self.index]
 
     @property
     def row(self) -> int:
@@ -335,6 +343,25 @@ class GroupQueue:
             return None
         together = sorted(batches.values(), key=lambda batch: max(members[group][-1] for group in batch))
         return [members[group] for batch in together for group in sorted(batch)]
+
+    def refuse_repeated(self, arrived: Arrived) -> None:
+        """Refuse a member that waits already, or comes twice: it would take the place of one that is still to come.
+
+        Raises:
+            DataError: there is one; trajectories without an id are not told apart.
+        """
+        if arrived.names is None:
+            return
+        waiting = (self.waiting[group].members for group in dict.fromkeys(arrived.groups) if group in self.waiting)
+        seen = {(member.group, member.name) for members in waiting for member in members}
+        for group, name in zip(arrived.groups, arrived.names, strict=True):
+            if name >= 0 and (group, name) in seen:
+                raise DataError(
+                    f"trajectory_id {name} came to group {group!r} twice, and a member counts once. Nothing of this "
+                    "call was taken: leave out what waits already (TrajectoryReplayBuffer.waiting() lists it), and "
+                    "give each member an id of its own, or none."
+                )
+            seen.add((group, name))
 
     def arrive(self, arrived: Arrived, now: float) -> list[Closed]:
         """Take in trajectories; returns the groups that close, the overdue ones last."""

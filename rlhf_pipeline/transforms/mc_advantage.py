@@ -119,6 +119,9 @@ class MCAdvantage(Transform):
     and multi-step forms whose trajectories end where `done_key` is set. What comes out has the form that came in
     and, beside the advantage, `return` (float32, the sum of the rewards), `degenerate` (bool).
 
+    A member counts once: a trajectory with the `trajectory_id` of one that waits for the same group, or that comes in
+    the same call, is refused.
+
     A trajectory whose return is not finite has failed: it counts as arrived, the advantages of its group are those
     of the others, and its own is 0 with `degenerate` True.
 
@@ -355,8 +358,9 @@ class MCAdvantage(Transform):
 
     def _in_memory(self, arrived: Arrived, now: float) -> _Finished | None:
         """The groups that are complete with what arrived; the others wait in memory."""
-        self._count_arrivals(arrived)
         queue = self._queue
+        queue.refuse_repeated(arrived)
+        self._count_arrivals(arrived)
         whole = queue.whole(arrived.groups, now)
         if whole is not None:
             return self._finish_whole(arrived, whole)
@@ -367,7 +371,8 @@ class MCAdvantage(Transform):
     def _needed(self, td: TensorDictBase) -> list[Key]:
         """The keys that are read of a batch."""
         identities = (self.group_key,) if self.group_key is not None else (GROUP_ID, self.prompt_key, *_PROMPT_KEYS)
-        named = [*identities, self.rewards_key, TASK_REWARD, ASSISTANT_MASK, self.done_key, PRIORITY, KL_COEF]
+        named = [*identities, TRAJECTORY_ID, self.rewards_key, TASK_REWARD, ASSISTANT_MASK]
+        named += [self.done_key, PRIORITY, KL_COEF]
         if not is_stack(td) or holds(td, KL_COEF):
             named.append(LOG_PROBS)  # what the rounding of a penalty is told from
         return list(dict.fromkeys(key for key in named if key is not None))
@@ -422,7 +427,16 @@ class MCAdvantage(Transform):
         if not isinstance(reward, Flat):
             raise MissingKeyError(f"the batch has neither {self.rewards_key!r} nor {TASK_REWARD!r}, to rank by")
         scores = scores_of(batch, reward, bounds, self.trajectory_return, torch.finfo(self.scored_in).eps)
-        return Arrived(batch, bounds, groups, reward_key, scores)
+        names = batch.get(TRAJECTORY_ID)
+        told = isinstance(names, Flat) and names.lengths is None and names.values.numel() == n
+        return Arrived(
+            batch,
+            bounds,
+            groups,
+            reward_key,
+            scores,
+            names.values.reshape(-1)[torch.tensor(bounds[1:], dtype=torch.int64) - 1].tolist() if told else None,
+        )
 
     # -- groups ------------------------------------------------------------------------------------------------
 
@@ -644,6 +658,7 @@ class MCAdvantage(Transform):
             raise self._elsewhere("write", "extend")
         whole = self._queue.whole(arrived.groups, now)
         queue = self._meet() if whole is None else self._queue
+        queue.refuse_repeated(arrived)
         self._count_arrivals(arrived)
         if whole is None and self._store_call is not None:
             rows = self._store_call.write(arrived, queue, now)

@@ -21,6 +21,7 @@ from rlhf_pipeline.data.keys import (
     RETURN,
     REWARD,
     TASK_REWARD,
+    TRAJECTORY_ID,
     WAITING,
     Key,
     column_name,
@@ -112,7 +113,7 @@ class WaitingRows:
 
     def fill(self, queue: GroupQueue, rows: Ints) -> None:
         """Let some rows that wait be the members of the groups of a new queue, known by their numbers."""
-        read: Any = self.columns(["assistant_mask", *_SCORED, "return", "waiting", "created_at"], rows)
+        read: Any = self.columns(["assistant_mask", *_SCORED, "return", "waiting", "created_at", "trajectory_id"], rows)
         mask, returns = read[ASSISTANT_MASK], read[RETURN].values.double()
         tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
         arrived = Arrived(
@@ -121,6 +122,7 @@ class WaitingRows:
             groups=read[WAITING].values.tolist(),
             reward_key=TASK_REWARD,
             scores=with_penalty(read, returns, tokens, self.eps),
+            names=read[TRAJECTORY_ID].values.tolist() if TRAJECTORY_ID in read else None,
             rows=rows,
         )
         failed = [0] * len(rows)

@@ -112,6 +112,26 @@ def test_same_identity_completes_twice_in_one_batch(make_rows, to_form, form):
     assert scalars(out, keys.ADVANTAGE).tolist() == pytest.approx([-half, half, -half, half], abs=1e-6)
 
 
+def test_a_member_counts_once(make_rows, to_form, form):
+    """A trajectory that comes again, in the same call or a later one, does not stand in for the one that is to come."""
+    first, last = make_rows([4, 5], group_size=2, rewards=[0.0, 1.0])
+    transform = MCAdvantage(2)
+    with pytest.raises(DataError, match="trajectory_id 0 came to group 0 twice"):
+        transform.inv(to_form([first, first], form))
+    assert transform.inv(to_form([first], form)) is None
+    saved = MCAdvantage(2)
+    saved.load_state_dict(transform.state_dict())
+    for again in (transform, saved):
+        with pytest.raises(DataError, match="twice"):
+            again.inv(to_form([first, last], form))
+        assert again.queued_trajectories == again.completed_trajectories == 1
+        assert scalars(again.inv(to_form([last], form)), keys.ADVANTAGE).tolist() == pytest.approx(
+            [-(0.5**0.5), 0.5**0.5]
+        )
+    nameless = [row.exclude(keys.TRAJECTORY_ID) for row in (first, first)]
+    assert scalars(transform.inv(to_form(nameless, form)), keys.DEGENERATE).all()
+
+
 def test_none_and_empty_batches_pass():
     """None stays None, and no call ever returns an empty TensorDict."""
     transform = MCAdvantage(2)

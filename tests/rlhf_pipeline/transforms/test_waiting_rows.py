@@ -141,6 +141,20 @@ def test_samplers_and_readers_pass_over_what_waits(open_buffer, make_rows):
     assert open_buffer(None).storage[:][keys.TRAJECTORY_ID].tolist() == [2, 3, 0, 1, 18, 19]
 
 
+def test_a_member_that_waits_is_not_taken_again(open_buffer, make_rows):
+    """Sent again after a kill, by this process or another one, a member is refused with what came beside it."""
+    rows = make_rows([4, 5, 6, 7], group_size=2, rewards=[0.0, 1.0, 2.0, 3.0])
+    open_buffer(MCAdvantage(2)).extend(lazy_stack([rows[0]]))
+    for _ in range(2):
+        rb = open_buffer(MCAdvantage(2))
+        with pytest.raises(DataError, match="trajectory_id 0 came to group 0 twice"):
+            rb.extend(lazy_stack([rows[0], rows[2]]))
+        assert rb.waiting() == [0]
+        assert len(rb.store) == 1
+    rb.extend(lazy_stack(rows[1:]))
+    assert sorted(advantages(rb)) == [0, 1, 2, 3]
+
+
 def test_killed_before_the_commit(open_buffer, make_rows):
     """The member that would have completed the group was never acknowledged; the others still wait."""
     rows = make_rows([4, 5], group_size=2)
