@@ -19,7 +19,17 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, DEGENERATE, KL_COEF, LOG_PROBS, PRIORITY, RETURN, TASK_REWARD, Key
-from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, concat, copied_rows, segment_sum, spread, step_sum
+from rlhf_pipeline.data.trajectories import (
+    Flat,
+    Text,
+    Trajectories,
+    concat,
+    copied_rows,
+    last_position,
+    segment_sum,
+    spread,
+    step_sum,
+)
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.advantage import group_advantage, penalty_rounding, whitened_step_rewards
 from trajectory_store import BufferPool
@@ -707,6 +717,8 @@ class Grader:
     def values(self, reward: Flat, mask: Flat | None, advantages: Tensor, codes: Tensor) -> Tensor:
         """The advantage in the shape of the rewards, float32, 0 outside the assistant's tokens.
 
+        A trajectory without any has it at its last token, where its reward stands.
+
         Args:
             reward: of `n` steps.
             mask: the assistant's tokens; used where it has the rewards' lengths.
@@ -728,7 +740,9 @@ class Grader:
             return values
         if mask.lengths is not lengths and not torch.equal(mask.lengths, lengths):
             return values
-        keep = mask.values.to(torch.bool).reshape(-1, *(1 for _ in shape[1:]))
+        keep = mask.values.to(torch.bool, copy=True)
+        keep[last_position(keep, lengths)] = True
+        keep = keep.reshape(-1, *(1 for _ in shape[1:]))
         np.multiply(values.numpy(), keep.numpy(), out=values.numpy())  # a third of the time of `mul_`
         return values
 

@@ -126,7 +126,8 @@ class MCAdvantage(Transform):
     of the others, and its own is 0 with `degenerate` True.
 
     The advantage has the shape of the reward: one value per trajectory where the reward is one per trajectory;
-    where the reward is per token it is broadcast, zero outside the assistant mask if there is one.
+    where the reward is per token it is broadcast, zero outside the assistant mask if there is one. A trajectory without
+    any assistant token has it at its last token, as its reward.
 
     Source: GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2; the other estimators are in
     `rlhf_pipeline.functional.advantage`.

@@ -90,8 +90,12 @@ def test_every_group_goes_on_after_a_kill(open_buffer, make_rows, to_form, form,
 
 
 def test_whole_and_waiting_groups_give_the_same(open_buffer, make_rows, tmp_path):
-    """One trajectory per call or all in one: the same advantages, returns and flags, bit for bit."""
-    rows = make_rows([4 + i % 5 for i in range(12)], group_size=4, rewards=[float(i * i % 7) for i in range(12)])
+    """One trajectory per call or all in one: the same advantages, returns and flags, bit for bit.
+
+    One has no token of the assistant, and the advantage of its own nevertheless.
+    """
+    lengths = [2 if i == 5 else 4 + i % 5 for i in range(12)]
+    rows = make_rows(lengths, group_size=4, rewards=[float(i * i % 7) for i in range(12)])
     together = TrajectoryReplayBuffer(storage=TrajectoryStorage(tmp_path / "together"), transform=path(4))
     together.extend(lazy_stack(rows))
     rb = open_buffer(path(4))
@@ -99,6 +103,7 @@ def test_whole_and_waiting_groups_give_the_same(open_buffer, make_rows, tmp_path
         rb.extend(lazy_stack([rows[i]]))
     for name in ("advantage", "return", "degenerate", "kl_coef"):
         assert stored(rb, name) == stored(together, name)
+    assert stored(rb, "advantage")[5] > 0
     together.storage.close()
 
 
