@@ -35,14 +35,9 @@ _LENGTH_ROPES = ("longrope", "dynamic")
 """Rotary embeddings whose frequencies change, for all tokens of a batch, when its longest row passes a limit."""
 _PROBE_TOKENS = 64
 _PROBE_LOGIT = 60.0
-_UNSUPPORTED_CACHES = (
-    "chunked_attention",
-    "linear_attention",
-    "conv",
-    "hybrid",
-    "hybrid_sliding",
-    "indexed_attention",
-)
+_COMPRESSED = "compressed_sparse_attention"
+_KNOWN_CACHES = {"full_attention", "sliding_attention"}
+"""Kinds of layers whose cache is what the slots hold: a key and a value per token."""
 
 
 @dataclass(frozen=True)
@@ -305,6 +300,7 @@ def _max_positions(config: Any) -> tuple[int | None, str]:
         return min((int(x) for x in values if isinstance(x, int) and x > 0), default=None)
 
     most, chosen = least(getattr(config, "max_position_embeddings", None)), getattr(config, "index_topk", None)
+    kinds, rates = getattr(config, "layer_types", None) or (), getattr(config, "compress_rates", None) or {}
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
     for part in parts:
@@ -314,7 +310,9 @@ def _max_positions(config: Any) -> tuple[int | None, str]:
             limit = least(given, getattr(config, "original_max_position_embeddings", None), most)
             if limit:
                 return limit, f"where its rotary embedding ({kind}) changes with the length of a batch"
-    if "indexed_attention" in (getattr(config, "layer_types", None) or ()) and least(chosen, most) != most:
+    if _COMPRESSED in kinds and isinstance(chosen, int):
+        chosen *= rates.get(_COMPRESSED, 1)  # it chooses among blocks of so many tokens
+    if not {"indexed_attention", _COMPRESSED}.isdisjoint(kinds) and least(chosen, most) != most:
         return least(chosen, most), "index_topk, beyond which its attention leaves tokens out"
     return most, "max_position_embeddings"
 
@@ -332,7 +330,7 @@ def _builds_own_mask(config: Any) -> bool:
 
 
 def _cache_refusal(config: Any) -> str | None:
-    kinds = set(getattr(config, "layer_types", None) or ()) & set(_UNSUPPORTED_CACHES)
+    kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN_CACHES
     if kinds:
         return f"its layers keep a cache of the kind {', '.join(sorted(kinds))}"
     if getattr(config, "attention_chunk_size", None) is not None:

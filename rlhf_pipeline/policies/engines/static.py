@@ -172,7 +172,7 @@ class StaticSlots(Cache):
         if self.additive:
             dtype = self.hidden.dtype
             low = torch.finfo(dtype).min
-            mask, near = (torch.where(m, 0.0, low).to(dtype) for m in (mask, near))
+            mask, near = (torch.zeros_like(m, dtype=dtype).masked_fill_(~m, low) for m in (mask, near))
         full, sliding = mask[:, None, None], near[:, None, None]
         if self.form == "by_kind":
             return {"full_attention": full, "sliding_attention": sliding}

@@ -468,18 +468,28 @@ def test_a_rotary_embedding_that_depends_on_the_batch_is_refused_past_its_limit(
     torch.testing.assert_close(scored[0, 12:], torch.as_tensor(completion.log_probs), rtol=1e-3, atol=1e-4)
 
 
-def test_rows_in_which_attention_chooses_tokens_are_refused(make_model: Make) -> None:
+@pytest.mark.parametrize(("name", "limit"), [("deepseek_v32", 12), ("deepseek_v4", 24)])
+def test_rows_in_which_attention_chooses_tokens_are_refused(make_model: Make, name: str, limit: int) -> None:
     """An indexer breaks ties by the length of a batch: rows beyond its choice would depend on their neighbours."""
-    sizes: dict[str, Any] = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
-    sizes |= {"v_head_dim": 8, "index_head_dim": 8, "index_n_heads": 2, "index_topk": 12, "n_routed_experts": 4}
-    sizes |= {"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
-    policy = TokenPolicy(make_model("deepseek_v32", **sizes, num_key_value_heads=4))
-    ids = torch.randint(2, 97, (2, 12), generator=torch.Generator().manual_seed(0))
-    mask = torch.arange(12) < torch.tensor([[7], [12]])
+    sizes: dict[str, Any] = {"q_lora_rank": 16, "index_head_dim": 8, "index_n_heads": 2, "moe_intermediate_size": 16}
+    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2}
+    if name == "deepseek_v32":
+        sizes |= {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "index_topk": 12}
+        sizes |= {"n_group": 1, "topk_group": 1, "num_key_value_heads": 4}
+    else:  # it chooses six blocks of four tokens
+        kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+        rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
+        sizes |= {"o_lora_rank": 16, "o_groups": 2, "head_dim": 16, "num_key_value_heads": 1, "num_hidden_layers": 3}
+        sizes |= {"layer_types": kinds, "mlp_layer_types": ["moe"] * 3, "compress_rates": rates, "index_topk": 6}
+    policy = TokenPolicy(make_model(name, attention="eager", **sizes))
+    ids = torch.randint(2, 97, (2, limit), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(limit) < torch.tensor([[7], [limit]])
     alone = policy.log_probs(ids[:1, :7], mask[:1, :7])
     torch.testing.assert_close(policy.log_probs(ids, mask)[:1, :7], alone, rtol=1e-4, atol=1e-5)
-    with pytest.raises(DefinitionError, match=r"A row has 13 tokens; the model has 12 positions \(index_topk"):
-        policy.log_probs(torch.zeros(1, 13, dtype=torch.int64), torch.ones(1, 13, dtype=torch.bool))
+    with pytest.raises(
+        DefinitionError, match=rf"A row has {limit + 1} tokens; the model has {limit} positions .index_topk"
+    ):
+        policy.log_probs(torch.zeros(1, limit + 1, dtype=torch.int64), torch.ones(1, limit + 1, dtype=torch.bool))
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

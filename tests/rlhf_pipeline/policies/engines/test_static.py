@@ -49,6 +49,15 @@ def test_the_completions_are_those_of_live_rows_alone(name: str, make_model: Mak
     assert float(np.abs(static.log_probs - ragged.log_probs).max()) < 5e-6
 
 
+def test_eager_attention_in_float64(make_model: Make):
+    """The masks that eager attention adds to its scores have the model's dtype."""
+    request = Request(prompts=PROMPTS, group_size=2, max_new_tokens=RAGGED, temperature=0.7, seed=1)
+    model = make_model("qwen2-sliding", attention="eager").double()
+    ragged, static = (engine(model, decode).generate(request) for decode in ("ragged", "static"))
+    assert static.token_ids.tolist() == ragged.token_ids.tolist()
+    assert float(np.abs(static.log_probs - ragged.log_probs).max()) < 5e-6
+
+
 @pytest.mark.parametrize("vocab_size", [97, 1500])
 def test_greedy_and_a_larger_vocabulary(vocab_size: int, make_model: Make):
     """Both ways of inverting the cumulative probability, and temperature 0."""
