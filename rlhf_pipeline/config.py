@@ -537,7 +537,7 @@ class Pipeline(Settings):
     replay: Replay | None = setting(None, help="Learn from stores and sample nothing; None collects.")
 
     def _rules(self) -> list[tuple[bool, str]]:
-        last_update = self.learn.updates_per_rollout - 1
+        updates, last_update = self.learn.updates_per_rollout, self.learn.updates_per_rollout - 1
         rollout, room = self.collect.rollout_size, self.buffer.max_trajectories
         return [
             (
@@ -572,8 +572,15 @@ class Pipeline(Settings):
                 "sample.strategy=fresh takes all of the newest rollout: no sample.batch_size.",
             ),
             (
+                self.replay is not None
+                or self.sample.strategy != "fresh"
+                or (self.sample.max_uses or updates) >= updates,
+                f"learn.updates_per_rollout is {updates}, and each update takes all of the newest rollout, but "
+                f"sample.max_uses is {self.sample.max_uses}. Set sample.max_uses to at least {updates}.",
+            ),
+            (
                 self.replay is not None or self.buffer.max_staleness >= last_update,
-                f"learn.updates_per_rollout is {self.learn.updates_per_rollout}, so the last update sees trajectories "
+                f"learn.updates_per_rollout is {updates}, so the last update sees trajectories "
                 f"of age {last_update}, but buffer.max_staleness is {self.buffer.max_staleness}. "
                 f"Set buffer.max_staleness to at least {last_update}.",
             ),

@@ -279,12 +279,15 @@ class Learner:
             self._forget_proximal(version, self.max_staleness)
         if row_ids is None:
             chosen = self.chosen_rows(step)
-            if len(chosen.row_ids) == 0:
-                self._notices.append(f"step {step} has nothing to learn from: every group was without spread.")
         else:
             if ages is None:
                 ages = version - store.read_scalars("policy_version", row_ids)
             chosen = Chosen(row_ids, ages, trajectory_names(store, row_ids))
+        if len(chosen.row_ids) == 0:
+            self._notices.append(
+                f"step {step} has nothing to learn from and changes nothing: no trajectory that is young enough has "
+                "a group with spread" + (", or a use left." if self.sample.max_uses is not None else ".")
+            )
         uses = None if self._uses is None else self._uses.before(step, chosen.trajectory_ids)
         if self.shards is not None:
             self.shards.tell("step", step=step, row_ids=chosen.row_ids.tolist(), ages=chosen.ages.tolist())
@@ -396,28 +399,27 @@ class Learner:
             watermark: see the store as it was at this watermark; None is now.
 
         Returns:
-            The trajectories, in the order of their ids.
+            The trajectories, in the order of their ids; none where the strategy passes over all that there are.
 
         Raises:
-            DataError: nothing may be learned from.
+            DataError: there is none that is young enough, or each has been used as often as it may.
         """
         fresh = self._fresh(step - 1, watermark)
         if keep is not None:
             fresh = fresh.take(keep(fresh))
-        limited = self.sample.max_uses is not None
-        if self.sample.strategy == "fresh" and not limited:
+        most = self.sample.max_uses
+        if self.sample.strategy == "fresh" and most is None:
             return fresh
         uses = np.zeros(len(fresh.row_ids), np.int64)
-        if self._uses is not None and limited:
+        if self._uses is not None and most is not None:
             uses = self._uses.before(step, fresh.trajectory_ids)
+        if most is not None and len(uses) and bool((uses >= most).all()) and not self.may_be_empty:
+            raise DataError(
+                f"step {step}: each of the {len(uses)} trajectories that are young enough has been used {most} times. "
+                "Raise sample.max_uses, or lower sample.batch_size."
+            )
         view = StoreView(self.buffer.store, fresh.row_ids, version=step - 1, uses=uses)
         drawn = np.sort(self._sampler.select(view, self.batch_size, seed=self.seed, step=step))
-        if len(drawn) == 0 and not self.may_be_empty:
-            raise DataError(
-                f"step {step}: none of {len(fresh.row_ids)} trajectories that are young enough may be learned from "
-                f"with sample.strategy={self.sample.strategy}, sample.max_uses={self.sample.max_uses}. Widen the "
-                "limits."
-            )
         return fresh.take(drawn)
 
     def _accumulate_gradient(self, plan: StepPlan) -> GRPOLossOutput | None:

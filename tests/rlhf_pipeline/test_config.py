@@ -100,16 +100,14 @@ def test_contradictions_are_refused(make):
         make()
 
 
-def test_two_updates_need_stale_trajectories():
-    """The second update on a rollout sees data one step old; the definition must allow it."""
+def test_two_updates_need_trajectories_that_may_be_used_again(pipeline):
+    """The second update on a rollout sees data that is one step old and used once; the definition must allow it."""
     with pytest.raises(DefinitionError, match=r"Set buffer\.max_staleness to at least 1"):
-        Pipeline(
-            name="x",
-            policy=TinyPolicy(),
-            prompts=CopyDigits(),
-            reward=token_match,
-            learn=Learn(updates_per_rollout=2),
-        )
+        override(pipeline, "learn.updates_per_rollout", "2")
+    two = [("learn.updates_per_rollout", "2"), ("buffer.max_staleness", "1")]
+    with pytest.raises(DefinitionError, match=r"Set sample\.max_uses to at least 2"):
+        apply_overrides(pipeline, [*two, ("sample.max_uses", "1")])
+    assert apply_overrides(pipeline, [*two, ("sample.max_uses", "2")]).sample.max_uses == 2
 
 
 def test_a_buffer_must_hold_one_rollout(pipeline):

@@ -86,7 +86,7 @@ def test_a_use_limit_counts_what_the_ledger_says(make_learner):
     assert sizes == [6, 6, 6, 6, 6, 2]
     used = np.concatenate([row["row_ids"] for row in learner.ledger.rows])
     assert np.bincount(used, minlength=16).tolist() == [2] * 16
-    with pytest.raises(DataError, match=r"sample\.strategy=uniform, sample\.max_uses=2"):
+    with pytest.raises(DataError, match=r"has been used 2 times. Raise sample\.max_uses"):
         learner.step(10)
 
 

@@ -215,9 +215,10 @@ def test_a_ring_that_evicted_what_is_replayed(tmp_path):
     assert weights(tmp_path / "run") == weights(tmp_path / "straight")
 
 
-def test_a_rollout_whose_groups_were_all_dropped_counts_as_a_step(tmp_path, fail_on):
-    """With nothing left to learn from, the step is recorded, a notice says so, and the run goes on."""
-    changes = {"write__zero_variance": "drop", "collect__max_new_tokens": "1", "collect__group_size": "1"}
+@pytest.mark.parametrize(("zero_variance", "strategy"), [("drop", "fresh"), ("mark", "uniform"), ("keep", "variance")])
+def test_a_rollout_without_spread_counts_as_a_step(tmp_path, zero_variance, strategy):
+    """With nothing to learn from, the step is recorded, a notice says so, and the run goes on."""
+    changes = {"write__zero_variance": zero_variance, "sample__strategy": strategy, "collect__group_size": "1"}
     events: list[Event] = []
     finished = run(tiny(**changes), run_dir=tmp_path / "run", on_event=events.append)
     assert finished.steps == 6
