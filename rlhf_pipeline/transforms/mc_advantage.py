@@ -428,16 +428,10 @@ class MCAdvantage(Transform):
         if not isinstance(reward, Flat):
             raise MissingKeyError(f"the batch has neither {self.rewards_key!r} nor {TASK_REWARD!r}, to rank by")
         scores = scores_of(batch, reward, bounds, self.trajectory_return, torch.finfo(self.scored_in).eps)
-        names = batch.get(TRAJECTORY_ID)
-        told = isinstance(names, Flat) and names.lengths is None and names.values.numel() == n
-        return Arrived(
-            batch,
-            bounds,
-            groups,
-            reward_key,
-            scores,
-            names.values.reshape(-1)[torch.tensor(bounds[1:], dtype=torch.int64) - 1].tolist() if told else None,
-        )
+        given, names = batch.get(TRAJECTORY_ID), None
+        if isinstance(given, Flat) and given.lengths is None and given.values.numel() == n:
+            names = given.values.reshape(-1)[torch.tensor(bounds[1:], dtype=torch.int64) - 1].tolist()
+        return Arrived(batch, bounds, groups, reward_key, scores, names)
 
     # -- groups ------------------------------------------------------------------------------------------------
 
