@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import inspect
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
@@ -35,7 +38,8 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
 
     A prompt file is hashed whole. Of a model folder, the config and the tokenizer are hashed whole, and of each weight
     file the size, the first and the last MiB: that notices a model trained further, and not a single changed number.
-    Of a reward function and a prompt source of the definition's own, the code is hashed, without what it calls.
+    Of a reward function and a prompt source of the definition's own, the code is hashed, with what it names of its
+    file.
 
     >>> from rlhf_pipeline import CopyDigits, Pipeline, TinyPolicy, token_match
     >>> describe_inputs(Pipeline(name="a", policy=TinyPolicy(), prompts=CopyDigits(), reward=token_match))
@@ -106,9 +110,24 @@ def _code(part: Any) -> dict[str, Any] | None:
     if named.__module__.split(".")[0] == __name__.split(".")[0]:
         return None
     try:
-        return {"sha256": hashlib.sha256(inspect.getsource(named).encode()).hexdigest()}
-    except (OSError, TypeError):
+        text = inspect.getsource(named) + "".join(_named_by(named))
+    except (OSError, TypeError, KeyError):
         return None
+    return {"sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _named_by(named: Any) -> Iterator[str]:
+    """Yield what a function or a class names of its module: functions, classes and values, and what those name."""
+    parts: dict[str, str] = {}
+    for node in ast.parse(inspect.getsource(sys.modules[named.__module__])).body:
+        bound = [part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]
+        for name in [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else bound:
+            parts[name] = parts.get(name, "") + ast.unparse(node)
+    parts.pop(named.__qualname__, None)
+    words = inspect.getsource(named)
+    while found := {name: parts.pop(name) for name in sorted(parts.keys() & set(re.findall(r"\w+", words)))}:
+        words = "\n".join(found.values())
+        yield words
 
 
 def _sizes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -113,15 +113,23 @@ class Sums:
     def prompt(self, cursor, seed):
         return Prompt(text=f"{{(cursor + {first}) % 10}}=", answer="1")
 
+def unused():
+    return {unused}
+
+def share():
+    return HALF
+
 def grade(prompt, completion, answer, meta):
-    return {reward}
+    return {reward} * share()
+
+HALF = {half}
 """
 
 
 def loaded(folder: Path, **code: float) -> Pipeline:
     """Return a definition whose reward and prompts come from a file that is written now."""
     file = folder / "graded.py"
-    file.write_text(GRADED.format(**{"first": 0, "reward": 0.25} | code))
+    file.write_text(GRADED.format(**{"first": 0, "reward": 0.25, "half": 0.5, "unused": 1} | code))
     linecache.checkcache()
     spec = importlib.util.spec_from_file_location("graded", file)
     assert spec is not None
@@ -162,16 +170,17 @@ def of_a_collector(pipeline: Pipeline, run_dir: Path, on_event: EventHandler) ->
 
 @pytest.mark.parametrize("start", [of_one_process, of_a_supervisor, of_a_collector])
 def test_edited_code_is_said_by_every_start(tmp_path, start):
-    """A run goes on with a reward or prompts that were repaired, and says so; else it says nothing."""
+    """A run goes on with a reward or prompts that were repaired, or what they name was; else it says nothing."""
     said = []
-    for code in ({}, {}, {"reward": 0.5}, {"first": 3, "reward": 0.5}):
+    changes = {"reward": 0.5}, {"first": 3, "reward": 0.5}, {"first": 3, "reward": 0.5, "half": 0.6}
+    for code in ({}, {"unused": 2}, *changes):
         events: list[Event] = []
         start(loaded(tmp_path, **code), tmp_path / "run", events.append)
         notices = " ".join(event.message for event in events if isinstance(event, Notice))
         said.append([name for name in ("grade", "Sums") if f"{name} has been edited since the run was last" in notices])
         assert "device" not in notices
     once = start is not of_a_collector
-    assert said == [[], [], ["grade"], ["Sums"] if once else ["grade", "Sums"]]
+    assert said == [[], [], ["grade"], *([["Sums"], ["grade"]] if once else [["grade", "Sums"]] * 2)]
 
 
 def test_every_changed_setting_is_refused_or_said_or_without_effect(tmp_path):
