@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ class Rollout:
     num_tokens: int
     """Completion tokens sampled; 0 if the rollout was in the store already."""
     task_reward: float
-    """Mean over the rollout's graded trajectories, unshaped."""
+    """Mean over the rollout's graded trajectories, unshaped; NaN where that is not known any more."""
     num_failed: int
     """Trajectories whose reward call failed."""
     first_error: str | None
@@ -141,10 +141,19 @@ class Collector:
         first = rollout * self.config.prompts_per_rollout
         cursors = np.arange(first, first + self.config.prompts_per_rollout)
         # Looked up each time: a ring may have evicted part of what a resumed run replays.
-        store, rows = self.buffer.store, np.empty(0, np.int64) if is_first else self._rows_of(cursors)
-        if len(rows) >= len(cursors) * self.config.group_size:
+        store, size = self.buffer.store, len(cursors) * self.config.group_size
+        rows = np.empty(0, np.int64) if is_first else self._rows_of(cursors)
+        # A rollout is one commit. Of one that was stored before, rows are lacking because the write path dropped
+        # groups, or because a ring is letting go of it: the rows that are left are its oldest, and go now.
+        cut = 0 < len(rows) < size and len(store) < store.watermark and rows[0] == store.ids()[0]
+        if len(rows) >= size or (
+            len(rows) and not cut and (refresh is not None or not self._by_these_weights(rows, policy_version, digests))
+        ):
             self.observe(cursors)
-            return self._summary(rollout, store.read_scalars("task_reward", rows), 0, None, started, from_store=True)
+            found = self._summary(rollout, store.read_scalars("task_reward", rows), 0, None, started, from_store=True)
+            # What the dropped groups earned is in no store, and other weights would sample others.
+            lost = {} if len(rows) >= size else {"num_trajectories": size, "task_reward": math.nan}
+            return replace(found, **lost)
 
         prompts = [self.prompts.prompt(int(cursor), self.seed) for cursor in cursors]
         prompt_ids = [
@@ -169,9 +178,6 @@ class Collector:
             )
         texts = [decode_completion(self.policy.tokenizer, completion.token_ids) for completion in completions]
         grades = grade(self.reward, [prompts[index] for index in completions.prompt_index], texts)
-        # A rollout is one commit. Of one that was stored before, rows are lacking because the write path dropped groups
-        # (it would again), or because a ring is letting go of it: the rows that are left are its oldest, and go now.
-        cut = len(rows) > 0 and len(store) < store.watermark and rows[0] == store.ids()[0]
         self.buffer.extend(
             trajectories(
                 prompts,
@@ -184,7 +190,7 @@ class Collector:
                 policy_version=policy_version,
                 digests=digests,
             ),
-            write=len(rows) == 0 or cut,
+            write=len(rows) == 0 or cut,  # else the write path dropped some of it, and would again
         )
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
         error = next((item.error for item in grades if item.error is not None), None)
@@ -208,6 +214,12 @@ class Collector:
             torch.from_numpy(mask.values.astype(bool)),
             torch.from_numpy(np.asarray(mask.lengths, dtype=np.int64)),
         )
+
+    def _by_these_weights(self, rows: np.ndarray, version: int, digests: Mapping[int, int] | None) -> bool:
+        """Whether the weights of this version sampled the rows, so that they would sample the rollout again."""
+        read = self.buffer.store.read_scalars
+        same = read("policy_version", rows) == version
+        return bool(same.all() and (digests is None or (read("policy_digest", rows) == digests.get(version, 0)).all()))
 
     def _rows_of(self, cursors: np.ndarray) -> np.ndarray:
         """Return the row ids of the groups from the first to the last cursor, int64, in the order of arrival."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -220,7 +221,7 @@ class Arrivals:
         return _Arrived(
             index=index,
             row_ids=row_ids[np.isfinite(store.read_scalars("task_reward", row_ids))],
-            task_reward=said.task_reward,
+            task_reward=None if math.isnan(said.task_reward) else said.task_reward,
             num_failed=said.num_failed,
             seconds=said.seconds,
             num_tokens=said.num_tokens,
@@ -299,7 +300,8 @@ class _Arrived:
 
     index: int
     row_ids: Ints
-    task_reward: float
+    task_reward: float | None
+    """None where a collector was killed between the rows and their record, and what of it was dropped is not known."""
     num_failed: int
     seconds: float
     num_tokens: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from torchrl.envs.transforms import Compose
@@ -97,7 +99,10 @@ def test_a_penalty_of_rounding_alone_leaves_groups_without_spread(tmp_path, zero
 
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp_baseline"])
 def test_a_rollout_with_dropped_groups_is_stored_once(tmp_path, estimator):
-    """Collected again, it has the summary of the first time, and nothing is written."""
+    """Collected again, it has the summary of the first time, and nothing is written.
+
+    By newer weights, the mean of what the first ones sampled is not known any more, and nothing is sampled instead.
+    """
 
     def half(prompt, completion, answer, meta):
         return 1.0 if prompt[0] in "02468" else spread(prompt, completion, answer, meta)
@@ -112,3 +117,9 @@ def test_a_rollout_with_dropped_groups_is_stored_once(tmp_path, estimator):
         found.buffer.trajectories.close()
     assert 0 < seen[0][1] < 16
     assert seen[0] == seen[1]
+    for newer in ({"policy_version": 1}, {"policy_version": 0, "digests": {0: 7}}):
+        found = collector(tmp_path, reward=half, transform=transform)
+        rollout = found.collect(0, **newer)
+        assert (rollout.from_store, rollout.num_trajectories, math.isnan(rollout.task_reward)) == (True, 16, True)
+        assert len(found.buffer.store) == seen[0][1]
+        found.buffer.trajectories.close()

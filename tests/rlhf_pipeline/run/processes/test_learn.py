@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -227,6 +228,18 @@ def test_a_rollout_whose_row_is_lost_is_waited_for(run):
     collector.join()
     assert run.ledger[1]["rollout"] == lost
     assert [finding.text for finding in check_run(RunFolder(run.path)) if not finding.ok] == []
+
+
+def test_a_mean_reward_that_is_not_known_is_left_out(run):
+    """A collector that found dropped groups of another one's rollout cannot say it: the step has none."""
+    for step in (1, 2):
+        shutil.rmtree(checkpoint_path(run.checkpoints, step), ignore_errors=True)
+    with TrajectoryStore.open(run.rollouts, "a") as rollouts:
+        rollouts.update(rollouts.ids()[-1:], task_reward=[math.nan])
+    steps: list[StepDone] = []
+    learn(PIPELINE, run_dir=run.path, on_event=lambda event: isinstance(event, StepDone) and steps.append(event))
+    assert [step.metrics["task_reward"] is None for step in steps] == [False, False, True]
+    assert run.metrics[-1]["task_reward"] is None
 
 
 def test_trajectories_that_a_power_loss_took_are_missed(run):
