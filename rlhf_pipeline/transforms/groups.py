@@ -324,22 +324,26 @@ class GroupQueue:
             heapq.heappush(self._deadlines, (since + self.rules.timeout_s, self._count, group, waiting))
         return waiting
 
-    def whole(self, groups: Sequence[Hashable], now: float) -> list[list[int]] | None:
+    def whole(self, arrived: Arrived, now: float) -> list[list[int]] | None:
         """The members of each group of a call, in the order in which the groups became complete.
 
         Args:
-            groups: the group of each trajectory.
+            arrived: the trajectories of the call.
             now: seconds.
 
         Returns:
-            None if a group did not come whole in this call, or another one may close at it.
+            None if a group did not come whole in this call, or a member twice, or another one may close at it.
         """
         rules = self.rules
         overdue = bool(self._deadlines) and self._deadlines[0][0] <= now
         if self.recovered or overdue or rules.most != rules.size or rules.choose is not None:
             return None
+        if arrived.names is not None:
+            named = [pair for pair in zip(arrived.groups, arrived.names, strict=True) if pair[1] >= 0]
+            if len(set(named)) < len(named):
+                return None
         members: dict[Hashable, list[int]] = {}
-        for i, group in enumerate(groups):
+        for i, group in enumerate(arrived.groups):
             members.setdefault(group, []).append(i)
         for group, found in members.items():
             if len(found) != rules.size or group in self.waiting or group in self.late:
@@ -354,27 +358,23 @@ class GroupQueue:
         together = sorted(batches.values(), key=lambda batch: max(members[group][-1] for group in batch))
         return [members[group] for batch in together for group in sorted(batch)]
 
-    def refuse_repeated(self, arrived: Arrived) -> None:
-        """Refuse a member that waits already, or comes twice: it would take the place of one that is still to come.
+    def arrive(self, arrived: Arrived, now: float) -> list[Closed]:
+        """Take in trajectories; returns the groups that close, the overdue ones last.
 
         Raises:
-            DataError: there is one; trajectories without an id are not told apart.
+            DataError: a member comes twice, or waits already: it would take the place of one that is still to come.
         """
-        if arrived.names is None:
-            return
-        waiting = (self.waiting[group].members for group in dict.fromkeys(arrived.groups) if group in self.waiting)
-        seen = {(member.group, member.name) for members in waiting for member in members}
-        for group, name in zip(arrived.groups, arrived.names, strict=True):
-            if name >= 0 and (group, name) in seen:
-                raise DataError(
-                    f"trajectory_id {name} came to group {group!r} twice, and a member counts once. Nothing of this "
-                    "call was taken: leave out what waits already (TrajectoryReplayBuffer.waiting() lists it), and "
-                    "give each member an id of its own, or none."
-                )
-            seen.add((group, name))
-
-    def arrive(self, arrived: Arrived, now: float) -> list[Closed]:
-        """Take in trajectories; returns the groups that close, the overdue ones last."""
+        if arrived.names is not None:
+            waiting = (self.waiting[group].members for group in dict.fromkeys(arrived.groups) if group in self.waiting)
+            seen = {(member.group, member.name) for members in waiting for member in members}
+            for group, name in zip(arrived.groups, arrived.names, strict=True):
+                if name >= 0 and (group, name) in seen:
+                    raise DataError(
+                        f"trajectory_id {name} came to group {group!r} twice, and a member counts once. Nothing of "
+                        "this call was taken: leave out what waits already (TrajectoryReplayBuffer.waiting() lists "
+                        "it), and give each member an id of its own, or none."
+                    )
+                seen.add((group, name))
         closed: list[Closed] = []
         for i, group in enumerate(arrived.groups):
             waiting = self.waiting.get(group)

@@ -360,12 +360,12 @@ class MCAdvantage(Transform):
     def _in_memory(self, arrived: Arrived, now: float) -> _Finished | None:
         """The groups that are complete with what arrived; the others wait in memory."""
         queue = self._queue
-        queue.refuse_repeated(arrived)
+        whole = queue.whole(arrived, now)
+        closed = queue.arrive(arrived, now) if whole is None else []
         self._count_arrivals(arrived)
-        whole = queue.whole(arrived.groups, now)
         if whole is not None:
             return self._finish_whole(arrived, whole)
-        done = self._finish(queue.arrive(arrived, now))
+        done = self._finish(closed)
         queue.shrink(arrived)
         return done
 
@@ -651,9 +651,8 @@ class MCAdvantage(Transform):
         """The rows to append: groups that came whole with their advantages, then the trajectories that wait."""
         if not self._is_writing:
             raise self._elsewhere("write", "extend")
-        whole = self._queue.whole(arrived.groups, now)
+        whole = self._queue.whole(arrived, now)
         queue = self._meet() if whole is None else self._queue
-        queue.refuse_repeated(arrived)
         self._count_arrivals(arrived)
         if whole is None and self._store_call is not None:
             rows = self._store_call.write(arrived, queue, now)

@@ -97,7 +97,7 @@ def test_conversations_of_several_steps(make_buffer, make_rows, shape):
 
     def conversation(reward, cut):
         whole = make_rows([8], ref=False, prompt=2)[0]
-        whole["group_id"] = torch.tensor(0)
+        whole["group_id"], whole["trajectory_id"] = torch.tensor(0), torch.tensor(cut)
         first = whole.clone()
         for key in (keys.TOKENS, keys.ASSISTANT_MASK, keys.LOG_PROBS):
             first[key] = first[key][:cut]
