@@ -194,7 +194,15 @@ class RolloutModel:
 
 
 def labels_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return `log_softmax(logits)` `[..., V]` at `labels` `[...]`, in float32 at least."""
+    """Return `log_softmax(logits)` at the labels, float32 (float64 for float64 logits).
+
+    Args:
+        logits: `[..., V]`, any float dtype, already divided by the temperature.
+        labels: int64 `[...]`.
+
+    >>> labels_log_probs(torch.zeros(1, 4), torch.tensor([2])).exp().tolist()
+    [0.25]
+    """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     return torch.log_softmax(logits, dim=-1, dtype=dtype).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 

@@ -14,13 +14,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch import distributions as D
-from torchrl.modules.llm.policies.common import (
-    ChatHistory,
-    LogProbs,
-    Masks,
-    Text,
-    Tokens,
-)
+from torchrl.modules.llm.policies.common import ChatHistory, LogProbs, Masks, Text, Tokens
 from torchrl.modules.llm.policies.common import LLMWrapperBase as _TorchRLWrapperBase
 
 from rlhf_pipeline.data.padding import Side
@@ -28,15 +22,10 @@ from rlhf_pipeline.errors import DataError, MissingKeyError, UnsupportedError
 from rlhf_pipeline.interop.torchrl.distribution import LogProbDistribution
 from rlhf_pipeline.policies.token_batches import Key, TokenBatch, leaf, pad_like, prompt_lengths, read_ids
 
-__all__ = [
-    "ChatHistory",
-    "LLMWrapperBase",
-    "LogProbDistribution",
-    "LogProbs",
-    "Masks",
-    "Text",
-    "Tokens",
-]
+__all__ = ["CONTAINERS", "ChatHistory", "LLMWrapperBase", "LogProbDistribution", "LogProbs", "Masks", "Text", "Tokens"]
+
+CONTAINERS = ("tokens", "masks", "log_probs", "text", "history")
+"""What a policy reads and writes; where each is, is said by an option of its name with `_key` behind."""
 
 
 def _calls(name: str) -> Callable[..., D.Distribution]:
@@ -177,7 +166,6 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         **options: Any,
     ) -> D.Distribution:
         """Return the distribution of all tokens: the attention mask, or that under `attention_mask_key`."""
-        self._must_score("get_generic_dist")
         return self.get_dist(tensordict, mask_key=attention_mask_key, padding_side=padding_side, **options)
 
     def get_rlhf_dist(
@@ -189,7 +177,6 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         **options: Any,
     ) -> D.Distribution:
         """Return the distribution of the assistant's tokens: those that a policy produced, over all turns."""
-        self._must_score("get_rlhf_dist")
         key = self._assistant_key if assistant_mask_key is None else assistant_mask_key
         return self.get_dist(tensordict, mask_key=key, padding_side=padding_side, **options)
 

@@ -10,6 +10,7 @@ from torch import distributions as D
 from torchrl.modules.distributions.discrete import LLMMaskedCategorical
 from torchrl.modules.llm.policies.common import LogProbDistribution as _TorchRLLogProbDistribution
 
+from rlhf_pipeline.data.padding import under_mask
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.head import Head, token_log_probs
 
@@ -84,12 +85,7 @@ class TokenDistribution(LLMMaskedCategorical):
     tensor([[ 0.0000, -1.3863]])
     """
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        head: Head,
-        mask: Tensor,
-    ) -> None:
+    def __init__(self, hidden: Tensor, head: Head, mask: Tensor) -> None:
         self.hidden = hidden
         self.head = head
         self.ignore_index = -100
@@ -97,12 +93,10 @@ class TokenDistribution(LLMMaskedCategorical):
         self._position_level_masking = True
         self._masked_logits = None
         self._masked_dist = None
-        self._rows = mask.nonzero(as_tuple=True)
         D.Distribution.__init__(self, batch_shape=mask.shape, event_shape=head.weight.shape[:1], validate_args=False)
 
     def _spread(self, values: Tensor, fill: float = 0.0) -> Tensor:
-        out = values.new_full((*self._mask.shape, *values.shape[1:]), fill)
-        return out.index_put(self._rows, values)
+        return under_mask(self._mask, values, fill)
 
     def _row_logits(self) -> Tensor:
         weight, bias, temperature, soft_cap = self.head
@@ -135,7 +129,7 @@ class TokenDistribution(LLMMaskedCategorical):
                 f"value has shape {list(value.shape)}; the distribution has {list(self._mask.shape)}. Pad both on the "
                 "same side."
             )
-        targets = value.to(self.hidden.device)[self._rows]
+        targets = value[self._mask.to(value.device)].to(self.hidden.device)
         ignored = targets == self.ignore_index
         vocab = self.head.weight.shape[0]
         if bool(((targets < 0) & ~ignored | (targets >= vocab)).any()):

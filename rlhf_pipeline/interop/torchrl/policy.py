@@ -13,7 +13,7 @@ from torch import distributions as D
 from rlhf_pipeline.data.padding import Side, pad_rows
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError, did_you_mean
 from rlhf_pipeline.functional.head import Head
-from rlhf_pipeline.interop.torchrl.containers import LLMWrapperBase, LogProbs, Masks, Tokens, _sub
+from rlhf_pipeline.interop.torchrl.containers import CONTAINERS, LLMWrapperBase, LogProbs, Masks, Tokens, _sub
 from rlhf_pipeline.interop.torchrl.distribution import TokenDistribution
 from rlhf_pipeline.interop.torchrl.td_output import completion_row, grouped_rows, padded_completions, repeated_rows
 from rlhf_pipeline.policies.chat import continued_prompt, decode_completion, encode_chat, encode_prompt
@@ -24,6 +24,12 @@ from rlhf_pipeline.policies.token_batches import Key, TokenBatch, leaf, pad_ids,
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 _GENERATE_KWARGS = ("max_new_tokens", "temperature", "num_return_sequences", "do_sample", "seed")
+_KEPT = (
+    *("tokenizer", "temperature", "max_new_tokens", "pad_token_id", "num_slots", "input_mode", "generate"),
+    *("generate_kwargs", "return_log_probs", "pad_output", "inplace", "num_samples", "prefer_tokens"),
+    *("attention_mask_key", "scoring_layout", *(f"{name}_key" for name in CONTAINERS)),
+)
+"""The arguments that a new version has from an older one; attributes say what they are."""
 _ALIASES = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
 
 
@@ -159,25 +165,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         >>> sampler.head_weight is policy.head_weight, sampler.temperature, policy.temperature
         (True, 0.7, 1.0)
         """
-        options: dict[str, Any] = {
-            "tokenizer": self.tokenizer,
-            "temperature": self.temperature,
-            "max_new_tokens": self.max_new_tokens,
-            "eos_token_id": self.eos_token_ids,
-            "pad_token_id": self.pad_token_id,
-            "num_slots": self.num_slots,
-            "input_mode": self.input_mode,
-            "generate": self.generate,
-            "generate_kwargs": self.generate_kwargs,
-            "return_log_probs": self.return_log_probs,
-            "pad_output": self.pad_output,
-            "inplace": self.inplace,
-            "num_samples": self.num_samples,
-            "prefer_tokens": self.prefer_tokens,
-            "attention_mask_key": self.attention_mask_key,
-            "scoring_layout": self.scoring_layout,
-            **self._container_key_options(),
-        }
+        options: dict[str, Any] = {name: getattr(self, name) for name in _KEPT} | {"eos_token_id": self.eos_token_ids}
         if "generate" not in kwargs and "input_mode" not in kwargs:
             options["input_key"] = self.input_key
         if kwargs.get("device") not in (None, self.device):
@@ -330,17 +318,8 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
             return padded_completions(fields, self.pad_token_id, len(done), self._container_keys())
         return lazy_stack([completion_row(fields, i, self._container_keys()) for i in range(len(done))])
 
-    def _container_key_options(self) -> dict[str, Key]:
-        return {f"{name}_key": key for name, key in self._container_keys().items()}
-
     def _container_keys(self) -> dict[str, Key]:
-        return {
-            "tokens": self.tokens_key,
-            "masks": self.masks_key,
-            "log_probs": self.log_probs_key,
-            "text": self.text_key,
-            "history": self.history_key,
-        }
+        return {name: getattr(self, f"{name}_key") for name in CONTAINERS}
 
     def _fields(
         self,

@@ -58,6 +58,11 @@ class RolloutFromModel:
         kl_scheduler: a controller of this package, or one of TorchRL's.
         num_steps: how many of the last rollouts `step_scheduler` looks at; all since its last call when None.
 
+    Attributes:
+        model: the policy; likewise `ref_model`.
+        eos_token_ids: the tokens that end a completion.
+        pad_token_id: what stands at padding; it may be an EOS token.
+
     Raises:
         DefinitionError: an argument is out of range.
 
@@ -94,32 +99,14 @@ class RolloutFromModel:
             raise DefinitionError(f"num_steps is {num_steps}; it must be at least 1, or None.")
         self._actor = RolloutModel(model)
         self._reference = RolloutModel(ref_model)
+        self.model, self.ref_model = self._actor.model, self._reference.model
+        self.eos_token_ids, self.pad_token_id = tuple(self._actor.eos_token_ids), self._actor.pad_token_id
         self.reward_model = reward_model
         self.kl_coef = kl_coef
         self.max_new_tokens = int(max_new_tokens)
         self.score_clip = float(score_clip)
         self.kl_scheduler = kl_scheduler
         self._kl_queue: collections.deque[list[float]] = collections.deque(maxlen=num_steps)
-
-    @property
-    def model(self) -> Any:
-        """The policy."""
-        return self._actor.model
-
-    @property
-    def ref_model(self) -> Any:
-        """The frozen reference."""
-        return self._reference.model
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a completion."""
-        return tuple(self._actor.eos_token_ids)
-
-    @property
-    def pad_token_id(self) -> int:
-        """What stands at padding; it may be an EOS token."""
-        return self._actor.pad_token_id
 
     @property
     def kl_coef(self) -> float:
@@ -276,18 +263,7 @@ class RolloutFromModel:
             raise DataError(f"the reward model gave row {row} the end score {scores[row].item()}, which is not finite.")
         return scores
 
-    @staticmethod
-    def logprobs_of_labels(logits: Tensor, labels: Tensor) -> Tensor:
-        """Return `log_softmax(logits)` at the labels, float32 (float64 for float64 logits).
-
-        Args:
-            logits: `[..., V]`, any float dtype, already divided by the temperature.
-            labels: int64 `[...]`.
-
-        >>> RolloutFromModel.logprobs_of_labels(torch.zeros(1, 4), torch.tensor([2])).exp().tolist()
-        [0.25]
-        """
-        return labels_log_probs(logits, labels)
+    logprobs_of_labels = staticmethod(labels_log_probs)
 
     @staticmethod
     def pad_right(td: TensorDict, pad_token_id: int = 0) -> TensorDict:

@@ -28,7 +28,7 @@ from torchrl.modules.llm.policies.common import LLMWrapperBase as _TorchRLWrappe
 from torchrl.modules.llm.policies.transformers_wrapper import TransformersWrapper
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.interop.torchrl.containers import LLMWrapperBase, Masks, Tokens
+from rlhf_pipeline.interop.torchrl.containers import CONTAINERS, LLMWrapperBase, Masks, Tokens
 from rlhf_pipeline.interop.torchrl.policy import CausalLMPolicy
 from rlhf_pipeline.policies.adapters import methods_are_of
 from rlhf_pipeline.policies.distortions import find_distortion
@@ -159,11 +159,7 @@ def _over_weights(wrapper: Any, model: nn.Module) -> CausalLMPolicy:
         inplace=getattr(wrapper, "inplace", None),
         num_samples=getattr(wrapper, "num_samples", None),
         prefer_tokens=bool(getattr(wrapper, "prefer_tokens", False)),
-        tokens_key=wrapper.tokens_key,
-        masks_key=wrapper.masks_key,
-        log_probs_key=wrapper.log_probs_key,
-        text_key=wrapper.text_key,
-        history_key=wrapper.history_key,
+        **{f"{name}_key": getattr(wrapper, f"{name}_key") for name in CONTAINERS},
     )
 
 
@@ -335,9 +331,7 @@ class EnginePolicy:
             pad_output=False,
             inplace=False,
             num_samples=None,
-            tokens_key="tokens",
-            masks_key="masks",
-            log_probs_key="log_probs",
+            **{f"{name}_key": name for name in CONTAINERS[:3]},
             **changes,
         )
 
