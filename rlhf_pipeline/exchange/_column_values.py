@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.exchange._tables import SCHEMA_KEY
 from trajectory_store import Column, RaggedArray, Schema
 
 Values = dict[str, Any]
@@ -35,40 +37,19 @@ def _take(value: Any, keep: Flags) -> Any:
     return value[keep]
 
 
-def to_arrow(pyarrow: Any, column: Column, value: Any, present: Flags | None) -> Any:
-    """Return a column as an Arrow array; null where the store has only its fill."""
-    gone = None if present is None or present.all() else ~present
-    if column.is_text:
-        texts = value if gone is None else [None if off else text for text, off in zip(value, gone, strict=True)]
-        return pyarrow.array(texts, arrow_type(pyarrow, column))
-    if not isinstance(value, RaggedArray):
-        return pyarrow.array(value, arrow_type(pyarrow, column), mask=gone, from_pandas=False)
-    if gone is not None:
-        value = _take(value, ~gone)
-    lengths = np.zeros(len(present) if present is not None else len(value.lengths), np.int64)
-    lengths[... if gone is None else ~gone] = value.lengths
-    flat = pyarrow.array(
-        np.ascontiguousarray(value.values).reshape(-1), _plain_type(pyarrow, column), from_pandas=False
-    )
-    if column.shape:
-        flat = pyarrow.FixedSizeListArray.from_arrays(flat, column.width)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    mask = None if gone is None else pyarrow.array(gone)
-    return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), flat, mask=mask)
+def arrow_schema(pyarrow: Any, schema: Schema) -> Any:
+    """Return the Arrow types of an export, lists with offsets of 32 bits, and the store's columns as its metadata."""
+    fields = [(column.name, _arrow_type(pyarrow, column)) for column in schema]
+    return pyarrow.schema(fields, metadata={SCHEMA_KEY: json.dumps(schema.to_json()).encode()})
 
 
-def arrow_type(pyarrow: Any, column: Column) -> Any:
-    """Return the Arrow type of a column: a list of numbers where it is ragged, of rows of numbers with a shape."""
+def _arrow_type(pyarrow: Any, column: Column) -> Any:
     if column.is_text:
         return pyarrow.binary() if column.dtype == "bytes" else pyarrow.string()
-    plain = _plain_type(pyarrow, column)
-    if column.axis is None:
-        return plain
-    return pyarrow.list_(pyarrow.list_(plain, column.width) if column.shape else plain)
-
-
-def _plain_type(pyarrow: Any, column: Column) -> Any:
-    return pyarrow.from_numpy_dtype(np.dtype(column.dtype))
+    found = pyarrow.from_numpy_dtype(column.np_dtype)
+    for size in reversed(column.shape):
+        found = pyarrow.list_(found, size)
+    return found if column.axis is None else pyarrow.list_(found)
 
 
 def from_arrow(schema: Schema, batch: Any) -> Values:
@@ -100,7 +81,9 @@ def _from_arrow(column: Column, array: Any) -> Any:
     if column.axis is None:
         return _exact(column, array)
     lengths = np.asarray(array.value_lengths().to_numpy(zero_copy_only=False), np.int64)
-    flat = array.flatten().flatten() if column.shape else array.flatten()
+    flat = array
+    while flat.type.num_fields:  # lists, of rows of numbers where the column has a shape
+        flat = flat.flatten()
     return RaggedArray(_exact(column, flat).reshape(-1, *column.shape), lengths)
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
-
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.exchange._column_values import Values, arrow_type, to_arrow, to_json
-from rlhf_pipeline.exchange._tables import SCHEMA_KEY, Container, need, schema_beside
+from rlhf_pipeline.exchange._column_values import arrow_schema, to_json
+from rlhf_pipeline.exchange._tables import Container, need, schema_beside
 from rlhf_pipeline.exchange.filters import Ids, select
 from rlhf_pipeline.exchange.target import appearing_whole, check_absent
 from trajectory_store import Schema, TrajectoryStore
@@ -99,7 +98,7 @@ def export_store(
     ids = select(store, filters)
     writer = _writer(found)
     with appearing_whole(target) as part:
-        writer(part, schema, _batches(store, schema, ids, batch_rows, on_batch))
+        writer(part, store, schema, _parts(ids, batch_rows, on_batch))
         if found == "jsonl":
             beside.write_text(json.dumps(schema.to_json(), indent=1), encoding="utf-8")
     size = sum(path.stat().st_size for path in ([target] if target.is_file() else target.rglob("*")) if path.is_file())
@@ -113,33 +112,19 @@ def export_store(
     )
 
 
-_Batch = tuple[int, Values, dict[str, Any]]
-"""The number of rows, their values, and per optional column which are given."""
+Parts = Iterator[Ids]
+"""The ids of some trajectories after the other."""
 
 
-def _batches(
-    store: TrajectoryStore,
-    schema: Schema,
-    ids: Ids,
-    batch_rows: int,
-    on_batch: Callable[[int, int], None] | None,
-) -> Iterator[_Batch]:
-    for first in range(0, len(ids), batch_rows):
-        some = ids[first : first + batch_rows]
-        values: Values = {}
-        for column in schema:
-            if column.axis is not None and not column.is_text:
-                values[column.name] = store.read_ragged(column.name, some)
-            else:
-                found = store.read_scalars(column.name, some)
-                values[column.name] = found.tolist() if column.is_text else found
-        present = {c.name: np.asarray(store.present(c.name, some)) for c in schema.optional}
-        yield len(some), values, present
+def _parts(ids: Ids, rows: int, on_batch: Callable[[int, int], None] | None) -> Parts:
+    for first in range(0, len(ids), rows):
+        some = ids[first : first + rows]
+        yield some
         if on_batch is not None:
             on_batch(first + len(some), len(ids))
 
 
-def _writer(kind: Container) -> Callable[[Path, Schema, Iterator[_Batch]], None]:
+def _writer(kind: Container) -> Callable[[Path, TrajectoryStore, Schema, Parts], None]:
     if kind == "jsonl":
         return _write_jsonl
     need("pyarrow")
@@ -149,65 +134,52 @@ def _writer(kind: Container) -> Callable[[Path, Schema, Iterator[_Batch]], None]
     return _write_dataset
 
 
-def _arrow_schema(pyarrow: Any, schema: Schema) -> Any:
-    fields = [(column.name, arrow_type(pyarrow, column)) for column in schema]
-    return pyarrow.schema(fields, metadata={SCHEMA_KEY: json.dumps(schema.to_json()).encode()})
+def _tables(store: TrajectoryStore, schema: Schema, arrow: Any, parts: Parts) -> Iterator[Any]:
+    return (store.to_arrow(schema.names, some).cast(arrow) for some in parts)
 
 
-def _record_batch(pyarrow: Any, schema: Schema, arrow: Any, batch: _Batch) -> Any:
-    _, values, present = batch
-    arrays = [to_arrow(pyarrow, column, values[column.name], present.get(column.name)) for column in schema]
-    return pyarrow.record_batch(arrays, schema=arrow)
-
-
-def _write_parquet(part: Path, schema: Schema, batches: Iterator[_Batch]) -> None:
+def _write_parquet(part: Path, store: TrajectoryStore, schema: Schema, parts: Parts) -> None:
     pyarrow, parquet = need("pyarrow"), need("pyarrow.parquet")
-    arrow = _arrow_schema(pyarrow, schema)
+    arrow = arrow_schema(pyarrow, schema)
     with parquet.ParquetWriter(part, arrow, compression="zstd") as file:
         waiting: list[Any] = []
-        for batch in batches:
-            waiting.append(_record_batch(pyarrow, schema, arrow, batch))
+        for table in _tables(store, schema, arrow, parts):
+            waiting.append(table)
             if sum(ready.nbytes for ready in waiting) >= ROW_GROUP_BYTES:
-                file.write_table(pyarrow.Table.from_batches(waiting))  # one row group; write_batch would keep more
+                file.write_table(pyarrow.concat_tables(waiting))  # one row group; write_batch would keep more
                 waiting = []
         if waiting:
-            file.write_table(pyarrow.Table.from_batches(waiting))
+            file.write_table(pyarrow.concat_tables(waiting))
 
 
-def _write_dataset(part: Path, schema: Schema, batches: Iterator[_Batch]) -> None:
+def _write_dataset(part: Path, store: TrajectoryStore, schema: Schema, parts: Parts) -> None:
     pyarrow, datasets = need("pyarrow"), need("datasets")
-    arrow = _arrow_schema(pyarrow, schema).remove_metadata()
-    part.mkdir()
-    stream = part / "rows.arrow"
-    with stream.open("wb") as file, pyarrow.ipc.new_stream(file, arrow) as writer:
-        for batch in batches:
-            writer.write_batch(_record_batch(pyarrow, schema, arrow, batch))
-    found = datasets.Dataset.from_file(str(stream))  # mapped, not read into memory
-    shown = datasets.utils.logging.is_progress_bar_enabled()
-    datasets.utils.logging.disable_progress_bar()
-    try:
-        found.save_to_disk(str(part / "dataset"))
-    finally:
-        if shown:
-            datasets.utils.logging.enable_progress_bar()
-    del found
-    stream.unlink()
-    for item in (part / "dataset").iterdir():
-        item.rename(part / item.name)
-    (part / "dataset").rmdir()
+    arrow = arrow_schema(pyarrow, schema).remove_metadata()
+    with tempfile.TemporaryDirectory(prefix=part.name, dir=part.parent) as scratch:
+        stream = Path(scratch) / "rows.arrow"
+        with stream.open("wb") as file, pyarrow.ipc.new_stream(file, arrow) as writer:
+            for table in _tables(store, schema, arrow, parts):
+                writer.write_table(table)
+        found = datasets.Dataset.from_file(str(stream))  # mapped, not read into memory
+        shown = datasets.utils.logging.is_progress_bar_enabled()
+        datasets.utils.logging.disable_progress_bar()
+        try:
+            found.save_to_disk(str(part))
+        finally:
+            if shown:
+                datasets.utils.logging.enable_progress_bar()
     schema_beside(part, "hf").write_text(json.dumps(schema.to_json(), indent=1), encoding="utf-8")
 
 
-def _write_jsonl(part: Path, schema: Schema, batches: Iterator[_Batch]) -> None:
+def _write_jsonl(part: Path, store: TrajectoryStore, schema: Schema, parts: Parts) -> None:
     with part.open("w", encoding="utf-8") as file:
-        for num, values, present in batches:
-            file.writelines(_line(schema, values, present, i) for i in range(num))
-
-
-def _line(schema: Schema, values: Values, present: dict[str, Any], i: int) -> str:
-    row = {
-        column.name: to_json(column, values[column.name][i])
-        for column in schema
-        if column.name not in present or present[column.name][i]  # else the import fills it in again
-    }
-    return json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+        for some in parts:
+            values = store.read(some, schema.names)
+            there = {column.name: store.present(column.name, some) for column in schema.optional}
+            for i in range(len(some)):
+                row = {
+                    column.name: to_json(column, values[column.name][i])
+                    for column in schema
+                    if column.name not in there or there[column.name][i]  # else the import fills it in again
+                }
+                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n")

@@ -34,6 +34,7 @@ def to_table(store: StoreReads, columns: Sequence[Column], ids: Int64Array) -> A
             values = pa.array(np.ascontiguousarray(ragged.values).reshape(-1))
             for size in reversed(column.shape):
                 values = pa.FixedSizeListArray.from_arrays(values, size)
-            offsets = pa.array(ragged.offsets, mask=np.append(absent, False))
-            arrays[column.name] = pa.LargeListArray.from_arrays(offsets, values)
+            # Not a null among the offsets: the row before would then end where the row after begins.
+            mask = pa.array(absent)
+            arrays[column.name] = pa.LargeListArray.from_arrays(pa.array(ragged.offsets), values, mask=mask)
     return pa.table(arrays)

@@ -130,3 +130,15 @@ def test_a_pass_over_a_store_releases_what_it_leaves(tmp_path):
             tracemalloc.stop()
     assert found == segments * rows * (segments * rows - 1) // 2
     assert left < 4 * 16 * rows  # 16 bytes per row; of all segments it would be ten times as much
+
+
+def test_an_arrow_table(spread):
+    """A value that was filled in is null, and the row before it ends where it ended."""
+    pytest.importorskip("pyarrow", reason="Arrow needs pyarrow")
+    path, rows = spread
+    with TrajectoryStore.open(path) as store:
+        picked = [18, 3, 19, 2]
+        found = store.to_arrow(["tokens_of", "score", "level"], store.ids()[picked]).to_pydict()
+    assert found["tokens_of"] == [rows[i] for i in picked]
+    assert found["score"] == [[0.5 * x for x in rows[i]] if i >= 16 else None for i in picked]
+    assert found["level"] == [i if i >= 16 else None for i in picked]
