@@ -26,15 +26,15 @@ def take(values: Values, keep: Flags) -> Values:
     >>> take({"x": np.array([1, 2]), "t": ["a", "b"]}, np.array([False, True]))
     {'x': array([2]), 't': ['b']}
     """
-    return {name: _take(value, keep) for name, value in values.items()}
-
-
-def _take(value: Any, keep: Flags) -> Any:
-    if isinstance(value, RaggedArray):
-        return RaggedArray(value.values[np.repeat(keep, value.lengths)], value.lengths[keep])
-    if isinstance(value, list):
-        return [item for item, on in zip(value, keep.tolist(), strict=True) if on]
-    return value[keep]
+    taken: Values = {}
+    for name, value in values.items():
+        if isinstance(value, RaggedArray):
+            taken[name] = RaggedArray(value.values[np.repeat(keep, value.lengths)], value.lengths[keep])
+        elif isinstance(value, list):
+            taken[name] = [item for item, on in zip(value, keep.tolist(), strict=True) if on]
+        else:
+            taken[name] = value[keep]
+    return taken
 
 
 def arrow_schema(pyarrow: Any, schema: Schema) -> Any:

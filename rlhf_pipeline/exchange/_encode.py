@@ -22,15 +22,22 @@ class Encoder:
     """Token ids of rollouts that are text.
 
     Args:
-        tokenizer: of transformers, or None: then every rollout must bring its token ids.
-        name: what the tokenizer is called in `meta`.
+        tokenizer: of transformers, or the folder or hub name of one; None: every rollout must bring its token ids.
         chat: put text prompts through the chat template, where the tokenizer has one and the format allows.
         eos: end an encoded completion with the EOS token, unless it was cut off by a length limit.
+
+    Attributes:
+        name: what the tokenizer is called in `meta`.
+
+    Raises:
+        MissingPathError: there is no such folder.
+        DataError: the folder has no tokenizer.
     """
 
-    def __init__(self, tokenizer: Any | None, name: str, *, chat: bool = True, eos: bool = True) -> None:
-        self.tokenizer = tokenizer
-        self.name = name
+    def __init__(self, tokenizer: Any | None, *, chat: bool = True, eos: bool = True) -> None:
+        named = isinstance(tokenizer, (str, Path))
+        self.name = str(tokenizer if named else getattr(tokenizer, "name_or_path", "")) or "given"
+        self.tokenizer = load_tokenizer(self.name) if named else tokenizer
         self.chat = chat
         self.eos = eos
         self._last: tuple[Any, tuple[list[int], bool]] | None = None

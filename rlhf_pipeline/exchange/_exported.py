@@ -59,7 +59,7 @@ def import_stored(
         _check_types(store, schema)
         there = _There(store)
         for place, values in _batches(source, schema, batch_rows):
-            num = _num_rows(values)
+            num = len(next(iter(values.values()), ()))
             try:
                 old = there.find(values, num)
             except DataError as error:
@@ -97,31 +97,25 @@ def _batches(source: Source, schema: Schema, batch_rows: int) -> Iterator[tuple[
         return
     rows: list[dict[str, Any]] = []
     numbers: list[int] = []
-    limit = min(batch_rows, ROWS_PER_READ)
     broken: DataError | None = None
-    lines = source.rows()
-    while True:
-        try:
-            number, row = next(lines)
-        except StopIteration:
-            break
-        except DataError as error:
-            broken = error  # what was read before it is imported first
-            break
-        rows.append(row)
-        numbers.append(number)
-        if len(rows) >= limit:
-            yield source.where(numbers[0]), _from_rows(source, schema, rows, numbers)
-            rows, numbers = [], []
+    try:
+        for number, row in source.rows():
+            rows.append(row)
+            numbers.append(number)
+            if len(rows) >= min(batch_rows, ROWS_PER_READ):
+                yield _from_rows(source, schema, rows, numbers)
+                rows, numbers = [], []
+    except DataError as error:
+        broken = error  # what was read before it is imported first
     if rows:
-        yield source.where(numbers[0]), _from_rows(source, schema, rows, numbers)
+        yield _from_rows(source, schema, rows, numbers)
     if broken is not None:
         raise broken
 
 
-def _from_rows(source: Source, schema: Schema, rows: list[dict[str, Any]], numbers: list[int]) -> Values:
+def _from_rows(source: Source, schema: Schema, rows: list[dict[str, Any]], numbers: list[int]) -> tuple[str, Values]:
     try:
-        return from_json(schema, rows)
+        return source.where(numbers[0]), from_json(schema, rows)
     except DataError:
         for number, row in zip(numbers, rows, strict=True):  # name the row
             try:
@@ -183,11 +177,6 @@ def _check_types(store: TrajectoryStore, schema: Schema) -> None:
                 f"column '{column.name}' is {column.dtype} in the export and {there.dtype} in {store.path}. "
                 "Import it into a folder of its own."
             )
-
-
-def _num_rows(values: Values) -> int:
-    first = next(iter(values.values()), [])
-    return len(first.lengths) if isinstance(first, RaggedArray) else len(first)
 
 
 def _count(report: ImportReport, values: Values, seen: list[npt.NDArray[np.int64]]) -> None:

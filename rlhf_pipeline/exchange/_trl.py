@@ -65,7 +65,8 @@ def _record(recorder: TrajectoryRecorder, trainer: Any, heard: dict[str, Any], o
     num = len(ids)
     mine = slice(recorder.rank * num, (recorder.rank + 1) * num)
     rewards = weighted(_array(heard["rewards"])[mine], _array(trainer.reward_weights))
-    prompts = [row[mask.astype(bool)] for row, mask in _pairs(output["prompt_ids"], output["prompt_mask"])]
+    padded, real = output["prompt_ids"].cpu().numpy(), output["prompt_mask"].cpu().numpy().astype(bool)
+    prompts = [row[mask] for row, mask in zip(padded, real, strict=True)]
     scores = output.get("sampling_per_token_logps", output.get("old_per_token_logps"))
     if scores is None and compute:
         scores = _computed(trainer, prompts, ids)
@@ -116,10 +117,6 @@ def _rows(scores: torch.Tensor | None, ids: Sequence[Sequence[int]]) -> list[lis
 
 def _array(values: torch.Tensor) -> np.ndarray:
     return values.detach().float().cpu().numpy().astype(np.float64)
-
-
-def _pairs(ids: torch.Tensor, mask: torch.Tensor) -> zip[tuple[np.ndarray, np.ndarray]]:
-    return zip(ids.cpu().numpy(), mask.cpu().numpy(), strict=True)
 
 
 def flush_callback(recorder: TrajectoryRecorder) -> Any:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,18 +12,10 @@ import numpy.typing as npt
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from trajectory_store import TrajectoryStore
+from trajectory_store.where import evaluate
 
 Ids = npt.NDArray[np.int64]
 
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-    "=": operator.eq,
-}
 _CONDITION = re.compile(r"\s*([A-Za-z][\w-]*)\s*(>=|<=|==|!=|>|<|=)\s*(.+?)\s*\Z")
 _SHORT = {"reward": "task_reward", "version": "policy_version", "group": "group_id", "date": "created_at"}
 _DERIVED = ("num_tokens", "num_completion_tokens")
@@ -83,8 +74,12 @@ def _meets(store: TrajectoryStore, ids: Ids, condition: str) -> npt.NDArray[np.b
     if name in store.schema and store.schema[name].is_text:
         if sign not in ("=", "==", "!="):
             raise DefinitionError(f"the filter {condition!r}: text is compared by == and != only.")
-        return np.asarray(_OPERATORS[sign](values, text.strip("'\"")), bool)
-    return np.asarray(_OPERATORS[sign](values, _value(name, text, condition)), bool)
+        value: float | int | str = text.strip("'\"")
+    else:
+        value = _value(name, text, condition)
+    comparison = f"column {'==' if sign == '=' else sign} value"
+    operands: dict[str, Any] = {"column": values, "value": value}
+    return evaluate(comparison, operands.__getitem__)
 
 
 def _value(name: str, text: str, condition: str) -> float | int:

@@ -14,7 +14,7 @@ import numpy as np
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
 from rlhf_pipeline.exchange._completion import ONE_ROW, Rollout
 from rlhf_pipeline.exchange._counts import FileReport, ImportReport
-from rlhf_pipeline.exchange._encode import Encoder, columns_of, load_tokenizer, meta_of
+from rlhf_pipeline.exchange._encode import Encoder, columns_of, meta_of
 from rlhf_pipeline.exchange._exported import import_stored
 from rlhf_pipeline.exchange._fields import Reader
 from rlhf_pipeline.exchange._flat import TRLReader
@@ -96,10 +96,7 @@ def import_files(
         raise DefinitionError(f"group_by is '{group_by}'." + did_you_mean(group_by, ("auto", "prompt")))
     container = cast(Container, format) if format in CONTAINERS else None
     sources = find_sources(files, container)
-    name = tokenizer if isinstance(tokenizer, str) else str(getattr(tokenizer, "name_or_path", "")) or "given"
-    if isinstance(tokenizer, (str, Path)):
-        name, tokenizer = str(tokenizer), load_tokenizer(str(tokenizer))
-    encoder = Encoder(tokenizer, name, chat=chat_template, eos=eos)
+    encoder = Encoder(tokenizer, chat=chat_template, eos=eos)
     report = ImportReport(store=Path(into).expanduser())
     plan = _recognise(sources, format, fields or {})
     stored = [item for item in plan if item.reader is None]

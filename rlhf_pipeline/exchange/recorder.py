@@ -18,11 +18,11 @@ import numpy as np
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange._completion import Messages, Rollout, as_answer, as_text
-from rlhf_pipeline.exchange._encode import Encoder, columns_of, load_tokenizer, meta_of
+from rlhf_pipeline.exchange._encode import Encoder, columns_of, meta_of
 from rlhf_pipeline.exchange._reward_columns import weighted
-from rlhf_pipeline.exchange.target import SOURCE_BITS, held, next_base
+from rlhf_pipeline.exchange.target import SOURCE_BITS, held, next_base, open_or_create
 from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
-from trajectory_store import StoreError, StoreExistsError, StoreNotFoundError, TrajectoryStore
+from trajectory_store import StoreError
 
 _log = logging.getLogger("rlhf_pipeline")
 _LOCK = ".recorder.lock"
@@ -30,25 +30,14 @@ _ANSWERS = ("answer", "ground_truth", "solution", "target")
 RewardFunction = Callable[..., Any]
 
 
-def _as_given(value: Any) -> Any:
-    return value
-
-
-_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "prompts": ("prompt", _as_given),
-    "prompt_ids": ("prompt_ids", _as_given),
-    "completions": ("completion", lambda value: as_text(value, "completion")),
-    "completion_ids": ("completion_ids", _as_given),
-    "completion_masks": ("completion_mask", _as_given),
-    "log_probs": ("log_probs", _as_given),
-    "ref_log_probs": ("ref_log_probs", _as_given),
-    "rewards": ("reward", lambda value: math.nan if value is None else float(value)),
-    "advantages": ("advantage", float),
-    "answers": ("answer", as_answer),
-    "finish_reasons": ("finish_reason", _as_given),
-    "metas": ("meta", dict),
+_AS: Mapping[str, Callable[[Any], Any]] = {
+    "completion": lambda value: as_text(value, "completion"),
+    "reward": lambda value: math.nan if value is None else float(value),
+    "advantage": float,
+    "answer": as_answer,
+    "meta": dict,
 }
-"""Each argument of `TrajectoryRecorder.record`: its field of a rollout, and how one value becomes that."""
+"""How a value that was given becomes a field of a rollout, where it is not that already."""
 
 
 class TrajectoryRecorder:
@@ -114,7 +103,7 @@ class TrajectoryRecorder:
         self.on_error = on_error
         self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         self.world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
-        self.store = _open(self.path, durability)
+        self.store = open_or_create(self.path, trajectory_schema(), durability)
         self._held = contextlib.ExitStack()
         self._held.enter_context(
             held(
@@ -127,9 +116,9 @@ class TrajectoryRecorder:
         self._seen = self.store.snapshot()
         self._base = next_base(self.store)
         self._offset = 0
-        self._name = tokenizer if isinstance(tokenizer, str) else str(getattr(tokenizer, "name_or_path", "given"))
-        self._tokenizer = load_tokenizer(str(tokenizer)) if isinstance(tokenizer, (str, Path)) else tokenizer
-        self._pending: _Pending | None = None
+        self._encoder = Encoder(tokenizer)
+        self._pending: tuple[Any, dict[int, list[float]]] | None = None
+        """Completions that some functions have not graded yet, and the rewards of those that have."""
         self._resumed_at: int | None = None
 
     def resume(self, step: int) -> None:
@@ -187,18 +176,18 @@ class TrajectoryRecorder:
             StoreError: the store cannot be written.
         """
         given = {
-            "prompts": prompts,
+            "prompt": prompts,
             "prompt_ids": prompt_ids,
-            "completions": completions,
+            "completion": completions,
             "completion_ids": completion_ids,
-            "completion_masks": completion_masks,
+            "completion_mask": completion_masks,
             "log_probs": log_probs,
             "ref_log_probs": ref_log_probs,
-            "rewards": rewards,
-            "advantages": advantages,
-            "answers": answers,
-            "finish_reasons": finish_reasons,
-            "metas": metas,
+            "reward": rewards,
+            "advantage": advantages,
+            "answer": answers,
+            "finish_reason": finish_reasons,
+            "meta": metas,
         }
         try:
             there = {name: values for name, values in given.items() if values is not None}
@@ -214,20 +203,19 @@ class TrajectoryRecorder:
         offset, self._offset = self._offset, self._offset + self.world_size * num
         for name, values in given.items():
             if len(values) != num:
-                raise DataError(f"{len(values)} {name} for {num} completions.")
-        if "prompts" not in given and "prompt_ids" not in given:
+                raise DataError(f"{len(values)} values of {name} for {num} completions.")
+        if "prompt" not in given and "prompt_ids" not in given:
             raise DataError("neither prompts nor prompt_ids are given.")
         if not num:
             return np.empty(0, np.int64)
-        encoder = Encoder(self._tokenizer, self._name)
         more: list[str] = []
         rollouts: list[Rollout] = []
         now = time.time()
         for i in range(num):
-            fields = {_FIELDS[name][0]: _FIELDS[name][1](values[i]) for name, values in given.items()}
+            fields = {name: _AS[name](values[i]) if name in _AS else values[i] for name, values in given.items()}
             # TRL encodes a text prompt as it is; messages go through the template.
             rollout = Rollout(policy_version=policy_version, created_at=now, as_chat=False, **fields)
-            encoded = encoder.encode(rollout)
+            encoded = self._encoder.encode(rollout)
             said = {"source": {"recorder": source}} | ({} if encoded is None else {"encoded": encoded})
             more.append(meta_of(rollout, said))
             rollouts.append(rollout)
@@ -339,18 +327,19 @@ class TrajectoryRecorder:
         self, index: int, found: Any, weights: np.ndarray, prompts: Any, completions: Any, columns: Mapping[str, Any]
     ) -> None:
         pending = self._pending
-        if pending is None or pending.completions is not completions:
+        if pending is None or pending[0] is not completions:
             if pending is not None:
                 _log.warning("%s: the grading of a batch was not finished, so it is not recorded", self.path)
-            pending = self._pending = _Pending(completions)
-        pending.rewards[index] = [math.nan if reward is None else float(reward) for reward in found]
-        if len(pending.rewards) < len(weights):
+            pending = self._pending = (completions, {})
+        rewards = pending[1]
+        rewards[index] = [math.nan if reward is None else float(reward) for reward in found]
+        if len(rewards) < len(weights):
             return
         self._pending = None
         step = int(getattr(columns.get("trainer_state"), "global_step", 0))
         if step and not self._offset and self._resumed_at is None:
             self.resume(step)  # a training whose first batch is not that of step 0 was resumed
-        scores = np.array([pending.rewards[i] for i in range(len(weights))]).T
+        scores = np.array([rewards[i] for i in range(len(weights))]).T
         answers = next((columns[name] for name in _ANSWERS if isinstance(columns.get(name), list)), None)
         self.record(
             prompts=prompts,
@@ -402,24 +391,6 @@ class TrajectoryRecorder:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-class _Pending:
-    """A batch that some reward functions have not graded yet."""
-
-    def __init__(self, completions: Any) -> None:
-        self.completions = completions
-        self.rewards: dict[int, list[float]] = {}
-
-
-def _open(path: Path, durability: Any) -> TrajectoryStore:
-    with contextlib.suppress(StoreNotFoundError):
-        return TrajectoryStore.open(path, mode="a", durability=durability)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        return TrajectoryStore.create(path, trajectory_schema(), durability=durability)
-    except StoreExistsError:  # another rank was first
-        return TrajectoryStore.open(path, mode="a", durability=durability)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
 from rlhf_pipeline.exchange._completion import Rollout
 from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
-from trajectory_store import Schema, StoreNotFoundError, TrajectoryStore
+from trajectory_store import Schema, StoreExistsError, StoreNotFoundError, TrajectoryStore
 
 Ids = npt.NDArray[np.int64]
 SOURCE_BITS = 40
@@ -75,6 +75,21 @@ def next_base(store: TrajectoryStore) -> int:
     return ((highest >> SOURCE_BITS) + 1) << SOURCE_BITS
 
 
+def open_or_create(path: Path, schema: Schema, durability: Any) -> TrajectoryStore:
+    """Open a store for appending, or make it; other processes may do so, too.
+
+    Raises:
+        StoreError: the folder holds something else.
+    """
+    with suppress(StoreNotFoundError):
+        return TrajectoryStore.open(path, mode="a", durability=durability)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return TrajectoryStore.create(path, schema, durability=durability or "process")
+    except StoreExistsError:  # another process was first
+        return TrajectoryStore.open(path, mode="a", durability=durability)
+
+
 @contextmanager
 def open_target(path: Path, schema: Schema | None = None, *, durability: Any = None) -> Iterator[TrajectoryStore]:
     """Open a store for exclusive use by an import; create it if it does not exist.
@@ -90,11 +105,7 @@ def open_target(path: Path, schema: Schema | None = None, *, durability: Any = N
         StoreError: the folder holds something else.
     """
     wanted = trajectory_schema() if schema is None else schema
-    try:
-        store = TrajectoryStore.open(path, mode="a", durability=durability)
-    except StoreNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        store = TrajectoryStore.create(path, wanted, durability=durability or "process")
+    store = open_or_create(path, wanted, durability)
     refusal = f"another import is writing to {path}. Wait for it, or name another store."
     try:
         with held(path, refusal=refusal):
@@ -134,10 +145,8 @@ class Files:
         """Return what the store holds of a file; a new file gets the next number."""
         number = self._numbers.get(str(path))
         if number is None:
-            number, self._next = self._next, self._next + 1
-            self._numbers[str(path)] = number
-            rows = np.empty(0, np.int64)
-            return Known(self.store, number << SOURCE_BITS, rows, rows)
+            number = self._numbers[str(path)] = self._next
+            self._next += 1
         mine = self._named >> SOURCE_BITS == number
         base = number << SOURCE_BITS
         return Known(self.store, base, self._named[mine] - base, self._ids[mine])

@@ -67,7 +67,7 @@ def test_reward_functions_record(tmp_path: Path, tokenizer: Any):
     meta = json.loads(rows["meta"][2])
     assert meta["answer"] == "4"
     assert meta["source"] == {"recorder": "reward function"}
-    assert meta["encoded"] == {"tokenizer": "", "prompt": "text"}
+    assert meta["encoded"] == {"tokenizer": "given", "prompt": "text"}
 
 
 def test_one_function_and_a_completion_that_none_could_grade(tmp_path: Path, tokenizer: Any):
@@ -144,7 +144,7 @@ def test_errors_are_raised_or_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
     with TrajectoryRecorder(tmp_path / "store") as recorder:
         with pytest.raises(DefinitionError, match=r"--tokenizer FOLDER"):
             recorder.record(**wrong)
-        with pytest.raises(DataError, match=r"2 rewards for 1 completions"):
+        with pytest.raises(DataError, match=r"2 values of reward for 1 completions"):
             recorder.record(**wrong | {"rewards": [0.0, 1.0]})
         with pytest.raises(DataError, match=r"1 values of log_probs for 2 completion tokens"):
             recorder.record(**wrong, prompt_ids=[[3]], log_probs=[[-1.0]])
