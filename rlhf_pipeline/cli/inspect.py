@@ -56,32 +56,27 @@ def execute(args: argparse.Namespace) -> int:
 
 def _reward(run: RunFolder | None, typed: str | None) -> tuple[RewardFunction | None, str | None]:
     """Return the reward function, or why there is none. A definition that was asked for must load."""
+    from rlhf_pipeline import definitions
     from rlhf_pipeline.data.rewards import no_reward
 
-    reward, why_not = _found(run, typed)
-    if reward is no_reward:
-        return (
-            None,
-            "the definition learns from stores and has no reward function; add --definition of one that has",
-        )
-    return reward, why_not
-
-
-def _found(run: RunFolder | None, typed: str | None) -> tuple[RewardFunction | None, str | None]:
-    from rlhf_pipeline import definitions
-
-    if typed is not None:
-        overrides = run.config.overrides if run is not None else ()
-        return definitions.find(typed).pipeline(overrides).reward, None
-    if run is None:
+    name = run.config.definition if typed is None and run is not None else typed
+    if name is None:
         return (
             None,
             "a store alone does not say which reward function made it; add --definition NAME|FILE.py[:function]",
         )
     try:
-        return definitions.find(run.config.definition).pipeline(run.config.overrides).reward, None
+        reward = definitions.find(name).pipeline(run.config.overrides if run is not None else ()).reward
     except PipelineError as error:
+        if typed is not None:
+            raise
         return None, f"{error} Name where the definition is now: --definition FILE.py[:function]"
+    if reward is no_reward:
+        return (
+            None,
+            "the definition learns from stores and has no reward function; add --definition of one that has",
+        )
+    return reward, None
 
 
 def lines(found: Inspection) -> Iterator[str]:

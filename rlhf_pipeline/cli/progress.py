@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import time
@@ -94,7 +95,7 @@ class RunView:
         self._step_at = now
         self._latest.update({name: value for name, value in event.metrics.items() if value is not None})
         reward = event.metrics.get("task_reward")
-        if reward is not None:
+        if reward is not None and math.isfinite(reward):
             self._rewards.append(reward)
         last = event.step == event.total_steps
         if self._live:

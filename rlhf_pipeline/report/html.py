@@ -44,6 +44,9 @@ _COLUMNS = (
     *("padding_efficiency", "tokens_per_s"),
 )
 
+_OF_EACH = ("id", "group_id", "policy_version", "reward", "advantage", "answer", "error", "finish_reason")
+"""What the browser has of a trajectory as it is."""
+
 
 def write_report(run: RunFolder, html_path: Path | None = None) -> list[Address]:
     """Write `reward.svg` and `report.html`, each whole or not at all.
@@ -241,15 +244,8 @@ def _config_table(run: RunFolder) -> Iterator[str]:
 def _data(shown: Sequence[Trajectory]) -> str:
     """Return the browser's data as JSON that cannot end its script element."""
     rows = [
-        {
-            "id": item.id,
-            "group_id": item.group_id,
-            "policy_version": item.policy_version,
-            "reward": item.reward,
-            "advantage": item.advantage,
-            "answer": item.answer,
-            "error": item.error,
-            "finish_reason": item.finish_reason,
+        {name: getattr(item, name) for name in _OF_EACH}
+        | {
             "completion": item.completion[:200],
             "token_ids": item.token_ids[:_MAX_TOKENS],
             "pieces": item.pieces[:_MAX_TOKENS],

@@ -16,6 +16,7 @@ from rlhf_pipeline.report.words import number, one_line
 from rlhf_pipeline.run.folder import RunFolder
 
 _TIES = 64
+_WHOLES = ("group_id", "trajectory_id", "policy_version", "use_count")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +65,8 @@ def read_trajectories(stored: Stored, ids: Ids, texts: TokenTexts) -> list[Traje
     reasons, contexts = stored.texts("finish_reason", ids), stored.contexts(ids)
     token_rows = stored.rows("input_ids", ids) or [np.empty(0, np.int64)] * num
     masks, log_probs, reference = (stored.rows(n, ids) for n in ("assistant_mask", "log_probs", "ref_log_probs"))
-    names = ("task_reward", "advantage", "group_id", "trajectory_id", "policy_version", "use_count")
-    scalars = {name: stored.scalars(name, ids) for name in (*names, "num_prompt_tokens")}
+    names = ("task_reward", "advantage", "num_prompt_tokens", *_WHOLES)
+    scalars = {name: stored.scalars(name, ids) for name in names}
 
     def whole(name: str, row: int) -> int | None:
         values = scalars[name]
@@ -89,11 +90,8 @@ def read_trajectories(stored: Stored, ids: Ids, texts: TokenTexts) -> list[Traje
                 error=contexts[row].error,
                 reward=real("task_reward", row),
                 advantage=real("advantage", row),
-                group_id=whole("group_id", row),
-                trajectory_id=whole("trajectory_id", row),
-                policy_version=whole("policy_version", row),
                 finish_reason=reasons[row],
-                use_count=whole("use_count", row),
+                **{name: whole(name, row) for name in _WHOLES},
                 num_prompt_tokens=head,
                 token_ids=tuple(tokens),
                 pieces=tuple(texts.pieces(tokens, head, prompts[row], completions[row])),

