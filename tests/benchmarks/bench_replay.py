@@ -68,7 +68,7 @@ def trajectories(
             "group_id": torch.tensor(i // group),
             "policy_version": torch.tensor(i // BATCH),
             "num_prompt_tokens": torch.tensor(16),
-            "trajectory_id": torch.tensor(i),
+            "trajectory_id": torch.tensor(seed * count + i),
             "next": {"done": torch.ones(1, dtype=torch.bool), "ref_log_probs": {"full": -torch.rand(n)}},
         }
         if rewards:
