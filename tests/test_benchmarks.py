@@ -12,7 +12,7 @@ HERE = Path(__file__).parent / "benchmarks"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bench_replay", "bench_write_path", "bench_loss", "bench_memory"])
+@pytest.mark.parametrize("name", ["bench_replay", "bench_write_path", "bench_memory"])
 def test_a_benchmark_prints_its_figures(name):
     """Each prints a table; how fast the machine is does not matter here."""
     command = [sys.executable, str(HERE / f"{name}.py"), "--quick"]
