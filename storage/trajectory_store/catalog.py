@@ -239,10 +239,15 @@ class Catalog:
     def refresh(self) -> None:
         """Take in new commits, new segments and removals."""
         with self._lock:
-            self.journal.follow()
+            with self.medium.beside(self.journal.follow):
+                if self.journal.state.number == self.state.number:
+                    self._look_at_open()
             if self.journal.state.number != self.state.number:
                 self._take_state()
-            self._look([s for s in (*self.segments.values(), *self.updates.values()) if not s.finished])
+                self._look_at_open()  # a writer that has begun a new segment may have added to its former one before
+
+    def _look_at_open(self) -> None:
+        self._look([s for s in (*self.segments.values(), *self.updates.values()) if not s.finished])
 
     def follow_state(self) -> None:
         """Take in the record that this process just wrote."""

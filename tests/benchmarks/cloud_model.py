@@ -154,7 +154,7 @@ def predicted(run: Run) -> Asked:
     collector = Asked(
         puts=3 + lost,  # the claim, the trajectories and their record
         gets=1 + waits + claims + 1 + packs,  # the pointer; the claims; the list of pieces, and the pieces
-        lists=claims + (n > 1) * step / (run.lease_s / 4),
+        lists=1 + lost + (n > 1) * n * step / (run.lease_s / 4),  # rollouts, where a claim may succeed; the leases
         deletes=0,
         sent=run.rollout_bytes + 2 * BESIDE_BYTES,
         received=run.weights_bytes + run.list_bytes + (1 + claims) * BESIDE_BYTES,

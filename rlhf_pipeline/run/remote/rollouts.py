@@ -101,29 +101,30 @@ class LeasedClaims(Claims):
         """Take the lowest free rollout, or None if it may not start yet."""
         while True:
             claims, tag = self._read()
+            living = self._medium.living() if any(c["life"] != self._medium.life for c in claims.values()) else set()
+            living.discard(self._name)
+            # All that was ever claimed is done or at work where those who claimed it live; what is this process's is
+            # done. Most claims that are refused, are so without a list.
+            mine = (self._name, self._medium.life)
+            if all((c["owner"], c["life"]) == mine or c["owner"] in living for c in claims.values()):
+                begun = max(map(int, claims), default=-1) + 1
+                if not self._may_start(published, begun, None):
+                    return None
             for rollout in self._rollouts.new(self._done):
                 self._done.add(rollout)
             flying = {int(key): claim for key, claim in claims.items() if int(key) not in self._done}
-            living = self._medium.living() if any(c["life"] != self._medium.life for c in flying.values()) else set()
-            at_work = {r: c["version"] for r, c in flying.items() if c["owner"] in living - {self._name}}
+            at_work = {r: c["version"] for r, c in flying.items() if c["owner"] in living}
             rollout = lowest_free(self._done, at_work)
-            if not may_start(
-                version=published.version,
-                next_version=published.next_version,
-                num_waiting=len(self._done) - published.rollouts_done + len(at_work),
-                oldest_in_flight=min(at_work.values(), default=None),
-                updates_per_rollout=self._flow.updates_per_rollout,
-                max_staleness=self._flow.max_staleness,
-            ):
+            if not self._may_start(published, len(self._done) + len(at_work), min(at_work.values(), default=None)):
                 return None
             former = flying.get(rollout, {"segments": []})
-            mine = {
+            claim = {
                 "owner": self._name,
                 "life": self._medium.life,
                 "version": published.version,
                 "segments": [*former["segments"], *([] if self._store.segment is None else [self._store.segment])],
             }
-            if self._replace({**flying, rollout: mine}, tag):
+            if self._replace({**flying, rollout: claim}, tag):
                 break
         for segment in former["segments"]:
             if segment != self._store.segment:
@@ -131,6 +132,17 @@ class LeasedClaims(Claims):
         self.is_first = rollout not in flying
         self._held = rollout
         return rollout
+
+    def _may_start(self, published: Published, begun: int, oldest: int | None) -> bool:
+        """Whether another rollout may start beside those that are done or at work."""
+        return may_start(
+            version=published.version,
+            next_version=published.next_version,
+            num_waiting=begun - published.rollouts_done,
+            oldest_in_flight=oldest,
+            updates_per_rollout=self._flow.updates_per_rollout,
+            max_staleness=self._flow.max_staleness,
+        )
 
     def release(self, *, done: bool) -> None:
         """Release the claim: the rollout is done, which its record says, or free for the next try."""
