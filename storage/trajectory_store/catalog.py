@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -239,15 +240,19 @@ class Catalog:
     def refresh(self) -> None:
         """Take in new commits, new segments and removals."""
         with self._lock:
-            with self.medium.beside(self.journal.follow):
-                if self.journal.state.number == self.state.number:
-                    self._look_at_open()
-            if self.journal.state.number != self.state.number:
+            local = self.medium.bucket.local
+            if local:
+                self.journal.follow()
+            else:
+                with ThreadPoolExecutor(1, thread_name_prefix="trajectory-catalog") as pool:  # both wait for replies
+                    followed = pool.submit(self.journal.follow)
+                    self._look()
+                followed.result()
+            changed = self.journal.state.number != self.state.number
+            if changed:
                 self._take_state()
-                self._look_at_open()  # a writer that has begun a new segment may have added to its former one before
-
-    def _look_at_open(self) -> None:
-        self._look([s for s in (*self.segments.values(), *self.updates.values()) if not s.finished])
+            if changed or local:
+                self._look()  # a writer with a new segment may have added to its former one since
 
     def follow_state(self) -> None:
         """Take in the record that this process just wrote."""
@@ -263,8 +268,10 @@ class Catalog:
             else:
                 self._look([segment])
 
-    def _look(self, segments: Sequence[Segment]) -> None:
-        """Take in new commits of segments; also of some of them, where another cannot be read."""
+    def _look(self, segments: Sequence[Segment] | None = None) -> None:
+        """Take in new commits of segments, by default of all open ones; also of some, where another cannot be read."""
+        if segments is None:
+            segments = [s for s in (*self.segments.values(), *self.updates.values()) if not s.finished]
         before = [(segment, segment.rows) for segment in segments]
         try:
             self.medium.refresh(segments)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from trajectory_store.batch import Batch
@@ -144,12 +143,6 @@ class Medium(ABC):
     @abstractmethod
     def refresh(self, segments: Sequence[Segment]) -> None:
         """Take in new commits of segments."""
-
-    @contextmanager
-    def beside(self, work: Callable[[], object]) -> Generator[None]:
-        """Do something before the block; beside it where both wait for replies."""
-        work()
-        yield
 
     @abstractmethod
     def make_segment(self, meta: SegmentMeta, claim: Claim, least: int) -> SegmentWriter:

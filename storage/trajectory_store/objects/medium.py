@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -176,18 +174,6 @@ class ObjectMedium(Medium):
             tails = self.bucket.tails([segment.key(segment.records) for segment in asking], sizes)
             asking = [s for s, tail in zip(asking, tails, strict=True) if s.take_next(tail) and not s.finished]
         self._catch_up(asking)
-
-    @contextmanager
-    def beside(self, work: Callable[[], object]) -> Generator[None]:
-        """Do something before the block; beside it where both wait for replies."""
-        if self.bucket.local:
-            work()
-            yield
-            return
-        with ThreadPoolExecutor(1, thread_name_prefix="trajectory-catalog") as pool:
-            done = pool.submit(work)
-            yield
-        done.result()
 
     def _catch_up(self, segments: Sequence[ObjectSegment], *, opening: bool = False) -> None:
         """Take in commits of which there may be many: the list of their objects says which to ask for.
