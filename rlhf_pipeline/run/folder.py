@@ -219,8 +219,8 @@ class RunFolder:
     def first_and_last_reward(self) -> tuple[float | None, float | None]:
         """Return the first and the last mean task reward among the first and the last steps."""
         ends = (self.metrics[:_LOOKED_AT], reversed(self.metrics[-_LOOKED_AT:]))
-        rewards = ([float(row["task_reward"]) for row in rows if row.get("task_reward") is not None] for rows in ends)
-        first, last = (next(iter(found), None) for found in rewards)
+        rewards = ((row.get("task_reward") for row in rows) for rows in ends)
+        first, last = (next((float(reward) for reward in found if reward is not None), None) for found in rewards)
         return first, last
 
     # What it is

@@ -252,7 +252,7 @@ class Catalog:
             if changed:
                 self._take_state()
             if changed or local:
-                self._look()  # a writer with a new segment may have added to its former one since
+                self._look()  # a writer that began a new segment may have added to its previous one first
 
     def follow_state(self) -> None:
         """Take in the record that this process just wrote."""

@@ -3,9 +3,9 @@
     python -m tests.benchmarks.cloud_model                                  1, 8, 64 and 1,000 hosts
     python -m tests.benchmarks.cloud_model --weights-mb 14000 --tokens 500000 --rollout-s 60 --update-s 20
 
-Per step and per rollout every request has a reason; `predicted` adds them up. A process that waits looks again after
-half of the time it has waited, at least 0.25 s and at most 2 s; a new version of the weights starts that anew. Money is
-the list price of S3 Standard in us-east-1 (2026): 0.005 USD per thousand puts and lists, 0.0004 USD per thousand reads,
+Every request per step and per rollout has a reason; `predicted` adds them up. A process that waits pauses between two
+looks for half of the time it has waited, at least 0.25 s and at most 2 s; new weights reset that time. Money is the
+list price of S3 Standard in us-east-1 (2026): 0.005 USD per thousand puts and lists, 0.0004 USD per thousand reads,
 nothing for deletes and for bytes within the region.
 
 `bench_cloud` compares the formulas with the requests and bytes of a run.
@@ -130,13 +130,13 @@ def predicted(run: Run) -> Asked:
     waiting = max(n - math.floor(steps), 0)  # collectors, when a step's weights are published and let one of them begin
     waits, claims, lost = 0.0, 1.0, 0.0
     if waiting:
-        # The others look for all of the next step; this one has looked in vain when it was done, and then till its end.
+        # The collectors that lose look until the next weights; the one that wins, from the end of its rollout on.
         waits = (waiting - 1) * looks(step, trip) + 0.5 + looks((math.floor(steps) + 1 - steps) * step, trip)
-        # One is first; who had read the claims before it wrote them has to read them again.
+        # Those that read the claims before the winner replaced them must read them again.
         lost = (waiting - 1) * min(2 * trip / (SHORTEST_S + trip), 1.0)
         claims = 1 + min(waiting, waits) + lost
-    # How long after a step has begun the rollout of the next one is there: the collectors are slower; or it was not
-    # let begin before weights were published `max_staleness - 1` steps ago, and a collector had seen them.
+    # From the start of a step to the arrival of the next rollout: a whole step where the collectors are slower;
+    # else the rollout could only begin after a collector had seen the weights of `max_staleness - 1` steps before.
     late = 4 * trip + SHORTEST_S / 2 + run.collector_busy_s - (run.max_staleness - 1) * step
     late = step if run.collector_busy_s / n >= run.learner_busy_s else min(max(late, 0.0), step)
     alone = 1 + looks(late, trip)  # of the learner, for a rollout

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _TRIES = 20
 _LOOK_AGAIN_S = 0.05
 _LOOKS_A_CLAIM = 4
-"""Looks at the newest weights between two requests for a claim that was refused."""
+"""Longest pauses between two requests for a claim that was refused, while the weights stay the same."""
 _COPIES = 2
 """Versions of the weights that a process has copies of, where the run is elsewhere."""
 
@@ -152,7 +152,7 @@ class _Worker:
         pause, seen, ask_at = Pause(patience_s), None, 0.0
         while not stop:
             published = read_published(self.run)
-            if published != seen:  # the learner gets on, and may do so again soon
+            if published != seen:  # the learner is taking steps: more news may come soon
                 pause, seen, ask_at = Pause(patience_s), published, 0.0
             if published is None:
                 self.heartbeat.beat("waiting for the first weights", rollouts=self.num_rollouts)
@@ -168,7 +168,7 @@ class _Worker:
             rollout = None
             if time.monotonic() >= ask_at:
                 rollout = self.claims.claim(published)
-                # What was refused is, until the learner has got on or another collector may have died.
+                # A refusal holds until there are new weights, or another collector may have died.
                 ask_at = time.monotonic() + _LOOKS_A_CLAIM * patience_s
             if rollout is None:
                 self.heartbeat.beat("waiting for the learner", version=self.version, rollouts=self.num_rollouts)

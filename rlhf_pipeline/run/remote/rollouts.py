@@ -103,8 +103,8 @@ class LeasedClaims(Claims):
             claims, tag = self._read()
             living = self._medium.living() if any(c["life"] != self._medium.life for c in claims.values()) else set()
             living.discard(self._name)
-            # All that was ever claimed is done or at work where those who claimed it live; what is this process's is
-            # done. Most claims that are refused, are so without a list.
+            # If the owners of all claims are alive, every rollout claimed so far is done or at work (this process's own
+            # are done). That alone refuses most claims, without listing what is stored.
             mine = (self._name, self._medium.life)
             if all((c["owner"], c["life"]) == mine or c["owner"] in living for c in claims.values()):
                 begun = max(map(int, claims), default=-1) + 1
