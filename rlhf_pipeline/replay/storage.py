@@ -768,10 +768,12 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: di
         plain = value.plain()
         if not column.is_text:
             return np.asarray(plain)
+        if set(map(type, plain)) == {str}:
+            return plain
         odd = next((item for item in plain if item is None or isinstance(item, (bytes, bytearray))), "")
         if odd != "":
             raise DataError(f"{key!r} holds {odd!r}, and the column '{column.name}' holds text; pass a str")
-        return plain if set(map(type, plain)) == {str} else list(map(str, plain))
+        return list(map(str, plain))
     if column.is_text:
         raise DataError(f"{key!r} is a tensor, and the column '{column.name}' holds text")
     if column.ragged and value.values.ndim >= 2:  # rows of one length, in a batch where all have it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -246,8 +246,13 @@ def _text(column: Column, given: Any) -> tuple[npt.NDArray[Any], Int64Array]:
     kind = str if column.dtype == "str" else bytes
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise BatchError(f"column '{column.name}' is {column.dtype}: give a list of {kind.__name__}, one per row.")
+    given = list(cast("Iterable[Any]", given))
+    if kind is str and set(map(type, given)) == {str}:
+        joined = "".join(given)
+        if joined.isascii():  # a character is a byte
+            return np.frombuffer(joined.encode(), np.uint8), np.array(list(map(len, given)), np.int64)
     parts: list[bytes] = []
-    for i, item in enumerate(cast("Sequence[Any]", given)):
+    for i, item in enumerate(given):
         if not isinstance(item, kind):
             raise BatchError(f"row {i} of column '{column.name}' is {type(item).__name__}, not {kind.__name__}.")
         try:

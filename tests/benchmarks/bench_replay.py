@@ -187,7 +187,7 @@ def bench_extend(table: Table, folder: Path, repeats: int, *, text: bool) -> Non
     for name, peer, call, given, most in (
         ("storage.extend 64 ragged TensorDicts", flat, lambda: extend(stack), data, 2.0),
         ("storage.extend 64, jagged leaves", flat, lambda: extend(jagged), data, 2.0),
-        ("storage.extend 64 ragged", "store.append of a list of rows per column", lambda: extend(stack), rows, 2.0),
+        ("storage.extend 64 ragged", "store.append of a list of rows per column", lambda: extend(stack), rows, 1.5),
         ("buffer.extend 64 ragged", flat, lambda: ours.extend(stack), data, None),
     ):
         have_pages(folder, [sizes] * 2 * repeats)
