@@ -171,7 +171,7 @@ class Learner:
         self.peak_flops = config.peak_flops or known_peak_flops(policy.device, policy.head_weight.dtype)
         self._check_sampler = check_sampler
         self._notices: list[str] = []
-        self._passed = (0, 0)
+        self._passed = (0, 0, -1)
         self._proximal = ProximalLogProbs()
 
     @property
@@ -360,15 +360,18 @@ class Learner:
         every = store.ids()
         if watermark is not None:
             every = every[: max(len(every) - (store.watermark - watermark), 0)]
-        # In a long run nearly all trajectories are too old and stay so. The search begins at the first that is not;
-        # a ring moves the places, so there all are looked at.
-        passed = self._passed[1] if version >= self._passed[0] and len(every) == store.watermark else 0
+        # In a long run nearly all trajectories are too old and stay so. The search begins at the first that is not. A
+        # ring moves the places, and so does a commit that comes to light behind others: then all are looked at.
+        earlier, passed, last = self._passed
+        if version < earlier or len(every) != store.watermark or (passed and every[passed - 1] != last):
+            passed = 0
         seen = every[passed:]
         ages = version - store.read_scalars("policy_version", seen if len(seen) < len(store) else None)
         if len(every) == store.watermark:
             young = ages <= oldest
             begin = int(young.argmax()) if young.any() else len(young)
-            self._passed, seen, ages = (version, passed + begin), seen[begin:], ages[begin:]
+            passed, seen, ages = passed + begin, seen[begin:], ages[begin:]
+            self._passed = (version, passed, int(every[passed - 1]) if passed else -1)
         # A NaN reward marks a trajectory whose reward call failed: stored, never learned from.
         usable = (ages >= 0) & (ages <= oldest) & np.isfinite(store.read_scalars("task_reward", seen))
         ready = self.buffer.trajectories.ready(seen)

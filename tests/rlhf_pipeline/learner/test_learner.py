@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -84,6 +85,27 @@ def test_stale_trajectories_are_not_used(make_learner):
     assert len(learner.ledger.rows[0]["row_ids"]) == 2
     with pytest.raises(DataError, match=r"the store holds 4\. Collect first, or raise buffer\.max_staleness"):
         learner.step(9)
+
+
+def test_rows_that_come_to_light_behind_others_are_learned_from(make_learner, tmp_path, monkeypatch):
+    """A collector whose clock is late stores before rows that a learner has passed as too old; it learns from them."""
+    learner = make_learner(4096)
+    path, now = tmp_path / "shared", time.time_ns
+    slow, quick = TrajectoryStorage(path, backend="zarr"), TrajectoryStorage(path)
+    monkeypatch.setattr(time, "time_ns", lambda: now() - 10**12)
+    slow.extend(lazy_stack([trajectory(0, [0, 1], 0.0)]))
+    monkeypatch.setattr(time, "time_ns", now)
+    for group in (1, 2, 3):
+        quick.extend(lazy_stack([trajectory(group, [0, 1], 0.0, version=group)]))
+    learner.buffer = TrajectoryReplayBuffer(storage=TrajectoryStorage(path, mode="r"))
+    assert learner.chosen_rows(4).ages.tolist() == [0]
+    monkeypatch.setattr(time, "time_ns", lambda: now() - 10**12)
+    (late,) = slow.extend(lazy_stack([trajectory(4, [0, 1], 0.0, version=4)]))
+    learner.buffer.refresh()
+    assert learner.buffer.store.ids().tolist().index(slow.row_ids()[late]) == 1
+    assert learner.chosen_rows(5).row_ids.tolist() == [slow.row_ids()[late]]
+    for storage in (slow, quick, learner.buffer.trajectories):
+        storage.close()
 
 
 def test_a_step_that_differs_from_before_the_restart_is_reported(make_learner):
