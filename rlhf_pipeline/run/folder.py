@@ -93,6 +93,19 @@ class RunConfig:
     versions: Mapping[str, str]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What a process starts a run with, or goes on with it."""
+
+    pipeline: Pipeline
+    """The definition, overrides applied."""
+    definition: str
+    """Where it came from, as in `RunConfig`."""
+    overrides: Sequence[tuple[str, str]]
+    seed: int
+    device: str
+
+
 class RunFolder:
     """A run, or the place for one. Files are read when first asked for, and rows only as far as they are shown.
 
@@ -474,13 +487,23 @@ class RunFolder:
 
     # Its record
 
-    def record(
-        self, pipeline: Pipeline, *, definition: str, overrides: Sequence[tuple[str, str]], seed: int, device: str
-    ) -> bool:
-        """Write `config.json`, whole or not at all; returns False where another process has begun the run meanwhile."""
+    def record(self, setup: Setup) -> bool:
+        """Write `config.json`, whole or not at all; returns False where another process has begun the run meanwhile.
+
+        Raises:
+            DefinitionError: the definition cannot be recorded.
+        """
         again = self.is_recorded
-        content = make_record(pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
-        write_atomically(self.config_file, json.dumps(content, indent=1).encode())
+        content = {"format": FORMAT, "definition": setup.definition, "overrides": setup.overrides, "seed": setup.seed}
+        content |= {"device": setup.device, "inputs": describe_inputs(setup.pipeline), "versions": _versions()}
+        try:
+            text = json.dumps({**content, "pipeline": to_json(setup.pipeline)}, indent=1)
+        except TypeError as error:
+            raise DefinitionError(
+                f"the definition cannot be recorded: {error}. Its fields must be dataclasses, functions, text, "
+                "numbers, lists or None."
+            ) from error
+        write_atomically(self.config_file, text.encode())
         if not again:
             return self.medium.keep_first(_CONFIG)
         self.medium.keep(_CONFIG)
@@ -600,33 +623,6 @@ _LOOKED_AT: Final = 256
 """Steps at each end of a run in which its first and its last reward are looked for."""
 
 
-def make_record(
-    pipeline: Pipeline, *, definition: str, overrides: Sequence[tuple[str, str]], seed: int, device: str
-) -> dict[str, Any]:
-    """Return what `config.json` holds.
-
-    Raises:
-        DefinitionError: the definition cannot be recorded.
-    """
-    try:
-        json.dumps(to_json(pipeline))
-    except TypeError as error:
-        raise DefinitionError(
-            f"the definition cannot be recorded: {error}. Its fields must be dataclasses, functions, text, "
-            "numbers, lists or None."
-        ) from error
-    return {
-        "format": FORMAT,
-        "definition": definition,
-        "overrides": [list(pair) for pair in overrides],
-        "seed": seed,
-        "device": device,
-        "pipeline": to_json(pipeline),
-        "inputs": describe_inputs(pipeline),
-        "versions": _versions(),
-    }
-
-
 def _versions() -> dict[str, str]:
     packages = ("torch", "torchrl", "tensordict", "transformers", "numpy")
     return {"rlhf-pipeline": __version__, "python": platform.python_version()} | {
@@ -711,9 +707,9 @@ __all__ = [
     "Row",
     "RunConfig",
     "RunFolder",
+    "Setup",
     "is_run",
     "is_store",
-    "make_record",
     "not_found",
     "run_of_store",
     "tell",

@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from rlhf_pipeline.config import Learn
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.run.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
 from rlhf_pipeline.run.events import EventHandler, RunFinished, RunStarted, StepDone
@@ -93,8 +92,7 @@ class Loop:
 
     Args:
         run: the run folder.
-        learn: when to stop and to save.
-        learner: takes the steps.
+        learner: takes the steps; its settings say when to stop and to save.
         source: what they learn from.
         stop: a signal's request to stop after a step.
         on_event: receives the start, the steps and the notices.
@@ -106,21 +104,20 @@ class Loop:
     def __init__(
         self,
         run: RunFolder,
-        *,
-        learn: Learn,
         learner: Learner,
         source: Source,
+        *,
         stop: StopRequest,
         on_event: EventHandler,
         after: Callable[[int, Reason | None], None] = nothing_more,
         started: float | None = None,
     ) -> None:
         self.folder = run
-        self.learn = learn
+        self.learn = learner.config
         self.learner = learner
         self.source = source
         self.stop = stop
-        self.on_event = with_logger(learn.logger, run, on_event)
+        self.on_event = with_logger(self.learn.logger, run, on_event)
         self.after = after
         self.progress = Progress()
         self.metrics = run.metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rlhf_pipeline.config import Pipeline
@@ -11,7 +11,7 @@ from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.chat import encode_prompt
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.events import EventHandler
-from rlhf_pipeline.run.folder import RunFolder, tell
+from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.loggers import check_logger
 
 _CHARACTERS_A_TOKEN = 16
@@ -20,7 +20,7 @@ _TEMPLATE_BYTES = 256
 """What a chat template adds at most, in bytes, as far as it is not worth encoding a prompt to find out."""
 
 
-def check_start(folder: RunFolder, pipeline: Pipeline, seed: int, *, resume: bool) -> None:
+def check_start(folder: RunFolder, setup: Setup, *, resume: bool) -> None:
     """Check all that can be checked before a model is built and a folder is made.
 
     Raises:
@@ -29,31 +29,21 @@ def check_start(folder: RunFolder, pipeline: Pipeline, seed: int, *, resume: boo
     folder.check_free_or_recorded(resume=resume)
     if resume:
         folder.check_processes(several=False)
-        folder.check_unchanged(pipeline, seed)
+        folder.check_unchanged(setup.pipeline, setup.seed)
         folder.check_parts()
-    check_logger(pipeline.learn.logger)
+    check_logger(setup.pipeline.learn.logger)
 
 
 @contextmanager
-def begun(
-    folder: RunFolder,
-    pipeline: Pipeline,
-    *,
-    seed: int,
-    device: str,
-    resume: bool,
-    definition: str,
-    overrides: Sequence[tuple[str, str]],
-    on_event: EventHandler,
-) -> Iterator[None]:
+def begun(folder: RunFolder, setup: Setup, *, resume: bool, on_event: EventHandler) -> Iterator[None]:
     """Hold the folder for this process alone, with its record written; made if it is not there."""
     with folder.named_disk_errors(), folder.lock(), folder.log():
         folder.check_free_or_recorded(resume=resume)  # again under the lock: another process may have been faster
         if not resume:
             folder.clear()
-        for notice in folder.notices(pipeline, device=device):
+        for notice in folder.notices(setup.pipeline, device=setup.device):
             tell(on_event, notice)
-        folder.record(pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
+        folder.record(setup)
         yield
         folder.medium.flush()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 
 import torch
@@ -13,11 +13,10 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
-from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.build import build_learner, build_policy, open_storage
 from rlhf_pipeline.run.choice import Choice, Limits, choose
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
-from rlhf_pipeline.run.folder import RunFolder, tell
+from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.gather import GatherCounts, Gatherer, gather_schema
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.loop import Loop
@@ -25,7 +24,6 @@ from rlhf_pipeline.run.medium import Address, address_of
 from rlhf_pipeline.run.prologue import begun, check_start
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from rlhf_pipeline.run.sources import ledger_to_follow, stored_source
-from trajectory_store import Schema
 
 
 def replay_stores(
@@ -73,48 +71,30 @@ def replay_stores(
         raise DefinitionError("the definition has no replay=Replay(...): it does not learn from stores.")
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise DefinitionError("learning from stores takes one process: start it without torchrun.")
-    check_start(folder, pipeline, seed, resume=resume)
+    setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
+    check_start(folder, setup, resume=resume)
     policy = build_policy(pipeline, seed=seed, device=device)
     policy.scoring_layout = pipeline.learn.layout  # scored by the code path of the update
     limits = limits_of(policy)
     choice = Choice.load(folder) or choose(replay, limits)
     schema = None if folder.gathered() is not None else gather_schema(choice)
-    with begun(
-        folder,
-        pipeline,
-        seed=seed,
-        device=device,
-        resume=resume,
-        definition=definition,
-        overrides=overrides,
-        on_event=on_event,
-    ):
+    with begun(folder, setup, resume=resume, on_event=on_event):
         if Choice.load(folder) is None:
             followed = ledger_to_follow(address_of(choice.sources[0].path)) if replay.recorded_order else None
             if followed is not None:
                 folder.write(folder.recorded_ledger, followed)
             choice.save(folder)
-        with _store(pipeline, folder, schema) as storage, stop_on_signals() as stop:
+        # All that was chosen stays: `buffer.max_trajectories` is about what is collected.
+        storage = open_storage(folder, pipeline, max_size=None, schema=schema)
+        with closing(storage), stop_on_signals() as stop:
             gatherer = Gatherer(pipeline, policy, choice, storage.store, limits=limits, on_event=on_event)
             if folder.gathered() is not None or _gather(gatherer, folder, stop):
                 storage.refresh()
                 buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
-                learner = build_learner(
-                    pipeline,
-                    policy,
-                    buffer,
-                    ledger=Ledger(folder.rows(folder.ledger_file), metrics=folder.metrics),
-                    seed=seed,
-                )
-                loop = Loop(
-                    folder,
-                    learn=pipeline.learn,
-                    learner=learner,
-                    source=stored_source(pipeline, replay, learner, folder),
-                    stop=stop,
-                    on_event=on_event,
-                    started=started,
-                )
+                ledger = Ledger(folder.rows(folder.ledger_file), metrics=folder.metrics)
+                learner = build_learner(pipeline, policy, buffer, ledger=ledger, seed=seed)
+                source = stored_source(pipeline, replay, learner, folder)
+                loop = Loop(folder, learner, source, stop=stop, on_event=on_event, started=started)
                 loop.restore()
                 finished = loop.finished(loop.run(), len(storage.store))
             else:
@@ -134,16 +114,6 @@ def replay_stores(
 def limits_of(policy: TokenPolicy) -> Limits:
     """Return what a policy can read."""
     return Limits(vocabulary=int(policy.head_weight.shape[0]), positions=policy.max_positions)
-
-
-@contextmanager
-def _store(pipeline: Pipeline, run: RunFolder, schema: Schema | None) -> Iterator[TrajectoryStorage]:
-    """Open the run's store. It holds all that was chosen: `buffer.max_trajectories` is about what is collected."""
-    storage = open_storage(run, pipeline, max_size=None, schema=schema)
-    try:
-        yield storage
-    finally:
-        storage.close()
 
 
 def _gather(gatherer: Gatherer, run: RunFolder, stop: StopRequest) -> bool:

@@ -9,7 +9,7 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.build import build_models, build_parts
 from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
-from rlhf_pipeline.run.folder import RunFolder, tell
+from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.loop import Loop
 from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.prologue import begun, check_prompts, check_start, sampling_notices
@@ -71,35 +71,20 @@ def run(
             on_event=on_event,
         )
     started, folder = time.perf_counter(), RunFolder(run_dir)
-    check_start(folder, pipeline, seed, resume=resume)
+    setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
+    check_start(folder, setup, resume=resume)
     models = build_models(pipeline, seed=seed, device=device)
     check_prompts(pipeline, models.policy, seed)
     with (
-        begun(
-            folder,
-            pipeline,
-            seed=seed,
-            device=device,
-            resume=resume,
-            definition=definition,
-            overrides=overrides,
-            on_event=on_event,
-        ),
+        begun(folder, setup, resume=resume, on_event=on_event),
         chosen_engine(pipeline, models.policy, run=folder, device=device) as hand_over,
         build_parts(pipeline, models, run=folder, seed=seed, hand_over=hand_over) as parts,
         stop_on_signals(parent) as stop,
     ):
         for notice in sampling_notices(pipeline, models.policy):
             tell(on_event, notice)
-        loop = Loop(
-            folder,
-            learn=pipeline.learn,
-            learner=parts.learner,
-            source=MadeHere(pipeline, parts, on_event),
-            stop=stop,
-            on_event=on_event,
-            started=started,
-        )
+        source = MadeHere(pipeline, parts, on_event)
+        loop = Loop(folder, parts.learner, source, stop=stop, on_event=on_event, started=started)
         loop.restore()
         finished = loop.finished(loop.run(), len(parts.buffer.store))
     on_event(finished)

@@ -57,14 +57,7 @@ def one_step(pipeline: Pipeline, folder: Path) -> Counter[CodeType]:
     models = build_models(pipeline, seed=0, device="cpu")
     with build_parts(pipeline, models, run=run, seed=0) as parts:
         source = MadeHere(pipeline, parts, lambda event: None)
-        loop = Loop(
-            run,
-            learn=pipeline.learn,
-            learner=parts.learner,
-            source=source,
-            stop=StopRequest(),
-            on_event=lambda event: None,
-        )
+        loop = Loop(run, parts.learner, source, stop=StopRequest(), on_event=lambda event: None)
         loop.run()
         with calls_of_the_project() as found:
             batch = source.next(pipeline.learn.steps + 1, loop.stop)

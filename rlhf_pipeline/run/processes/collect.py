@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,22 +11,20 @@ from safetensors import SafetensorError
 
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.errors import DataError, LeaseLostError, RewardError, RunExistsError, typed
+from rlhf_pipeline.errors import DataError, LeaseLostError, RewardError, typed
 from rlhf_pipeline.policies.engines.protocol import WeightRefresh
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.build import Parts, build_models, build_parts
 from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
-from rlhf_pipeline.run.folder import RunFolder, tell
+from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.medium import Address, TrafficMeter
 from rlhf_pipeline.run.processes.claims import Claims, Flow
-from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause, process_lock
+from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.rollouts import Rollouts, StoredRollout
-from rlhf_pipeline.run.processes.run_files import open_claims, open_rollouts, shared_run
+from rlhf_pipeline.run.processes.run_files import at_work, open_claims, open_rollouts, shared_run
 from rlhf_pipeline.run.processes.weights import Published, read_published, weights_folder, weights_problem
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
-
-logger = logging.getLogger(__name__)
 
 _TRIES = 20
 _LOOK_AGAIN_S = 0.05
@@ -74,15 +69,12 @@ def collect(
         StoreError: the store could not take a rollout; nothing of it was acknowledged.
     """
     run = RunFolder(run_dir)
+    setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
     with (
-        run.named_disk_errors(),
         stop_on_signals(parent) as stop,
-        shared_run(
-            run, pipeline, seed=seed, device=device, definition=definition, overrides=overrides, on_event=on_event
-        ),
-        _named(run, name) as own_name,
+        shared_run(run, setup, on_event=on_event),
+        at_work(run, name) as heartbeat,
         run.log(),
-        Heartbeat(run.processes, own_name) as heartbeat,
     ):
         heartbeat.beat("starting")
         models = build_models(pipeline, seed=seed, device=device)
@@ -94,7 +86,7 @@ def collect(
             flow = Flow(
                 updates_per_rollout=pipeline.learn.updates_per_rollout, max_staleness=pipeline.buffer.max_staleness
             )
-            claims = open_claims(run, own_name, rollouts, flow, parts.buffer.store)
+            claims = open_claims(run, heartbeat.name, rollouts, flow, parts.buffer.store)
             try:
                 every = pipeline.collect.refresh_weights_every
                 traffic = run.medium.meter(parts.buffer.store)
@@ -105,30 +97,13 @@ def collect(
         heartbeat.beat("ended", reason=reason, rollouts=worker.num_rollouts)
     finished = CollectorFinished(
         run_dir=run.address,
-        collector=own_name,
+        collector=heartbeat.name,
         reason=reason,
         num_rollouts=worker.num_rollouts,
         num_trajectories=worker.num_trajectories,
     )
     on_event(finished)
     return finished
-
-
-@contextmanager
-def _named(run: RunFolder, name: str | None) -> Iterator[str]:
-    with ExitStack() as held:
-        if name is not None:
-            held.enter_context(process_lock(run.processes, name, wait_s=10.0))
-            held.enter_context(run.medium.lease(name, wait_s=10.0))
-        for number in itertools.count() if name is None else ():
-            # Tried and not looked up: others that start at this moment try, too.
-            with suppress(RunExistsError), ExitStack() as tried:
-                tried.enter_context(process_lock(run.processes, f"collector-{number}"))
-                tried.enter_context(run.medium.lease(f"collector-{number}"))
-                held.push(tried.pop_all())
-                name = f"collector-{number}"
-                break
-        yield str(name)
 
 
 @dataclass

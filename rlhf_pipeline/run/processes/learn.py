@@ -9,11 +9,10 @@ from dataclasses import replace
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.build import Parts, build_models, build_parts
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
-from rlhf_pipeline.run.folder import RunFolder, tell
+from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.loop import Loop, Reason
 from rlhf_pipeline.run.medium import Address
-from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
-from rlhf_pipeline.run.processes.run_files import open_rollouts, shared_run
+from rlhf_pipeline.run.processes.run_files import at_work, open_rollouts, shared_run
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_problem
 from rlhf_pipeline.run.rows import Row
 from rlhf_pipeline.run.signals import stop_on_signals
@@ -53,44 +52,22 @@ def learn(
         RunStorageError: the disk is full; everything acknowledged is still there.
     """
     started, run = time.perf_counter(), RunFolder(run_dir)
+    setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
     with (
-        run.named_disk_errors(),
         stop_on_signals(parent) as stop,
-        shared_run(
-            run,
-            pipeline,
-            seed=seed,
-            device=device,
-            definition=definition,
-            overrides=overrides,
-            on_event=on_event,
-            record_again=True,
-        ),
-        process_lock(run.processes, "learner", wait_s=10.0),
-        run.medium.lease("learner", wait_s=10.0),
+        shared_run(run, setup, on_event=on_event, record_again=True),
+        at_work(run, "learner") as heartbeat,
         run.log(),
-        Heartbeat(run.processes, "learner") as heartbeat,
     ):
         heartbeat.beat("starting")
         run.medium.write_rows()
         # The collectors' write path scores with the reference model; the loss reads what it stored.
         models = replace(build_models(pipeline, seed=seed, device=device), reference=None)
-        with (
-            build_parts(pipeline, models, run=run, seed=seed) as parts,
-            open_rollouts(run) as rollouts,
-        ):
+        with build_parts(pipeline, models, run=run, seed=seed) as parts, open_rollouts(run) as rollouts:
             source = Arrivals(pipeline, parts, rollouts, run, heartbeat, on_event)
             publisher = _Publisher(pipeline, parts, source, run, on_event)
-            loop = Loop(
-                run,
-                learn=pipeline.learn,
-                learner=parts.learner,
-                source=source,
-                stop=stop,
-                on_event=on_event,
-                after=publisher.publish,
-                started=started,
-            )
+            after = publisher.publish
+            loop = Loop(run, parts.learner, source, stop=stop, on_event=on_event, after=after, started=started)
             loop.restore()
             heartbeat.facts = {"num_parameters": loop.num_parameters, "first_step": loop.progress.step}
             reason = loop.run()

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, cast
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Final, cast
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import RunExistsError, RunMismatchError
 from rlhf_pipeline.run.events import EventHandler
-from rlhf_pipeline.run.folder import RunFolder, tell
+from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.medium import FolderMedium
 from rlhf_pipeline.run.processes.claims import Claims, Flow, FolderClaims
+from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, Rollouts, make_rollouts
 from trajectory_store import TrajectoryStore
 
 if TYPE_CHECKING:
     from rlhf_pipeline.run.remote.medium import BucketMedium
 
+_LEAVES_IN_S: Final = 10.0
+"""How long a process that was asked to leave may keep its name."""
+
 
 @contextmanager
 def shared_run(
     folder: RunFolder,
-    pipeline: Pipeline,
+    setup: Setup,
     *,
-    seed: int,
-    device: str,
-    definition: str,
-    overrides: Sequence[tuple[str, str]],
     on_event: EventHandler,
     record_again: bool = False,
     make_stores: bool = True,
@@ -36,11 +37,7 @@ def shared_run(
 
     Args:
         folder: the run folder.
-        pipeline: the definition, overrides applied.
-        seed: the run's seed.
-        device: where models live.
-        definition: where the definition came from.
-        overrides: the `--set` pairs already applied.
+        setup: what the process was started with.
         on_event: told what is different since the last start.
         record_again: write the record of a run that is there again: steps and targets may have changed.
         make_stores: False makes none, and imports no torch.
@@ -49,35 +46,58 @@ def shared_run(
         RunExistsError: the folder is something else, or a run in one process uses it.
         RunMismatchError: the run was started with another definition or seed, or as a run in one process.
         DataError: parts of the run are missing or damaged.
+        RunStorageError: the folder cannot be written, now or while the process is at work.
     """
-    if record_again and folder.came_to_nothing and not _is_as_recorded(folder, pipeline, seed):
-        with suppress(RunExistsError), folder.lock():  # nobody else is at work on it
-            folder.clear()
-    with folder.lock(shared=True):
-        with folder.setup_lock():
-            folder.check_free_or_recorded(resume=folder.is_recorded)
-            if folder.is_recorded:
-                folder.check_processes(several=True)
+    pipeline, seed = setup.pipeline, setup.seed
+    with folder.named_disk_errors():
+        if record_again and folder.came_to_nothing:
+            try:
                 folder.check_unchanged(pipeline, seed)
-                folder.check_parts()
-                for notice in folder.notices(pipeline, device=device if record_again else None):
-                    tell(on_event, notice)
-            again = folder.is_recorded
-            if (record_again or not again) and not folder.record(
-                pipeline, definition=definition, overrides=overrides, seed=seed, device=device
-            ):
-                folder.check_unchanged(pipeline, seed)  # another machine's process was first
-            if make_stores:
-                _make_stores(folder, pipeline)
-        yield
+            except RunMismatchError:
+                with suppress(RunExistsError), folder.lock():  # nobody else is at work on it
+                    folder.clear()
+        with folder.lock(shared=True):
+            with folder.setup_lock():
+                again = folder.is_recorded
+                folder.check_free_or_recorded(resume=again)
+                if again:
+                    folder.check_processes(several=True)
+                    folder.check_unchanged(pipeline, seed)
+                    folder.check_parts()
+                    for notice in folder.notices(pipeline, device=setup.device if record_again else None):
+                        tell(on_event, notice)
+                if (record_again or not again) and not folder.record(setup):
+                    folder.check_unchanged(pipeline, seed)  # another machine's process was first
+                if make_stores:
+                    _make_stores(folder, pipeline)
+            yield
 
 
-def _is_as_recorded(folder: RunFolder, pipeline: Pipeline, seed: int) -> bool:
-    try:
-        folder.check_unchanged(pipeline, seed)
-    except RunMismatchError:
-        return False
-    return True
+@contextmanager
+def at_work(run: RunFolder, name: str | None, *, wait_s: float = _LEAVES_IN_S) -> Iterator[Heartbeat]:
+    """Be the one process of a name; gives its heartbeat.
+
+    Args:
+        run: the run folder.
+        name: of the process; None takes the first free of `collector-0`, `collector-1`, ...
+        wait_s: how long to wait for another process on this machine to leave, in seconds.
+
+    Raises:
+        RunExistsError: another live process has the name.
+    """
+    with ExitStack() as held:
+        if name is not None:
+            held.enter_context(process_lock(run.processes, name, wait_s=wait_s))
+            held.enter_context(run.medium.lease(name, wait_s=_LEAVES_IN_S))
+        for number in itertools.count() if name is None else ():
+            # Tried and not looked up: others that start at this moment try, too.
+            with suppress(RunExistsError), ExitStack() as tried:
+                tried.enter_context(process_lock(run.processes, f"collector-{number}"))
+                tried.enter_context(run.medium.lease(f"collector-{number}"))
+                held.push(tried.pop_all())
+                name = f"collector-{number}"
+                break
+        yield held.enter_context(Heartbeat(run.processes, str(name)))
 
 
 def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:

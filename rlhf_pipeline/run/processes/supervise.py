@@ -17,12 +17,12 @@ from typing import Any, Literal
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import ProcessFailedError, typed
 from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
-from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.folder import RunFolder, Setup
 from rlhf_pipeline.run.medium import BESIDE, Address
 from rlhf_pipeline.run.processes.children import Child, Exit, SupervisorConfig
-from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
+from rlhf_pipeline.run.processes.heartbeat import Heartbeat
 from rlhf_pipeline.run.processes.launch import Launcher, Subprocesses
-from rlhf_pipeline.run.processes.run_files import shared_run
+from rlhf_pipeline.run.processes.run_files import at_work, shared_run
 from rlhf_pipeline.run.processes.weights import read_published, reopen
 from rlhf_pipeline.run.rows import NewRows
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
@@ -68,24 +68,12 @@ def supervise(
         ProcessFailedError: a process cannot be kept alive. The others were stopped, and saved.
     """
     started, run = time.perf_counter(), RunFolder(run_dir)
+    setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
     with (
-        run.named_disk_errors(),
         stop_on_signals() as stop,
-        shared_run(
-            run,
-            pipeline,
-            seed=seed,
-            device=device,
-            definition=definition,
-            overrides=overrides,
-            on_event=on_event,
-            record_again=True,
-            make_stores=False,
-        ),
-        process_lock(run.processes, "supervisor"),
-        run.medium.lease("supervisor", wait_s=10.0),
+        shared_run(run, setup, on_event=on_event, record_again=True, make_stores=False),
+        at_work(run, "supervisor", wait_s=0.0) as heartbeat,
         run.log(run.supervisor_log, logging.INFO),
-        Heartbeat(run.processes, "supervisor") as heartbeat,
     ):
         heartbeat.facts = {"collectors": config.collectors, "learners": config.learners}
         heartbeat.beat("starting")

@@ -16,7 +16,7 @@ from rlhf_pipeline.cli.closing import finish
 from rlhf_pipeline.cli.parser import parse
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.run.events import RunFinished
-from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.folder import RunFolder, Setup
 
 from ..report.conftest import write_run
 from .conftest import Cli
@@ -55,7 +55,7 @@ def test_a_learner_waits_for_the_collector_that_begins_the_run(cli: Cli, capsys:
     def begin() -> None:
         time.sleep(0.5)
         Path("new").mkdir()
-        RunFolder("new").record(pipeline, definition="long_running", overrides=(), seed=3, device="cpu")
+        RunFolder("new").record(Setup(pipeline=pipeline, definition="long_running", overrides=(), seed=3, device="cpu"))
 
     collector = threading.Thread(target=begin)
     collector.start()
@@ -121,7 +121,7 @@ def test_a_run_that_was_stopped_before_its_store_was_made_says_how_to_go_on(cli:
     """Ctrl-C while the processes start: no store, no error, and the command that goes on."""
     pipeline = definitions.find("long_running").pipeline(())
     Path("new").mkdir()
-    RunFolder("new").record(pipeline, definition="long_running", overrides=(), seed=0, device="cpu")
+    RunFolder("new").record(Setup(pipeline=pipeline, definition="long_running", overrides=(), seed=0, device="cpu"))
     plan = plans.make_plan(parse(["run", "--resume", "--out", "new", "--collectors", "1"]))
     ended = RunFinished(
         run_dir=Path("new"),

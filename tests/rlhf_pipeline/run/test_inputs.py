@@ -14,7 +14,7 @@ from rlhf_pipeline import CopyDigits, JsonlPrompts, Pipeline, PretrainedPolicy, 
 from rlhf_pipeline.errors import RunMismatchError
 from rlhf_pipeline.report.words import flat_fields
 from rlhf_pipeline.run.events import Event, EventHandler, Notice
-from rlhf_pipeline.run.folder import MAY_CHANGE_ON_RESUME, RunFolder
+from rlhf_pipeline.run.folder import MAY_CHANGE_ON_RESUME, RunFolder, Setup
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs
 from rlhf_pipeline.run.processes.run_files import shared_run
 from rlhf_pipeline.run.start import run
@@ -39,7 +39,7 @@ def pipeline(tmp_path) -> Pipeline:
 
 def recorded(pipeline: Pipeline, run_dir: Path) -> Path:
     run_dir.mkdir(exist_ok=True)
-    RunFolder(run_dir).record(pipeline, definition="x", overrides=(), seed=0, device="cpu")
+    RunFolder(run_dir).record(Setup(pipeline=pipeline, definition="x", overrides=(), seed=0, device="cpu"))
     return run_dir
 
 
@@ -146,25 +146,15 @@ def of_one_process(pipeline: Pipeline, run_dir: Path, on_event: EventHandler) ->
 
 def of_a_supervisor(pipeline: Pipeline, run_dir: Path, on_event: EventHandler) -> None:
     """Begin as a supervisor and a learner do."""
-    with shared_run(
-        RunFolder(run_dir),
-        pipeline,
-        seed=0,
-        device="cpu",
-        definition="",
-        overrides=(),
-        on_event=on_event,
-        record_again=True,
-        make_stores=False,
-    ):
+    setup = Setup(pipeline=pipeline, definition="", overrides=(), seed=0, device="cpu")
+    with shared_run(RunFolder(run_dir), setup, on_event=on_event, record_again=True, make_stores=False):
         pass
 
 
 def of_a_collector(pipeline: Pipeline, run_dir: Path, on_event: EventHandler) -> None:
     """Begin as a collector does, which leaves the record of the run as it is."""
-    with shared_run(
-        RunFolder(run_dir), pipeline, seed=0, device="cuda", definition="", overrides=(), on_event=on_event
-    ):
+    setup = Setup(pipeline=pipeline, definition="", overrides=(), seed=0, device="cuda")
+    with shared_run(RunFolder(run_dir), setup, on_event=on_event):
         pass
 
 

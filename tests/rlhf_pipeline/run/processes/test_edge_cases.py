@@ -11,9 +11,9 @@ import pytest
 
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.claims import Flow, FolderClaims
-from rlhf_pipeline.run.processes.collect import _named
 from rlhf_pipeline.run.processes.heartbeat import process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, make_rollouts
+from rlhf_pipeline.run.processes.run_files import at_work
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, reopen, weights_folder
 from trajectory_store import TrajectoryStore
 
@@ -54,7 +54,7 @@ def test_collectors_that_start_together_get_names_of_their_own(tmp_path: Path):
         begin.wait()
         try:
             with ExitStack() as stack:
-                chosen.append(stack.enter_context(_named(RunFolder(tmp_path), None)))
+                chosen.append(stack.enter_context(at_work(RunFolder(tmp_path), None)).name)
                 all_there.wait(15)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
             failed.append(error)
