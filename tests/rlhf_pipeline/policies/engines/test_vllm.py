@@ -32,7 +32,8 @@ def vllm(folders: dict[int, Path]) -> Iterator[VLLMEngine]:
 class TestVLLM(EngineContract):
     """Four slots, so that completions wait for a slot while weights are replaced."""
 
-    start_s = 0.3
+    start_s = 0.1
+    in_flight_tokens = 1_900  # a token of each of them takes a millisecond or two
 
     @pytest.fixture
     def bench(self, folders: dict[int, Path], vllm: VLLMEngine) -> Bench:
