@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -58,29 +59,29 @@ class Batch:
     ledger_fields: Mapping[str, object] | None = None
 
 
-class Source(Protocol):
-    """What the steps of a run learn from: a rollout made here, arrivals, draws from stores, or a recorded run."""
+class Source(ABC):
+    """What the steps of a run learn from: a rollout made here, arrivals, draws from stores, or a recorded run.
 
-    @property
-    def last(self) -> int | None:
-        """The step after which there is nothing to learn from; None where that is not known."""
-        ...
+    One that says no more than `next` has no state: a step's batch is a function of the store and the step.
+    """
 
+    last: int | None = None
+    """The step after which there is nothing to learn from; None where that is not known."""
+
+    @abstractmethod
     def next(self, step: int, stop: StopRequest) -> Batch | None:
         """Return what a step learns from, or None if a signal asked to stop before there was anything."""
-        ...
 
     def begins(self, step: int) -> bool:
         """Whether a step is the first on a rollout, before which a run may find that it has reached its target."""
-        ...
+        return False
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready, for a checkpoint."""
-        ...
+        """Return what a checkpoint keeps, JSON-ready."""
+        return {}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - there may be none
         """Restore what `state` returned."""
-        ...
 
 
 def nothing_more(step: int, reason: Reason | None) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +33,8 @@ _ALONE_S = 30.0
 """How long to wait for a rollout before the learner reports that no collector is alive."""
 
 
-class MadeHere:
-    """Rollouts that this process collects, each for `learn.updates_per_rollout` steps.
-
-    Args:
-        pipeline: the definition.
-        parts: what collects and learns.
-        on_event: receives notices.
-    """
-
-    last: int | None = None
+class _Collected(Source):
+    """Rollouts, each for `learn.updates_per_rollout` steps; the write path that stored them has a state."""
 
     def __init__(self, pipeline: Pipeline, parts: Parts, on_event: EventHandler) -> None:
         self._updates = pipeline.learn.updates_per_rollout
@@ -52,8 +42,23 @@ class MadeHere:
         self._on_event = on_event
 
     def begins(self, step: int) -> bool:
-        """Whether a step is the first on a rollout."""
         return (step - 1) % self._updates == 0
+
+    def state(self) -> dict[str, Any]:
+        return {"write_path": self._parts.write_path_state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._parts.load_write_path_state(state["write_path"])
+
+
+class MadeHere(_Collected):
+    """Rollouts that this process collects.
+
+    Args:
+        pipeline: the definition.
+        parts: what collects and learns.
+        on_event: receives notices.
+    """
 
     def next(self, step: int, stop: StopRequest) -> Batch | None:
         """Collect a rollout where the step begins one; the learner chooses from what is fresh."""
@@ -68,22 +73,11 @@ class MadeHere:
                     "trajectories are stored and not learned from."
                     + (f" First error: {rollout.first_error}" if rollout.first_error else ""),
                 )
-        return Batch(
-            task_reward=rollout.task_reward if rollout else None,
-            about=_about(index, rollout),
-        )
-
-    def state(self) -> dict[str, Any]:
-        """The state of the write path."""
-        return {"write_path": self._parts.write_path_state()}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Put it back."""
-        self._parts.load_write_path_state(state["write_path"])
+        return Batch(task_reward=rollout.task_reward if rollout else None, about=_about(index, rollout))
 
 
-class Arrivals:
-    """Rollouts that other processes store, in the order of arrival, each for `learn.updates_per_rollout` steps.
+class Arrivals(_Collected):
+    """Rollouts that other processes store, in the order of arrival.
 
     Args:
         pipeline: the definition.
@@ -94,8 +88,6 @@ class Arrivals:
         on_event: receives notices.
     """
 
-    last: int | None = None
-
     def __init__(
         self,
         pipeline: Pipeline,
@@ -105,20 +97,19 @@ class Arrivals:
         heartbeat: Heartbeat,
         on_event: EventHandler,
     ) -> None:
+        super().__init__(pipeline, parts, on_event)
         self.done = RolloutSet()
         """Rollouts that the steps so far began with."""
         self._pipeline = pipeline
-        self._updates = pipeline.learn.updates_per_rollout
-        self._parts = parts
         self._rollouts = rollouts
         self._run = run
         self._heartbeat = heartbeat
-        self._on_event = on_event
         self._waiting: dict[int, StoredRollout] = {}
         """Rollouts that have arrived and were not learned from yet, in order."""
         self._news = self._look
         """Gives those that have arrived since; may be at work while a step is taken."""
-        self._current: _Arrived | None = None
+        self._current: tuple[StoredRollout, Ints] | None = None
+        """The rollout that is learned from, and its rows that have a reward."""
         self._digests: dict[int, int] = {}
         """Of the weights that this process published, by version, as far back as they may be learned from."""
 
@@ -127,10 +118,6 @@ class Arrivals:
         self._digests[version] = digest
         if len(self._digests) > self._pipeline.buffer.max_staleness + 2:
             del self._digests[min(self._digests)]
-
-    def begins(self, step: int) -> bool:
-        """Whether a step is the first on a rollout."""
-        return (step - 1) % self._updates == 0
 
     def next(self, step: int, stop: StopRequest) -> Batch | None:
         """Wait for the next rollout where the step begins one; a step that was begun before is taken as planned."""
@@ -144,30 +131,29 @@ class Arrivals:
             if begins:
                 self._begin(index)
                 self._news = self._run.medium.ahead(self._look)
-        current = self._current
-        row_ids, ages = self._as_planned(planned, step) or self._usable(current, step)
-        self._heartbeat.beat("learning", step=step, rollout=current.index)
-        traffic = current.traffic if begins and current.traffic is not None else {}
+        current, graded = self._current
+        row_ids, ages = self._as_planned(planned, step) or self._usable(current.rollout, graded, step)
+        self._heartbeat.beat("learning", step=step, rollout=current.rollout)
+        traffic = current.traffic or {} if begins else {}
         digest = self._digests.get(step - 1) or (planned or {}).get(POLICY_DIGEST.name, 0)
         return Batch(
-            task_reward=current.task_reward if begins else None,
-            about=_about(current.index, current if begins else None)
+            # NaN where a collector was killed between the rows and their record, and what was dropped is not known.
+            task_reward=current.task_reward if begins and not math.isnan(current.task_reward) else None,
+            about=_about(current.rollout, current if begins else None)
             | {f"rollout_{name}": value for name, value in traffic.items()},
             row_ids=row_ids,
             ages=ages,
-            ledger_fields={"rollout": current.index, POLICY_DIGEST.name: digest},
+            ledger_fields={"rollout": current.rollout, POLICY_DIGEST.name: digest},
         )
 
     def state(self) -> dict[str, Any]:
         """The rollouts that were begun, and the state of the write path."""
-        return {"done": self.done.to_json(), "write_path": self._parts.write_path_state()}
+        return {"done": self.done.to_json(), **super().state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Put it back."""
         self.done = RolloutSet.from_json(state["done"])
-        self._waiting = {}
-        self._rollouts.again()
-        self._parts.load_write_path_state(state["write_path"])
+        super().load_state(state)
 
     def _begin(self, index: int) -> None:
         self.done.add(index)
@@ -205,7 +191,7 @@ class Arrivals:
             command = f"rlhf-pipeline collect --run {typed(self._run.address)}"
             tell(self._on_event, f"the learner waits for a rollout, and no collector is alive. Start one: {command}")
 
-    def _arrived(self, index: int) -> _Arrived:
+    def _arrived(self, index: int) -> tuple[StoredRollout, Ints]:
         self._parts.buffer.refresh()  # after its record was seen: its trajectories were stored before
         store, size = self._parts.buffer.store, self._pipeline.collect.prompts_per_rollout
         row_ids = self._parts.collector.stored.rows(index * size, (index + 1) * size - 1)
@@ -218,26 +204,18 @@ class Arrivals:
                 f"rollout {index} had {lost + len(row_ids)} trajectories, and {lost} of them are not in the store: a "
                 "power loss can take what buffer.durability=process has not synced. The others are learned from.",
             )
-        return _Arrived(
-            index=index,
-            row_ids=row_ids[np.isfinite(store.read_scalars("task_reward", row_ids))],
-            task_reward=None if math.isnan(said.task_reward) else said.task_reward,
-            num_failed=said.num_failed,
-            seconds=said.seconds,
-            num_tokens=said.num_tokens,
-            traffic=said.traffic,
-        )
+        return said, row_ids[np.isfinite(store.read_scalars("task_reward", row_ids))]
 
-    def _usable(self, arrived: _Arrived, step: int) -> tuple[Ints, Ints]:
+    def _usable(self, rollout: int, row_ids: Ints, step: int) -> tuple[Ints, Ints]:
         """Return the trajectories that `step` learns from, and their ages; say how many of the rollout are too old."""
         if self._pipeline.sample.strategy != "fresh":
             return self._drawn(step)
-        row_ids, versions = arrived.row_ids, self._versions(arrived.row_ids)
+        versions = self._versions(row_ids)
         known = self._of_this_run(row_ids, versions, step)
         if not known.all():
             tell(
                 self._on_event,
-                f"step {step}: {int((~known).sum())} of {len(known)} trajectories of rollout {arrived.index} were "
+                f"step {step}: {int((~known).sum())} of {len(known)} trajectories of rollout {rollout} were "
                 "sampled with weights of steps that the run has lost since; they are kept and not learned from.",
             )
         row_ids, ages = row_ids[known], step - 1 - versions[known]
@@ -245,7 +223,7 @@ class Arrivals:
         if not young.all():
             tell(
                 self._on_event,
-                f"step {step}: {int((~young).sum())} of {len(young)} trajectories of rollout {arrived.index} are older "
+                f"step {step}: {int((~young).sum())} of {len(young)} trajectories of rollout {rollout} are older "
                 f"than buffer.max_staleness={self._pipeline.buffer.max_staleness} steps and are not learned from.",
             )
         return row_ids[young], ages[young]
@@ -294,23 +272,7 @@ class Arrivals:
         return chosen.row_ids, chosen.ages
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Arrived:
-    """A rollout to learn from."""
-
-    index: int
-    row_ids: Ints
-    task_reward: float | None
-    """None where a collector was killed between the rows and their record, and what of it was dropped is not known."""
-    num_failed: int
-    seconds: float
-    num_tokens: int
-    """0 where a collector that was killed had stored it, and another one only added its row."""
-    traffic: Mapping[str, int] | None
-    """What its collector asked of an object store."""
-
-
-def _about(rollout: int | None = None, begun: Rollout | _Arrived | None = None) -> dict[str, Any]:
+def _about(rollout: int | None = None, begun: Rollout | StoredRollout | None = None) -> dict[str, Any]:
     """Return what a step's line says of its rollout; how it was collected on the first step alone."""
     return {
         "rollout": rollout,
@@ -320,24 +282,7 @@ def _about(rollout: int | None = None, begun: Rollout | _Arrived | None = None) 
     }
 
 
-class _Stored:
-    """What sources over a finished store have in common: no state, and no target to reach."""
-
-    last: int | None = None
-
-    def begins(self, step: int) -> bool:
-        """No rollout is made, so no target is reached."""
-        return False
-
-    def state(self) -> dict[str, Any]:
-        """Nothing: what a step learns from is a function of the store and the step."""
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Nothing to put back."""
-
-
-class Drawn(_Stored):
+class Drawn(Source):
     """A step learns from a batch that is drawn from all that was gathered."""
 
     def __init__(self, pipeline: Pipeline, replay: Replay, learner: Learner) -> None:
@@ -360,7 +305,7 @@ class Drawn(_Stored):
         return Batch(task_reward=reward, about=_about(), row_ids=row_ids, ages=ages, ledger_fields=newest)
 
 
-class RecordedVersions(_Stored):
+class RecordedVersions(Source):
     """Step k learns from what the weights of version k - 1 may learn from, as the run that filled the store did."""
 
     def __init__(self, pipeline: Pipeline, learner: Learner) -> None:
@@ -391,7 +336,7 @@ class RecordedVersions(_Stored):
             )
 
 
-class RecordedLedger(_Stored):
+class RecordedLedger(Source):
     """Step k learns from the rows that the ledger of the run that filled the store names for it."""
 
     def __init__(self, pipeline: Pipeline, learner: Learner, ledger: Path) -> None:

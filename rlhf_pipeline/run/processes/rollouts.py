@@ -98,10 +98,6 @@ class Rollouts(ABC):
         """Return those that are not known and were not returned before, in the order in which they are learned from."""
 
     @abstractmethod
-    def again(self) -> None:
-        """Return all of them once more."""
-
-    @abstractmethod
     def get(self, rollout: int) -> StoredRollout | None:
         """Return what is recorded of a rollout, or None if it is not stored."""
 
@@ -156,10 +152,6 @@ class FolderRollouts(Rollouts):
                 self._row_ids[rollout] = row_id
                 found.append(rollout)
         return found
-
-    def again(self) -> None:
-        """Begin with the first row."""
-        self._new, self._row_ids = NewIds(self._store), {}
 
     def get(self, rollout: int) -> StoredRollout | None:
         """Read a row."""

@@ -57,10 +57,6 @@ class BucketRollouts(Rollouts):
             self._told.add(number)
         return found
 
-    def again(self) -> None:
-        """Forget what was returned."""
-        self._told = RolloutSet()
-
     def get(self, rollout: int) -> StoredRollout | None:
         """Read a record."""
         raw = self._bucket.get(_key(rollout))
