@@ -7,7 +7,6 @@ will need. For a folder both do nothing: the files are the run. For an object st
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -50,10 +49,14 @@ def below(place: Address, name: str) -> Address:
     return place / name if isinstance(place, Path) else f"{place}/{name}"
 
 
-class RunMedium(ABC):
+class RunMedium:
     """What a run is kept in, and this process's files of it. Names are relative to the run.
 
-    What needs to be done only where the files of this process are copies does nothing, unless a medium overrides it.
+    As it stands, a folder: the files are the run, and locks say which process holds a name. So much of what is asked of
+    a medium needs nothing done; one that works on copies overrides it.
+
+    Args:
+        path: the folder; it need not exist yet.
 
     Attributes:
         root: where this process finds and writes files of the run.
@@ -64,12 +67,18 @@ class RunMedium(ABC):
 
     root: Path
     address: Address
-    patience_s: float
-    stores: Collection[str]
+    patience_s = 0.1
+    stores: Collection[str] = ("store", "rollouts")
 
-    @abstractmethod
+    def __init__(self, path: Path) -> None:
+        self.root = path
+        self.address = path
+
     def is_blank(self, besides: Collection[str]) -> bool:
         """Whether a run may be made here, as there is nothing that could be one, besides files of these names."""
+        if not self.root.exists():
+            return True
+        return self.root.is_dir() and {path.name for path in self.root.iterdir()} <= set(besides)
 
     def bring(self, name: str) -> None:
         """Fetch a file or a sealed folder as it is now; the local copy of one that is gone is removed."""
@@ -99,13 +108,13 @@ class RunMedium(ABC):
     def outline(self, name: str) -> None:
         """Fetch the names of the sealed folders in a folder; `bring` fetches what is in one."""
 
-    @abstractmethod
     def has(self, name: str) -> bool:
-        """Whether there is a file, or a folder that is not empty."""
+        """Whether there is a file or a folder; at a URL, one that is not empty."""
+        return (self.root / name).exists()
 
-    @abstractmethod
     def rows(self, name: str) -> StepRows:
         """Return the rows of a file with one line per step."""
+        return StepRows(self.root / name)
 
     def write_rows(self) -> None:
         """Become the one process that adds lines; an earlier one is refused at its next line."""
@@ -122,17 +131,17 @@ class RunMedium(ABC):
         """
         return nullcontext()
 
-    @abstractmethod
     def is_alive(self, name: str) -> bool:
         """Whether a process of this name is at work on the run."""
+        return is_alive(self.root / "processes", name)
 
-    @abstractmethod
     def living(self) -> set[str]:
         """Return the names of the processes that are at work on the run."""
+        return {file.stem for file in (self.root / "processes").glob("*.lock") if self.is_alive(file.stem)}
 
-    @abstractmethod
     def said(self, name: str) -> dict[str, Any]:
         """Return what a process last reported of itself; empty if it never did."""
+        return read_heartbeat(self.root / "processes", name)
 
     def flush(self) -> None:
         """Wait until everything that this process keeps is stored."""
@@ -177,48 +186,6 @@ class TrafficMeter:
         return {"requests": new.requests, "bytes_sent": new.sent, "bytes_received": new.received}
 
 
-class FolderMedium(RunMedium):
-    """The files are the run; locks say which process holds a name.
-
-    Args:
-        path: the folder; it need not exist yet.
-    """
-
-    patience_s = 0.1
-    stores = ("store", "rollouts")
-
-    def __init__(self, path: Path) -> None:
-        self.root = path
-        self.address = path
-
-    def is_blank(self, besides: Collection[str]) -> bool:
-        """Whether there is no folder, or nothing else in it."""
-        if not self.root.exists():
-            return True
-        return self.root.is_dir() and {path.name for path in self.root.iterdir()} <= set(besides)
-
-    def has(self, name: str) -> bool:
-        """Whether there is one."""
-        return (self.root / name).exists()
-
-    def rows(self, name: str) -> StepRows:
-        """Return the rows of a file with one line per step."""
-        return StepRows(self.root / name)
-
-    def is_alive(self, name: str) -> bool:
-        """Whether the lock of the process is held."""
-        return is_alive(self.root / "processes", name)
-
-    def living(self) -> set[str]:
-        """Return the names whose locks are held."""
-        names = {file.stem for file in (self.root / "processes").glob("*.lock")}
-        return {name for name in names if self.is_alive(name)}
-
-    def said(self, name: str) -> dict[str, Any]:
-        """Read its heartbeat."""
-        return read_heartbeat(self.root / "processes", name)
-
-
 def open_medium(place: Address) -> RunMedium:
     """Return what a run is kept in; nothing is asked or made yet.
 
@@ -226,7 +193,7 @@ def open_medium(place: Address) -> RunMedium:
         StoreError: the place is a URL, and the package that reaches it is not installed.
     """
     if not is_url(place):
-        return FolderMedium(Path(place))
+        return RunMedium(Path(place))
     from rlhf_pipeline.run.remote.medium import BucketMedium
 
     return BucketMedium(str(place))

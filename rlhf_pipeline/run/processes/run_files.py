@@ -11,7 +11,7 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import RunExistsError, RunMismatchError
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
-from rlhf_pipeline.run.medium import FolderMedium
+from rlhf_pipeline.run.medium import is_url
 from rlhf_pipeline.run.processes.claims import Claims, Flow, FolderClaims
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, Rollouts, make_rollouts
@@ -103,7 +103,7 @@ def at_work(run: RunFolder, name: str | None, *, wait_s: float = _LEAVES_IN_S) -
 def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
     from rlhf_pipeline.run.build import open_storage  # needs torch, which a supervisor does without
 
-    if isinstance(folder.medium, FolderMedium):
+    if not is_url(folder.address):
         make_rollouts(folder.rollouts, durability=pipeline.buffer.durability)
     else:
         from rlhf_pipeline.run.remote.rollouts import BucketRollouts
@@ -120,7 +120,7 @@ def open_rollouts(run: RunFolder, *, adds: bool = False) -> Rollouts:
         run: a run of several processes.
         adds: whether this process stores rollouts.
     """
-    if isinstance(run.medium, FolderMedium):
+    if not is_url(run.address):
         return FolderRollouts(TrajectoryStore.open(run.rollouts, "a" if adds else "r"))
     from rlhf_pipeline.run.remote.rollouts import BucketRollouts
 
@@ -137,7 +137,7 @@ def open_claims(run: RunFolder, name: str, rollouts: Rollouts, flow: Flow, store
         flow: the limits.
         store: where the collector appends trajectories.
     """
-    if isinstance(run.medium, FolderMedium):
+    if not is_url(run.address):
         return FolderClaims(run.claims, name, rollouts, flow)
     from rlhf_pipeline.run.remote.rollouts import LeasedClaims
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from rlhf_pipeline.errors import DataError, LeaseLostError, RunExistsError
 from rlhf_pipeline.run.files import folder_problem, new_folder
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.medium import BESIDE, FolderMedium
+from rlhf_pipeline.run.medium import BESIDE, RunMedium
 from rlhf_pipeline.run.processes.claims import Flow
 from rlhf_pipeline.run.processes.rollouts import RolloutSet
 from rlhf_pipeline.run.processes.weights import Published
@@ -395,6 +395,6 @@ def test_what_is_wanted_later_is_read_beside_the_work(memory, monkeypatch):
     medium.ahead(list)
     medium.flush()  # what is not there when the process leaves is not waited for
     begun.clear()
-    found = FolderMedium(Path("nowhere")).ahead(read)
+    found = RunMedium(Path("nowhere")).ahead(read)
     assert not begun.is_set()
     assert found() == "news"
