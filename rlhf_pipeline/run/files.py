@@ -35,20 +35,11 @@ def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
             os.fsync(file.fileno())
     temporary.replace(path)
     if sync:
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_file(path: Path) -> None:
-    """Make a file's content survive a power loss; a file that is absent has nothing to lose."""
+def sync_path(path: Path) -> None:
+    """Make a file's content, or renames in a folder, survive a power loss; what is absent has nothing to lose."""
     if not path.exists():
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -91,7 +82,7 @@ def new_folder(final: Path, *, sync: bool = True) -> Iterator[Path]:
     else:
         temporary.rename(final)
     if sync:
-        sync_folder(parent)
+        sync_path(parent)
 
 
 def remove_folder(folder: Path) -> None:
@@ -160,10 +151,8 @@ def _seal(folder: Path, *, sync: bool) -> None:
     for path in files:
         path.chmod(mode)  # some libraries write files that only their owner may read
     if sync:
-        for path in [*files, manifest]:
-            sync_file(path)
-        for inner in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
-            sync_folder(inner)
+        for path in [*folder.rglob("*"), folder]:
+            sync_path(path)
 
 
 def _crc32c(file: Path) -> str:

@@ -15,7 +15,7 @@ import torch
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.run.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
 from rlhf_pipeline.run.events import EventHandler, RunFinished, RunStarted, StepDone
-from rlhf_pipeline.run.files import sync_folder
+from rlhf_pipeline.run.files import sync_path
 from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.loggers import with_logger
 from rlhf_pipeline.run.signals import StopRequest
@@ -226,7 +226,7 @@ class Loop:
         self.learner.buffer.store.flush()
         self.metrics.sync()
         self.folder.rows(self.folder.ledger_file).sync()
-        sync_folder(self.folder.path)
+        sync_path(self.folder.path)
         before = list_checkpoints(self.folder.checkpoints)
         saved = save_checkpoint(
             self.folder.checkpoints,

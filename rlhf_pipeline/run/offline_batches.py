@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
@@ -217,13 +218,11 @@ class Batches:
 
     def _batch_at(self, at: int, place: int) -> tuple[int, int]:
         """Return the first and last draw from one source in the batch that holds a given draw from it."""
-        low, high = 0, place // self.batch_size + 1
+        high = place // self.batch_size + 1
         while self._draw_count(at, high) <= place:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._draw_count(at, middle) <= place else (low, middle)
-        return self._draw_count(at, low), self._draw_count(at, high)
+            high *= 2
+        step = bisect_right(range(high), place, key=functools.partial(self._draw_count, at))
+        return self._draw_count(at, step - 1), self._draw_count(at, step)
 
     def _draw_count(self, at: int, step: int) -> int:
         return int(shares(self._weights, step * self.batch_size)[at])
@@ -250,9 +249,6 @@ class Batches:
 
     def _until_used_up(self, max_uses: int) -> int:
         """Return the number of draws until some source has used each of its trajectories `times` times."""
-        low, high = 0, max_uses * self.num
         room = np.asarray([max_uses * len(part) for part in self._parts])
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if (shares(self._weights, middle) <= room).all() else (low, middle - 1)
-        return low
+        draws = range(max_uses * self.num + 1)
+        return bisect_left(draws, True, key=lambda total: bool((shares(self._weights, total) > room).any())) - 1

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import struct
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, overload
@@ -21,7 +22,7 @@ from typing import Any, BinaryIO, Final, NamedTuple, overload
 import google_crc32c
 
 from rlhf_pipeline.errors import DataError, typed
-from rlhf_pipeline.run.files import sync_file
+from rlhf_pipeline.run.files import sync_path
 
 Row = dict[str, Any]
 
@@ -281,23 +282,17 @@ class StepRows(Sequence[Row]):
 
     def sync(self) -> None:
         """Sync all rows to the disk, so that they survive a power loss."""
-        sync_file(self.path)
-        sync_file(self.index_path)
+        sync_path(self.path)
+        sync_path(self.index_path)
 
     def _first_from(self, step: int) -> int:
         """Return the place of the first row of this step or a later one."""
-        low, high = 0, len(self)
-        if not high or step > self.last_step:
-            return high
-        if self.entry(min(max(step - 1, 0), high - 1)).step == step:
-            return min(max(step - 1, 0), high - 1)  # rows begin with step 1 and have no gaps, as a rule
-        while low < high:
-            middle = (low + high) // 2
-            if self.entry(middle).step < step:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        if not len(self) or step > self.last_step:
+            return len(self)
+        likely = min(max(step - 1, 0), len(self) - 1)
+        if self.entry(likely).step == step:
+            return likely  # rows begin with step 1 and have no gaps, as a rule
+        return bisect_left(range(len(self)), step, key=lambda place: self.entry(place).step)
 
     def _indexed(self, place: int) -> Entry | None:
         """Return an entry of the index, or None if it is damaged."""

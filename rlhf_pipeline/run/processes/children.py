@@ -135,7 +135,6 @@ class Child:
         self.config = config
         self.failures = 0
         """Failures in a row."""
-        self.num_starts = 0
         self.is_wanted = True
         """Whether it is to be started again when it ends."""
         self._folder = folder
@@ -192,7 +191,6 @@ class Child:
             environment = place if len(self.names) > 1 else {}
             self._processes[name] = self._launch(name, self.command, log, environment)
             logger.info("%s: started, process %s", name, self._processes[name].pid or "not placed yet")
-        self.num_starts += 1
         self._started = time.monotonic()
         return True
 

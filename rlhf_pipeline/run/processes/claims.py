@@ -38,11 +38,23 @@ class Flow:
 class Claims(ABC):
     """One collector's claims on rollouts.
 
+    Args:
+        name: the collector's name.
+        rollouts: which are stored.
+        flow: the limits.
+
     Attributes:
         is_first: nobody had claimed the rollout before, so that nothing of it can be in the store.
     """
 
     is_first = False
+
+    def __init__(self, name: str, rollouts: Rollouts, flow: Flow) -> None:
+        self._name = name
+        self._rollouts = rollouts
+        self._flow = flow
+        self._held: int | None = None
+        self._done = RolloutSet()
 
     @abstractmethod
     def claim(self, published: Published) -> int | None:
@@ -60,6 +72,29 @@ class Claims(ABC):
     def close(self) -> None:
         """Release every claim."""
 
+    def _read_done(self) -> RolloutSet:
+        """Return the rollouts that are done."""
+        for rollout in self._rollouts.new(self._done):
+            self._done.add(rollout)
+        return self._done
+
+    def _may_start(self, published: Published, begun: int, oldest: int | None) -> bool:
+        """Whether another rollout may start beside those that are done or in flight.
+
+        Args:
+            published: the newest weights, with which it would be sampled.
+            begun: how many these are.
+            oldest: the version of the oldest weights in flight.
+        """
+        return may_start(
+            version=published.version,
+            next_version=published.next_version,
+            num_waiting=begun - published.rollouts_done,
+            oldest_in_flight=oldest,
+            updates_per_rollout=self._flow.updates_per_rollout,
+            max_staleness=self._flow.max_staleness,
+        )
+
 
 class FolderClaims(Claims):
     """Claims of a run in a folder. One object per process: the byte locks belong to the process.
@@ -72,15 +107,11 @@ class FolderClaims(Claims):
     """
 
     def __init__(self, folder: Path, name: str, rollouts: Rollouts, flow: Flow) -> None:
-        self.rollouts = rollouts
-        self.flow = flow
-        self._name = name
+        super().__init__(name, rollouts, flow)
         self._folder = folder
         self._folder.mkdir(parents=True, exist_ok=True)
         # Closing any descriptor of this file would drop every lock that this process holds on it: one for life.
         self._bytes = os.open(self._folder / "rollouts", os.O_RDWR | os.O_CREAT, 0o644)
-        self._held: int | None = None
-        self._done = RolloutSet()
 
     def close(self) -> None:
         """Release every claim."""
@@ -93,14 +124,7 @@ class FolderClaims(Claims):
                 done = self._read_done()
                 in_flight = self._in_flight(done)
                 rollout = lowest_free(done, in_flight)
-                if not may_start(
-                    version=published.version,
-                    next_version=published.next_version,
-                    num_waiting=len(done) - published.rollouts_done + len(in_flight),
-                    oldest_in_flight=min(in_flight.values(), default=None),
-                    updates_per_rollout=self.flow.updates_per_rollout,
-                    max_staleness=self.flow.max_staleness,
-                ):
+                if not self._may_start(published, len(done) + len(in_flight), min(in_flight.values(), default=None)):
                     return None
                 fcntl.lockf(self._bytes, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rollout)
                 # Whoever worked on it may have finished it after `done` was read and before its lock was asked for.
@@ -119,12 +143,6 @@ class FolderClaims(Claims):
         if self._held is not None:
             fcntl.lockf(self._bytes, fcntl.LOCK_UN, 1, self._held)
             self._held = None
-
-    def _read_done(self) -> RolloutSet:
-        """Return the rollouts that are done."""
-        for rollout in self.rollouts.new(self._done):
-            self._done.add(rollout)
-        return self._done
 
     def _in_flight(self, done: RolloutSet) -> dict[int, int]:
         """Return the rollouts that live collectors work on, each with the version of its weights."""

@@ -18,12 +18,14 @@ from rlhf_pipeline.run.files import (
     folder_problem,
     new_folder,
     remove_folder,
-    sync_folder,
+    sync_path,
     write_atomically,
 )
 from rlhf_pipeline.run.folder import RunFolder
 
 _POINTER = "latest.json"
+_KEPT = 3
+"""Versions that stay, the newest among them."""
 _VERSION = re.compile(r"version-(\d{8})(-[0-9a-f]{16})?")
 
 
@@ -50,7 +52,6 @@ def publish(
     published: Published,
     *,
     save: Callable[[Path], object] | None,
-    keep: int = 3,
     sync: bool = False,
 ) -> Published:
     """Make weights of a version the newest ones.
@@ -60,7 +61,6 @@ def publish(
         published: the version and the learner's progress.
         save: writes the weights into an empty folder; None if those of `published.digest` are there and only the
             progress has changed.
-        keep: how many versions to keep.
         sync: have all of it on the disk before the pointer names it, so that it survives a power loss.
 
     Returns:
@@ -76,7 +76,7 @@ def publish(
     write_atomically(folder / _POINTER, json.dumps(asdict(published)).encode(), sync=sync)
     run.keep(folder / _POINTER)
     earlier = [path for path in sorted(folder.iterdir()) if _VERSION.fullmatch(path.name) and path != target]
-    kept = [path for path in earlier if _version_of(path) < published.version][1 - keep :] if keep > 1 else []
+    kept = [path for path in earlier if int(path.name.split("-")[1]) < published.version][1 - _KEPT :]
     for other in earlier:
         if other not in kept:  # too old, or of steps that the run has lost
             remove_folder(other)
@@ -95,7 +95,7 @@ def _add(folder: Path, version: int, save: Callable[[Path], object], *, sync: bo
         remove_folder(target)
     new.rename(target)
     if sync:
-        sync_folder(folder)
+        sync_path(folder)
     return digest
 
 
@@ -132,7 +132,3 @@ def weights_problem(run: RunFolder, published: Published) -> str | None:
     if problem is None and published.digest not in (0, folder_digest(folder)):
         return "they are not those that were published"
     return problem
-
-
-def _version_of(folder: Path) -> int:
-    return int(folder.name.split("-")[1])

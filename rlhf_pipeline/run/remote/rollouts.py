@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from rlhf_pipeline.errors import LeaseLostError
-from rlhf_pipeline.run.processes.admission import may_start
 from rlhf_pipeline.run.processes.claims import Claims, Flow, lowest_free
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet, StoredRollout
 from rlhf_pipeline.run.processes.weights import Published
@@ -80,13 +79,9 @@ class LeasedClaims(Claims):
     """
 
     def __init__(self, medium: BucketMedium, name: str, rollouts: Rollouts, flow: Flow, store: TrajectoryStore) -> None:
+        super().__init__(name, rollouts, flow)
         self._medium = medium
-        self._name = name
-        self._rollouts = rollouts
-        self._flow = flow
         self._store = store
-        self._done = RolloutSet()
-        self._held: int | None = None
         store.on_segment(self._note_segment)
 
     def close(self) -> None:
@@ -106,12 +101,11 @@ class LeasedClaims(Claims):
                 begun = max(map(int, claims), default=-1) + 1
                 if not self._may_start(published, begun, None):
                     return None
-            for rollout in self._rollouts.new(self._done):
-                self._done.add(rollout)
-            flying = {int(key): claim for key, claim in claims.items() if int(key) not in self._done}
+            done = self._read_done()
+            flying = {int(key): claim for key, claim in claims.items() if int(key) not in done}
             at_work = {r: c["version"] for r, c in flying.items() if c["owner"] in living}
-            rollout = lowest_free(self._done, at_work)
-            if not self._may_start(published, len(self._done) + len(at_work), min(at_work.values(), default=None)):
+            rollout = lowest_free(done, at_work)
+            if not self._may_start(published, len(done) + len(at_work), min(at_work.values(), default=None)):
                 return None
             former = flying.get(rollout, {"segments": []})
             claim = {
@@ -128,17 +122,6 @@ class LeasedClaims(Claims):
         self.is_first = rollout not in flying
         self._held = rollout
         return rollout
-
-    def _may_start(self, published: Published, begun: int, oldest: int | None) -> bool:
-        """Whether another rollout may start beside those that are done or at work."""
-        return may_start(
-            version=published.version,
-            next_version=published.next_version,
-            num_waiting=begun - published.rollouts_done,
-            oldest_in_flight=oldest,
-            updates_per_rollout=self._flow.updates_per_rollout,
-            max_staleness=self._flow.max_staleness,
-        )
 
     def release(self, *, done: bool) -> None:
         """Release the claim: the rollout is done, which its record says, or free for the next try."""

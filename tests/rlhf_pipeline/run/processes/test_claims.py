@@ -85,15 +85,16 @@ def test_published_weights_are_whole_and_the_oldest_go(tmp_path):
     assert read_published(run) is None
     for version in range(5):
         said = Published(version=version, next_version=version, rollouts_done=version, write_path={"kl": 0.5})
-        out = publish(run, said, save=lambda path: (path / "model").write_text("w"), keep=2)
+        out = publish(run, said, save=lambda path: (path / "model").write_text("w"))
         assert read_published(run) == out == replace(said, digest=out.digest)
         assert (weights_folder(run, out) / "model").is_file()
     assert sorted(path.name[:16] for path in folder.iterdir()) == [
         "latest.json",
+        "version-00000002",
         "version-00000003",
         "version-00000004",
     ]
-    publish(run, replace(said, version=2), save=lambda path: (path / "model").write_text("of another history"), keep=2)
+    publish(run, replace(said, version=2), save=lambda path: (path / "model").write_text("of another history"))
     assert [path.name[:16] for path in folder.glob("version-*")] == ["version-00000002"]
     assert json.loads((folder / "latest.json").read_text())["finished"] is None
 
