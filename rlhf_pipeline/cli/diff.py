@@ -50,7 +50,8 @@ def execute(args: argparse.Namespace) -> int:
     """Print what differs; 0 if the trajectories and the learning are the same, else 1."""
     from rlhf_pipeline.report.diff import Comparison, compare_rows
     from rlhf_pipeline.report.diff_steps import compare_configs, compare_steps
-    from rlhf_pipeline.report.stored import Stored, open_run_or_store
+    from rlhf_pipeline.report.stored import Stored
+    from rlhf_pipeline.run.folder import open_run_or_store
 
     with ExitStack() as open_stores:
         runs: list[RunFolder | None] = []

@@ -41,7 +41,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Print what is stored; 1 if a reward cannot be reproduced."""
     from rlhf_pipeline.report.inspect import inspect_store
-    from rlhf_pipeline.report.stored import Stored, open_run_or_store
+    from rlhf_pipeline.report.stored import Stored
+    from rlhf_pipeline.run.folder import open_run_or_store
 
     run, store_path = open_run_or_store(args.path)
     reward, why_not = _reward(run, args.definition)

@@ -14,8 +14,7 @@ from rlhf_pipeline.cli import preflight
 from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError, typed
-from rlhf_pipeline.report.stored import open_run_or_store
-from rlhf_pipeline.run.folder import RunFolder, is_run, run_of_store
+from rlhf_pipeline.run.folder import RunFolder, is_run, open_run_or_store, run_of_store
 from rlhf_pipeline.run.medium import Address, address_of
 
 _POLL_S = 0.25

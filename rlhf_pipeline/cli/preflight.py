@@ -17,16 +17,15 @@ from rlhf_pipeline.errors import (
     DataError,
     DefinitionError,
     PipelineError,
-    RunExistsError,
     RunStorageError,
     did_you_mean,
-    typed,
 )
 from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.policies.model_source import resolve_source
-from rlhf_pipeline.report.stored import Stored, open_run_or_store
-from rlhf_pipeline.run.folder import RunFolder, is_run, not_found
-from rlhf_pipeline.run.medium import Address, address_of
+from rlhf_pipeline.report.stored import Stored
+from rlhf_pipeline.run.choice import stores_of
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.medium import Address
 
 _DEVICES = ("cpu", "cuda", "mps")
 
@@ -43,20 +42,8 @@ def check_new_folder(out: Address, command: str, *, option: str = "--out") -> No
         RunExistsError: there is a run or something else; says how to go on with it, and names a free folder.
         RunStorageError: the folder cannot be made or written.
     """
-    if RunFolder(out).is_free:
-        check_writable(out, option)
-        return
-    free = f"{option} {typed(_free_folder(out))}"
-    if is_run(out):
-        run = RunFolder.open(out)
-        _, reward = run.first_and_last_reward()
-        state = "" if reward is None else f" ({run.metrics.last_step} steps, last reward {reward:.2f})"
-        raise RunExistsError(
-            f"{out} holds a run already{state}. Go on with it: {command} --resume. "
-            f"Or keep it and choose another folder: {free}"
-        )
-    what = "is not a run; nothing in it is touched" if Path(out).is_dir() else "is a file"
-    raise RunExistsError(f"{out} exists and {what}. Choose another folder: {free}")
+    RunFolder(out).check_free_or_recorded(resume=False, again=f"{command} --resume", option=option)
+    check_writable(out, option)
 
 
 def check_resumable(out: Address) -> None:
@@ -66,8 +53,7 @@ def check_resumable(out: Address) -> None:
         MissingPathError: no run at `out`; names the runs that are there.
         RunStorageError: the folder cannot be written.
     """
-    if not is_run(out):
-        raise not_found(out, "run to resume")
+    RunFolder(out).check_free_or_recorded(resume=True)
     check_writable(out, "--out")
 
 
@@ -159,15 +145,9 @@ def check_stores(replay: Replay) -> None:
         DefinitionError: no store is named, or a filter cannot be read.
         MissingPathError: a store is not there; names the runs that are.
     """
-    if not replay.stores:
-        raise DefinitionError(
-            "this definition learns from stores; name some: rlhf-pipeline replay STORE..., or --set replay.stores=STORE"
-        )
-    for path in replay.stores:
-        _, folder = open_run_or_store(path)
-        with Stored(folder) as stored:
-            for condition in replay.filters:
-                select(stored.store, [condition], stored.ids()[:0])
+    for store in stores_of(replay):
+        with Stored(store) as stored:
+            select(stored.store, replay.filters, stored.ids()[:0])
 
 
 def check_reward(pipeline: Pipeline) -> None:
@@ -213,14 +193,3 @@ def first_prompt(pipeline: Pipeline, seed: int) -> Prompt:
             "rlhf_pipeline.Prompt(text=..., answer=..., meta=...)."
         )
     return prompt
-
-
-def _free_folder(out: Address) -> Address:
-    number = 2
-    while _is_there(other := address_of(f"{out}-{number}")):
-        number += 1
-    return other
-
-
-def _is_there(out: Address) -> bool:
-    return out.exists() if isinstance(out, Path) else is_run(out)

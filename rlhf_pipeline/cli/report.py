@@ -26,7 +26,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Write `report.html` and `reward.svg`."""
     from rlhf_pipeline.report.html import write_report
-    from rlhf_pipeline.report.stored import open_run_or_store
+    from rlhf_pipeline.run.folder import open_run_or_store
 
     run, store_path = open_run_or_store(args.path)
     if run is None:

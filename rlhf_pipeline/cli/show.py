@@ -38,8 +38,9 @@ def execute(args: argparse.Namespace) -> int:
     """Print one trajectory whole, or several as one line each."""
     from rlhf_pipeline.report.samples import read_trajectories
     from rlhf_pipeline.report.show import brief, choose, full
-    from rlhf_pipeline.report.stored import Stored, open_run_or_store
+    from rlhf_pipeline.report.stored import Stored
     from rlhf_pipeline.report.tokens import TokenTexts
+    from rlhf_pipeline.run.folder import open_run_or_store
 
     run, store_path = open_run_or_store(args.path)
     with Stored(store_path) as stored:

@@ -41,7 +41,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Print the newest trajectories; with `--follow` go on until Ctrl-C, which ends it as quietly as `tail -f`."""
     from rlhf_pipeline.report.follow import Follower
-    from rlhf_pipeline.report.stored import Stored, open_run_or_store
+    from rlhf_pipeline.report.stored import Stored
+    from rlhf_pipeline.run.folder import open_run_or_store
     from rlhf_pipeline.run.medium import address_of, is_url
 
     try:

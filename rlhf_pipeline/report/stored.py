@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.errors import DataError, MissingPathError, typed
-from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, not_found, run_of_store
-from rlhf_pipeline.run.medium import Address, address_of
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.run.medium import Address
 from trajectory_store import TrajectoryStore
 
 Ids = npt.NDArray[np.int64]
@@ -92,32 +91,6 @@ class Stored:
                 context = known[text] = _context(text, int(row), self.path)
             found.append(context)
         return found
-
-
-def open_run_or_store(path: Address) -> tuple[RunFolder | None, Address]:
-    """Return the run at `path`, if it is one, and where its store is.
-
-    Raises:
-        MissingPathError: `path` is neither a run nor a store; names the runs that are there.
-    """
-    folder = address_of(path)
-    if is_run(folder):
-        run = RunFolder.open(folder)
-        if not is_store(run.store_path) and not run.came_to_nothing and list(run.missing_parts()):
-            raise MissingPathError(
-                f"the store of the run {folder} is gone: there is none at {run.store_path}, and the run has stored "
-                f"trajectories. Restore it from a copy. What else is missing: rlhf-pipeline verify {typed(folder)}"
-            )
-        if not is_store(run.store_path):
-            raise MissingPathError(
-                f"the run {folder} has stored nothing yet: there is no store at {run.store_path}. "
-                f"If it stopped early, go on with it: rlhf-pipeline run --resume --out {typed(folder)}"
-            )
-        return run, run.store_path
-    if is_store(folder):
-        owner = run_of_store(folder)
-        return (None if owner is None else RunFolder.open(owner)), folder
-    raise not_found(folder, "run or store")
 
 
 def _context(text: str, row: int, path: Address) -> Context:

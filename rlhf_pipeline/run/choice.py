@@ -18,8 +18,8 @@ from rlhf_pipeline.data.keys import LEFT_OUT
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.replay.trajectory_schema import WAITING
-from rlhf_pipeline.run.folder import RunFolder, is_run, is_store
-from rlhf_pipeline.run.medium import Address, address_of
+from rlhf_pipeline.run.folder import RunFolder, open_run_or_store
+from rlhf_pipeline.run.medium import Address
 from trajectory_store import StoreNotFoundError, TrajectoryStore
 
 Ints = npt.NDArray[np.int64]
@@ -136,26 +136,25 @@ class Choice:
         )
 
 
-def store_at(path: Address) -> Address:
-    """Return where a store is: of a run, the store in it.
+def stores_of(replay: Replay) -> list[Address]:
+    """Return where the stores are that are learned from: of a run, the store in it.
 
     Raises:
-        MissingPathError: there is neither.
+        MissingPathError: one is not there.
+        DefinitionError: none is named, one is named twice, or the weights are not one for each.
     """
-    place = address_of(path)
-    store = RunFolder(place).store_path if is_run(place) else place
-    if not is_store(store):
-        what = "the folder " * isinstance(place, Path) + _is_not_there(place)
-        raise MissingPathError(
-            f"there is no store or run at {path}: {what}. Make a store of other tools' rollouts with "
-            "`rlhf-pipeline import`, or name a run folder."
+    if not replay.stores:
+        raise DefinitionError(
+            "no store to learn from: rlhf-pipeline replay STORE..., or --set replay.stores=STORE,OTHER_STORE"
         )
-    return store.resolve() if isinstance(store, Path) else store
-
-
-def _is_not_there(place: Address) -> str:
-    there = place.exists() if isinstance(place, Path) else True
-    return "is not one" if there else "does not exist"
+    if replay.weights and len(replay.weights) != len(replay.stores):
+        raise DefinitionError(f"{len(replay.weights)} weights for {len(replay.stores)} stores. Give each store one.")
+    stores = [open_run_or_store(path)[1] for path in replay.stores]
+    stores = [store.resolve() if isinstance(store, Path) else store for store in stores]
+    for at, store in enumerate(stores):
+        if store in stores[:at]:
+            raise DefinitionError(f"the store {store} is named twice. Draw more from it with a weight instead.")
+    return stores
 
 
 @contextmanager
@@ -187,16 +186,7 @@ def choose(replay: Replay, limits: Limits) -> Choice:
         DefinitionError: no store is named, one is named twice, or a condition cannot be read.
         DataError: nothing meets the conditions, or the policy cannot read what does.
     """
-    if not replay.stores:
-        raise DefinitionError(
-            "no store to learn from: rlhf-pipeline replay STORE..., or --set replay.stores=STORE,OTHER_STORE"
-        )
-    if replay.weights and len(replay.weights) != len(replay.stores):
-        raise DefinitionError(f"{len(replay.weights)} weights for {len(replay.stores)} stores. Give each store one.")
-    folders = [store_at(path) for path in replay.stores]
-    for at, folder in enumerate(folders):
-        if folder in folders[:at]:
-            raise DefinitionError(f"the store {folder} is named twice. Draw more from it with a weight instead.")
+    folders = stores_of(replay)
     with open_sources(folders) as stores:
         parts = [_choose_from(store, replay.filters, limits) for store in stores]
     found = [part for part in parts if len(part.row)]

@@ -21,6 +21,7 @@ import dataclasses
 import errno
 import fcntl
 import functools
+import itertools
 import json
 import logging
 import os
@@ -52,7 +53,7 @@ from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
 from rlhf_pipeline.run.events import EventHandler, Notice
 from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs, edited_code
-from rlhf_pipeline.run.medium import Address, below, open_medium
+from rlhf_pipeline.run.medium import Address, address_of, below, open_medium
 from rlhf_pipeline.run.rows import Row, StepRows
 
 logger = logging.getLogger(__name__)
@@ -333,8 +334,13 @@ class RunFolder:
 
     # Checks
 
-    def check_free_or_recorded(self, *, resume: bool) -> None:
+    def check_free_or_recorded(self, *, resume: bool, again: str = "add --resume", option: str = "--out") -> None:
         """Refuse to start where something is, or to resume where nothing is.
+
+        Args:
+            resume: whether the run is to go on.
+            again: how to go on, for the message.
+            option: the one that names the folder.
 
         Raises:
             RunExistsError: the folder exists and is not empty, or is a file.
@@ -342,12 +348,22 @@ class RunFolder:
         """
         if resume:
             if not self.is_recorded:
-                raise MissingPathError(f"there is no run to resume at {self.address}. Start one: leave --resume out.")
-        elif not self.is_free:
+                raise not_found(self.address, "run to resume")
+            return
+        if self.is_free:
+            return
+        others = (address_of(f"{self.address}-{number}") for number in itertools.count(2))
+        free = next(other for other in others if not (other.exists() if isinstance(other, Path) else is_run(other)))
+        free = f"{option} {typed(free)}"
+        if self.is_recorded:
+            _, reward = self.first_and_last_reward()
+            state = "" if reward is None else f" ({self.metrics.last_step} steps, last reward {reward:.2f})"
             raise RunExistsError(
-                f"the run folder {self.address} exists. Go on with it: add --resume. "
-                "Or start another: --out OTHER_FOLDER."
+                f"{self.address} holds a run already{state}. Go on with it: {again}. "
+                f"Or keep it and choose another folder: {free}"
             )
+        what = "is not a run; nothing in it is touched" if self.path.is_dir() else "is a file"
+        raise RunExistsError(f"{self.address} exists and {what}. Choose another folder: {free}")
 
     def check_processes(self, *, several: bool) -> None:
         """Refuse to go on in one process with a run of several, and the other way round: they count differently.
@@ -658,6 +674,32 @@ def run_of_store(store: Address) -> Address | None:
     return parent if name == _STORE and is_run(parent) else None
 
 
+def open_run_or_store(path: Address) -> tuple[RunFolder | None, Address]:
+    """Return the run at `path`, if it is one, and where its store is.
+
+    Raises:
+        MissingPathError: `path` is neither a run nor a store; names the runs that are there.
+    """
+    folder = address_of(path)
+    if is_run(folder):
+        run = RunFolder.open(folder)
+        if not is_store(run.store_path) and not run.came_to_nothing and list(run.missing_parts()):
+            raise MissingPathError(
+                f"the store of the run {folder} is gone: there is none at {run.store_path}, and the run has stored "
+                f"trajectories. Restore it from a copy. What else is missing: rlhf-pipeline verify {typed(folder)}"
+            )
+        if not is_store(run.store_path):
+            raise MissingPathError(
+                f"the run {folder} has stored nothing yet: there is no store at {run.store_path}. "
+                f"If it stopped early, go on with it: rlhf-pipeline run --resume --out {typed(folder)}"
+            )
+        return run, run.store_path
+    if is_store(folder):
+        owner = run_of_store(folder)
+        return (None if owner is None else RunFolder.open(owner)), folder
+    raise not_found(folder, "run or store")
+
+
 def not_found(path: Address, wanted: str = "run") -> MissingPathError:
     """Return an error that names the runs which are there."""
     if not isinstance(path, Path):
@@ -711,6 +753,7 @@ __all__ = [
     "is_run",
     "is_store",
     "not_found",
+    "open_run_or_store",
     "run_of_store",
     "tell",
 ]

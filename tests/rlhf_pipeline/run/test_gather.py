@@ -287,7 +287,7 @@ def test_a_source_that_lost_a_chosen_trajectory_is_named(tmp_path):
         ({"filters": ("num_tokens<=6", "rewrad>0")}, DefinitionError, "Did you mean 'reward'"),
         ({"stores": ()}, DefinitionError, "no store to learn from"),
         ({"stores": ("SOURCE", "SOURCE")}, DefinitionError, "named twice"),
-        ({"stores": ("nowhere",)}, MissingPathError, "no store or run at nowhere"),
+        ({"stores": ("nowhere",)}, MissingPathError, "no run or store at nowhere"),
     ],
 )
 def test_what_cannot_be_chosen_is_said(tmp_path, replay, error, words):
