@@ -156,9 +156,8 @@ def _fill(column: Column, n_rows: int, values: dict[str, npt.NDArray[Any]], leng
     if column.axis is None:
         values[column.name] = np.full(n_rows, column.fill_value, column.np_dtype)
     elif column.is_text:
-        raw = str(column.fill_value).encode()
-        values[column.name] = np.frombuffer(raw * n_rows, np.uint8)
-        lengths[column.axis] = np.full(n_rows, len(raw), np.int64)
+        values[column.name] = np.frombuffer(column.fill_bytes * n_rows, np.uint8)
+        lengths[column.axis] = np.full(n_rows, len(column.fill_bytes), np.int64)
     else:
         sizes = lengths.setdefault(column.axis, np.zeros(n_rows, np.int64))
         values[column.name] = np.full(int(sizes.sum()) * column.width, column.fill_value, column.np_dtype)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from trajectory_store.errors import CorruptionError, MissingRowError, SchemaError, SegmentGoneError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK
@@ -19,14 +18,12 @@ from trajectory_store.medium import Medium
 from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.schema import Column
 from trajectory_store.segment import Segment
-from trajectory_store.updates import Later
+from trajectory_store.updates import Later, within
 
 _SHIFT = np.uint64(ORDINAL_SHIFT)
 _NOWHERE = _NOT_LEARNT = -1
 _ROWS, _HOME, _FIRST = range(3)
 """Of each segment that was ever written: its rows, the segment that has them now, and where they begin in that."""
-
-NOT_SEEN_YET = 1 << 20
 
 
 class Address(NamedTuple):
@@ -73,7 +70,7 @@ class Snapshot:
 
     def select(self, ids: Int64Array) -> Int64Array:
         """Keep the ids that existed, in their order."""
-        return ids[self._existed(ids)]
+        return ids[within(self.rows, ids)]
 
     def later(self, ids: Int64Array) -> Int64Array:
         """Keep the ids that did not exist yet, in their order: what was committed since, also between known rows.
@@ -81,16 +78,7 @@ class Snapshot:
         >>> Snapshot({0: 2}, 2).later(np.array([0, 1, 2, 1 << 32])).tolist()
         [2, 4294967296]
         """
-        return ids[~self._existed(ids)]
-
-    def _existed(self, ids: Int64Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        if not self.rows or not len(ids):
-            return np.zeros(len(ids), bool)
-        owners, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
-        ordinals = np.array(sorted(self.rows), np.int64)
-        limits = np.array([self.rows[ordinal] for ordinal in ordinals.tolist()], np.int64)
-        at = np.minimum(np.searchsorted(ordinals, owners), len(ordinals) - 1)
-        return (ordinals[at] == owners) & (rows < limits[at])
+        return ids[~within(self.rows, ids)]
 
 
 class ArrivalOrder:
@@ -410,10 +398,21 @@ class Catalog:
         with self._lock:
             return self._ordered().ids()
 
-    def runs(self, skip: int) -> list[tuple[int, int, int]]:
-        """The rows in the order of arrival as runs: a segment, its first row, how many; less the first `skip` rows."""
+    def newest(self, most: int | None) -> tuple[Int64Array, list[tuple[int, int, int]] | None]:
+        """The ids of the newest rows in the order of arrival, and the same as runs: a segment, its first row, how many.
+
+        None where the runs are not few, or have to be fetched.
+        """
         with self._lock:
-            firsts, counts = self._ordered().runs()
+            ids = self.ids()
+            skip = 0 if most is None else max(0, len(ids) - most)
+            runs = self._runs(skip) if self.medium.complete else None
+        few = runs is not None and len(runs) <= max(64, len(ids) // 64)
+        return ids[skip:], runs if few else None
+
+    def _runs(self, skip: int) -> list[tuple[int, int, int]]:
+        """All rows less the first `skip`, as runs."""
+        firsts, counts = self._ordered().runs()
         out: list[tuple[int, int, int]] = []
         if not len(firsts):
             return out
@@ -516,41 +515,9 @@ class Catalog:
             return None
         with self._lock:
             found = self._later.get(column.name)
-            if found is None or found.generation != self.generation:
-                found = self._follow_later(column, found)
+            if found is None or not found.follow():
+                found = self._later[column.name] = Later(self, column)
             return found if found else None
-
-    def _follow_later(self, column: Column, found: Later | None) -> Later:
-        generation = self.generation
-        if found is not None:
-            found.bounds = self._bounds()
-        if found is None or not found.follow(self.updates):
-            found = Later(column, self._bounds())
-            found.follow(self.updates)
-        found.fold_news(self.find, self.segments, lambda at: self.values_at(column, at))
-        self._later[column.name] = found
-        found.generation = generation
-        return found
-
-    def _bounds(self) -> tuple[int, int]:
-        """Ordinals and rows that an update can name: no more than were ever written, and some not seen yet."""
-        return self.state.next_ordinal, self.watermark() + NOT_SEEN_YET
-
-    def later_as_of(self, column: Column, limits: Mapping[int, int]) -> Later:
-        """The later values of a column as of a snapshot."""
-        found = Later(column, self._bounds(), limits)
-        found.follow(self.updates)
-        return found
-
-    def values_at(self, column: Column, addresses: Int64Array) -> npt.NDArray[Any]:
-        """The values of a scalar column in rows of updates."""
-        out = np.empty(len(addresses), column.np_dtype)
-        owners, rows = addresses >> ORDINAL_SHIFT, addresses & ROW_MASK
-        first = int(owners[0]) if len(owners) else 0
-        for owner in [first] if bool((owners == first).all()) else distinct(owners):
-            mine = owners == owner
-            out[mine] = self.any_segment(owner).array(column.name)[rows[mine]]
-        return out
 
     def close(self) -> None:
         """Drop the maps; arrays that callers still hold stay valid."""

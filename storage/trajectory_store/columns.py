@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import getitem
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +23,13 @@ from trajectory_store.medium import Part
 from trajectory_store.pool import BufferPool
 from trajectory_store.ragged import Int64Array, RaggedArray, offsets_of
 from trajectory_store.schema import Column
-from trajectory_store.segment import Segment
+from trajectory_store.segment import Rows, Segment
 from trajectory_store.updates import Later
 
 Side = Literal["left", "right"]
-_UNSIGNED = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}
-_BYTE = _UNSIGNED[1]
-_EDGES = np.dtype("V16")
-_NOTHING = np.empty(0, np.uint8)
+_NONE = np.empty(0, np.int64)
 _FEW = 4
 """Rows of one segment for which looking at them first costs more than it saves."""
-T = TypeVar("T")
 
 
 class Places:
@@ -42,33 +38,53 @@ class Places:
     "Run order" is the order of the runs one after another; it is the order of the batch where one segment has all rows.
 
     Attributes:
-        ordinals: `[B]` int64, the segment of each row, in the order of the batch.
-        rows: `[B]` int64, the row in it.
         order: `[B]` the place in the batch of each row in run order; None where the orders agree.
         runs: per segment its ordinal and the rows in it.
+        edges: where in run order each run begins, and where the last one ends.
 
     >>> places = Places(np.array([5, 2, 5]), np.array([0, 1, 7]))
     >>> [(ordinal, rows.tolist()) for ordinal, rows in places.runs]
     [(2, [1]), (5, [0, 7])]
-    >>> places.join([rows * 10 for _, rows in places.runs]).tolist()
-    [0, 10, 70]
+    >>> tables = {2: np.arange(2), 5: np.arange(10) * 10}
+    >>> places.restore(places.gather(tables)).tolist()
+    [0, 1, 70]
     """
 
     def __init__(self, ordinals: Int64Array, rows: Int64Array) -> None:
         self.ordinals = ordinals
         self.rows = rows
         self.order: Int64Array | None = None
-        self.runs: list[tuple[int, Int64Array]] = []
+        self.edges = [0]
+        self.runs: list[tuple[int, Rows]] = []
         if not len(rows):
             return
         if np.count_nonzero(ordinals[1:] < ordinals[:-1]):  # else they are in run order, as rows that arrive are
             self.order = ordinals.argsort(kind="stable")
             ordinals, rows = ordinals[self.order], rows[self.order]
-        edges = [0, *(np.flatnonzero(ordinals[1:] != ordinals[:-1]) + 1).tolist(), len(rows)]
-        self.runs += [(int(ordinals[a]), rows[a:b]) for a, b in itertools.pairwise(edges)]
+        self.edges = [0, *(np.flatnonzero(ordinals[1:] != ordinals[:-1]) + 1).tolist(), len(rows)]
+        self.runs += [(int(ordinals[a]), rows[a:b]) for a, b in itertools.pairwise(self.edges)]
+
+    @classmethod
+    def of_runs(cls, runs: Sequence[tuple[int, int, int]]) -> Places:
+        """The rows of some runs, none of which is looked for: of each a segment, its first row, how many."""
+        places = cls(_NONE, _NONE)
+        del places.ordinals, places.rows
+        places.edges = list(itertools.accumulate((count for *_, count in runs), initial=0))
+        places.runs = [(ordinal, slice(first, first + count)) for ordinal, first, count in runs]
+        return places
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self.edges[-1]
+
+    @cached_property
+    def ordinals(self) -> Int64Array:
+        """`[B]` int64, the segment of each row, in the order of the batch."""
+        return np.repeat([ordinal for ordinal, _ in self.runs], np.diff(self.edges))
+
+    @cached_property
+    def rows(self) -> Int64Array:
+        """`[B]` int64, the row in it."""
+        return np.concatenate([_NONE, *(np.r_[rows] for _, rows in self.runs)])
 
     @cached_property
     def inverse(self) -> Int64Array:
@@ -86,14 +102,10 @@ class Places:
         """From run order to the order of the batch."""
         return values if self.order is None else values[self.inverse]
 
-    def join(self, parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """From the values of each run to those of the batch, in its order."""
-        return parts[0] if len(parts) == 1 else self.restore(np.concatenate(parts))
-
-    def split(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-        """From values of the batch to those of each run."""
-        values = values if self.order is None else values[self.order]
-        return np.split(values, np.cumsum([len(rows) for _, rows in self.runs[:-1]])) if self.runs else []
+    def gather(self, tables: Mapping[int, npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """From per segment the values of all its rows to new ones of the batch, in run order."""
+        parts = [tables[ordinal][rows] for ordinal, rows in self.runs]
+        return parts[0] if len(parts) == 1 and isinstance(self.runs[0][1], np.ndarray) else np.concatenate(parts)
 
 
 class Spans:
@@ -101,20 +113,21 @@ class Spans:
 
     Args:
         places: the rows.
-        edges: `[B, 2]` int64, in run order: the first element in the segment and one past the last; an attribute, too.
+        edges: `[B, 2]` int64, in run order: the first element in the segment and one past the last.
 
     Attributes:
         starts: `[B]` int64, in run order: the first elements.
+        ends: `[B]` int64, in run order: one past the last.
         lengths: `[B]` int64, in the order of the batch.
         width: the longest row.
     """
 
     def __init__(self, places: Places, edges: Int64Array) -> None:
         self.places = places
-        self.edges = edges
         self.starts: Int64Array
-        self.starts, self._ends = edges.T.copy()
-        self._counts = self._ends - self.starts
+        self.ends: Int64Array
+        self.starts, self.ends = edges.T.copy()
+        self._counts = self.ends - self.starts
         self.lengths: Int64Array = places.restore(self._counts)
         self._blanks: dict[tuple[int, int], tuple[memoryview, list[memoryview]]] = {}
 
@@ -126,14 +139,13 @@ class Spans:
     @cached_property
     def heads(self) -> list[tuple[int, Int64Array]]:
         """The first elements of the rows of each segment that has more than a few of them."""
-        edges = itertools.accumulate((len(rows) for _, rows in self.places.runs), initial=0)
-        starts = zip(self.places.runs, itertools.pairwise(edges), strict=True)
-        return [(ordinal, self.starts[a:b]) for (ordinal, _), (a, b) in starts if b - a > _FEW]
+        runs = zip(self.places.runs, itertools.pairwise(self.places.edges), strict=True)
+        return [(ordinal, self.starts[a:b]) for (ordinal, _), (a, b) in runs if b - a > _FEW]
 
     @cached_property
     def parts(self) -> list[slice]:
         """Per row, in the order of the batch, what to copy."""
-        starts, ends = self.places.restore(self.starts), self.places.restore(self._ends)
+        starts, ends = self.places.restore(self.starts), self.places.restore(self.ends)
         return list(map(slice, starts.tolist(), ends.tolist()))
 
     def blanks(self, width: int, blank: memoryview, item: int) -> list[memoryview]:
@@ -144,22 +156,22 @@ class Spans:
             found = self._blanks[width, item] = (blank, parts)
         return found[1]
 
-    def flat(self, table: Mapping[int, T]) -> tuple[list[T | None], list[slice], list[slice]]:
-        """How to copy the rows one after another: what a table has for the segment, what to copy, where it goes.
+    def joined(self, width: int) -> tuple[list[int], Iterable[slice], Iterable[slice]]:
+        """How to copy the rows one after another: the segments, what to copy of each, where that goes.
 
         Rows that are next to one another in a segment and in the batch are copied at once.
         """
-        starts, ends = self.starts, self._ends
+        starts, ends = self.starts, self.ends
         begins = offsets_of(self.lengths)[:-1]
         begins = begins if self.places.order is None else begins[self.places.order]
         stops = begins + self._counts
-        owners = np.repeat([o for o, _ in self.places.runs], [len(rows) for _, rows in self.places.runs])
+        owners = np.repeat([ordinal for ordinal, _ in self.places.runs], np.diff(self.places.edges))
         breaks = (starts[1:] != ends[:-1]) | (begins[1:] != stops[:-1]) | (owners[1:] != owners[:-1])
         cuts = np.flatnonzero(breaks)
         firsts, lasts = np.concatenate(([0], cuts + 1)), np.concatenate((cuts, [len(starts) - 1]))
-        parts = map(slice, starts[firsts].tolist(), ends[lasts].tolist())
-        targets = map(slice, begins[firsts].tolist(), stops[lasts].tolist())
-        return [table.get(owner) for owner in owners[firsts].tolist()], list(parts), list(targets)
+        edges = np.stack((starts[firsts], ends[lasts], begins[firsts], stops[lasts])) * width
+        first, last, begin, stop = edges.tolist()
+        return owners[firsts].tolist(), map(slice, first, last), map(slice, begin, stop)
 
 
 class ColumnReader:
@@ -170,26 +182,39 @@ class ColumnReader:
         ids: `[B]` int64.
         limits: the updates that count, per update segment, where values as of a snapshot are read: none where it is
             empty; None for all.
+        places: where the rows are, if that is known.
+
+    Attributes:
+        ids: the same.
     """
 
-    def __init__(self, catalog: Catalog, ids: Int64Array, limits: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        ids: Int64Array,
+        limits: Mapping[int, int] | None = None,
+        places: Places | None = None,
+    ) -> None:
         self._catalog = catalog
-        self._ids = ids
+        self.ids = ids
         self._limits = limits
-        self._base = Places(*catalog.locate(ids))
+        self._base = Places(*catalog.locate(ids)) if places is None else places
         self._spans: dict[str, Spans] = {}
         self._updated: dict[str, Places] = {}
 
     @classmethod
     def of_rows(cls, catalog: Catalog, ordinals: Int64Array, rows: Int64Array) -> ColumnReader:
         """Read rows of segments as they were committed, also those of updates."""
-        reader = cls(catalog, np.empty(0, np.int64), {})
-        reader._ids = rows
-        reader._base = Places(ordinals, rows)
-        return reader
+        return cls(catalog, rows, {}, Places(ordinals, rows))
+
+    @classmethod
+    def of_all(cls, catalog: Catalog, most: int | None, limits: Mapping[int, int] | None) -> ColumnReader:
+        """Read all rows in the order of arrival, or the newest `most`."""
+        ids, runs = catalog.newest(most)
+        return cls(catalog, ids, limits, None if runs is None else Places.of_runs(runs))
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self.ids)
 
     def fetch(self, columns: Iterable[Column]) -> None:
         """Where columns have to be fetched, ask for all that will be read, and not for one column after another."""
@@ -199,7 +224,7 @@ class ColumnReader:
         columns = list(columns)
         wanted: dict[Segment, list[Part]] = {}
         for update in catalog.updates.values():
-            names = [column.name for column in columns if update.has(column.name)]
+            names = [column.name for column in columns if column.name in update.schema]
             if names:
                 wanted[update] = [(name, None) for name in (TARGET, *names)]
         medium.fetch(wanted)
@@ -207,7 +232,7 @@ class ColumnReader:
         for column in columns:
             for ordinal, rows in self._places(column).runs:
                 segment = catalog.any_segment(ordinal)
-                names = [column.name] if segment.has(column.name) else []
+                names = [column.name] if column.name in segment.schema else []
                 names += [offsets_name(column.axis)] if column.axis in segment.schema.axes else []
                 wanted.setdefault(segment, []).extend((name, rows) for name in names)
         medium.fetch(wanted)
@@ -215,7 +240,7 @@ class ColumnReader:
     def _later(self, column: Column) -> Later | None:
         if self._limits is None:
             return self._catalog.later(column)
-        return self._catalog.later_as_of(column, self._limits)
+        return Later(self._catalog, column, self._limits)
 
     def _places(self, column: Column) -> Places:
         """Where the newest values of a column are; the base itself where no row has later ones."""
@@ -230,43 +255,28 @@ class ColumnReader:
         later = self._later(column)
         if later is None:
             return self._base
-        at = later.lookup(self._ids)
+        at = later.lookup(self.ids)
         hit = at >= 0
         if not hit.any():
             return self._base
         ordinals = np.where(hit, at >> ORDINAL_SHIFT, self._base.ordinals)
         return Places(ordinals, np.where(hit, at & ROW_MASK, self._base.rows))
 
-    def _look_up(self, key: str, places: Places, find: Callable[[Segment, Int64Array], Any]) -> dict[int, Any]:
-        """By ordinal the array of each segment of the rows, with these in it; without those that have none."""
+    def _look_up(self, key: str, places: Places, find: Callable[[Segment, Rows], Any]) -> dict[int, Any]:
+        """By ordinal the array of each segment of the rows, with these in it."""
         table = self._catalog.table(key)
         for ordinal, rows in places.runs:
             if ordinal not in table:
-                found = find(self._catalog.any_segment(ordinal), rows)
-                if found is not None:
-                    table[ordinal] = found
+                table[ordinal] = find(self._catalog.any_segment(ordinal), rows)
         return table
-
-    def _edges(self, axis: str, places: Places) -> dict[int, npt.NDArray[np.void]]:
-        """Per row where it begins and where it ends, as one item: both are read in one step."""
-
-        def edges(segment: Segment, rows: Int64Array) -> npt.NDArray[np.void] | None:
-            if axis not in segment.schema.axes:
-                return None
-            offsets = segment.offsets(axis, rows)
-            return np.ndarray(len(offsets) - 1, _EDGES, offsets, strides=offsets.strides)
-
-        return self._look_up(offsets_name(axis), places, edges)
 
     def _items(self, column: Column, places: Places) -> dict[int, memoryview]:
         """The values of a ragged column; those of `io="pread"` are sliced like memoryviews."""
-        name = column.name
-        return self._look_up(name, places, lambda s, rows: s.items(name, rows) if s.has(name) else None)
+        return self._look_up(f"{column.name}.items", places, lambda segment, rows: segment.items(column, rows))
 
-    def _arrays(self, column: Column, places: Places) -> dict[int, npt.NDArray[Any]]:
-        """The values of a scalar column."""
-        name = column.name
-        return self._look_up(name, places, lambda s, rows: s.array(name, rows) if s.has(name) else None)
+    def _values(self, column: Column, places: Places) -> dict[int, npt.NDArray[Any]]:
+        """The values of a column as numpy sees them."""
+        return self._look_up(column.name, places, lambda segment, rows: segment.values(column, rows))
 
     def _touch(self, column: Column, spans: Spans) -> None:
         """Look at the first element of every row at once: these waits for memory overlap, those of the copies do not.
@@ -275,12 +285,9 @@ class ColumnReader:
         """
         if not self._catalog.medium.keeps_arrays:
             return
-        arrays = self._catalog.table(f"{column.name}.values")
+        arrays = self._values(column, spans.places)
         for ordinal, firsts in spans.heads:
-            array = arrays.get(ordinal)
-            if array is None:
-                segment = self._catalog.any_segment(ordinal)
-                array = arrays[ordinal] = segment.array(column.name) if segment.has(column.name) else _NOTHING
+            array = arrays[ordinal]
             if len(array):  # an empty row may begin at the very end
                 array.take(firsts if column.width == 1 else firsts * column.width, mode="clip")
 
@@ -289,119 +296,100 @@ class ColumnReader:
         places = self._places(column)
         if not column.optional or not len(places):
             return np.ones(len(places), bool)
-        return places.join([self._catalog.any_segment(o).present(column, rows) for o, rows in places.runs])
+        given = [self._catalog.any_segment(ordinal).present(column, rows) for ordinal, rows in places.runs]
+        sizes = np.diff(places.edges).tolist()
+        return places.restore(np.concatenate([np.full(n, of) for n, of in zip(sizes, given, strict=True)]))
 
     def spans(self, column: Column) -> Spans:
         """Where the rows of a ragged column are."""
-        axis = column.axis or ""
         places = self._places(column)
-        key = axis if places is self._base else f"{axis}.{column.name}"
+        key = column.axis or "" if places is self._base else f"{column.axis}.{column.name}"
         found = self._spans.get(key)
         if found is None:
-            found = self._spans[key] = self._find_spans(axis, places)
+            found = self._spans[key] = self._find_spans(column, places)
         return found
 
-    def _find_spans(self, axis: str, places: Places) -> Spans:
+    def _find_spans(self, column: Column, places: Places) -> Spans:
+        """One item per row says where it begins and where it ends: both are read in one step."""
         if not places.runs:
             return Spans(places, np.empty((0, 2), np.int64))
-        edges = self._edges(axis, places)
-        parts = [
-            edges[ordinal][rows] if ordinal in edges else np.zeros(len(rows), _EDGES) for ordinal, rows in places.runs
-        ]
-        found = (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(np.int64).reshape(-1, 2)
-        most = max(self._catalog.any_segment(ordinal).meta.elems_cap.get(axis, 0) for ordinal, _ in places.runs)
-        if int(found.min()) < 0 or int(found.max()) > most or np.count_nonzero(found[:, 0] > found[:, 1]):
+        axis = column.axis or ""
+        edges = self._look_up(offsets_name(axis), places, lambda segment, rows: segment.edges(column, rows))
+        spans = Spans(places, places.gather(edges).view(np.int64).reshape(-1, 2))
+        segments = (self._catalog.any_segment(ordinal) for ordinal, _ in places.runs)
+        most = max(segment.meta.elems_cap.get(axis, len(column.fill_bytes)) for segment in segments)
+        if int(spans.starts.min()) < 0 or int(spans.ends.max()) > most or int(spans.lengths.min()) < 0:
             raise CorruptionError(
                 f"{self._catalog.medium.where}: the offsets of axis '{axis}' contradict themselves for some of these "
                 "rows. Run verify(): it lists the trajectories that are damaged."
             )
-        return Spans(places, found)
+        return spans
 
-    def base_lengths(self, axis: str) -> Int64Array:
-        """`[B]` int64: elements per row on an axis, as committed with the row."""
-        return self._find_spans(axis, self._base).lengths
+    def base_lengths(self, column: Column) -> Int64Array:
+        """`[B]` int64: elements per row on the axis of a column, as committed with the row."""
+        return self._find_spans(column, self._base).lengths
 
     def lengths(self, column: Column) -> Int64Array:
         """`[B]` int64: elements per row; of text and bytes the bytes."""
-        lengths = self.spans(column).lengths
-        if not _fill_length(column):
-            return lengths
-        places, missing = self._places(column), np.full(len(lengths), _fill_length(column))
-        parts = [
-            part if self._catalog.any_segment(ordinal).has(column.name) else missing[: len(part)]
-            for (ordinal, _), part in zip(places.runs, places.split(lengths), strict=True)
-        ]
-        return places.join(parts) if parts else lengths
+        return self.spans(column).lengths
 
     def scalars(self, column: Column) -> npt.NDArray[Any]:
         """`[B]` values of a scalar column."""
+        later = None
         if self._catalog.updates and self._catalog.medium.complete and self._limits is None:
             later = self._catalog.later(column)
-            if later is not None:
-                return self._newest(column, later)
-        places = self._places(column)
+        places = self._base if later is not None else self._places(column)
         if not places.runs:
             return np.empty(0, column.np_dtype)
-        try:
-            arrays = self._catalog.table(column.name)
-            return places.join([arrays[ordinal][rows] for ordinal, rows in places.runs])
-        except KeyError:  # a segment was not looked up before, or lacks the column
-            pass
-        arrays = self._arrays(column, places)
-        parts = [
-            np.full(len(rows), column.fill_value, column.np_dtype) if array is None else array[rows]
-            for array, rows in ((arrays.get(ordinal), rows) for ordinal, rows in places.runs)
-        ]
-        return places.join(parts)
-
-    def _newest(self, column: Column, later: Later) -> npt.NDArray[Any]:
-        """The same from arrays that updates are folded into."""
-        if not self._base.runs:
-            return np.empty(0, column.np_dtype)
-        catalog = self._catalog
-        parts = [
-            later.folded(catalog.any_segment(ordinal), lambda at: catalog.values_at(column, at))[rows]
-            for ordinal, rows in self._base.runs
-        ]
-        return self._base.join(parts)
+        if later is not None:  # the newest values are folded into arrays of their own
+            segments = (self._catalog.any_segment(ordinal) for ordinal, _ in places.runs)
+            return places.restore(places.gather({s.ordinal: later.folded(s) for s in segments}))
+        return places.restore(places.gather(self._values(column, places)))
 
     def prefetch(self, columns: Sequence[Column]) -> None:
         """Ask the kernel for the pages of the rows, all at once, before the first one is touched."""
-        axes: set[tuple[int, str]] = set()
+        asked: set[tuple[int, str]] = set()
         for column in columns:
-            axis, item = column.axis, column.np_dtype.itemsize
+            name = column.name if column.axis is None else offsets_name(column.axis)
             for ordinal, rows in self._places(column).runs:
                 segment = self._catalog.any_segment(ordinal)
-                if axis is None:
-                    if segment.has(column.name):
-                        will_need(segment.raw(column.name), rows * item, (rows + 1) * item)
-                elif axis in segment.schema.axes and (ordinal, axis) not in axes:
-                    axes.add((ordinal, axis))
-                    will_need(segment.raw(offsets_name(axis)), rows * 8, (rows + 2) * 8)
+                if name in segment.specs and (ordinal, name) not in asked:
+                    asked.add((ordinal, name))
+                    size, at = segment.specs[name].itemsize, np.r_[rows]
+                    will_need(segment.raw(name), at * size, (at + 2) * size)
         for column in columns:
             if column.axis is None:
                 continue
-            spans, item, at = self.spans(column), column.np_dtype.itemsize, 0
-            for ordinal, rows in spans.places.runs:
+            spans, size = self.spans(column), column.np_dtype.itemsize * column.width
+            for (ordinal, _), (a, b) in zip(spans.places.runs, itertools.pairwise(spans.places.edges), strict=True):
                 segment = self._catalog.any_segment(ordinal)
-                edges = spans.edges[at : at + len(rows)] * (item * column.width)
-                at += len(rows)
-                if segment.has(column.name):
-                    will_need(segment.raw(column.name), edges[:, 0], edges[:, 1])
+                if column.name in segment.schema:
+                    will_need(segment.raw(column.name), spans.starts[a:b] * size, spans.ends[a:b] * size)
 
     def ragged(self, column: Column) -> RaggedArray:
-        """The rows of a ragged column in one new flat array."""
+        """The rows of a ragged column in one new flat array; those of text as its bytes."""
         spans = self.spans(column)
         flat = np.empty(int(spans.lengths.sum()) * column.width, column.np_dtype)
         if len(flat):
-            sources, parts, targets = spans.flat(self._items(column, spans.places))
-            _copy(column, flat, sources, _scaled(parts, column.width), _scaled(targets, column.width))
+            items, view = (
+                self._items(column, spans.places),
+                memoryview(cast("bytearray", flat.view(f"u{flat.itemsize}"))),
+            )
+            owners, parts, targets = spans.joined(column.width)
+            for target, values in zip(targets, _pieces(items, owners, parts), strict=True):
+                view[target] = values
         return RaggedArray(flat.reshape(-1, *column.shape) if column.shape else flat, spans.lengths)
+
+    def _rows(self, column: Column, spans: Spans) -> list[Any]:
+        """Per row, in the order of the batch, its values."""
+        items, parts = self._items(column, spans.places), spans.parts
+        if column.width > 1:
+            parts = [slice(part.start * column.width, part.stop * column.width) for part in parts]
+        return list(_pieces(items, spans.places.owners, parts))
 
     def text(self, column: Column) -> list[Any]:
         """The rows of a column of text or bytes."""
-        spans, fill = self.spans(column), str(column.fill_value).encode()
-        rows = _rows(column, self._items(column, spans.places), spans, fill)
+        rows = self._rows(column, self.spans(column))
         if column.dtype == "bytes":
             return [bytes(row) for row in rows]
         try:
@@ -423,11 +411,11 @@ class ColumnReader:
         out: npt.NDArray[Any] | None,
     ) -> npt.NDArray[Any]:
         """`[B, width, *shape]`: the rows of a ragged column with `pad` beside them."""
-        shape, dtype = (len(self._ids), width, *column.shape), column.np_dtype
+        shape, dtype = (len(self), width, *column.shape), column.np_dtype
         target = None if out is None else _fit(out, column, *shape[:2])
         self._touch(column, spans)
         pieces: list[Any] = [None] * (2 * shape[0])
-        pieces[side == "left" :: 2] = _rows(column, self._items(column, spans.places), spans)
+        pieces[side == "left" :: 2] = self._rows(column, spans)
         pieces[side == "right" :: 2] = spans.blanks(width, *_blank(column, pad, width, pool))
         array = pool.join(pieces, shape, dtype)
         if target is None:
@@ -436,82 +424,9 @@ class ColumnReader:
         return target
 
 
-def scan(catalog: Catalog, column: Column, skip: int) -> npt.NDArray[Any] | None:
-    """`[N]`: a scalar column of all rows in the order of arrival, less the first `skip`, copied run by run.
-
-    None where the rows lie in too many runs for that, or have to be fetched.
-    """
-    runs = _few_runs(catalog, skip)
-    if runs is None:
-        return None
-    later = catalog.later(column)
-    parts: list[npt.NDArray[Any]] = []
-    for ordinal, first, count in runs:
-        segment = catalog.any_segment(ordinal)
-        if later is not None:
-            array = later.folded(segment, lambda at: catalog.values_at(column, at))
-        elif segment.has(column.name):
-            array = segment.array(column.name)
-        else:
-            array = np.full(first + count, column.fill_value, column.np_dtype)
-        parts.append(array[first : first + count])
-    return np.concatenate(parts) if parts else np.empty(0, column.np_dtype)
-
-
-def scan_lengths(catalog: Catalog, column: Column, skip: int) -> Int64Array | None:
-    """The same for the lengths of a ragged column."""
-    runs = _few_runs(catalog, skip)
-    if runs is None or catalog.later(column) is not None:
-        return None
-    parts: list[Int64Array] = []
-    for ordinal, first, count in runs:
-        segment = catalog.any_segment(ordinal)
-        if (column.axis or "") in segment.schema.axes:
-            parts.append(np.diff(segment.offsets(column.axis or "")[first : first + count + 1]))
-        else:
-            parts.append(np.full(count, _fill_length(column)))
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-
-def _fill_length(column: Column) -> int:
-    """Bytes that a row reads as where its segment lacks a column."""
-    return len(str(column.fill_value).encode()) if column.is_text else 0
-
-
-def _few_runs(catalog: Catalog, skip: int) -> list[tuple[int, int, int]] | None:
-    if not catalog.medium.complete:
-        return None
-    runs = catalog.runs(skip)
-    return runs if len(runs) <= max(64, sum(count for _, _, count in runs) // 64) else None
-
-
-def _copy(
-    column: Column,
-    flat: npt.NDArray[Any],
-    sources: list[memoryview | None],
-    parts: list[slice],
-    targets: list[slice],
-) -> None:
-    """Copy a part of each source to its target; None stands for a segment without the column."""
-    view = memoryview(cast("bytearray", flat.view(_UNSIGNED[flat.itemsize])))
-    for target, source, part in zip(targets, sources, parts, strict=True):
-        if source is not None:
-            view[target] = source[part]
-        else:
-            flat[target] = column.fill_value
-
-
-def _rows(column: Column, table: Mapping[int, Any], spans: Spans, fill: Any = None) -> list[Any]:
-    """Per row, in the order of the batch, its values; those of a segment without the column are the fill."""
-    owners, parts = spans.places.owners, _scaled(spans.parts, column.width)
-    try:
-        return list(map(getitem, map(table.__getitem__, owners), parts))
-    except KeyError:  # a segment without the column is not in the table
-        blank = np.full(spans.width * column.width if fill is None else 0, column.fill_value, column.np_dtype)
-        return [
-            table[owner][part] if owner in table else blank[: part.stop - part.start] if fill is None else fill
-            for owner, part in zip(owners, parts, strict=True)
-        ]
+def _pieces(items: Mapping[int, Any], owners: Iterable[int], parts: Iterable[slice]) -> Iterable[Any]:
+    """The parts of segments."""
+    return map(getitem, map(items.__getitem__, owners), parts)
 
 
 def _blank(column: Column, pad: Any, width: int, pool: BufferPool) -> tuple[memoryview, int]:
@@ -519,12 +434,7 @@ def _blank(column: Column, pad: Any, width: int, pool: BufferPool) -> tuple[memo
     size = width * column.width
     if not pad and isinstance(pad, int):
         return pool.zeros(size * column.np_dtype.itemsize), column.width * column.np_dtype.itemsize
-    return np.full(size, pad, column.np_dtype).view(_BYTE).data, column.width * column.np_dtype.itemsize
-
-
-def _scaled(parts: list[slice], width: int) -> list[slice]:
-    """From elements to values."""
-    return parts if width == 1 else [slice(part.start * width, part.stop * width) for part in parts]
+    return np.full(size, pad, column.np_dtype).view(np.uint8).data, column.width * column.np_dtype.itemsize
 
 
 def _fit(out: npt.NDArray[Any], column: Column, n: int, width: int) -> npt.NDArray[Any]:

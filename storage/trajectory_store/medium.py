@@ -11,9 +11,8 @@ from trajectory_store.bucket import Bucket
 from trajectory_store.errors import StoreError
 from trajectory_store.format import SegmentMeta
 from trajectory_store.journal import CATALOG, Entry, State
-from trajectory_store.ragged import Int64Array
 from trajectory_store.root import KEY, Root, catalog_json
-from trajectory_store.segment import Segment
+from trajectory_store.segment import Rows, Segment
 from trajectory_store.verify import VerifyReport
 
 
@@ -112,7 +111,7 @@ Claim = Callable[[int, int], int]
 """From an ordinal and a salt to the same ordinal, which is entered in the catalog then, or to the least one to try."""
 
 
-Part = tuple[str, Int64Array | None]
+Part = tuple[str, Rows | None]
 """Rows of an array; None for all."""
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from trajectory_store.batch import Batch
 from trajectory_store.catalog import Catalog, Snapshot, limits_of
-from trajectory_store.columns import ColumnReader, Side, scan, scan_lengths
+from trajectory_store.columns import ColumnReader, Side
 from trajectory_store.errors import BatchError, CorruptionError, SchemaError, SegmentGoneError, StoreClosedError
 from trajectory_store.pool import BufferPool
 from trajectory_store.ragged import Int64Array, RaggedArray, distinct
@@ -34,10 +34,6 @@ COLD_BATCHES = 8
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound="StoreReads")
-
-
-class _LookedAgain(Exception):
-    """The store took in something new between two columns."""
 
 
 def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -152,6 +148,7 @@ class StoreReads:
         limit = self._root.max_trajectories
         return ids if limit is None else ids[max(0, len(ids) - limit) :]
 
+    @following
     def where(self, condition: str, ids: Ids | None = None) -> Int64Array:
         """`[K]` int64: the ids of the trajectories whose scalars meet a condition, in the order of arrival.
 
@@ -163,18 +160,12 @@ class StoreReads:
         Raises:
             SchemaError: the condition cannot be read, or names a column that is not a scalar.
         """
-        among, seen = self.ids() if ids is None else as_ids(ids), self._catalog.generation
+        reader = self._reader(ids, ())  # one for all columns: rows that come meanwhile are in none of them
 
         def column(name: str) -> npt.NDArray[Any]:
-            values = self.read_scalars(name, ids)
-            if ids is None and self._catalog.generation != seen:  # the rows of this column may be others
-                raise _LookedAgain
-            return values
+            return self._scalars(reader, self.schema[name])
 
-        try:
-            return among[np.broadcast_to(evaluate(condition, column), among.shape)]
-        except _LookedAgain:
-            return self.where(condition, self.ids())  # slower, and of these rows whatever comes
+        return reader.ids[np.broadcast_to(evaluate(condition, column), len(reader))]
 
     def batches(self, rows: int, columns: Columns = None, ids: Ids | None = None) -> Iterator[dict[str, Any]]:
         """Yield what `read` gives, some rows at a time, with `"ids"` beside the columns.
@@ -264,7 +255,7 @@ class StoreReads:
         found = self._ragged_column(column)
         if found.is_text:
             raise SchemaError(f"column '{column}' is text; use read().")
-        return self._reader(self.ids() if ids is None else ids, [found]).ragged(found)
+        return self._reader(ids, [found]).ragged(found)
 
     @following
     def read_padded(
@@ -337,32 +328,26 @@ class StoreReads:
             ids: `[B]` ids; None for all trajectories in the order of arrival.
         """
         self._check_open()
-        found = self.schema[column]
-        if found.axis is not None and not found.is_text:
-            raise SchemaError(f"column '{column}' is ragged; use read_ragged or read_padded.")
-        if ids is None and not found.is_text and self._limits is None:
-            values = scan(self._catalog, found, self._skip())
-            if values is not None:
-                return values
-        reader = self._reader(self.ids() if ids is None else ids, [found])
-        return np.array(reader.text(found), dtype=object) if found.is_text else reader.scalars(found)
+        return self._scalars(self._reader(ids, ()), self.schema[column])
+
+    def _scalars(self, reader: ColumnReader, column: Column) -> npt.NDArray[Any]:
+        if column.axis is not None and not column.is_text:
+            raise SchemaError(f"column '{column.name}' is ragged; use read_ragged or read_padded.")
+        reader.fetch([column])
+        return np.array(reader.text(column), dtype=object) if column.is_text else reader.scalars(column)
 
     @following
     def lengths(self, column: str, ids: Ids | None = None) -> Int64Array:
         """`[B]` int64: the length of each row of a ragged column (UTF-8 bytes for text)."""
         found = self._ragged_column(column)
-        if ids is None and self._limits is None:
-            lengths = scan_lengths(self._catalog, found, self._skip())
-            if lengths is not None:
-                return lengths
-        return self._reader(self.ids() if ids is None else ids, [found]).lengths(found)
+        return self._reader(ids, [found]).lengths(found)
 
     @following
     def present(self, column: str, ids: Ids | None = None) -> npt.NDArray[np.bool_]:
         """`[B]` bool: whether a value was given, at the append or by an update, and not filled in."""
         self._check_open()
         found = self.schema[column]
-        return self._reader(self.ids() if ids is None else ids, [found]).present(found)
+        return self._reader(ids, [found]).present(found)
 
     # Helpers
 
@@ -376,16 +361,15 @@ class StoreReads:
             self._cold = COLD_BATCHES
         self._blocks = blocks
 
-    def _reader(self, ids: Ids, columns: Iterable[Column]) -> ColumnReader:
+    def _reader(self, ids: Ids | None, columns: Iterable[Column]) -> ColumnReader:
+        """What reads these rows, or all of them in the order of arrival."""
         self._check_open()
-        reader = ColumnReader(self._catalog, as_ids(ids), self._limits)
+        if ids is None:
+            reader = ColumnReader.of_all(self._catalog, self._root.max_trajectories, self._limits)
+        else:
+            reader = ColumnReader(self._catalog, as_ids(ids), self._limits)
         reader.fetch(columns)
         return reader
-
-    def _skip(self) -> int:
-        """Rows that are there and no longer part of the store, oldest first."""
-        limit = self._root.max_trajectories
-        return 0 if limit is None else max(0, self._catalog.total_rows() - limit)
 
     def _ragged_column(self, name: str) -> Column:
         self._check_open()

@@ -147,6 +147,11 @@ class Column:
             return math.nan
         return False if self.dtype == "bool" else 0
 
+    @functools.cached_property
+    def fill_bytes(self) -> bytes:
+        """What a row of text or bytes is filled with; nothing for other columns."""
+        return str(self.fill_value).encode() if self.is_text else b""
+
     def to_json(self) -> dict[str, Any]:
         """Return the definition as JSON values; NaN and infinities become their names."""
         out: dict[str, Any] = {"name": self.name, "dtype": self.dtype}

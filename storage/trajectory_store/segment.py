@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,35 @@ from trajectory_store.maps import FORMATS, Io, PreadBytes, PreadItems, open_file
 from trajectory_store.ragged import Int64Array
 from trajectory_store.schema import Column
 
+Rows = Int64Array | slice
+"""Some rows of a segment: their numbers, or all of a range."""
+
+EDGES = np.dtype("V16")
+_LONG = 1 << 14
+
+
+class Fills:
+    """The items of a ragged column that a segment lacks: every part of them is filled.
+
+    Args:
+        column: the column.
+    """
+
+    def __init__(self, column: Column) -> None:
+        self._column = column
+        self._blank = self._of(_LONG)
+
+    def __getitem__(self, part: slice) -> memoryview:
+        count = part.stop - part.start
+        return self._blank[:count] if count <= _LONG else self._of(count)
+
+    def _of(self, count: int) -> memoryview:
+        values = np.full(count, self._column.fill_value, self._column.np_dtype)
+        return memoryview(cast("bytes", values.view(f"u{values.itemsize}")))
+
+
+_fills = functools.lru_cache(maxsize=256)(Fills)
+
 
 class Segment(ABC):
     """One segment as a reader sees it.
@@ -84,7 +113,6 @@ class Segment(ABC):
         self.records: int = 0
         self.finished: bool = False
         self._maps: dict[str, memoryview | PreadBytes] = {}
-        self._items: dict[str, tuple[memoryview | PreadBytes, memoryview | PreadItems]] = {}
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._loaded: dict[str, int] = {}
 
@@ -117,11 +145,7 @@ class Segment(ABC):
 
     # What every medium shares
 
-    def has(self, name: str) -> bool:
-        """Whether the segment holds values of a column."""
-        return name in self.schema
-
-    def raw(self, name: str, rows: Int64Array | None = None) -> memoryview | PreadBytes:
+    def raw(self, name: str, rows: Rows | None = None) -> memoryview | PreadBytes:
         """The bytes of an array, opened at first use.
 
         Args:
@@ -135,26 +159,13 @@ class Segment(ABC):
 
     def drop(self, name: str) -> None:
         """Forget an array; it is opened again when it is read, and views that are in use stay valid."""
-        for table in (self._maps, self._items, self._arrays, self._loaded):
+        for table in (self._maps, self._arrays, self._loaded):
             table.pop(name, None)
 
     def release(self) -> None:  # noqa: B027  # a medium with a cache has its own way
         """Forget what of the arrays is in memory and is read again at little cost; views in use stay valid."""
 
-    def items(self, name: str, rows: Int64Array | None = None) -> memoryview | PreadItems:
-        """The values of an array as unsigned integers: what rows are copied from.
-
-        Elements with a shape count as that many items; 8-byte integers, where an element is no power of two.
-        """
-        raw = self.raw(name, rows)
-        found = self._items.get(name)
-        if found is None or found[0] is not raw:
-            size = self.specs[name].dtype.itemsize
-            view = PreadItems(raw, size) if isinstance(raw, PreadBytes) else raw.cast(FORMATS[size])
-            found = self._items[name] = (raw, view)
-        return found[1]
-
-    def array(self, name: str, rows: Int64Array | None = None) -> npt.NDArray[Any]:
+    def array(self, name: str, rows: Rows | None = None) -> npt.NDArray[Any]:
         """A per-row array of the segment as numpy sees it; valid as far as the rows go."""
         raw = self.raw(name, rows)
         found = self._arrays.get(name)
@@ -186,17 +197,45 @@ class Segment(ABC):
         raw = self.raw(name)[start * spec.itemsize : stop * spec.itemsize]
         return np.frombuffer(raw, spec.dtype) if len(raw) else np.empty(0, spec.dtype)
 
-    def offsets(self, axis: str, rows: Int64Array | None = None) -> Int64Array:
+    def offsets(self, axis: str, rows: Rows | None = None) -> Int64Array:
         """Int64, element `i` and `i + 1` of which say where row `i` of an axis begins and ends."""
         return self.array(offsets_name(axis), rows)
 
-    def present(self, column: Column, rows: Int64Array) -> npt.NDArray[np.bool_]:
-        """Whether rows were given a value of a column."""
+    # Columns: where the segment lacks one of the store's, its rows have the fill.
+
+    def values(self, column: Column, rows: Rows | None = None) -> npt.NDArray[Any]:
+        """The values of a column as numpy sees them, flat; none of a ragged one that the segment lacks."""
+        if column.name in self.schema:
+            return self.array(column.name, rows)
+        size = self.meta.rows_cap if column.axis is None else 0
+        return np.broadcast_to(np.array(column.fill_value, column.np_dtype), size)
+
+    def edges(self, column: Column, rows: Rows | None = None) -> npt.NDArray[np.void]:
+        """Per row where it begins and ends among the items of a ragged column, two int64 as one item."""
+        if column.axis in self.schema.axes:
+            offsets = self.offsets(column.axis, rows)
+            return np.ndarray(len(offsets) - 1, EDGES, offsets, strides=offsets.strides)
+        return np.broadcast_to(np.array([0, len(column.fill_bytes)]).view(EDGES), self.meta.rows_cap)
+
+    def items(self, column: Column, rows: Rows | None = None) -> memoryview | PreadItems | Fills:
+        """The values of a ragged column as unsigned integers: what rows are copied from.
+
+        Elements with a shape count as that many items.
+        """
+        if column.name not in self.schema:
+            return memoryview(column.fill_bytes) if column.is_text else _fills(column)
+        raw, size = self.raw(column.name, rows), column.np_dtype.itemsize
+        return PreadItems(raw, size) if isinstance(raw, PreadBytes) else raw.cast(FORMATS[size])
+
+    def present(self, column: Column, rows: Rows) -> npt.NDArray[np.bool_] | bool:
+        """Whether rows were given a value of a column; one word for all of them where the segment does not tell."""
         names = [c.name for c in self.schema.optional]
         if column.name not in names or not self.meta.has_present:
-            return np.full(len(rows), column.name in self.schema)
+            return column.name in self.schema
         bit = np.uint64(names.index(column.name))
         return (self.array(PRESENT, rows)[rows] >> bit & np.uint64(1)).astype(bool)
+
+    # Rows
 
     def row_ids(self, first: int, end: int) -> Int64Array:
         """The ids of a range of rows; of updates, where each was first written."""
@@ -205,18 +244,17 @@ class Segment(ABC):
         base = self.ordinal << ORDINAL_SHIFT
         return np.arange(base + first, base + end, dtype=np.int64)
 
-    def row_times(self, first: int = 0) -> Int64Array:
-        """The commit times of the rows from `first` on."""
+    def row_times(self, records: int = 0, first: int = 0) -> Int64Array:
+        """The commit times of the rows behind so many records, which have the `first` rows."""
         if self.meta.merged:
             return np.array(self.array(ROW_TIME)[first : self.rows])
-        table = self.commits()
-        times = np.repeat(table["time_ns"].astype(np.int64), table["n_rows"].astype(np.int64))
-        return times[first:]
+        table = self.commits(records)
+        return np.repeat(table["time_ns"].astype(np.int64), table["n_rows"].astype(np.int64))
 
     def runs(self, records: int, rows: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Times, first ids and counts of the runs of rows that came together, behind what was seen before."""
         if self.meta.merged:
-            ids, times = self.row_ids(rows, self.rows), self.row_times(rows)
+            ids, times = self.row_ids(rows, self.rows), self.row_times(records, rows)
             new = np.ones(len(ids), bool)
             new[1:] = (times[1:] != times[:-1]) | (ids[1:] != ids[:-1] + 1)
             starts = np.flatnonzero(new)
@@ -321,7 +359,7 @@ class LocalSegment(Segment):
             self._last_time = last.time_ns
             self.finished |= last.kind == KIND_END
         if self.finished:  # what is small is loaded from now on, and holds no descriptor
-            for table in (self._maps, self._items, self._arrays, self._loaded):
+            for table in (self._maps, self._arrays, self._loaded):
                 table.clear()
             self.let_log_go()
         if self.rows > self.meta.rows_cap:

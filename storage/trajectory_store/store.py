@@ -323,7 +323,7 @@ class TrajectoryStore(StoreReads):
         batch = prepare(schema, given, len(ids))
         for column in schema:
             if column.axis is not None and len(self.schema.axes[column.axis]) > 1:
-                _same_lengths(column, batch.lengths[column.axis], reader.base_lengths(column.axis))
+                _same_lengths(column, batch.lengths[column.axis], reader.base_lengths(column))
         batch.extra = {TARGET: np.ascontiguousarray(ids)}
         return batch
 

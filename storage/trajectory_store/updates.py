@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,24 @@ from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.schema import Column
 from trajectory_store.segment import Segment
 
+if TYPE_CHECKING:
+    from trajectory_store.catalog import Catalog
+
 _NONE: Int64Array = np.empty(0, np.int64)
+
+
+NOT_SEEN_YET = 1 << 20
+
+
+def within(limits: Mapping[int, int], ids: Int64Array) -> npt.NDArray[np.bool_]:
+    """`[B]` bool: which rows, or updates, are among the first so many of the segment that they were written to."""
+    if not limits or not len(ids):
+        return np.zeros(len(ids), bool)
+    owners, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
+    ordinals = np.array(sorted(limits), np.int64)
+    counts = np.array([limits[ordinal] for ordinal in ordinals.tolist()], np.int64)
+    at = np.minimum(np.searchsorted(ordinals, owners), len(ordinals) - 1)
+    return (ordinals[at] == owners) & (rows < counts[at])
 
 
 def _keeps_all(segment: Segment, owners: Int64Array, limits: Mapping[int, int]) -> bool:
@@ -36,15 +53,14 @@ class Later:
     values, in whatever order it met the commits.
 
     Args:
+        catalog: where the segments are.
         column: the column.
-        bounds: ordinals, and rows of a segment, that there can be: an update beyond belongs to nothing, and is damage
-            that `verify` reports.
         limits: per original update segment the rows that count; None for all.
     """
 
-    def __init__(self, column: Column, bounds: tuple[int, int], limits: Mapping[int, int] | None = None) -> None:
+    def __init__(self, catalog: Catalog, column: Column, limits: Mapping[int, int] | None = None) -> None:
         self.column = column
-        self.bounds = bounds
+        self._catalog = catalog
         self._limits = limits
         self._seen: dict[int, tuple[int, int]] = {}
         self._address: dict[int, Int64Array] = {}
@@ -52,18 +68,19 @@ class Later:
         self._folded: dict[int, npt.NDArray[Any]] = {}
         self._rows: dict[int, int] = {}
         self._news: list[tuple[Int64Array, Int64Array]] = []
-        self._segments: Mapping[int, Segment] = {}
-        self.generation = -1
-        """Of the catalog, when it was last followed."""
+        self._generation = -1
+        self.follow()
 
     def __bool__(self) -> bool:
         return bool(self._address)
 
-    def follow(self, segments: Mapping[int, Segment]) -> bool:
+    def follow(self) -> bool:
         """Take in the updates that are new; returns False where segments are gone and all must be read again."""
+        generation, segments = self._catalog.generation, self._catalog.updates
+        if generation == self._generation:
+            return True
         if any(ordinal not in segments for ordinal in self._seen):
             return False
-        self._segments = segments
         found: list[tuple[Int64Array, Int64Array, Int64Array]] = []
         seen: dict[int, tuple[int, int]] = {}
         for ordinal in sorted(segments):
@@ -76,33 +93,32 @@ class Later:
         if found:
             self._apply(*(np.concatenate(parts) for parts in zip(*found, strict=True)), ordered=len(found) == 1)
         self._seen.update(seen)  # only now, as a segment may have left: then all of it is read again
+        self._fold_news()
+        self._generation = generation
         return True
 
     def _read(self, segment: Segment, records: int, first: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Targets, addresses and times of the rows of an update segment from `first` on."""
+        """Targets, addresses and times of the rows of an update segment from `first` on.
+
+        An update beyond all ordinals, or rows of a segment, that there can be belongs to nothing; `verify` reports it.
+        """
         targets = np.array(segment.array(TARGET)[first : segment.rows])
         base = segment.ordinal << ORDINAL_SHIFT
         addresses = np.arange(base + first, base + segment.rows, dtype=np.int64)
-        if segment.meta.merged:
-            times = segment.row_times(first)
-        else:
-            table = segment.commits(records)
-            times = np.repeat(table["time_ns"].astype(np.int64), table["n_rows"].astype(np.int64))
-        real = (targets >= 0) & (targets >> ORDINAL_SHIFT < self.bounds[0]) & (targets & ROW_MASK < self.bounds[1])
-        if not real.all():
-            targets, addresses, times = targets[real], addresses[real], times[real]
+        times = segment.row_times(records, first)
+        ordinals, rows = self._catalog.state.next_ordinal, self._catalog.watermark() + NOT_SEEN_YET
+        count = (targets >= 0) & (targets >> ORDINAL_SHIFT < ordinals) & (targets & ROW_MASK < rows)
         if self._limits is not None:
-            sources = segment.row_ids(first, segment.rows)[real] if segment.meta.merged else addresses
-            owners, rows = sources >> ORDINAL_SHIFT, sources & ROW_MASK
-            limits = self._limits
-            inside = rows < np.array([limits.get(o, 0) for o in owners.tolist()], np.int64)
-            if segment.meta.merged and not inside.all() and not _keeps_all(segment, owners[inside], limits):
+            sources = segment.row_ids(first, segment.rows)
+            inside = within(self._limits, sources)
+            lacks, owners = bool((count & ~inside).any()), (sources >> ORDINAL_SHIFT)[count & inside]
+            if segment.meta.merged and lacks and not _keeps_all(segment, owners, self._limits):
                 raise SnapshotGoneError(
                     f"values of column '{self.column.name}' as of this snapshot were folded into later ones. "
                     "Read without the snapshot, or take snapshots that are younger than the last compact()."
                 )
-            targets, addresses, times = targets[inside], addresses[inside], times[inside]
-        return targets, addresses, times
+            count &= inside
+        return (targets, addresses, times) if count.all() else (targets[count], addresses[count], times[count])
 
     def _apply(self, targets: Int64Array, addresses: Int64Array, times: Int64Array, *, ordered: bool) -> None:
         if not ordered:
@@ -135,7 +151,7 @@ class Later:
         """Where updates were first written: merging them does not change which of two with the same time counts."""
         out, owners = addresses.copy(), addresses >> ORDINAL_SHIFT
         for owner in distinct(owners):
-            segment = self._segments[owner]
+            segment = self._catalog.any_segment(owner)
             if segment.meta.merged:
                 mine = owners == owner
                 out[mine] = segment.array(ROW_ID)[addresses[mine] & ROW_MASK]
@@ -165,58 +181,47 @@ class Later:
 
     # Scalars: the newest values beside the base, so that reading them costs what reading the base does.
 
-    def fold_news(
-        self,
-        locate: Callable[[Int64Array], tuple[Int64Array, Int64Array]],
-        homes: Mapping[int, Segment],
-        values: Callable[[Int64Array], npt.NDArray[Any]],
-    ) -> None:
-        """Bring the folded arrays up to date.
+    def _values_at(self, addresses: Int64Array) -> npt.NDArray[Any]:
+        """The values of updates."""
+        out = np.empty(len(addresses), self.column.np_dtype)
+        owners, rows = addresses >> ORDINAL_SHIFT, addresses & ROW_MASK
+        for owner in distinct(owners):
+            mine = owners == owner
+            out[mine] = self._catalog.any_segment(owner).array(self.column.name)[rows[mine]]
+        return out
 
-        Args:
-            locate: from ids to the segments and rows that hold them now; -1 where they are not visible.
-            homes: the segments of rows.
-            values: from addresses of updates to their values.
-        """
-        for gone in [home for home in self._folded if home not in homes]:
+    def _fold_news(self) -> None:
+        """Bring the folded arrays up to date."""
+        for gone in [home for home in self._folded if home not in self._catalog.segments]:
             del self._folded[gone]
             self._rows.pop(gone, None)
         if not self._news:
             return
         targets, addresses = (np.concatenate(parts) for parts in zip(*self._news, strict=True))
-        ordinals, rows = locate(targets)
-        new = values(addresses)
-        for home in distinct(ordinals[ordinals >= 0]):
-            mine = ordinals == home
-            array = self._folded.get(home)
-            if array is None:
-                continue
-            inside = mine & (rows < self._rows.get(home, 0))
+        ordinals, rows = self._catalog.find(targets)
+        new = self._values_at(addresses)
+        for home, array in self._folded.items():
+            inside = (ordinals == home) & (rows < self._rows.get(home, 0))
             array[rows[inside]] = new[inside]
         self._news = []
 
-    def folded(self, segment: Segment, values: Callable[[Int64Array], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """The newest values of a scalar column in a segment: an array as long as its rows, or the base itself."""
-        done = self._rows.get(segment.ordinal, 0)
-        if done < segment.rows:
-            self._extend(segment, done, values)
+    def folded(self, segment: Segment) -> npt.NDArray[Any]:
+        """The newest values of a scalar column in a segment: an array as long as its rows, or longer."""
+        done, rows = self._rows.get(segment.ordinal, 0), segment.rows
+        if done < rows:
+            array = self._folded.get(segment.ordinal)
+            if array is None or len(array) < rows:
+                grown = np.empty(rows if segment.finished else max(64, 2 * rows), self.column.np_dtype)
+                if array is not None:
+                    grown[:done] = array[:done]
+                array = self._folded[segment.ordinal] = grown
+            array[done:rows] = segment.values(self.column)[done:rows]
+            if segment.meta.merged:
+                later = self.lookup(segment.row_ids(done, rows))
+            else:
+                later = self._address.get(segment.ordinal, _NONE)[done:rows]
+            hit = np.flatnonzero(later >= 0)
+            if len(hit):
+                array[done + hit] = self._values_at(later[hit])
+            self._rows[segment.ordinal] = rows
         return self._folded[segment.ordinal]
-
-    def _extend(self, segment: Segment, done: int, values: Callable[[Int64Array], npt.NDArray[Any]]) -> None:
-        column, rows = self.column, segment.rows
-        array = self._folded.get(segment.ordinal)
-        if array is None or len(array) < rows:
-            grown = np.empty(rows if segment.finished else max(64, 2 * rows), column.np_dtype)
-            if array is not None:
-                grown[:done] = array[:done]
-            array = self._folded[segment.ordinal] = grown
-        has = segment.has(column.name)
-        array[done:rows] = segment.array(column.name)[done:rows] if has else column.fill_value
-        if segment.meta.merged:
-            later = self.lookup(segment.row_ids(done, rows))
-        else:
-            later = self._address.get(segment.ordinal, _NONE)[done:rows]
-        hit = np.flatnonzero(later >= 0)
-        if len(hit):
-            array[done + hit] = values(later[hit])
-        self._rows[segment.ordinal] = rows

@@ -24,7 +24,7 @@ from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import SegmentGoneError, StoreError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_TIME, TARGET, SegmentMeta
 from trajectory_store.journal import Entry, State, owners_of
-from trajectory_store.ragged import Int64Array, RaggedArray
+from trajectory_store.ragged import Int64Array
 from trajectory_store.root import Root
 from trajectory_store.schema import Schema
 from trajectory_store.segment import Segment
@@ -398,12 +398,7 @@ def read_batch(reader: ColumnReader, schema: Schema) -> Batch:
         if column.axis is None:
             batch.values[column.name] = reader.scalars(column)
             continue
-        if column.is_text:
-            parts = [t.encode() if isinstance(t, str) else t for t in reader.text(column)]
-            lengths = np.array([len(p) for p in parts], np.int64)
-            ragged = RaggedArray(np.frombuffer(b"".join(parts), np.uint8), lengths)
-        else:
-            ragged = reader.ragged(column)
+        ragged = reader.ragged(column)
         batch.values[column.name] = ragged.values.reshape(-1)
         batch.lengths[column.axis] = ragged.lengths
     return batch

@@ -478,7 +478,7 @@ def test_a_look_that_fails_half_way_is_made_again_as_a_whole(tmp_path, backend, 
         assert reader.read_scalars("priority").tolist() == list(range(1, len(ids) + 1)), what
 
     gone = SegmentGoneError("it is somewhere else")
-    for what, kind, name in [("rows", Segment, "runs"), ("updates", Later, "_read"), ("values", Catalog, "values_at")]:
+    for what, kind, name in [("rows", Segment, "runs"), ("updates", Later, "_read"), ("values", Later, "_values_at")]:
         write(len(ids) + 1)
         reader.refresh()
         with monkeypatch.context() as patches:

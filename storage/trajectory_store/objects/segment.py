@@ -41,7 +41,7 @@ from trajectory_store.objects.archive import (
 )
 from trajectory_store.objects.sharded import CHUNK, read_chunks, shards
 from trajectory_store.ragged import Int64Array, distinct
-from trajectory_store.segment import Segment
+from trajectory_store.segment import Rows, Segment
 
 ABANDONED_AFTER_S = 3600.0
 FETCHED = 64
@@ -328,7 +328,7 @@ class ObjectSegment(Segment):
             out[key] = raw
         return out
 
-    def raw(self, name: str, rows: Int64Array | None = None) -> memoryview | PreadBytes:
+    def raw(self, name: str, rows: Rows | None = None) -> memoryview | PreadBytes:
         """The bytes of an array, fetched as far as these rows need it; of updates always all of it."""
         with self._cache.lock:
             self._fetch(name, rows)
@@ -352,7 +352,7 @@ class ObjectSegment(Segment):
     def _cached(self, name: str) -> Path:
         return self._cache.folder / f"{self._files_of}.{name}"  # no folders: making and removing them takes longest
 
-    def _fetch(self, name: str, rows: Int64Array | None) -> None:
+    def _fetch(self, name: str, rows: Rows | None) -> None:
         """Fetch what rows need of an array and is not there yet."""
         try:
             self._file(name)
@@ -378,10 +378,10 @@ class ObjectSegment(Segment):
                 str(self._cache.folder),
             ) from error
 
-    def _units(self, name: str, rows: Int64Array | None) -> Int64Array:
+    def _units(self, name: str, rows: Rows | None) -> Int64Array:
         """What holds the values of rows: commits, or of a merged segment the chunks of the array."""
         spec = self.specs[name]
-        if self.meta.kind == "update" or (self.sealed is not None and not self.bucket.local):
+        if self.meta.kind == "update" or (self.sealed is not None and not self.bucket.local) or isinstance(rows, slice):
             rows = None  # few requests are better than few bytes
         if self.sealed is None:
             if len(self._edges) != len(self.history):
