@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import Bucket
@@ -91,22 +91,6 @@ class SealedError(StoreError):
     """The segment was ended by somebody who took its writer for dead; the commit is not in it."""
 
 
-class MergeTarget(Protocol):
-    """Where merged rows are written."""
-
-    def write(self, batch: Batch, time_ns: int) -> None:
-        """Write some rows behind those before."""
-        ...
-
-    def finish(self) -> Entry:
-        """Wait until everything is safe, and return what the catalog has to say of it, less the owners."""
-        ...
-
-    def discard(self) -> None:
-        """Remove what was written: it will not count."""
-        ...
-
-
 Claim = Callable[[int, int], int]
 """From an ordinal and a salt to the same ordinal, which is entered in the catalog then, or to the least one to try."""
 
@@ -157,12 +141,15 @@ class Medium(ABC):
         """
 
     @abstractmethod
-    def make_merged(self, meta: SegmentMeta, ordinal: int) -> MergeTarget:
-        """Make a segment for rows that come from other segments; it counts once it is in the catalog.
+    def write_merged(self, entry: Entry, meta: SegmentMeta, parts: Iterable[Batch]) -> None:
+        """Write a segment for rows that come from other segments, and wait until it is safe.
+
+        Whoever asks removes what an error leaves of it.
 
         Args:
+            entry: what the catalog will say of it; its number is one that nobody else uses.
             meta: what it will hold; its capacities are exact.
-            ordinal: a number that nobody else uses.
+            parts: the rows, some at a time.
         """
 
     @abstractmethod

@@ -6,9 +6,8 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from trajectory_store.format import (
     KIND_END,
     KIND_ROWS,
     RECORD_SIZE,
+    ROW_TIME,
     TEMPORARY,
     Record,
     SegmentMeta,
@@ -132,7 +132,7 @@ class Memmap(Medium):
             folder = temporary
             try:
                 while True:
-                    ordinal, folder = self._name(folder, least)
+                    ordinal, folder = self._name(folder, least, merged=meta.merged)
                     least = claim(ordinal, meta.salt)
                     if least == ordinal:
                         return LocalWriter(folder, ordinal, meta, log_fd, meta_crc)
@@ -141,10 +141,10 @@ class Memmap(Medium):
                 fs.remove_tree(folder)
                 raise
 
-    def _name(self, folder: Path, ordinal: int) -> tuple[int, Path]:
+    def _name(self, folder: Path, ordinal: int, *, merged: bool) -> tuple[int, Path]:
         """Give a finished folder the first free number."""
         while True:
-            target = self.folder / segment_name(ordinal)
+            target = self.folder / segment_name(ordinal, merged=merged)
             try:
                 fs.rename(folder, target)
             except OSError as error:
@@ -156,19 +156,19 @@ class Memmap(Medium):
                 fs.sync_path(self.folder)
             return ordinal, target
 
-    def make_merged(self, meta: SegmentMeta, ordinal: int) -> LocalMerge:
-        """Make a segment for rows that come from other segments."""
-        temporary = self.folder / f"{TEMPORARY}{os.getpid()}-{fs.token(6)}"
-        folder = self.folder / segment_name(ordinal, merged=True)
-        with fs.said(folder, "creating a segment"):
-            log_fd, meta_crc = write_segment(temporary, meta)
+    def write_merged(self, entry: Entry, meta: SegmentMeta, parts: Iterable[Batch]) -> None:
+        """Write a segment for rows that come from other segments, and wait until it is safe."""
+        writer = self.make_segment(meta, lambda ordinal, _: ordinal, entry.ordinal)
+        with fs.said(writer.folder, "merging"):
             try:
-                fs.rename(temporary, folder)
-                return LocalMerge(LocalWriter(folder, ordinal, meta, log_fd, meta_crc), self.folder)
-            except OSError:
-                os.close(log_fd)
-                fs.remove_tree(temporary)
-                raise
+                for batch in parts:
+                    writer.commit(batch, int(batch.extra[ROW_TIME].max()), 0)
+                writer.sync()
+                writer.finish()
+                fs.sync_tree(writer.folder)
+                fs.sync_path(self.folder)
+            finally:
+                writer.abandon()
 
     def remove(self, entry: Entry) -> None:
         """Remove the folder of a segment that no longer counts: whole files, so maps of readers stay valid."""
@@ -420,41 +420,6 @@ class LocalWriter(SegmentWriter):
 
 GROUP_DELAY_S = 0.005
 """How long a group sync waits for company, where it had some the last time."""
-
-
-class LocalMerge:
-    """Writes merged rows to a segment on a local disk.
-
-    Args:
-        writer: of the segment.
-        root: the store's folder.
-    """
-
-    def __init__(self, writer: LocalWriter, root: Path) -> None:
-        self._writer = writer
-        self._root = root
-        meta = writer.meta
-        self.entry = Entry(writer.ordinal, meta.kind, meta.salt, merged=True)
-
-    def write(self, batch: Batch, time_ns: int) -> None:
-        """Write some rows behind those before."""
-        with fs.said(self._writer.folder, "merging"):
-            self._writer.commit(batch.fitted(self._writer.meta.schema), time_ns, 0)
-
-    def finish(self) -> Entry:
-        """Wait until everything is safe."""
-        writer = self._writer
-        with fs.said(writer.folder, "merging"):
-            writer.sync()
-            writer.finish()
-            fs.sync_tree(writer.folder)
-            fs.sync_path(self._root)
-        return replace(self.entry, rows=writer.rows)
-
-    def discard(self) -> None:
-        """Remove what was written."""
-        self._writer.abandon()
-        fs.remove_tree(self._writer.folder)
 
 
 # Checking

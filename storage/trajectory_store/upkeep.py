@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -167,13 +167,10 @@ def compact(catalog: Catalog, root: Root) -> CompactReport:
 
     Rows of segments that a living process appends to stay where they are. Updates that a newer one covers go.
     """
-    before, bytes_before = len(catalog.segments) + len(catalog.updates), _disk_bytes(catalog)
+    before, bytes_before, moved = len(catalog.segments) + len(catalog.updates), _disk_bytes(catalog), 0
     with _claim(catalog) as mine:
         if not mine:
-            reason = "another process compacts"
-            return CompactReport(before, before, 0, bytes_before, bytes_before, reason)
-        catalog.refresh()
-        moved = 0
+            return CompactReport(before, before, 0, bytes_before, bytes_before, "another process compacts")
         still = [s for s in catalog.row_segments() if catalog.settled(s)]
         updates = [s for s in catalog.updates.values() if catalog.settled(s)]
         _drop(catalog, {s.ordinal for s in (*still, *updates) if not s.rows}, {})
@@ -183,10 +180,9 @@ def compact(catalog: Catalog, root: Root) -> CompactReport:
         for same in _by_columns([s for s in updates if s.rows]):
             for group in _packed(same, MAX_ROWS, MAX_ELEMENTS):
                 _merge(catalog, group, superseded=True)
-        _sweep(catalog)
-        catalog.refresh()
-        after = len(catalog.segments) + len(catalog.updates)
-        return CompactReport(before, after, moved, bytes_before, _disk_bytes(catalog))
+    catalog.refresh()
+    after = len(catalog.segments) + len(catalog.updates)
+    return CompactReport(before, after, moved, bytes_before, _disk_bytes(catalog))
 
 
 def fold(catalog: Catalog, root: Root, stop: Callable[[], bool] = lambda: False) -> int:
@@ -198,19 +194,10 @@ def fold(catalog: Catalog, root: Root, stop: Callable[[], bool] = lambda: False)
     """
     merges = 0
     with _claim(catalog) as mine:
-        if not mine:
-            return 0
-        catalog.refresh()
-        while not (merges and stop()) and (group := _due(catalog, root, sealing=True)):
-            empty = {s.ordinal for s in group if not s.rows}
-            _drop(catalog, empty, {})
-            group = [s for s in group if s.rows]
-            total = sum(s.rows for s in group)
-            if not (_merge(catalog, group, superseded=total >= SUPERSEDED) if group else empty):
+        while mine and not (merges and stop()) and (group := _due(catalog, root, sealing=True)):
+            if not _merge(catalog, group, superseded=sum(s.rows for s in group) >= SUPERSEDED):
                 break
             merges += 1
-        if merges:
-            _sweep(catalog)
     return merges
 
 
@@ -344,7 +331,7 @@ def _write_merged(
     meta = SegmentMeta(
         schema=schema,
         rows_cap=len(rows),
-        elems_cap={axis: max(1, _elements(reader, schema, axis)) for axis in schema.axes},
+        elems_cap={axis: max(1, int(reader.lengths(columns[0]).sum())) for axis, columns in schema.axes.items()},
         kind=group[0].meta.kind,
         merged=True,
         durability="power",
@@ -352,16 +339,19 @@ def _write_merged(
     reserved = catalog.journal.change(lambda s: replace(s, next_ordinal=s.next_ordinal + 1), catalog.newest_ns)
     if reserved is None:
         return False
-    target = catalog.medium.make_merged(meta, reserved.next_ordinal - 1)
-    try:
+    entry = Entry(reserved.next_ordinal - 1, meta.kind, meta.salt, merged=True, rows=len(rows))
+
+    def parts() -> Iterator[Batch]:
         for first in range(0, len(rows), CHUNK_ROWS):
             part = slice(first, first + CHUNK_ROWS)
-            batch = read_batch(ColumnReader.of_rows(catalog, ordinals[part], rows[part]), schema)
+            batch = read_batch(ColumnReader.of_rows(catalog, ordinals[part], rows[part]), schema).fitted(schema)
             batch.extra = {name: values[part] for name, values in extra.items()}
-            target.write(batch, int(batch.extra[ROW_TIME].max()))
-        entry = target.finish()
+            yield batch
+
+    try:
+        catalog.medium.write_merged(entry, meta, parts())
     except BaseException:
-        target.discard()
+        _discard(catalog, entry)
         raise
 
     def step(state: State) -> State | None:
@@ -375,15 +365,16 @@ def _write_merged(
     before = {e.ordinal: e for e in catalog.state.entries if e.ordinal in sources}
     done = catalog.journal.change(step, catalog.newest_ns) or catalog.journal.state
     if not any((e.ordinal, e.salt) == (entry.ordinal, entry.salt) for e in done.entries):
-        target.discard()
+        _discard(catalog, entry)
         return False
     _remove(catalog, before.values())
     return True
 
 
-def _elements(reader: ColumnReader, schema: Schema, axis: str) -> int:
-    """Elements that rows have on an axis, as they will be written."""
-    return int(reader.lengths(schema.axes[axis][0]).sum())
+def _discard(catalog: Catalog, entry: Entry) -> None:
+    """Remove a merged segment that will not count; what cannot be removed is swept away later."""
+    with suppress(StoreError):
+        catalog.medium.remove(entry)
 
 
 def read_batch(reader: ColumnReader, schema: Schema) -> Batch:
@@ -411,34 +402,30 @@ def _disk_bytes(catalog: Catalog) -> int:
 # Who tidies up
 
 
-def _sweep(catalog: Catalog) -> None:
-    """Remove what killed processes left, as of a record that has the claim of this one.
-
-    Whoever has a later claim may be writing a merged segment that no record names yet: its number is above all that the
-    last record with the claim of this process knew of, and below those that are used now.
-    """
-    state = catalog.state
-    if catalog.claim is None or (state.claim is not None and state.claim[0] == catalog.claim):
-        catalog.medium.sweep(state)
-
-
 @contextmanager
 def _claim(catalog: Catalog) -> Generator[bool]:
-    """The claim of whoever tidies up. It saves double work, and keeps a sweep from what a merge is making."""
+    """The claim of whoever tidies up. It saves double work, and keeps a sweep from what a merge is making.
+
+    In the end it removes what killed processes left, as of a record that has this claim. Whoever has a later one may be
+    writing a merged segment that no record names yet: its number is above all that the last record with the claim of
+    this process knew of, and below those that are used now.
+    """
     with catalog.medium.bucket.upkeep_lock() as mine:
-        if mine is not None:
-            yield mine
-            return
-        owner = fs.token(8)
-        if not _take_lease(catalog, owner):
+        owner = fs.token(8) if mine is None else None
+        if mine is False or (owner is not None and not _take_lease(catalog, owner)):
             yield False
             return
         catalog.claim = owner
         try:
+            catalog.refresh()
             yield True
+            state = catalog.state
+            if owner is None or (state.claim is not None and state.claim[0] == owner):
+                catalog.medium.sweep(state)
         finally:
             catalog.claim = None
-            catalog.journal.change(lambda s: replace(s, claim=None) if s.claim and s.claim[0] == owner else None)
+            if owner is not None:
+                catalog.journal.change(lambda s: replace(s, claim=None) if s.claim and s.claim[0] == owner else None)
 
 
 def _take_lease(catalog: Catalog, owner: str) -> bool:

@@ -378,15 +378,15 @@ def test_who_opens_a_store_sweeps_nothing_away_that_was_just_merged(tmp_path, ba
     for tag in (1, 2):
         append_and_close(path, [tag])
     medium = Memmap if backend == "memmap" else ObjectMedium
-    make, lock = medium.make_merged, FolderBucket.upkeep_lock
+    write, lock = medium.write_merged, FolderBucket.upkeep_lock
     looked, merged, opened = threading.Event(), threading.Event(), []
     late = threading.Thread(target=lambda: opened.append(TrajectoryStore.open(path, "a")))
 
-    def make_while_another_looks(self, meta, ordinal):
+    def write_while_another_looks(self, entry, meta, parts):
         if not late.ident:
             late.start()
             assert looked.wait(60)
-        return make(self, meta, ordinal)
+        write(self, entry, meta, parts)
 
     def lock_later(self):
         if threading.current_thread() is late:
@@ -394,7 +394,7 @@ def test_who_opens_a_store_sweeps_nothing_away_that_was_just_merged(tmp_path, ba
             assert merged.wait(60)
         return lock(self)
 
-    monkeypatch.setattr(medium, "make_merged", make_while_another_looks)
+    monkeypatch.setattr(medium, "write_merged", write_while_another_looks)
     monkeypatch.setattr(FolderBucket, "upkeep_lock", lock_later)
     with TrajectoryStore.open(path, "a") as store:
         store.compact()

@@ -32,7 +32,7 @@ from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import ReadFailedError
 from trajectory_store.objects import medium, remote, segment
 from trajectory_store.objects.archive import BLOCK
-from trajectory_store.objects.medium import ObjectMerge, open_objects
+from trajectory_store.objects.medium import ObjectMedium, open_objects
 from trajectory_store.testing import example_rows, example_schema, same_rows
 
 zarr = pytest.importorskip("zarr")
@@ -381,14 +381,13 @@ def test_who_lost_the_claim_sweeps_nothing_away(monkeypatch):
     first, second = (TrajectoryStore.open(memory, "a") for _ in range(2))
     written, swept = threading.Event(), threading.Event()
     then = threading.Thread(target=second.compact)
-    by_columns, drop, finish, looking = upkeep._by_columns, upkeep._drop, ObjectMerge.finish, []
+    by_columns, drop, write, looking = upkeep._by_columns, upkeep._drop, ObjectMedium.write_merged, []
 
-    def finish_and_wait(self):
-        entry = finish(self)
+    def write_and_wait(self, entry, meta, parts):
+        write(self, entry, meta, parts)
         if threading.current_thread() is then:
             written.set()
             assert swept.wait(30)
-        return entry
 
     def lose_the_claim(updates):
         if threading.current_thread() is not then and not ahead[0]:
@@ -403,7 +402,7 @@ def test_who_lost_the_claim_sweeps_nothing_away(monkeypatch):
         looking.append(catalog)
         return drop(catalog, ordinals, rows)
 
-    monkeypatch.setattr(ObjectMerge, "finish", finish_and_wait)
+    monkeypatch.setattr(ObjectMedium, "write_merged", write_and_wait)
     monkeypatch.setattr(upkeep, "_by_columns", lose_the_claim)
     monkeypatch.setattr(upkeep, "_drop", note)
     first.compact()

@@ -255,9 +255,25 @@ class ObjectMedium(Medium):
                 own = self._own[ordinal] = []
                 return ObjectWriter(self.bucket, ordinal, meta, own, compress=self._root.compress)
 
-    def make_merged(self, meta: SegmentMeta, ordinal: int) -> ObjectMerge:
-        """Make a segment of sharded arrays."""
-        return ObjectMerge(self.bucket, ordinal, meta)
+    def write_merged(self, entry: Entry, meta: SegmentMeta, parts: Iterable[Batch]) -> None:
+        """Put a segment of sharded arrays, its metadata last."""
+        writers = {spec.name: (spec, ShardWriter(entry.name, spec, self.bucket.put)) for spec in meta.arrays()}
+        ends = dict.fromkeys(meta.schema.axes, 0)
+        for i, batch in enumerate(parts):
+            for name, values in batch.arrays(meta).items():
+                spec, writer = writers[name]
+                if spec.edges:
+                    axis = spec.axis or ""
+                    values = values[bool(i) :] + ends[axis]
+                    ends[axis] = int(values[-1])
+                writer.write(values)
+        for _, writer in writers.values():
+            writer.finish()
+        sealed = {"rows": entry.rows, "ends": ends, "crc": {name: writer.crc for name, (_, writer) in writers.items()}}
+        raw = group_json({**replace(meta, elems_cap=ends).to_attributes(), "sealed": sealed})
+        if not self.bucket.settle(f"{entry.name}/{HEADER}", raw):
+            raise WriteFailedError(None, f"{entry.name} was made by another process", self.where)
+        self.bucket.sync(entry.name)
 
     def seal(self, segment: Segment) -> bool:
         """Put the end of a segment whose writer seems dead; if it lives after all, its next commit finds that out."""
@@ -530,54 +546,5 @@ class ObjectWriter(SegmentWriter):
         try:
             if self._bucket.settle(f"{self._name}/{end.seq:08d}.zip", build(end, {}, compress=False)):
                 self._own.append(end)
-        except StoreError:
-            return
-
-
-class ObjectMerge:
-    """Writes merged rows as sharded arrays.
-
-    Args:
-        bucket: where they go.
-        ordinal: of the new segment.
-        meta: what it says about itself.
-    """
-
-    def __init__(self, bucket: Bucket, ordinal: int, meta: SegmentMeta) -> None:
-        self._bucket = bucket
-        self._meta = meta
-        self._name = segment_name(ordinal, merged=True)
-        self.entry = Entry(ordinal, meta.kind, meta.salt, merged=True)
-        self._writers = {spec.name: (spec, ShardWriter(self._name, spec, bucket.put)) for spec in meta.arrays()}
-        self._rows = 0
-        self._ends = dict.fromkeys(meta.schema.axes, 0)
-
-    def write(self, batch: Batch, time_ns: int) -> None:
-        """Write some rows behind those before."""
-        for name, values in batch.fitted(self._meta.schema).arrays(self._meta).items():
-            spec, writer = self._writers[name]
-            if spec.edges:
-                axis = spec.axis or ""
-                values = values[bool(self._rows) :] + self._ends[axis]
-                self._ends[axis] = int(values[-1])
-            writer.write(values)
-        self._rows += batch.n_rows
-
-    def finish(self) -> Entry:
-        """Put what is left, and the metadata last."""
-        for _, writer in self._writers.values():
-            writer.finish()
-        sealed = {"rows": self._rows, "ends": self._ends, "crc": {n: w.crc for n, (_, w) in self._writers.items()}}
-        exact = replace(self._meta, rows_cap=self._rows, elems_cap=self._ends)
-        raw = group_json({**exact.to_attributes(), "sealed": sealed})
-        if not self._bucket.settle(f"{self._name}/{HEADER}", raw):
-            raise WriteFailedError(None, f"{self._name} was made by another process", self._bucket.where)
-        self._bucket.sync(self._name)
-        return replace(self.entry, rows=self._rows)
-
-    def discard(self) -> None:
-        """Delete what was written."""
-        try:
-            self._bucket.delete(self._bucket.keys(f"{self._name}/"))
         except StoreError:
             return
