@@ -14,10 +14,9 @@ import numpy as np
 from trajectory_store.errors import CorruptionError, MissingRowError, SchemaError, SegmentGoneError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK
 from trajectory_store.journal import Entry, Journal, State
-from trajectory_store.medium import Medium
+from trajectory_store.medium import Medium, Segment
 from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.schema import Column
-from trajectory_store.segment import Segment
 from trajectory_store.updates import Later, within
 
 _SHIFT = np.uint64(ORDINAL_SHIFT)

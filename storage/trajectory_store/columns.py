@@ -19,11 +19,10 @@ from trajectory_store.catalog import Catalog
 from trajectory_store.errors import BatchError, CorruptionError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, TARGET, offsets_name
 from trajectory_store.maps import will_need
-from trajectory_store.medium import Part
+from trajectory_store.medium import Part, Rows, Segment
 from trajectory_store.pool import BufferPool
 from trajectory_store.ragged import Int64Array, RaggedArray, offsets_of
 from trajectory_store.schema import Column
-from trajectory_store.segment import Rows, Segment
 from trajectory_store.updates import Later
 
 Side = Literal["left", "right"]

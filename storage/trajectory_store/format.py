@@ -2,23 +2,6 @@
 
 A segment is a Zarr v3 group. On a local disk each array is uncompressed and has one chunk of fixed capacity, so the
 chunk file holds the raw little-endian values and nothing else; `storage/FORMAT.md` is the normative text.
-
-A commit record:
-
-offset  type   field
-0       4s     magic "TRJ2"
-4       u32    salt of the segment
-8       u64    sequence number, from 0
-16      u64    time of the commit, ns since the epoch, growing within a segment
-24      u32    rows_end: rows in the segment after this commit
-28      u32    n_rows: rows of this commit
-32      u64    elems_end: elements of all axes after this commit, added up
-40      u32    kind: 1 rows, 2 end of the segment (no rows; nothing follows)
-44      u32    CRC32C of the segment's zarr.json
-48      u32    ordinal of the segment
-52      u32    number of the newest catalog record that the writer had seen
-56      u32    CRC32C of the data of this commit
-60      u32    CRC32C of bytes 0 to 59
 """
 
 from __future__ import annotations
@@ -417,20 +400,17 @@ class Log:
             return None
         return parse(self.raw(seq), self.salt, seq)
 
-    def find_end(self, known: int = 0) -> tuple[int, bool]:
-        """Return the number of records and whether a damaged one lies among them.
+    def find_end(self, known: int = 0) -> int:
+        """The number of records, damaged ones among them.
 
         Gallops from `known` (records known to be valid) and bisects, so it reads O(log new) records; a
         look-ahead over the next records tells the end of the log from a damaged record in its middle.
         """
-        damaged = False
         while True:
             end = self._valid_prefix(known)
             beyond = self._valid_after(end)
             if beyond is None:
-                return end, damaged
-            if self.get(end) is None:
-                damaged = True
+                return end
             known = beyond + 1
 
     def _valid_prefix(self, known: int) -> int:
@@ -479,24 +459,6 @@ class Log:
         if seq >= self.capacity:
             return True
         return self.raw(seq) == _BLANK
-
-
-# How many records of a segment can be trusted that was not synced before the machine went down: found out once.
-
-
-def pack_verified(records: int) -> bytes:
-    """The content of the file that says so."""
-    return json.dumps({"records": records, "crc": crc32c(str(records).encode())}).encode()
-
-
-def parse_verified(raw: bytes | None) -> int | None:
-    """How many records it says; None where it is missing or damaged."""
-    try:
-        kept = json.loads(raw or b"{}")
-        records = whole(kept["records"])
-        return records if kept["crc"] == crc32c(str(records).encode()) else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
 
 
 # The mark of what was acknowledged: two u64, a number of records and its complement.

@@ -13,7 +13,7 @@ import mmap
 import os
 import weakref
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -81,13 +81,7 @@ class PreadBytes:
     def __len__(self) -> int:
         return self._size
 
-    @overload
-    def __getitem__(self, where: slice) -> bytes: ...
-    @overload
-    def __getitem__(self, where: int) -> int: ...
-    def __getitem__(self, where: slice | int) -> bytes | int:
-        if isinstance(where, int):
-            return self[where : where + 1][0]
+    def __getitem__(self, where: slice) -> bytes:
         start, stop, _ = where.indices(self._size)
         return read_range(self._fd, start, stop, self._path)
 

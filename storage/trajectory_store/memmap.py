@@ -9,20 +9,26 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trajectory_store import fs
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import PARTIAL, FolderBucket
-from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError
+from trajectory_store.errors import CorruptionError, ReadFailedError, SegmentGoneError, StoreError
 from trajectory_store.format import (
+    COMMITS,
     KIND_END,
     KIND_ROWS,
+    MAGIC,
+    PRESENT,
     RECORD_SIZE,
     ROW_TIME,
     TEMPORARY,
+    ArraySpec,
+    Log,
     Record,
     SegmentMeta,
     chunk_path,
@@ -37,16 +43,16 @@ from trajectory_store.format import (
     pack,
     pack_mark,
     parse,
+    parse_mark,
     read_attributes,
     segment_name,
     spec_json,
 )
 from trajectory_store.journal import CATALOG, Entry, State
-from trajectory_store.maps import Io, choose
-from trajectory_store.medium import Claim, Medium, SegmentWriter
+from trajectory_store.maps import Io, PreadBytes, choose, open_file
+from trajectory_store.medium import Claim, Medium, Segment, SegmentWriter, trusted
 from trajectory_store.ragged import Int64Array
 from trajectory_store.root import Root, fill_root, taken
-from trajectory_store.segment import LocalSegment, Segment
 from trajectory_store.verify import VerifyReport
 
 if TYPE_CHECKING:
@@ -420,6 +426,227 @@ class LocalWriter(SegmentWriter):
 
 GROUP_DELAY_S = 0.005
 """How long a group sync waits for company, where it had some the last time."""
+
+
+# Reading
+
+
+class LocalSegment(Segment):
+    """A segment on a local disk.
+
+    Attributes:
+        limit: records that can be trusted, where the machine went down before they were synced; else None.
+
+    Args:
+        folder: where it is.
+        entry: what the catalog says of it.
+        io: how its files are read.
+
+    Raises:
+        FileNotFoundError: the folder is gone.
+        CorruptionError: it is damaged, or another segment lies in its place.
+    """
+
+    def __init__(self, folder: Path, entry: Entry, io: Io) -> None:
+        fs.check_folder(folder)
+        raw = fs.read_file(folder / "zarr.json")
+        meta = SegmentMeta.from_attributes(read_attributes(raw, folder / "zarr.json", "segment"), str(folder))
+        super().__init__(entry, folder.name, meta)
+        self.folder = folder
+        self.meta_crc = crc32c(raw)
+        self._io: Io = io
+        self._last_time = 0
+        self._log: Log | None = None
+        self.limit = self._limit_after_reboot()
+        self.refresh()
+        if not self.finished and not fs.is_locked(commits_path(folder)):
+            self.refresh()  # its writer is gone for good, but may have written until just now
+            self.finished = True
+        self.let_log_go()
+
+    @property
+    def log(self) -> Log:
+        """The commit records."""
+        if self._log is None:
+            size = (self.meta.rows_cap + 1) * RECORD_SIZE
+            self._log = Log(self._opened(COMMITS, commits_path(self.folder), size), self.meta.salt)
+        return self._log
+
+    def let_log_go(self) -> None:
+        """Close the commit records where nothing more will come."""
+        if self.finished:
+            self._log = None
+
+    def refresh(self) -> bool:
+        """Take in new records; returns whether rows were added."""
+        if self.finished or (self.records and self.log.is_blank(self.records)):
+            return False
+        end = self.log.find_end(self.records)
+        if self.limit is not None:
+            end, self.finished = min(end, self.limit), True
+        if end == self.records:
+            return False
+        before, self.records = self.rows, end
+        last = self.log.get(end - 1)
+        if last is not None:
+            self.rows = last.rows_end
+            self._last_time = last.time_ns
+            self.finished |= last.kind == KIND_END
+        if self.finished:  # what is small is loaded from now on, and holds no descriptor
+            self.release()
+            self.let_log_go()
+        if self.rows > self.meta.rows_cap:
+            raise CorruptionError(f"{self.folder}: a record covers {self.rows} rows of {self.meta.rows_cap}.")
+        return self.rows > before
+
+    def acknowledged(self) -> int | None:
+        """How many records were acknowledged, as far as the mark says; None where it is damaged or missing."""
+        try:
+            return parse_mark(fs.read_file(mark_path(self.folder)))
+        except (OSError, StoreError):
+            return None
+
+    def newest_ns(self) -> int:
+        """The time of the newest commit seen."""
+        return self._last_time
+
+    @property
+    def survived_reboot(self) -> bool:
+        """Whether the machine went down since the segment was written without being synced."""
+        return self.meta.durability == "process" and self.meta.boot_id != fs.boot_id()
+
+    def _limit_after_reboot(self) -> int | None:
+        """How many records to trust in a segment that was not synced before the machine went down."""
+        if self.meta.durability == "power" or self.meta.boot_id == fs.boot_id():
+            return None
+        return trusted(FolderBucket(self.folder, durable=False), f"{COMMITS}/verified", self.check_prefix)
+
+    def check_prefix(self) -> int:
+        """Count the records whose data checksum holds, up to the first that does not."""
+        seq, edges = 0, dict.fromkeys(self.schema.axes, 0)
+        with suppress(StoreError, OSError, IndexError, ValueError):
+            while (record := self.log.get(seq)) is not None:
+                if record.kind == KIND_ROWS:
+                    crc = self.data_crc(record.rows_end - record.n_rows, record.rows_end, edges)
+                    if (crc, self.meta_crc) != (record.data_crc, record.meta_crc):
+                        break
+                seq += 1
+        return seq
+
+    def data_crc(self, first: int, end: int, edges: dict[str, int]) -> int:
+        """CRC32C over the values of rows `first` to `end`, in the order they were written.
+
+        Args:
+            first: the first row.
+            end: one past the last row.
+            edges: per axis the expected first element; updated to the next one.
+
+        Returns:
+            The checksum, or -1 where the offsets cannot be right.
+        """
+        crc = 0
+        spans: dict[str, tuple[int, int]] = {}
+        for axis in self.schema.axes:
+            name = offsets_name(axis)
+            start = int(self.part(name, first, first + 1)[0])
+            stop = int(self.part(name, end, end + 1)[0])
+            if not 0 <= start <= stop <= self.meta.elems_cap[axis] or edges[axis] != start:
+                return -1
+            edges[axis] = stop
+            spans[axis] = (start, stop)
+        for column in self.schema:
+            start, stop = (first, end) if column.axis is None else spans[column.axis]
+            crc = crc32c(self.part(column.name, start, stop).view(np.uint8), crc)
+        for axis in self.schema.axes:
+            crc = crc32c(self.part(offsets_name(axis), first + 1, end + 1).view(np.uint8), crc)
+        for name in (*((PRESENT,) if self.meta.has_present else ()), *self.meta.internal_rows):
+            crc = crc32c(self.part(name, first, end).view(np.uint8), crc)
+        return crc
+
+    def release(self) -> None:
+        """Forget every array; each is opened again when it is read."""
+        for name in list(self._maps):
+            self.drop(name)
+
+    def _open(self, name: str) -> memoryview | PreadBytes:
+        spec = self.specs[name]
+        path = chunk_path(self.folder, name, spec.shape)
+        return self._opened(name, path, spec.capacity * spec.itemsize, self._used(spec))
+
+    def _opened(self, name: str, path: Path, size: int, used: int | None = None) -> memoryview | PreadBytes:
+        try:
+            for folder in (path.parent.parent, path.parent):
+                fs.check_folder(folder)
+            return open_file(path, size, self._io, used=used)
+        except FileNotFoundError:
+            raise SegmentGoneError(
+                f"segment {self.name} was evicted or compacted away before its array '{name}' was read. "
+                "Call refresh() and take ids from ids()."
+            ) from None
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise ReadFailedError(error.errno, _why(error), str(path)) from None
+
+    def _used(self, spec: ArraySpec) -> int | None:
+        """The bytes of an array that hold values; None while more may come."""
+        if not self.finished:
+            return None
+        along = spec.axis is not None and not spec.edges
+        count = int(self.offsets(spec.axis or "")[self.rows]) if along else self.rows + spec.edges
+        return min(max(count, 0), spec.capacity) * spec.itemsize
+
+    def commits(self, start: int = 0) -> npt.NDArray[Any]:
+        """The commits of rows from record `start` on, as a structured array.
+
+        A damaged record that valid ones follow is stood in for by one with its rows and the time before it.
+        """
+        table = self.log.table(self.records, start)
+        if not len(table):
+            return table
+        good = (table["salt"] == self.meta.salt) & (table["seq"] == np.arange(start, self.records))
+        begins = table["rows_end"] - table["n_rows"]
+        good[1:] &= begins[1:] == table["rows_end"][:-1]
+        before = self.log.get(start - 1) if start else None
+        good[0] &= int(begins[0]) == (before.rows_end if before is not None else 0)
+        good &= table["magic"] == MAGIC
+        good &= (table["kind"] == KIND_ROWS) | (table["kind"] == KIND_END)
+        good[1:] &= table["time_ns"][1:] > table["time_ns"][:-1]
+        if not good.all():
+            table = self._mend(table, start)
+        self.let_log_go()
+        return table[table["kind"] == KIND_ROWS]
+
+    def _mend(self, table: npt.NDArray[Any], start: int) -> npt.NDArray[Any]:
+        before = self.log.get(start - 1) if start else None
+        rows, time = (before.rows_end, before.time_ns) if before is not None else (0, 0)
+        table = table.copy()
+        for i in range(len(table)):
+            if self.log.get(start + i) is None:
+                later = (self.log.get(seq) for seq in range(start + i + 1, self.records))
+                following = next((r for r in later if r is not None), None)
+                end = following.rows_end - following.n_rows if following is not None else rows
+                table[i]["kind"], table[i]["time_ns"] = KIND_ROWS, time
+                table[i]["rows_end"], table[i]["n_rows"] = end, end - rows
+            rows, time = int(table[i]["rows_end"]), int(table[i]["time_ns"])
+        return table
+
+    def disk_bytes(self) -> int:
+        """The space that the segment takes."""
+        return fs.disk_bytes(self.folder)
+
+    def is_live(self) -> bool:
+        """Whether a living process may still append."""
+        return not self.finished and fs.is_locked(commits_path(self.folder))
+
+
+def _why(error: OSError) -> str:
+    """What kept a file from being opened, and what to do."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "too many files are open. Raise `ulimit -n`, or run compact"
+    if error.errno == errno.ENOMEM:
+        return "the address space or memory is exhausted. Raise `ulimit -v`, or free memory"
+    return f"opening failed: {os.strerror(error.errno or 0)}. Check the disk, then open the store again"
 
 
 # Checking

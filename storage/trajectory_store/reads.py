@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -211,9 +212,28 @@ class StoreReads:
         Raises:
             ImportError: pyarrow is not installed.
         """
-        from trajectory_store.arrow import to_table
-
-        return to_table(self, self.schema.select(columns), self.ids() if ids is None else as_ids(ids))
+        try:
+            pa: Any = importlib.import_module("pyarrow")
+        except ImportError as error:
+            raise ImportError("to_arrow needs the package pyarrow. Install it with `pip install pyarrow`.") from error
+        arrays: dict[str, Any] = {}
+        among = self.ids() if ids is None else as_ids(ids)
+        for column in self.schema.select(columns):
+            absent = ~self.present(column.name, among)
+            if column.is_text:
+                kind = pa.large_string() if column.dtype == "str" else pa.large_binary()
+                arrays[column.name] = pa.array(self.read(among, [column.name])[column.name], kind, mask=absent)
+            elif column.axis is None:
+                arrays[column.name] = pa.array(self.read_scalars(column.name, among), mask=absent)
+            else:
+                ragged = self.read_ragged(column.name, among)
+                values = pa.array(np.ascontiguousarray(ragged.values).reshape(-1))
+                for size in reversed(column.shape):
+                    values = pa.FixedSizeListArray.from_arrays(values, size)
+                # Not a null among the offsets: the row before would then end where the row after begins.
+                offsets, mask = pa.array(ragged.offsets), pa.array(absent)
+                arrays[column.name] = pa.LargeListArray.from_arrays(offsets, values, mask=mask)
+        return pa.table(arrays)
 
     # Reading
 

@@ -25,6 +25,14 @@ from trajectory_store.journal import CATALOG, State, record_key
 from trajectory_store.schema import Schema
 
 KEY = "zarr.json"
+MAX_ROWS = 1 << 19
+MAX_ELEMENTS = 1 << 26
+"""The largest segments on a local disk. A batch takes longer with every segment that its rows lie in; a reader of plain
+Zarr reads the array of a segment as a whole."""
+
+WHOLE_ROWS = 1 << 16
+WHOLE_ELEMENTS = 1 << 24
+"""The same where a segment is reserved on the disk, or held in memory, as a whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +87,12 @@ class Root:
             return cls(**known)
         except (KeyError, RecursionError) as error:
             raise CorruptionError(f"{where}: the attribute {error} is missing.") from None
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Rows, and elements per axis, of the largest segments."""
+        whole = self.preallocate or self.backend == "zarr"
+        return (WHOLE_ROWS, WHOLE_ELEMENTS) if whole else (MAX_ROWS, MAX_ELEMENTS)
 
     @property
     def first_state(self) -> State:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, cast
@@ -28,7 +29,7 @@ from trajectory_store.root import Root, read_root
 from trajectory_store.schema import Column, Schema
 from trajectory_store.upkeep import Background, CompactReport, compact
 from trajectory_store.verify import VerifyReport, verify
-from trajectory_store.writer import FIRST_ELEMENTS, MAX_ELEMENTS, MAX_ROWS, WHOLE_ELEMENTS, WHOLE_ROWS, Stream
+from trajectory_store.writer import FIRST_ELEMENTS, Stream
 
 Mode = Literal["r", "a"]
 Backend = Literal["memmap", "zarr"]
@@ -113,22 +114,23 @@ class TrajectoryStore(StoreReads):
             WriteFailedError: the disk refused.
         """
         _check_durability(durability)
-        sizes = {"max_trajectories": max_trajectories, "max_bytes": max_bytes}
-        sizes |= {"segment_rows": segment_rows, "segment_elements": segment_elements}
-        for name, value in sizes.items():
-            if value is not None and value < 1:
-                raise SchemaError(f"{name}={value} is too small; give at least 1, or None.")
-        schema = schema if isinstance(schema, Schema) else Schema(schema)
         kind = _backend(path, backend)
-        whole = kind == "zarr" or preallocate
         root = Root(
-            schema=schema,
+            schema=schema if isinstance(schema, Schema) else Schema(schema),
             backend=kind,
             durability=durability,
+            max_trajectories=max_trajectories,
+            max_bytes=max_bytes,
+            segment_rows=segment_rows,
+            segment_elements=segment_elements,
             preallocate=preallocate,
             compress=compress and kind == "zarr",
-            **_bounded(sizes, schema, whole=whole),
         )
+        for name in ("max_trajectories", "max_bytes", "segment_rows", "segment_elements"):
+            value = getattr(root, name)
+            if value is not None and value < 1:
+                raise SchemaError(f"{name}={value} is too small; give at least 1, or None.")
+        root = _bounded(root)
         if kind == "zarr":
             from trajectory_store.objects.medium import create_objects
 
@@ -447,8 +449,6 @@ def _with_columns(state: State, columns: Sequence[Column]) -> State | None:
     Raises:
         SchemaError: a column is there and defined otherwise.
     """
-    from dataclasses import replace
-
     new: list[Column] = []
     for column in columns:
         known = state.schema.find(column.name)
@@ -488,18 +488,16 @@ def _is_folder(path: Any) -> bool:
     return isinstance(path, os.PathLike) or (isinstance(path, str) and "://" not in path)
 
 
-def _bounded(sizes: dict[str, int | None], schema: Schema, *, whole: bool) -> dict[str, Any]:
+def _bounded(root: Root) -> Root:
     """Segments leave as a whole, so one may hold about an eighth of what is kept."""
-    bounded = dict(sizes)
-    if sizes["max_trajectories"] is not None and sizes["segment_rows"] is None:
-        most = WHOLE_ROWS if whole else MAX_ROWS
-        bounded["segment_rows"] = min(max(512, sizes["max_trajectories"] // 8), most)
-    if sizes["max_bytes"] is not None and sizes["segment_elements"] is None and schema.axes:
-        most = WHOLE_ELEMENTS if whole else MAX_ELEMENTS
-        width = max(sum(c.np_dtype.itemsize * c.width for c in columns) for columns in schema.axes.values())
+    rows, elements = root.largest
+    if root.max_trajectories is not None and root.segment_rows is None:
+        root = replace(root, segment_rows=min(max(512, root.max_trajectories // 8), rows))
+    if root.max_bytes is not None and root.segment_elements is None and root.schema.axes:
+        width = max(sum(c.np_dtype.itemsize * c.width for c in columns) for columns in root.schema.axes.values())
         least = max(FIRST_ELEMENTS, 1 << 16)
-        bounded["segment_elements"] = min(max(least, sizes["max_bytes"] // (8 * width)), most)
-    return bounded
+        root = replace(root, segment_elements=min(max(least, root.max_bytes // (8 * width)), elements))
+    return root
 
 
 def _find(

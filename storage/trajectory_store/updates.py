@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from trajectory_store.errors import SnapshotGoneError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK, TARGET
+from trajectory_store.medium import Segment
 from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.schema import Column
-from trajectory_store.segment import Segment
 
 if TYPE_CHECKING:
     from trajectory_store.catalog import Catalog

@@ -24,12 +24,11 @@ from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import SegmentGoneError, StoreError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_TIME, TARGET, SegmentMeta
 from trajectory_store.journal import Entry, State, owners_of
+from trajectory_store.medium import Segment
 from trajectory_store.ragged import Int64Array
-from trajectory_store.root import Root
+from trajectory_store.root import MAX_ELEMENTS, MAX_ROWS, Root
 from trajectory_store.schema import Schema
-from trajectory_store.segment import Segment
 from trajectory_store.verify import VerifyReport
-from trajectory_store.writer import MAX_ELEMENTS, MAX_ROWS, WHOLE_ELEMENTS, WHOLE_ROWS
 
 CHUNK_ROWS = 1024
 FANOUT = 8
@@ -174,7 +173,7 @@ def compact(catalog: Catalog, root: Root) -> CompactReport:
         still = [s for s in catalog.row_segments() if catalog.settled(s)]
         updates = [s for s in catalog.updates.values() if catalog.settled(s)]
         _drop(catalog, {s.ordinal for s in (*still, *updates) if not s.rows}, {})
-        for group in _packed([s for s in still if s.rows], *_most(catalog, root)):
+        for group in _packed([s for s in still if s.rows], *_most(root)):
             if len(group) > 1 or not (catalog.medium.complete or group[0].meta.merged):
                 moved += sum(s.rows for s in group) if _merge(catalog, group) else 0
         for same in _by_columns([s for s in updates if s.rows]):
@@ -208,7 +207,7 @@ def is_due(catalog: Catalog, root: Root) -> bool:
 
 def _due(catalog: Catalog, root: Root, *, sealing: bool) -> list[Segment]:
     """Small segments of about one size that are to be merged; empty where there are not enough."""
-    most = _most(catalog, root)
+    most = _most(root)
     kinds = [catalog.row_segments(), *_by_columns(catalog.updates.values())]
     for segments in kinds:
         if not catalog.medium.complete:
@@ -235,10 +234,9 @@ def _tier(segment: Segment) -> int:
     return -1 if not weight else (weight.bit_length() - 1) // (FANOUT.bit_length() - 1)
 
 
-def _most(catalog: Catalog, root: Root) -> tuple[int, int]:
+def _most(root: Root) -> tuple[int, int]:
     """Rows, and elements per axis, of the largest merged segment."""
-    whole = root.preallocate or catalog.medium.whole_segments
-    rows, elements = (WHOLE_ROWS, WHOLE_ELEMENTS) if whole else (MAX_ROWS, MAX_ELEMENTS)
+    rows, elements = root.largest
     if root.max_trajectories is not None or root.max_bytes is not None:  # segments leave as a whole
         return root.segment_rows or rows, root.segment_elements or elements
     return rows, elements

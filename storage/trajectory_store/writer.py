@@ -29,14 +29,6 @@ FIRST = 4
 
 FIRST_ROWS = 64
 FIRST_ELEMENTS = 1 << 12
-MAX_ROWS = 1 << 19
-MAX_ELEMENTS = 1 << 26
-"""The largest segments on a local disk. A batch takes longer with every segment that its rows lie in; a reader of plain
-Zarr reads the array of a segment as a whole."""
-
-WHOLE_ROWS = 1 << 16
-WHOLE_ELEMENTS = 1 << 24
-"""The same where a segment is reserved on the disk, or held in memory, as a whole."""
 
 
 class Stream:
@@ -150,8 +142,7 @@ class Stream:
         longest = max((int(lengths.sum()) for lengths in fitted.lengths.values()), default=0)
         if not self._made:
             self._first = max(FIRST_ROWS, FIRST * batch.n_rows), max(FIRST_ELEMENTS, FIRST * longest)
-        whole = self._root.preallocate or self._catalog.medium.whole_segments
-        most = (WHOLE_ROWS, WHOLE_ELEMENTS) if whole else (MAX_ROWS, MAX_ELEMENTS)
+        most = self._root.largest
         own = self.kind == "rows"
         rows = self._capacity(self._root.segment_rows if own else None, self._first[0], most[0])
         elements = self._capacity(self._root.segment_elements if own else None, self._first[1], most[1])

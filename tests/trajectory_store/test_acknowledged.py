@@ -16,10 +16,10 @@ from trajectory_store import Column, MissingRowError, Schema, StoreError, Trajec
 from trajectory_store.bucket import FolderBucket
 from trajectory_store.catalog import Catalog
 from trajectory_store.errors import ReadFailedError, SegmentGoneError
-from trajectory_store.memmap import LocalWriter, Memmap
+from trajectory_store.medium import Segment
+from trajectory_store.memmap import LocalSegment, LocalWriter, Memmap
 from trajectory_store.objects.medium import ObjectMedium, ObjectWriter
 from trajectory_store.objects.segment import ObjectSegment
-from trajectory_store.segment import LocalSegment, Segment
 from trajectory_store.updates import Later
 
 STORAGE = Path(__file__).resolve().parents[2] / "storage"

@@ -29,7 +29,7 @@ from trajectory_store.format import (
     whole,
 )
 from trajectory_store.journal import Entry, State
-from trajectory_store.medium import Claim, Medium, Part, SealedError, SegmentWriter
+from trajectory_store.medium import Claim, Medium, Part, SealedError, Segment, SegmentWriter, trusted
 from trajectory_store.memmap import create_folder
 from trajectory_store.objects.archive import (
     BLOCK,
@@ -47,7 +47,6 @@ from trajectory_store.objects.remote import open_bucket
 from trajectory_store.objects.segment import Cache, ObjectSegment
 from trajectory_store.objects.sharded import CHUNK, ShardWriter, sharded_json
 from trajectory_store.root import Root, complete_root, fill_root, read_root
-from trajectory_store.segment import Segment, trusted
 from trajectory_store.verify import VerifyReport
 
 CACHE_BYTES = "TRAJECTORY_STORE_CACHE_BYTES"
@@ -98,7 +97,6 @@ class ObjectMedium(Medium):
     """
 
     complete = False
-    whole_segments = True
 
     def __init__(
         self, bucket: Bucket, root: Root, cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None

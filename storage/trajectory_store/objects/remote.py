@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import os
 import threading
@@ -372,29 +371,11 @@ class ZarrBucket(_Parallel):
         """Put an object under a key that nobody else uses."""
         self._again(lambda: self._run(self.store.set(key, self._buffer(data))), f"putting {key}")
 
-    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Get objects at the same time; None for those that are not there."""
-
-        async def every() -> list[bytes | None]:
-            gate = asyncio.Semaphore(IN_FLIGHT)
-
-            async def one(key: str) -> bytes | None:
-                async with gate:
-                    return await self._fetch(key)
-
-            return list(await asyncio.gather(*(one(key) for key in keys)))
-
-        return self._again(lambda: self._run(every()), f"reading {keys[0]}") if keys else []
-
-    async def _fetch(self, key: str) -> bytes | None:
-        found = await self.store.get(key, _prototype())
-        return None if found is None else found.to_bytes()
-
     def _get(self, key: str) -> bytes:
-        found = self._run(self._fetch(key))
+        found = self._run(self.store.get(key, _prototype()))
         if found is None:
             raise FileNotFoundError(key)
-        return found
+        return found.to_bytes()
 
     def _tail(self, key: str, size: int) -> tuple[bytes, int]:
         whole = self._get(key)

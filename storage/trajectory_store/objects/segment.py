@@ -28,7 +28,7 @@ from trajectory_store.errors import CorruptionError, ReadFailedError, SegmentGon
 from trajectory_store.format import KIND_ROWS, RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta
 from trajectory_store.journal import Entry
 from trajectory_store.maps import PreadBytes, open_file
-from trajectory_store.medium import Part
+from trajectory_store.medium import Part, Rows, Segment
 from trajectory_store.objects.archive import (
     BLOCK,
     Commit,
@@ -41,7 +41,6 @@ from trajectory_store.objects.archive import (
 )
 from trajectory_store.objects.sharded import CHUNK, read_chunks, shards
 from trajectory_store.ragged import Int64Array, distinct
-from trajectory_store.segment import Rows, Segment
 
 ABANDONED_AFTER_S = 3600.0
 FETCHED = 64
