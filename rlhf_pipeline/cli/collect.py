@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import re
-import time
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.parser import add_process_options
 from rlhf_pipeline.cli.process import attend, import_torch, view_of_stdout
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import RewardError, RunExistsError, RunStorageError, typed
-from rlhf_pipeline.report.words import count, duration, number
-from rlhf_pipeline.run.events import CollectorFinished, Event, RolloutDone
+from rlhf_pipeline.report.words import count
+from rlhf_pipeline.run.events import CollectorFinished
 
 if TYPE_CHECKING:
     from rlhf_pipeline.cli.plan import Plan
-
-_SECONDS_BETWEEN_LINES: Final = 1.0
 
 HELP = "collect rollouts into a run, in a process of its own"
 DETAILS = """\
@@ -53,66 +51,41 @@ def execute(args: argparse.Namespace) -> int:
 
     plan, view = make_joining_plan(args), view_of_stdout()
     view.say(f"{plan.pipeline.name}: collector, seed {plan.seed}, on {plan.device}; importing torch ...")
-    return attend(
+    finished, code = attend(
         view,
-        lambda: _collect(args, plan, _Lines(view, plan)),
+        lambda: _collect(args, plan, view),
         stopped=lambda: f"stopped at once; the rollout is taken up by another collector, or again by: {plan.again}",
         retryable=(RewardError, RunExistsError, RunStorageError, StoreError),
         debug=args.debug,
-    )[1]
+    )
+    if finished is not None:
+        view.say("\n".join(_closing(finished, plan)))
+    return code
 
 
-def _collect(args: argparse.Namespace, plan: Plan, lines: _Lines) -> CollectorFinished:
+def _collect(args: argparse.Namespace, plan: Plan, view: RunView) -> CollectorFinished:
     from rlhf_pipeline import definitions
 
     import_torch(plan.device)
     from rlhf_pipeline.run.processes.collect import collect
 
     definitions.share_with_workers()
-    return collect(plan.pipeline, name=args.name, parent=args.parent, on_event=lines, **plan.inputs)
+    return collect(plan.pipeline, name=args.name, parent=args.parent, on_event=view, **plan.inputs)
 
 
-class _Lines:
-    """Prints a line for a rollout at most once a second, and the closing lines."""
-
-    def __init__(self, view: RunView, plan: Plan) -> None:
-        self._view = view
-        self._plan = plan
-        self._line_at = -1e9
-
-    def __call__(self, event: Event) -> None:
-        match event:
-            case RolloutDone():
-                self._rollout(event)
-            case CollectorFinished():
-                self._finished(event)
-            case _:
-                self._view(event)
-
-    def _rollout(self, event: RolloutDone) -> None:
-        now = time.monotonic()
-        if now - self._line_at < _SECONDS_BETWEEN_LINES:
-            return
-        self._line_at = now
-        self._view.say(
-            f"{event.collector}: rollout {event.rollout}  weights of step {event.policy_version}  "
-            f"reward {number(event.task_reward)}  {count(event.num_trajectories, 'trajectory')} "
-            f"in {duration(event.seconds)}"
-        )
-
-    def _finished(self, event: CollectorFinished) -> None:
-        why = {"finished": "the run has ended", "interrupted": "stopped"}[event.reason]
-        self._view.say(
-            f"{event.collector}: {why}; {count(event.num_rollouts, 'rollout')} stored, "
-            f"{count(event.num_trajectories, 'trajectory')}"
-        )
-        folder = typed(event.run_dir)
-        self._view.say("next:")
-        if event.reason == "finished":
-            self._view.say(f"  rlhf-pipeline learn --run {folder} --steps N    go on learning; then start collectors")
-        else:
-            self._view.say(f"  {self._plan.again}    collect on")
-        self._view.say(f"  rlhf-pipeline inspect {folder}    count what is stored and grade it again")
+def _closing(event: CollectorFinished, plan: Plan) -> Iterator[str]:
+    why = {"finished": "the run has ended", "interrupted": "stopped"}[event.reason]
+    yield (
+        f"{event.collector}: {why}; {count(event.num_rollouts, 'rollout')} stored, "
+        f"{count(event.num_trajectories, 'trajectory')}"
+    )
+    folder = typed(event.run_dir)
+    yield "next:"
+    if event.reason == "finished":
+        yield f"  rlhf-pipeline learn --run {folder} --steps N    go on learning; then start collectors"
+    else:
+        yield f"  {plan.again}    collect on"
+    yield f"  rlhf-pipeline inspect {folder}    count what is stored and grade it again"
 
 
 def _process_name(text: str) -> str:

@@ -12,8 +12,8 @@ from typing import TextIO
 
 from rlhf_pipeline.errors import plain
 from rlhf_pipeline.report.sparkline import sparkline
-from rlhf_pipeline.report.words import count, number
-from rlhf_pipeline.run.events import Event, Notice, RunFinished, RunStarted, StepDone
+from rlhf_pipeline.report.words import count, duration, number
+from rlhf_pipeline.run.events import Event, Notice, RolloutDone, RunFinished, RunStarted, StepDone
 
 _NOTICES_OF_A_KIND = 3
 _STEPS_BETWEEN_LINES = 10
@@ -67,6 +67,8 @@ class RunView:
                 self._started(event)
             case StepDone():
                 self._step(event)
+            case RolloutDone():
+                self._rollout(event)
             case Notice():
                 self._notice(event)
             case RunFinished():
@@ -110,6 +112,17 @@ class RunView:
         ):
             self._line_at, self._line_step = now, event.step
             self._write("  ".join(self._fields(event, graph=False)) + "\n")
+
+    def _rollout(self, event: RolloutDone) -> None:
+        """Print what a collector has stored, at most one line a second."""
+        if (now := self._clock()) - self._line_at < _SECONDS_BETWEEN_LINES:
+            return
+        self._line_at = now
+        self.say(
+            f"{event.collector}: rollout {event.rollout}  weights of step {event.policy_version}  "
+            f"reward {number(event.task_reward)}  {count(event.num_trajectories, 'trajectory')} "
+            f"in {duration(event.seconds)}"
+        )
 
     def _notice(self, event: Notice) -> None:
         """Print a notice; of notices that differ only in their numbers, print the first few, except for progress."""

@@ -88,10 +88,6 @@ class Format:
         """Return True if a row looks like it."""
         return all(name in row for name in self.needs) and self.also(row)
 
-    def reader(self, row: Row, given: Mapping[str, str]) -> Reader:
-        """Return a reader of files whose first row is `row`."""
-        return self.make(row, given, self)
-
     def version_of(self, path: Path) -> int | None:
         """Return the policy version that the path of a file tells, or None."""
         if self.version_in_path is None:

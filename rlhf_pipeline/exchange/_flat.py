@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -34,6 +35,19 @@ from rlhf_pipeline.exchange._reward_columns import (
     contradiction,
     question,
 )
+
+_AS: Mapping[str, Callable[[Any, str], Any]] = {
+    "prompt_ids": as_ids,
+    "completion_ids": as_ids,
+    "completion_mask": as_mask,
+    "log_probs": as_scores,
+    "ref_log_probs": as_scores,
+    "advantage": lambda value, name: math.nan if isinstance(value, list) else as_reward(value, name),
+    "policy_version": as_int,
+    "finish_reason": lambda value, name: as_text(str(value), name),
+    "created_at": lambda value, name: as_number(value, name) if isinstance(value, (int, float)) else math.nan,
+}
+"""How the value of a field becomes what a rollout has under the name of its target."""
 
 
 class FlatReader:
@@ -87,11 +101,11 @@ class FlatReader:
         if isinstance(many, list) and many and not is_messages(many) and not isinstance(many[0], int):
             return self._several(row, rest, len(many))
         reward = self._reward(functools.partial(self.fields.value, row))
-        return [self._one(row, rest, found, get(row, "completion_ids"), reward, lambda target: get(row, target))]
+        return [self._one(row, rest, reward, functools.partial(get, row))]
 
     def _reward(self, value_of: Callable[[str], Any]) -> float:
         if self.terms is None:
-            return float("nan")
+            return math.nan
         return self.terms.of(value_of, per_token=self.layout.per_token)
 
     def _several(self, row: Row, rest: dict[str, Any], num: int) -> list[Rollout]:
@@ -118,43 +132,28 @@ class FlatReader:
         made: list[Rollout] = []
         for i in range(num):
             reward = self._reward(functools.partial(pick, i=i))
-            one = functools.partial(item, i=i)
-            made.append(self._one(row, rest, item("completion", i), item("completion_ids", i), reward, one))
+            made.append(self._one(row, rest, reward, functools.partial(item, i=i)))
         for one in made:
             one.group = ONE_ROW if one.group is None else one.group
         return made
 
-    def _one(self, row: Row, rest: dict[str, Any], completion: Any, ids: Any, reward: float, get: Any) -> Rollout:
-        name = self.fields.of.get
-        prompt, prompt_ids = self.fields.get(row, "prompt"), get("prompt_ids")
+    def _one(self, row: Row, rest: dict[str, Any], reward: float, get: Callable[[str], Any]) -> Rollout:
+        """Return one completion of a row; `get` gives its value of a target."""
+        name = self.fields.of
         made = Rollout(reward=reward, as_chat=self.layout.as_chat, meta=rest)
-        if prompt is not None:
-            made.prompt = as_prompt(prompt, name("prompt", ""))
-        if prompt_ids is not None:
-            made.prompt_ids = as_ids(prompt_ids, name("prompt_ids", ""))
-        if completion is not None:
-            if ids is None and is_messages(completion) and len(completion) > 1:
+        if (prompt := self.fields.get(row, "prompt")) is not None:
+            made.prompt = as_prompt(prompt, name["prompt"])
+        if (completion := get("completion")) is not None:
+            if is_messages(completion) and len(completion) > 1 and get("completion_ids") is None:
                 roles = ", ".join(str(message.get("role")) for message in completion)
                 raise DataError(
-                    f"field '{name('completion', '')}' holds {len(completion)} messages ({roles}) and no token ids; "
+                    f"field '{name['completion']}' holds {len(completion)} messages ({roles}) and no token ids; "
                     "which of its tokens the policy produced cannot be told from the text. Export the token ids too."
                 )
-            made.completion = as_text(completion, name("completion", ""))
-        if ids is not None:
-            made.completion_ids = as_ids(ids, name("completion_ids", ""))
-        for target in ("log_probs", "ref_log_probs"):
-            if (scores := get(target)) is not None:
-                setattr(made, target, as_scores(scores, name(target, "")))
-        if (mask := get("completion_mask")) is not None:
-            made.completion_mask = as_mask(mask, name("completion_mask", ""))
-        if (advantage := get("advantage")) is not None and not isinstance(advantage, list):
-            made.advantage = as_reward(advantage, name("advantage", ""))
-        if (version := get("policy_version")) is not None:
-            made.policy_version = as_int(version, name("policy_version", ""))
-        if (reason := get("finish_reason")) is not None:
-            made.finish_reason = as_text(str(reason), name("finish_reason", ""))
-        if isinstance(created := get("created_at"), (int, float)):
-            made.created_at = as_number(created, name("created_at", ""))
+            made.completion = as_text(completion, name["completion"])
+        for target, converted in _AS.items():
+            if (value := get(target)) is not None:
+                setattr(made, target, converted(value, name[target]))
         made.answer = as_answer(self.fields.get(row, "answer"))
         made.group = self._group(row, made)
         return made

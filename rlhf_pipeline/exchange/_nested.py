@@ -27,24 +27,47 @@ from rlhf_pipeline.exchange._completion import (
 from rlhf_pipeline.exchange._fields import Format
 
 
-class SolutionsReader:
+class _OwnFields:
+    """A reader of a format that knows its fields.
+
+    Attributes:
+        targets: what `--field` may name nevertheless.
+        said: which field is read as what.
+        left_out: rows, or parts of rows, that are no finished trajectories.
+    """
+
+    targets: tuple[str, ...] = ()
+    said: str
+
+    def __init__(self, row: Row, given: Mapping[str, str], layout: Format) -> None:
+        for target in given:
+            if target not in self.targets:
+                known = f"only for {' and '.join(self.targets)}" if self.targets else "not"
+                raise DefinitionError(
+                    f"--field {target}={given[target]}: this format knows its fields; --field is {known}."
+                )
+        self.left_out = 0
+
+    def about(self) -> str:
+        """Describe which field was read as what."""
+        return self.said
+
+
+class SolutionsReader(_OwnFields):
     """Graded solutions in the form of GSM8K's `example_model_solutions.jsonl`.
 
     Source: the file itself (openai/grade-school-math): question, ground_truth, and one object per model with
     `is_correct` and `solution`. A row is one group; the reward is 1.0 where the solution is correct.
     """
 
+    targets = ("prompt", "answer")
+
     def __init__(self, row: Row, given: Mapping[str, str], layout: Format) -> None:
-        _only(given, "prompt", "answer")
+        super().__init__(row, given, layout)
         self.question = given.get("prompt", "question")
         self.answer = given.get("answer", "ground_truth")
-
-    def about(self) -> str:
-        """Describe which field was read as what."""
-        return (
-            f"prompt={self.question}, answer={self.answer}, completion=*.solution, reward=*.is_correct, "
-            "one group per line"
-        )
+        self.said = f"prompt={self.question}, answer={self.answer}, completion=*.solution, reward=*.is_correct, "
+        self.said += "one group per line"
 
     def read(self, row: Row) -> list[Rollout]:
         """Return the solutions of one question.
@@ -76,7 +99,7 @@ def is_solution(value: Any) -> bool:
     return isinstance(value, dict) and "is_correct" in value and "solution" in value
 
 
-class EpisodeReader:
+class EpisodeReader(_OwnFields):
     """prime-rl's files of episodes, `rollouts/step_N/train/{all,effective}/traces.jsonl`, and single traces.
 
     Source: `FileMonitor.log_episodes` (prime-rl 559b447), which writes `verifiers.v1.Episode.to_record` (a60a606): a
@@ -86,13 +109,7 @@ class EpisodeReader:
     is a trace by itself, as verifiers saves them, is an episode of one; its group is its task.
     """
 
-    def __init__(self, row: Row, given: Mapping[str, str], layout: Format) -> None:
-        _only(given)
-        self.left_out = 0
-
-    def about(self) -> str:
-        """Describe which field was read as what."""
-        return "episodes: group=group.id, policy_version=run.work.policy.start, reward=sum of traces[].rewards"
+    said = "episodes: group=group.id, policy_version=run.work.policy.start, reward=sum of traces[].rewards"
 
     def read(self, row: Row) -> list[Rollout]:
         """Return the rollouts of one episode.
@@ -159,7 +176,7 @@ class EpisodeReader:
         )
 
 
-class MaskedReader:
+class MaskedReader(_OwnFields):
     """Sequences as a trainer learns from them: token ids, a mask of those that have a loss, values per token.
 
     The format's table names the fields: `tokens` up to `length`, `completion_mask`, `log_probs`, `reward`, `advantage`,
@@ -174,15 +191,11 @@ class MaskedReader:
     """
 
     def __init__(self, row: Row, given: Mapping[str, str], layout: Format, *, group: str | None = None) -> None:
-        _only(given)
+        super().__init__(row, given, layout)
         self.fields = layout.fields
         self.group = group
-        self.left_out = 0
-
-    def about(self) -> str:
-        """Describe which field was read as what."""
-        reward = "" if "reward" in self.fields else "; it has no rewards"
-        return ", ".join(f"{target}={'+'.join(names)}" for target, names in self.fields.items()) + reward
+        self.said = ", ".join(f"{target}={'+'.join(names)}" for target, names in self.fields.items())
+        self.said += "" if "reward" in self.fields else "; it has no rewards"
 
     def _value(self, row: Row, target: str, default: Any = None) -> Any:
         return row.get(self.fields[target][0], default) if target in self.fields else default
@@ -223,7 +236,7 @@ class MaskedReader:
         return [] if made is None else [made]
 
 
-class TinkerReader:
+class TinkerReader(_OwnFields):
     """tinker-cookbook's captured samples, `capture/sample.jsonl`, with the rewards of its rollout summaries.
 
     Sources: `capture/instrument.py` (9dfcc3a): records of kind "sample" with a `scope` (iteration, group_idx,
@@ -233,11 +246,9 @@ class TinkerReader:
     """
 
     def __init__(self, row: Row, given: Mapping[str, str], layout: Format) -> None:
-        _only(given)
+        super().__init__(row, given, layout)
         self.rewards: dict[tuple[Any, ...], dict[Any, float]] = {}
         """By iteration, group and trajectory: the reward in each split."""
-        self.left_out = 0
-        self.without_reward = 0
 
     def about(self) -> str:
         """Describe which field was read as what."""
@@ -277,7 +288,6 @@ class TinkerReader:
         for i, sample in enumerate(as_list(field_of(row, "samples"), "samples")):
             member = i if traj is None else traj
             reward = self._reward(split, (iteration, group, member))
-            self.without_reward += reward != reward
             scores = sample.get("logprobs")
             made.append(
                 Rollout(
@@ -297,16 +307,6 @@ class TinkerReader:
 
 def _weighed(item: Any) -> float:
     return as_reward(field_of(item, "score"), "score") * as_reward(item.get("weight", 1.0), "weight")
-
-
-def _only(given: Mapping[str, str], *allowed: str) -> None:
-    """Refuse `--field` options that a format cannot use."""
-    for target in given:
-        if target not in allowed:
-            known = f"only for {' and '.join(allowed)}" if allowed else "not"
-            raise DefinitionError(
-                f"--field {target}={given[target]}: this format knows its fields; --field is {known}."
-            )
 
 
 def _leaves(nodes: Any) -> list[list[Row]]:

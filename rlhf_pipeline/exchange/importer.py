@@ -150,7 +150,7 @@ def _recognise(sources: Sequence[Source], format: str, fields: Mapping[str, str]
                     continue
                 reader: Reader = tinker
             else:
-                reader = found.reader(row, fields)
+                reader = found.make(row, fields, found)
             if isinstance(reader, TRLReader):  # the tables of one training are looked at together
                 reader, same = tables.setdefault(frozenset(map(str, row)), (reader, []))
                 same.append(source)
