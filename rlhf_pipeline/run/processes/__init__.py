@@ -5,6 +5,6 @@ Nothing but files connects them, so each may be started, stopped and killed at a
     store/       trajectories; every collector appends, the learner reads
     rollouts/    which rollouts are in the store, in the order of arrival: the set of consumed prompts
     weights/     a folder per published version, and `latest.json`, which names the newest
-    claims/      who works on which rollout: byte locks, which the kernel drops with the process
+    claims/      who works on which rollout: a note per collector, which counts while that one has its name
     processes/   a lock and a heartbeat per process
 """

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.run.processes.heartbeat import holder, is_alive, read_heartbeat
 from rlhf_pipeline.run.processes.launch import GROUP, Launcher, Process
+from rlhf_pipeline.settings import Settings, setting
 
 logger = logging.getLogger(__name__)
 
@@ -31,52 +31,49 @@ _LOG_BYTES: Final = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SupervisorConfig:
+class SupervisorConfig(Settings):
     """How many processes, and when one is started again, killed or given up.
 
     >>> SupervisorConfig(collectors=2).delay_s(1), SupervisorConfig().delay_s(4), SupervisorConfig().delay_s(99)
     (1.0, 8.0, 60.0)
     """
 
-    collectors: int = 1
-    learners: int = 1
-    """Processes that share each step; see `learner.distributed`."""
-    first_delay_s: float = 1.0
-    """Seconds until a process that died is started again; doubled with every further failure in a row."""
-    max_delay_s: float = 60.0
-    """The longest of these waits."""
-    max_failures: int = 5
-    """Give up after this many failures of a process in a row, while the learner took no new step. A process that
-    stores a rollout or takes a step starts at 0 again."""
-    start_timeout_s: float = 300.0
-    """Kill a process that has not said anything this long after its start: imports, on a cold disk, take a while."""
-    hang_timeout_s: float = 60.0
-    """Kill a process whose heartbeat is older. A thread renews it every two seconds, so a long rollout or step is
-    fine; a process that is frozen or stopped is not."""
-    progress_timeout_s: float | None = None
-    """Kill a process that has been in one rollout or step for longer, for example in a reward function that hangs.
-    None never does: how long they may take is up to the task."""
-    stop_timeout_s: float = 120.0
-    """How long processes may take to finish and save when they are asked to stop; then they are killed, which loses
-    work and nothing that was acknowledged."""
-
-    def __post_init__(self) -> None:
-        for name in ("collectors", "learners", "max_failures"):
-            if getattr(self, name) < 1:
-                raise DefinitionError(f"SupervisorConfig.{name} is {getattr(self, name)}; it must be at least 1.")
-        for name in (
-            "first_delay_s",
-            "max_delay_s",
-            "start_timeout_s",
-            "hang_timeout_s",
-            "progress_timeout_s",
-            "stop_timeout_s",
-        ):
-            seconds = getattr(self, name)
-            if seconds is not None and not 0 <= seconds < math.inf:
-                raise DefinitionError(
-                    f"SupervisorConfig.{name} is {seconds}; it must be finite and not negative (seconds)."
-                )
+    collectors: int = setting(1, min=1, help="Processes that collect.")
+    learners: int = setting(1, min=1, help="Processes that share each step; see `learner.distributed`.")
+    first_delay_s: float = setting(
+        1.0, min=0, help="Seconds until a process that died is started again; doubled with every failure in a row."
+    )
+    max_delay_s: float = setting(60.0, min=0, help="The longest of these waits.")
+    max_failures: int = setting(
+        5,
+        min=1,
+        help="Give up after this many failures of a process in a row, while the learner took no new step. A process "
+        "that stores a rollout or takes a step starts at 0 again.",
+    )
+    start_timeout_s: float = setting(
+        300.0,
+        min=0,
+        help="Kill a process that has not said anything this long after its start: imports, on a cold disk, take a "
+        "while.",
+    )
+    hang_timeout_s: float = setting(
+        60.0,
+        min=0,
+        help="Kill a process whose heartbeat is older. A thread renews it every two seconds, so a long rollout or step "
+        "is fine; a process that is frozen or stopped is not.",
+    )
+    progress_timeout_s: float | None = setting(
+        None,
+        min=0,
+        help="Kill a process that has been in one rollout or step for longer, for example in a reward function that "
+        "hangs. None never does: how long they may take is up to the task.",
+    )
+    stop_timeout_s: float = setting(
+        120.0,
+        min=0,
+        help="How long processes may take to finish and save when they are asked to stop; then they are killed, which "
+        "loses work and nothing that was acknowledged.",
+    )
 
     def delay_s(self, failures: int) -> float:
         """Return how long to wait after this many failures in a row, in seconds."""

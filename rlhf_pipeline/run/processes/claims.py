@@ -4,7 +4,8 @@ Three facts, each kept where it cannot be wrong:
 
 - *done*: a row in the `rollouts` store, written after the trajectories are committed. A crash between the two leaves
   trajectories without their row; whoever claims that rollout next finds them in the main store and adds the row.
-- *in flight*: an exclusive lock on byte `r` of the file `claims/rollouts`. The kernel drops it with its process.
+- *in flight*: a note of its collector, `claims/NAME.json`, which counts while the process that wrote it has that name:
+  the kernel drops the lock of the name with its process.
 - *order*: claims are made under one lock and always take the lowest rollout that is neither done nor in flight, so
   what a dead collector left is the next thing that anyone takes up.
 
@@ -17,12 +18,13 @@ import fcntl
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
+from rlhf_pipeline.run.files import write_atomically
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.admission import may_start
+from rlhf_pipeline.run.processes.heartbeat import holder
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet
 from rlhf_pipeline.run.processes.weights import Published
 
@@ -53,7 +55,6 @@ class Claims(ABC):
         self._name = name
         self._rollouts = rollouts
         self._flow = flow
-        self._held: int | None = None
         self._done = RolloutSet()
 
     @abstractmethod
@@ -97,82 +98,53 @@ class Claims(ABC):
 
 
 class FolderClaims(Claims):
-    """Claims of a run in a folder. One object per process: the byte locks belong to the process.
+    """Claims of a run in a folder.
 
     Args:
-        folder: the run's `claims` folder; made if absent.
-        name: the collector's name.
+        run: the run folder.
+        name: the collector's name, which this process has.
         rollouts: which are stored.
         flow: the limits.
     """
 
-    def __init__(self, folder: Path, name: str, rollouts: Rollouts, flow: Flow) -> None:
+    def __init__(self, run: RunFolder, name: str, rollouts: Rollouts, flow: Flow) -> None:
         super().__init__(name, rollouts, flow)
-        self._folder = folder
-        self._folder.mkdir(parents=True, exist_ok=True)
-        # Closing any descriptor of this file would drop every lock that this process holds on it: one for life.
-        self._bytes = os.open(self._folder / "rollouts", os.O_RDWR | os.O_CREAT, 0o644)
+        self._run = run
+        run.claims.mkdir(parents=True, exist_ok=True)
+        self._note = run.claims / f"{name}.json"
 
     def close(self) -> None:
-        """Release every claim."""
-        os.close(self._bytes)
+        """Release the claim."""
+        self._note.unlink(missing_ok=True)
 
     def claim(self, published: Published) -> int | None:
         """Take the lowest free rollout, or None if it may not start yet."""
-        with self._alone():
-            while True:
-                done = self._read_done()
-                in_flight = self._in_flight(done)
-                rollout = lowest_free(done, in_flight)
-                if not self._may_start(published, len(done) + len(in_flight), min(in_flight.values(), default=None)):
-                    return None
-                fcntl.lockf(self._bytes, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rollout)
-                # Whoever worked on it may have finished it after `done` was read and before its lock was asked for.
-                if rollout not in self._read_done():
-                    break
-                fcntl.lockf(self._bytes, fcntl.LOCK_UN, 1, rollout)
-            self._held = rollout
-            # Only read together with the lock: what a dead collector wrote here says nothing.
-            note = self._folder / f".{self._name}.tmp"
-            note.write_text(json.dumps({"rollout": rollout, "version": published.version}), encoding="utf-8")
-            note.replace(self._folder / f"{self._name}.json")
+        with (self._run.claims / "lock").open("a", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            claimed = self._claimed()
+            done = self._read_done()  # in this order: what was released before it was seen to be claimed is done
+            in_flight = {rollout: version for rollout, version in claimed.items() if rollout not in done}
+            rollout = lowest_free(done, in_flight)
+            if not self._may_start(published, len(done) + len(in_flight), min(in_flight.values(), default=None)):
+                return None
+            note = {"rollout": rollout, "version": published.version, "pid": os.getpid()}
+            # Not synced: a power loss may take its bytes, and its writer with them.
+            write_atomically(self._note, json.dumps(note).encode(), sync=False)
             return rollout
 
     def release(self, *, done: bool) -> None:
         """Release the claim: the rollout is done, or free for the next try."""
-        if self._held is not None:
-            fcntl.lockf(self._bytes, fcntl.LOCK_UN, 1, self._held)
-            self._held = None
+        self.close()
 
-    def _in_flight(self, done: RolloutSet) -> dict[int, int]:
-        """Return the rollouts that live collectors work on, each with the version of its weights."""
-        flying: dict[int, int] = {}
-        for file in self._folder.glob("*.json"):
-            try:
-                note = json.loads(file.read_text(encoding="utf-8"))
-                rollout = note["rollout"]
-            except (ValueError, TypeError):
-                continue  # not synced: a power loss may have taken its bytes, and its writer with them
-            # A rollout whose row is there is no longer in flight, although its collector may not have released it yet.
-            if rollout not in done and self._is_locked(rollout):
-                flying[rollout] = note["version"]
-        return flying
-
-    def _is_locked(self, rollout: int) -> bool:
-        if rollout == self._held:
-            return True
-        try:
-            fcntl.lockf(self._bytes, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rollout)
-        except (BlockingIOError, PermissionError):
-            return True
-        fcntl.lockf(self._bytes, fcntl.LOCK_UN, 1, rollout)
-        return False
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        with (self._folder / "lock").open("a", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+    def _claimed(self) -> dict[int, int]:
+        """Return the rollouts that live collectors have claimed, each with the version of its weights."""
+        found: dict[int, int] = {}
+        for file in self._run.claims.glob("*.json"):
+            with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
+                note = json.loads(file.read_bytes())
+                if note["pid"] == holder(self._run.processes, file.stem) and self._run.medium.is_alive(file.stem):
+                    found[note["rollout"]] = note["version"]
+        return found
 
 
 def lowest_free(done: RolloutSet, in_flight: dict[int, int]) -> int:

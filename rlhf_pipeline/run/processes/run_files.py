@@ -138,7 +138,7 @@ def open_claims(run: RunFolder, name: str, rollouts: Rollouts, flow: Flow, store
         store: where the collector appends trajectories.
     """
     if not is_url(run.address):
-        return FolderClaims(run.claims, name, rollouts, flow)
+        return FolderClaims(run, name, rollouts, flow)
     from rlhf_pipeline.run.remote.rollouts import LeasedClaims
 
     return LeasedClaims(cast("BucketMedium", run.medium), name, rollouts, flow, store)

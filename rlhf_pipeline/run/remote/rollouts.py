@@ -82,6 +82,7 @@ class LeasedClaims(Claims):
         super().__init__(name, rollouts, flow)
         self._medium = medium
         self._store = store
+        self._held: int | None = None
         store.on_segment(self._note_segment)
 
     def close(self) -> None:

@@ -73,7 +73,7 @@ def test_rewards_of_two_splits_are_not_mixed():
     found = find_format("tinker", sample)
     assert found is not None
     summary = {"iteration": 0, "group_idx": 0, "traj_idx": 0, "total_reward": 1.0}
-    reader = found.reader(sample, {})
+    reader = found.make(sample, {}, found)
     reader.learn(summary | {"split": "train"})  # type: ignore[attr-defined]
     assert reader.read(sample)[0].reward == 1.0
     reader.learn(summary | {"split": "test", "total_reward": 0.0})  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ import pytest
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.admission import may_start
 from rlhf_pipeline.run.processes.claims import Flow, FolderClaims
+from rlhf_pipeline.run.processes.heartbeat import process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, make_rollouts
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_folder
 from tests.rlhf_pipeline.small import stored_rollout
@@ -53,9 +54,10 @@ def rollouts(tmp_path):
 
 def hold(run_dir, started, leave):
     opened = FolderRollouts(TrajectoryStore.open(run_dir / "rollouts", "a"))
-    claims = FolderClaims(run_dir / "claims", "other", opened, Flow(updates_per_rollout=1, max_staleness=9))
-    started.put(claims.claim(Published(version=0, next_version=0, rollouts_done=0)))
-    leave.wait()
+    claims = FolderClaims(RunFolder(run_dir), "other", opened, Flow(updates_per_rollout=1, max_staleness=9))
+    with process_lock(run_dir / "processes", "other"):
+        started.put(claims.claim(Published(version=0, next_version=0, rollouts_done=0)))
+        leave.wait()
 
 
 def test_what_a_killed_collector_held_comes_next(tmp_path, rollouts):
@@ -65,7 +67,7 @@ def test_what_a_killed_collector_held_comes_next(tmp_path, rollouts):
     other = context.Process(target=hold, args=(tmp_path, started, leave))
     other.start()
     assert started.get(timeout=60) == 0
-    claims = FolderClaims(tmp_path / "claims", "mine", rollouts, Flow(updates_per_rollout=1, max_staleness=9))
+    claims = FolderClaims(RunFolder(tmp_path), "mine", rollouts, Flow(updates_per_rollout=1, max_staleness=9))
     published = Published(version=0, next_version=0, rollouts_done=0)
     assert claims.claim(published) == 1
     rollouts.add(stored_rollout(1))
@@ -100,15 +102,28 @@ def test_published_weights_are_whole_and_the_oldest_go(tmp_path):
 
 
 def test_a_rollout_that_is_finished_while_it_is_claimed_is_not_claimed(tmp_path, rollouts):
-    """Another collector stores its row and lets go, after the rows were read and before its lock is asked for."""
+    """Another collector stores its row, after it was seen to have claimed nothing and before the rows are read."""
 
     class Slow(FolderClaims):
-        def _in_flight(self, done):
-            if not len(done):
-                with FolderRollouts(TrajectoryStore.open(tmp_path / "rollouts", "a")) as other:
-                    other.add(stored_rollout(0))
-            return super()._in_flight(done)
+        def _claimed(self):
+            found = super()._claimed()
+            with FolderRollouts(TrajectoryStore.open(tmp_path / "rollouts", "a")) as other:
+                other.add(stored_rollout(0))
+            return found
 
-    claims = Slow(tmp_path / "claims", "mine", rollouts, Flow(updates_per_rollout=1, max_staleness=9))
+    claims = Slow(RunFolder(tmp_path), "mine", rollouts, Flow(updates_per_rollout=1, max_staleness=9))
     assert claims.claim(Published(version=0, next_version=0, rollouts_done=0)) == 1
     claims.close()
+
+
+def test_a_note_of_an_earlier_process_of_the_name_claims_nothing(tmp_path, rollouts):
+    """A collector that starts again has not claimed what its predecessor of the same name was killed over."""
+    published = Published(version=0, next_version=0, rollouts_done=0)
+    flow = Flow(updates_per_rollout=1, max_staleness=9)
+    with process_lock(tmp_path / "processes", "first"):
+        first = FolderClaims(RunFolder(tmp_path), "first", rollouts, flow)
+        assert first.claim(published) == 0
+        note = tmp_path / "claims" / "first.json"
+        assert FolderClaims(RunFolder(tmp_path), "second", rollouts, flow).claim(published) == 1
+        note.write_text(json.dumps({**json.loads(note.read_text()), "pid": 2**22 + 1}))
+        assert FolderClaims(RunFolder(tmp_path), "second", rollouts, flow).claim(published) == 0

@@ -36,7 +36,7 @@ def test_an_unsynced_note_after_a_power_loss(tmp_path: Path, content: str):
     make_rollouts(tmp_path / "rollouts", durability="process")
     with FolderRollouts(TrajectoryStore.open(tmp_path / "rollouts", "a")) as rollouts:
         claims = FolderClaims(
-            tmp_path / "claims", "collector-1", rollouts, Flow(updates_per_rollout=1, max_staleness=0)
+            RunFolder(tmp_path), "collector-1", rollouts, Flow(updates_per_rollout=1, max_staleness=0)
         )
         (tmp_path / "claims" / "collector-0.json").write_text(content)
         assert claims.claim(PUBLISHED) == 0

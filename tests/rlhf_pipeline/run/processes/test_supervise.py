@@ -288,7 +288,7 @@ def test_settings_are_checked():
     """A value that cannot work is named."""
     with pytest.raises(DefinitionError, match=r"collectors is 0; it must be at least 1"):
         SupervisorConfig(collectors=0)
-    with pytest.raises(DefinitionError, match=r"hang_timeout_s is -1; it must be finite and not negative"):
+    with pytest.raises(DefinitionError, match=r"hang_timeout_s is -1; it must be at least 0 and finite"):
         SupervisorConfig(hang_timeout_s=-1)
 
 
