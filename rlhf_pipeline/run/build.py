@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,14 +78,15 @@ def build_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
     """
     policy = build_policy(pipeline, seed=seed, device=device)
     trained, shards = _sharded(pipeline, seed=seed, device=device, mirror=policy)
-    if pipeline.write.kl_coef == 0 and pipeline.loss.kl_to_ref_coeff == 0:
-        return Models(policy=policy, reference=None, trained=trained, shards=shards)
-    if pipeline.policy.lora_rank:
-        return Models(policy=policy, reference=AdaptersOff(policy), trained=trained, shards=shards)
-    reference = _policy(pipeline, seed, device)
-    reference.requires_grad_(False)
-    # Scored by the code path of the update, so that nothing but the weights tells the two apart.
-    reference.scoring_layout = pipeline.learn.layout
+    reference: TokenPolicy | AdaptersOff | None = None
+    if pipeline.write.kl_coef or pipeline.loss.kl_to_ref_coeff:
+        if pipeline.policy.lora_rank:
+            reference = AdaptersOff(policy)
+        else:
+            reference = _policy(pipeline, seed, device)
+            reference.requires_grad_(False)
+            # Scored by the code path of the update, so that nothing but the weights tells the two apart.
+            reference.scoring_layout = pipeline.learn.layout
     return Models(policy=policy, reference=reference, trained=trained, shards=shards)
 
 
@@ -111,17 +112,14 @@ def follow(pipeline: Pipeline, *, run_dir: Address, seed: int, device: str) -> N
         raise DefinitionError("there is no first process to follow: start all of them with torchrun.")
     shards.barrier()  # the first process has made the store
     run = RunFolder(run_dir)
-    storage = TrajectoryStorage(run.store_path, mode="r")
 
     def own(folder: Path) -> Path:
         """Where a folder of the first process's run is for this one, which may be on another machine."""
         return run.bring(run.path / folder.parent.name / folder.name)
 
-    try:
+    with closing(TrajectoryStorage(run.store_path, mode="r")) as storage:
         buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
         build_learner(pipeline, trained, buffer, ledger=None, seed=seed, shards=shards).follow(own)
-    finally:
-        storage.close()
 
 
 def build_policy(pipeline: Pipeline, *, seed: int, device: str) -> TokenPolicy:
@@ -261,8 +259,7 @@ def build_parts(
     retrieve = RetrieveLogProb(models.reference) if models.reference is not None else None
     # `extend` runs the list from its end: log-probs, then shaped reward, then advantage.
     write_path: list[Any] = [part for part in (advantage, kl_reward, retrieve) if part is not None]
-    storage = open_storage(run, pipeline, max_size=pipeline.buffer.max_trajectories)
-    try:
+    with closing(open_storage(run, pipeline, max_size=pipeline.buffer.max_trajectories)) as storage:
         if models.shards is not None:
             models.shards.barrier()  # those that follow open the store now
         buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=seed)
@@ -291,8 +288,6 @@ def build_parts(
             ),
             kl_reward=kl_reward,
         )
-    finally:
-        storage.close()
 
 
 def open_storage(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,8 +67,8 @@ class Source:
     num_chosen: int
     num_ungraded: int
     num_repeated: int
-    trajectory_shift: int
-    group_shift: int
+    trajectory_shift: int = 0
+    group_shift: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,22 +198,9 @@ def choose(replay: Replay, limits: Limits) -> Choice:
     ends: list[int] = []
     for part in parts:
         ends += (_batch_ends(part.group_id, part.tokens) + (ends[-1] if ends else 0)).tolist()
+    shifts = zip(parts, trajectory_shifts, group_shifts, strict=True)
     return Choice(
-        sources=tuple(
-            Source(
-                path=str(folder),
-                watermark=part.watermark,
-                num_stored=part.num_stored,
-                num_chosen=len(part.row),
-                num_ungraded=part.num_ungraded,
-                num_repeated=part.num_repeated,
-                trajectory_shift=trajectory_shift,
-                group_shift=group_shift,
-            )
-            for folder, part, trajectory_shift, group_shift in zip(
-                folders, parts, trajectory_shifts, group_shifts, strict=True
-            )
-        ),
+        sources=tuple(replace(part.source, trajectory_shift=t, group_shift=g) for part, t, g in shifts),
         source=np.repeat(np.arange(len(parts)), [len(part.row) for part in parts]),
         row=np.concatenate([part.row for part in parts]),
         trajectory_id=np.concatenate([p.trajectory_id + s for p, s in zip(parts, trajectory_shifts, strict=True)]),
@@ -230,10 +217,7 @@ class _Part:
     trajectory_id: Ints
     group_id: Ints
     tokens: Ints
-    watermark: int
-    num_stored: int
-    num_ungraded: int
-    num_repeated: int
+    source: Source
     why_empty: str
 
 
@@ -261,15 +245,20 @@ def _choose_from(store: TrajectoryStore, filters: Sequence[str], limits: Limits)
     steps = [f"{count:,} after {condition!r}" for condition, count in zip(filters, counts[1:], strict=True)]
     ungraded = [f"{num_ungraded:,} of those have no reward"] if num_ungraded else []
     why_empty = f"{store.path} has nothing to learn from: {', '.join([f'{counts[0]:,} stored', *steps, *ungraded])}."
+    source = Source(
+        path=str(store.path),
+        watermark=watermark,
+        num_stored=len(everything),
+        num_chosen=len(ids),
+        num_ungraded=num_ungraded,
+        num_repeated=num_repeated,
+    )
     part = _Part(
         row=ids,
         trajectory_id=named[order],
         group_id=groups[order],
         tokens=tokens,
-        watermark=watermark,
-        num_stored=len(everything),
-        num_ungraded=num_ungraded,
-        num_repeated=num_repeated,
+        source=source,
         why_empty=why_empty,
     )
     _check_readable(store, part, limits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from rlhf_pipeline.run.checkpoint import load_checkpoint, step_of
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.offline_batches import Batches
-from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import MissingRowError, TrajectoryStore
 
 _OWN_FIELDS = frozenset({"step", "row_ids", "trajectory_ids", "watermark", "seed", "ages", "ess"})
@@ -78,16 +78,12 @@ class RerunPlan:
         start: optimizer steps behind it.
         first: the first step to compare.
         last: the last.
-        ledger: the ledger's rows.
-        metrics: those of `metrics.jsonl`.
     """
 
     checkpoint: Path
     start: int
     first: int
     last: int
-    ledger: StepRows
-    metrics: StepRows
 
 
 def plan_rerun(run_dir: Address, *, from_step: int, num_steps: int | None = None) -> RerunPlan:
@@ -132,7 +128,7 @@ def plan_rerun(run_dir: Address, *, from_step: int, num_steps: int | None = None
     ]
     if lacking:
         raise DataError(f"{run_dir}: step {lacking[0]} is missing from ledger.jsonl or metrics.jsonl.")
-    return RerunPlan(checkpoint=checkpoint, start=start, first=from_step, last=last, ledger=ledger, metrics=metrics)
+    return RerunPlan(checkpoint=checkpoint, start=start, first=from_step, last=last)
 
 
 def retake(pipeline: Pipeline, plan: RerunPlan, *, run_dir: Address, seed: int, device: str) -> Iterator[Retaken]:
@@ -149,18 +145,21 @@ def retake(pipeline: Pipeline, plan: RerunPlan, *, run_dir: Address, seed: int, 
         DataError: trajectories that the ledger names are no longer in the store.
     """
     exact = torch.device(device).type == "cpu"
-    policy = build_policy(pipeline, seed=seed, device=device)
-    storage = TrajectoryStorage(RunFolder(run_dir).store_path, mode="r", backend=pipeline.buffer.backend)
-    try:
+    run, policy = RunFolder(run_dir), build_policy(pipeline, seed=seed, device=device)
+    with closing(TrajectoryStorage(run.store_path, mode="r", backend=pipeline.buffer.backend)) as storage:
         buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
         learner = build_learner(pipeline, policy, buffer, ledger=None, seed=seed, may_be_empty=True)
         load_checkpoint(plan.checkpoint, learner)
         batches = _batches(pipeline, storage.store, seed)
         for step in range(plan.start + 1, plan.last + 1):
-            row, line = plan.ledger.known(step), plan.metrics.known(step)
+            row, line = run.ledger.known(step), run.metrics.known(step)
             rows = np.asarray(row["row_ids"], dtype=np.int64)
             try:
-                problem = _batch_problem(learner, storage.store, row, rows) or _drawn_problem(batches, step, rows)
+                problem = _batch_problem(learner, storage.store, row, rows)
+                if problem is None and batches is not None:
+                    drawn, _ = batches.rows(step)
+                    if drawn.tolist() != rows.tolist():
+                        problem = f"{len(drawn)} other trajectories would be drawn now"
                 found = learner.step(step, row_ids=rows, ages=np.asarray(row["ages"], dtype=np.int64))
             except MissingRowError as error:
                 raise DataError(
@@ -179,8 +178,6 @@ def retake(pipeline: Pipeline, plan: RerunPlan, *, run_dir: Address, seed: int, 
                     # Several processes add their gradients up in another order.
                     exact=exact and line.get("processes", 1) == 1,
                 )
-    finally:
-        storage.close()
 
 
 def _batch_problem(learner: Learner, store: TrajectoryStore, row: Mapping[str, Any], rows: np.ndarray) -> str | None:
@@ -217,14 +214,6 @@ def _batches(pipeline: Pipeline, store: TrajectoryStore, seed: int) -> Batches |
         seed=seed,
         ledger=None,
     )
-
-
-def _drawn_problem(batches: Batches | None, step: int, rows: np.ndarray) -> str | None:
-    """Say how the batch differs from the one that is drawn again, or return None."""
-    if batches is None:
-        return None
-    drawn, _ = batches.rows(step)
-    return None if drawn.tolist() == rows.tolist() else f"{len(drawn)} other trajectories would be drawn now"
 
 
 def _recorded_form(value: float | int | None) -> float | None:

@@ -94,13 +94,15 @@ def supervise(
             on_event=on_event,
         )
         reason = supervisor.work(stop)
+        run.metrics.refresh()
+        first_reward, last_reward = run.first_and_last_reward()
         finished = RunFinished(
             run_dir=run_dir,
             reason=reason,
-            steps=supervisor.metrics.rows.last_step,
+            steps=run.metrics.last_step,
             seconds=time.perf_counter() - started,
-            first_reward=supervisor.first_reward,
-            last_reward=supervisor.last_reward,
+            first_reward=first_reward,
+            last_reward=last_reward,
             num_trajectories=_num_trajectories(run_dir),
         )
         heartbeat.beat("ended", reason=reason, step=finished.steps)
@@ -170,7 +172,6 @@ class Supervisor:
             )
             for name, command in commands.items()
         }
-        self.first_reward, self.last_reward = self.run.first_and_last_reward()
         self._has_begun = False
         self._has_advanced: set[str] = set()
 
@@ -288,15 +289,7 @@ class Supervisor:
                 )
             )
         for row in self.metrics.read():
-            self._note(row)
             self.on_event(StepDone(step=row["step"], total_steps=self.total_steps, metrics=row))
-
-    def _note(self, row: Mapping[str, Any]) -> None:
-        """Take in the reward of a step; only the first update on a rollout has one."""
-        reward = row.get("task_reward")
-        if reward is not None:
-            self.first_reward = reward if self.first_reward is None else self.first_reward
-            self.last_reward = reward
 
     def _tell(self, message: str, level: Literal["info", "warning"] = "warning") -> None:
         self.on_event(Notice(message=message, level=level))

@@ -8,13 +8,14 @@ changed, that part moves. New pieces go together, a pack per 64 MB, so small ten
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,20 +64,36 @@ class SealedFolders:
         """Put what is not there yet of a folder, then what it consists of."""
         kept = self._all_kept()
         known = {content: span for files in kept.values() for pieces in files.values() for content, span in pieces}
-        files: dict[str, list[tuple[str, Span]]] = {}
-        packs = _Packs(self._bucket)
+        files: dict[str, list[str]] = {}
+        new: dict[str, bytes] = {}
         for file in sorted(path for path in (self._root / name).rglob("*") if path.is_file()):
-            pieces = files[str(file.relative_to(self._root / name))] = []
+            contents = files[str(file.relative_to(self._root / name))] = []
             for start, raw in _pieces(file):
-                content = _content(raw)
-                if content not in known:
-                    known[content] = packs.add(raw)
-                pieces.append((content, known[content]))
+                contents.append(content := _content(raw))
                 self._here[content] = Span(str(file), start, len(raw))
-        packs.finish()
-        final = {file: [(content, packs.named(span)) for content, span in pieces] for file, pieces in files.items()}
+                if not raw:
+                    known[content] = Span("", 0, 0)
+                elif content not in known and content not in new:
+                    if sum(map(len, new.values())) + len(raw) > _PACK_BYTES:
+                        known |= self._packed(new)
+                        new = {}
+                    new[content] = raw
+        known |= self._packed(new)
+        final = {file: [(content, known[content]) for content in contents] for file, contents in files.items()}
         self._bucket.put(f"{name}.json", _to_json(final))
         kept[name] = final
+
+    def _packed(self, new: Mapping[str, bytes]) -> dict[str, Span]:
+        """Put pieces together, if there are any; return where each is."""
+        ends = list(itertools.accumulate(map(len, new.values())))
+        if not ends:
+            return {}
+        whole = b"".join(new.values())
+        pack = f"{PACKS}/{_content(whole)}"
+        self._bucket.put(pack, whole)
+        return {
+            content: Span(pack, end - len(raw), len(raw)) for (content, raw), end in zip(new.items(), ends, strict=True)
+        }
 
     def drop(self, name: str) -> None:
         """Remove a folder, and the packs that no other one needs."""
@@ -176,42 +193,6 @@ class SealedFolders:
         self._bucket.delete(sorted(packs - used - {""}))
 
 
-class _Packs:
-    """Gathers new pieces, and puts them together."""
-
-    def __init__(self, bucket: ObstoreBucket) -> None:
-        self._bucket = bucket
-        self._parts: list[bytes] = []
-        self._size = 0
-        self._names: list[str] = []
-
-    def add(self, raw: bytes) -> Span:
-        """Add a piece; where it is, in a pack that has a number until `finish`."""
-        if not raw:
-            return Span("", 0, 0)
-        if self._parts and self._size + len(raw) > _PACK_BYTES:
-            self.finish()
-        span = Span(f"#{len(self._names)}", self._size, len(raw))
-        self._parts.append(raw)
-        self._size += len(raw)
-        return span
-
-    def finish(self) -> None:
-        """Put what was gathered."""
-        if self._parts:
-            raw = b"".join(self._parts)
-            key = f"{PACKS}/{_content(raw)}"
-            self._bucket.put(key, raw)
-            self._names.append(key)
-            self._parts, self._size = [], 0
-
-    def named(self, span: Span) -> Span:
-        """Return the same with the name of its pack."""
-        if not span.where.startswith("#"):
-            return span
-        return Span(self._names[int(span.where[1:])], span.start, span.length)
-
-
 def _content(raw: bytes) -> str:
     """Return what names these bytes."""
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
@@ -260,12 +241,8 @@ def _cut(joined: list[Span], parts: list[bytes], spans: Mapping[str, Span]) -> d
 
 
 def _to_json(files: Files) -> bytes:
-    rows = {file: [[content, *_plain(span)] for content, span in pieces] for file, pieces in files.items()}
+    rows = {file: [[content, *astuple(span)] for content, span in pieces] for file, pieces in files.items()}
     return json.dumps({"format": 1, "files": rows}).encode()
-
-
-def _plain(span: Span) -> tuple[str, int, int]:
-    return span.where, span.start, span.length
 
 
 def _files_of(raw: bytes, name: str) -> Files:
