@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.parser import add_process_options
-from rlhf_pipeline.cli.process import attend, import_torch, view_of_stdout
-from rlhf_pipeline.cli.progress import RunView
+from rlhf_pipeline.cli.process import attend, view_of_stdout
 from rlhf_pipeline.errors import RewardError, RunExistsError, RunStorageError, typed
 from rlhf_pipeline.report.words import count
 from rlhf_pipeline.run.events import CollectorFinished
@@ -51,9 +50,16 @@ def execute(args: argparse.Namespace) -> int:
 
     plan, view = make_joining_plan(args), view_of_stdout()
     view.say(f"{plan.pipeline.name}: collector, seed {plan.seed}, on {plan.device}; importing torch ...")
+
+    def work() -> CollectorFinished:
+        from rlhf_pipeline.run.processes.collect import collect
+
+        return collect(plan.pipeline, name=args.name, parent=args.parent, on_event=view, **plan.inputs)
+
     finished, code = attend(
         view,
-        lambda: _collect(args, plan, view),
+        work,
+        device=plan.device,
         stopped=lambda: f"stopped at once; the rollout is taken up by another collector, or again by: {plan.again}",
         retryable=(RewardError, RunExistsError, RunStorageError, StoreError),
         debug=args.debug,
@@ -61,16 +67,6 @@ def execute(args: argparse.Namespace) -> int:
     if finished is not None:
         view.say("\n".join(_closing(finished, plan)))
     return code
-
-
-def _collect(args: argparse.Namespace, plan: Plan, view: RunView) -> CollectorFinished:
-    from rlhf_pipeline import definitions
-
-    import_torch(plan.device)
-    from rlhf_pipeline.run.processes.collect import collect
-
-    definitions.share_with_workers()
-    return collect(plan.pipeline, name=args.name, parent=args.parent, on_event=view, **plan.inputs)
 
 
 def _closing(event: CollectorFinished, plan: Plan) -> Iterator[str]:

@@ -6,12 +6,10 @@ import argparse
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.parser import add_process_options, add_steps
-from rlhf_pipeline.cli.process import attend, import_torch, view_of_stdout
+from rlhf_pipeline.cli.process import attend, view_of_stdout
 from rlhf_pipeline.errors import RunExistsError, RunStorageError
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.cli.plan import Plan
-    from rlhf_pipeline.cli.progress import RunView
     from rlhf_pipeline.run.events import RunFinished
 
 HELP = "learn from what collectors store, in a process of its own"
@@ -49,10 +47,18 @@ def execute(args: argparse.Namespace) -> int:
     plan, view = make_joining_plan(args), view_of_stdout()
     reopen(RunFolder(plan.out))
     view.say(f"{plan.pipeline.name}: learner, seed {plan.seed}, on {plan.device}; importing torch ...")
+
+    def work() -> RunFinished:
+        joined = sharded.joined(plan)
+        from rlhf_pipeline.run.processes.learn import learn
+
+        return learn(joined.pipeline, parent=sharded.parent(args.parent), on_event=view, **joined.inputs)
+
     try:
         finished, code = attend(
             view,
-            lambda: _learn(args, plan, view),
+            work,
+            device=plan.device,
             stopped=lambda: f"stopped at once. Go on from the last checkpoint: {plan.again}",
             retryable=(RunExistsError, RunStorageError, StoreError),
             debug=args.debug,
@@ -62,15 +68,3 @@ def execute(args: argparse.Namespace) -> int:
     if finished is not None and args.parent is None:  # else the supervisor says it
         finish(finished, plan, view)
     return code
-
-
-def _learn(args: argparse.Namespace, plan: Plan, view: RunView) -> RunFinished:
-    from rlhf_pipeline import definitions
-    from rlhf_pipeline.cli import sharded
-
-    import_torch(plan.device)
-    plan = sharded.joined(plan)
-    from rlhf_pipeline.run.processes.learn import learn
-
-    definitions.share_with_workers()
-    return learn(plan.pipeline, parent=sharded.parent(args.parent), on_event=view, **plan.inputs)

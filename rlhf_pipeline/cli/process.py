@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
+from rlhf_pipeline import definitions
 from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import DefinitionError
@@ -29,6 +30,7 @@ def attend(
     view: RunView,
     work: Callable[[], FinishedT],
     *,
+    device: str | None,
     stopped: Callable[[], str],
     retryable: tuple[type[Exception], ...] = (),
     debug: bool = False,
@@ -38,6 +40,7 @@ def attend(
     Args:
         view: closed at the end.
         work: what to do.
+        device: where models will be, for which torch is imported first; None of a process that needs none.
         stopped: what to say when a signal stopped it at once.
         retryable: errors that a retry may overcome; they are printed.
         debug: raise them.
@@ -48,6 +51,9 @@ def attend(
     seen: list[int] = []
     try:
         with signals_seen(seen):
+            if device is not None:
+                import_torch(device)
+                definitions.share_with_workers()
             finished = work()
     except KeyboardInterrupt:
         view.say(stopped())

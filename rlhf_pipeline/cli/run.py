@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.parser import add_overrides, add_steps, natural, positive, seconds, share
-from rlhf_pipeline.cli.process import attend, import_torch, view_of_stdout
+from rlhf_pipeline.cli.process import attend, view_of_stdout
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.words import count, duration
@@ -123,7 +123,7 @@ def run_plan(plan: Plan, *, then: Callable[[RunView], int] = lambda view: 0) -> 
     from rlhf_pipeline.cli.closing import finish
     from rlhf_pipeline.run.folder import is_run
 
-    view = view_of_stdout()
+    view, began = view_of_stdout(), time.perf_counter()
     view.say(f"{plan.pipeline.name}: starting, seed {plan.seed}, on {plan.device}; importing torch ...")
 
     def stopped() -> str:
@@ -131,27 +131,20 @@ def run_plan(plan: Plan, *, then: Callable[[RunView], int] = lambda view: 0) -> 
             return f"stopped at once. Go on from the last checkpoint: {plan.again}"
         return "stopped before the run began; nothing was written."
 
+    def work() -> RunFinished:
+        from rlhf_pipeline.run import start
+
+        view.say(f"torch is there ({duration(time.perf_counter() - began)}); building the model and the store ...")
+        return start.run(plan.pipeline, resume=plan.resume, parent=sharded.parent(), on_event=view, **plan.inputs)
+
     try:
-        finished, code = attend(view, lambda: _run(plan, view, time.perf_counter()), stopped=stopped)
+        finished, code = attend(view, work, device=plan.device, stopped=stopped)
     finally:
         sharded.leave()
     if finished is None:
         return code
     finish(finished, plan, view)
     return code or then(view)
-
-
-def _run(plan: Plan, view: RunView, started: float) -> RunFinished:
-    """Import torch and run."""
-    from rlhf_pipeline import definitions
-    from rlhf_pipeline.cli import sharded
-
-    import_torch(plan.device)
-    from rlhf_pipeline.run import start
-
-    definitions.share_with_workers()
-    view.say(f"torch is there ({duration(time.perf_counter() - started)}); building the model and the store ...")
-    return start.run(plan.pipeline, resume=plan.resume, parent=sharded.parent(), on_event=view, **plan.inputs)
 
 
 def _supervise(args: argparse.Namespace, plan: Plan) -> int:
@@ -191,6 +184,7 @@ def _supervise(args: argparse.Namespace, plan: Plan) -> int:
     finished, code = attend(
         view,
         work,
+        device=None,
         stopped=lambda: f"stopped at once. Go on from the last checkpoint: {plan.again}",
     )
     if finished is not None:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from rlhf_pipeline import Pipeline
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, MissingPathError
 from rlhf_pipeline.run.checkpoint import list_checkpoints
-from rlhf_pipeline.run.retake import RerunPlan, Retaken, plan_rerun, retake
+from rlhf_pipeline.run.retake import Retaken, plan_rerun, retake
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline import small
@@ -61,34 +61,25 @@ def test_a_changed_weight_is_noticed(finished):
 
 def test_a_ledger_that_names_other_trajectories_is_noticed(finished, tmp_path):
     """A batch without one of its trajectories is not the batch that the learner would choose."""
-    plan = plan_rerun(finished, from_step=1, num_steps=1)
-    row = dict(plan.ledger[0])
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    row = StepRows(run_dir / "ledger.jsonl")[0]
     row |= {name: row[name][1:] for name in ("row_ids", "trajectory_ids", "ages")}
-    (found,) = retake(
-        tiny(),
-        plan_with(plan, ledger=ledger_of(tmp_path / "shorter", row)),
-        run_dir=finished,
-        seed=0,
-        device="cpu",
-    )
+    rewrite_ledger(run_dir, row)
+    (found,) = again(tiny(), run_dir, from_step=1)
     assert not found.ok
     assert found.batch_problem == "the learner would choose 12 trajectories now, not these 11"
-    row |= {"trajectory_ids": row["trajectory_ids"][::-1]}
-    changed = plan_with(plan, ledger=ledger_of(tmp_path / "reversed", row))
-    (found,) = retake(tiny(), changed, run_dir=finished, seed=0, device="cpu")
+    rewrite_ledger(run_dir, row | {"trajectory_ids": row["trajectory_ids"][::-1]})
+    (found,) = again(tiny(), run_dir, from_step=1)
     assert found.batch_problem == "its rows hold other trajectories than the ledger says"
 
 
-def ledger_of(folder: Path, *rows: dict) -> StepRows:
-    folder.mkdir()
-    made = StepRows(folder / "ledger.jsonl")
+def rewrite_ledger(run_dir: Path, *rows: dict) -> None:
+    """Put rows in the place of those of their steps and all later ones."""
+    ledger = StepRows(run_dir / "ledger.jsonl")
+    ledger.drop_from(rows[0]["step"])
     for row in rows:
-        made.append(row)
-    return made
-
-
-def plan_with(plan: RerunPlan, **changes) -> RerunPlan:
-    return dataclasses.replace(plan, **changes)
+        ledger.append(row)
 
 
 def test_what_cannot_be_replayed_says_why(tmp_path):
@@ -101,10 +92,10 @@ def test_what_cannot_be_replayed_says_why(tmp_path):
         plan_rerun(folder, from_step=7)
     with pytest.raises(MissingPathError, match=r"the first step that can be replayed is 5.*learn\.keep_checkpoints"):
         plan_rerun(folder, from_step=4)
-    plan = plan_rerun(folder, from_step=5)
-    gone = plan_with(plan, ledger=ledger_of(tmp_path / "gone", {**plan.ledger[4], "row_ids": [10**6]}, plan.ledger[5]))
+    fifth, sixth = StepRows(folder / "ledger.jsonl")[4:]
+    rewrite_ledger(folder, {**fifth, "row_ids": [10**6]}, sixth)
     with pytest.raises(DataError, match=r"step 5 learned from trajectories that are no longer in .* evicted"):
-        list(retake(tiny(), gone, run_dir=folder, seed=0, device="cpu"))
+        again(tiny(), folder, from_step=5)
 
 
 def test_a_resumed_run_is_replayed_like_any_other(tmp_path):
