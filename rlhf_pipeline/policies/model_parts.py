@@ -36,6 +36,8 @@ _LENGTH_ROPES = ("longrope", "dynamic")
 _PROBE_TOKENS = 64
 _PROBE_LOGIT = 60.0
 _COMPRESSED = "compressed_sparse_attention"
+_CHOOSING = frozenset({_COMPRESSED, "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"})
+"""Kinds of layers that attend to `index_topk` tokens or blocks; transformers 5.17 has the last two for the second."""
 _KNOWN_CACHES = {"full_attention", "sliding_attention"}
 """Kinds of layers whose cache is what the slots hold: a key and a value per token."""
 
@@ -312,7 +314,7 @@ def _max_positions(config: Any) -> tuple[int | None, str]:
                 return limit, f"where its rotary embedding ({kind}) changes with the length of a batch"
     if _COMPRESSED in kinds and isinstance(chosen, int):
         chosen *= rates.get(_COMPRESSED, 1)  # it chooses among blocks of so many tokens
-    if not {"indexed_attention", _COMPRESSED}.isdisjoint(kinds) and least(chosen, most) != most:
+    if not _CHOOSING.isdisjoint(kinds) and least(chosen, most) != most:
         return least(chosen, most), "index_topk, beyond which its attention leaves tokens out"
     return most, "max_position_embeddings"
 
