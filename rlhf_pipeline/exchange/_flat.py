@@ -29,10 +29,11 @@ from rlhf_pipeline.exchange._completion import (
 from rlhf_pipeline.exchange._fields import NONE, Fields, Format
 from rlhf_pipeline.exchange._reward_columns import (
     MOST_COLUMNS,
-    AdvantageCheck,
     RewardTerms,
+    Step,
     all_sums,
     contradiction,
+    explaining,
     question,
 )
 
@@ -79,7 +80,7 @@ class FlatReader:
             if needs_reward:
                 self.fields.require(("reward",), row=row)
             if len(self.fields.rivals) > 1 and "reward" not in layout.fields:
-                raise question(self.fields.rivals, (), told=False, tried=True)
+                raise question(self.fields.rivals, None, tried=True)
             if "reward" in self.fields.of:
                 self.terms = RewardTerms({self.fields.of["reward"]: 1.0})
 
@@ -187,79 +188,50 @@ class TRLReader(FlatReader):
         """
         if self.no_reward:
             return
-        table = _Table(self)
-        for rows in files:
-            table.end_step()
-            for row in rows:
-                table.add(row)
-        columns = table.columns
+        steps, columns = self._numbers(files)
         tried = 0 < len(columns) <= MOST_COLUMNS
+        sums = all_sums(len(columns)) if tried else np.zeros((0, len(columns)))
+        if self.terms is None:
+            fitting = explaining(steps, columns, sums)
+            if fitting is None or len(fitting) != 1:
+                raise question(columns, fitting, tried=tried)
+            self.terms = fitting[0]
+        elif columns:
+            own = np.array([[self.terms.weights.get(name, 0.0) for name in columns]])
+            if explaining(steps, columns, own) == []:
+                raise contradiction(self.terms, explaining(steps, columns, sums) or ())
+
+    def _numbers(self, files: Iterable[Iterable[Row]]) -> tuple[list[Step], list[str]]:
+        """Return what tables hold step by step, and the columns of numbers that have a value anywhere."""
+        steps: list[Step] = []
+        numeric: dict[str, bool] = {}
+        name, names = self.fields.of.get, []
+        wanted = self.terms.weights if self.terms is not None else ()
+        for rows in files:
+            last: Any = None
+            for row in rows:
+                names = names or sorted(map(str, row))
+                step = row.get(name("policy_version", ""))
+                if last is None or last[0] != step:
+                    last = (step,)
+                    steps.append(Step())
+                numbers: dict[str, float] = {}
+                for column, value in {**self.fields.rest(row), **{one: row.get(one) for one in wanted}}.items():
+                    is_number = value is None or isinstance(value, (bool, int, float))
+                    if is_number:
+                        numbers[column] = as_number(value, column)
+                    finite = is_number and not math.isinf(numbers[column])
+                    numeric[column] = numeric.get(column, True) and finite
+                steps[-1].prompts.append(hash(repr(row.get(name("prompt", "")))))
+                steps[-1].advantages.append(as_number(row.get(name("advantage", "")), "advantage"))
+                steps[-1].rows.append(numbers)
+        filled = {one for step in steps for row in step.rows for one, value in row.items() if value == value}
+        columns = [one for one, finite in numeric.items() if finite and one in filled]
         if not columns and self.terms is None:
             raise DefinitionError(
-                f"no column of rewards. The table has: {', '.join(table.names)}. Name it: --field reward=NAME"
+                f"no column of rewards. The table has: {', '.join(names)}. Name it: --field reward=NAME"
             )
-        named = self.terms
-        sums = all_sums(len(columns)) if tried else np.zeros((0, len(columns)))
-        if named is not None:
-            own = [[named.weights.get(name, 0.0) for name in columns]]
-            check = table.checked(np.array(own)) if columns else None
-            if check is None or not check.told or check.fitting():
-                return
-            raise contradiction(named, table.checked(sums).fitting() if tried else ())
-        check = table.checked(sums)
-        fitting = check.fitting() if check.told else []
-        if len(fitting) != 1:
-            raise question(columns, fitting, told=check.told, tried=tried)
-        self.terms = fitting[0]
-
-
-class _Table:
-    """The numbers of a completions table, step by step."""
-
-    def __init__(self, reader: TRLReader) -> None:
-        self.reader = reader
-        self.names: list[str] = []
-        self._steps: list[tuple[Any, list[Any], list[float], list[dict[str, float]]]] = []
-        self._kinds: dict[str, bool] = {}
-
-    def end_step(self) -> None:
-        self._steps.append((object(), [], [], []))
-
-    def add(self, row: Row) -> None:
-        fields = self.reader.fields
-        self.names = self.names or sorted(map(str, row))
-        terms = self.reader.terms
-        wanted = terms.weights if terms is not None else ()
-        numbers: dict[str, float] = {}
-        for name, value in {**fields.rest(row), **{name: row.get(name) for name in wanted}}.items():
-            if value is None or isinstance(value, (bool, int, float)):
-                numbers[name] = as_number(value, name)
-                self._kinds[name] = self._kinds.get(name, True) and abs(numbers[name]) != float("inf")
-            else:
-                self._kinds[name] = False
-        step = row.get(fields.of.get("policy_version", ""))
-        if not self._steps or self._steps[-1][0] != step:
-            self._steps.append((step, [], [], []))
-        _, prompts, advantages, values = self._steps[-1]
-        prompts.append(hash(repr(row.get(fields.of.get("prompt", "")))))
-        advantages.append(as_number(row.get(fields.of.get("advantage", "")), "advantage"))
-        values.append(numbers)
-
-    @property
-    def columns(self) -> list[str]:
-        """The columns of numbers that have a value anywhere."""
-        filled = {name for step in self._steps for row in step[3] for name, value in row.items() if value == value}
-        return [name for name, numeric in self._kinds.items() if numeric and name in filled]
-
-    def checked(self, weights: np.ndarray) -> AdvantageCheck:
-        columns = self.columns
-        check = AdvantageCheck(columns, weights)
-        for _, prompts, advantages, rows in self._steps:
-            if not rows:
-                continue
-            values = np.array([[row.get(name, float("nan")) for name in columns] for row in rows])
-            check.add(values.reshape(len(rows), len(columns)), prompts, np.array(advantages))
-        return check
+        return steps, columns
 
 
 class OpenInstructReader(FlatReader):

@@ -91,81 +91,66 @@ def _one(value: Any, name: str, per_token: bool) -> float:
     )
 
 
-@dataclass(slots=True)
-class AdvantageCheck:
-    """Finds out which sums of columns the advantages of a table follow from.
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The numbers of a table's rows of one step, which are whole groups in turn."""
 
-    The rows of a step are whole groups in turn. Their advantages follow from a reward if they are what GRPO makes of
-    it: the reward less the mean of its group, times one factor for the whole step (TRL's `scale_rewards` none and
-    batch) or over the group's own deviation (group), or the columns normalised in their groups and then summed
-    (`multi_objective_aggregation="normalize_then_sum"`). Groups in which a member has no reward tell nothing.
+    prompts: list[Any] = field(default_factory=list[Any])
+    """Rows in turn with equal ones are one group or several."""
+    advantages: list[float] = field(default_factory=list[float])
+    rows: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    """By column; NaN where a function gave nothing."""
+
+
+def explaining(steps: Sequence[Step], columns: Sequence[str], weights: Array) -> list[RewardTerms] | None:
+    """Return the sums of columns that the advantages of a table follow from, small ones first, equal ones once.
+
+    They follow from a reward if they are what GRPO makes of it: the reward less the mean of its group, times one factor
+    for the whole step (TRL's `scale_rewards` none and batch) or over the group's own deviation (group), or the columns
+    normalised in their groups and then summed (`multi_objective_aggregation="normalize_then_sum"`). Groups in which a
+    member has no reward tell nothing.
 
     Args:
-        columns: the columns that may be rewards, `k` of them.
+        steps: the table.
+        columns: those that may be rewards, `k` of them.
         weights: `[c, k]` the sums that are tried.
+
+    Returns:
+        None where no advantage tells anything: all are 0, or alone in their group.
     """
-
-    columns: Sequence[str]
-    weights: Array
-    told: bool = False
-    """Whether some advantage is not 0, so that the advantages tell something."""
-    _fits: npt.NDArray[np.bool_] = field(init=False)
-    _seen: npt.NDArray[np.bool_] = field(init=False)
-    _prints: Array = field(init=False)
-    _num_rows: int = 0
-
-    def __post_init__(self) -> None:
-        self._fits = np.ones((len(self.weights), 4), bool)
-        self._seen = np.zeros(len(self.weights), bool)
-        self._prints = np.zeros(len(self.weights))
-
-    def add(self, values: Array, prompts: Sequence[Any], advantages: Array) -> None:
-        """Add the rows of one step.
-
-        Args:
-            values: `[n, k]`, NaN where a function gave nothing.
-            prompts: `n` prompts; rows in turn with equal ones are one group or several.
-            advantages: `[n]`.
-        """
-        self.told |= bool(np.any(np.nan_to_num(advantages))) and _group_size(prompts) > 1
-        draws = np.random.default_rng(self._num_rows).standard_normal(len(values))
-        self._num_rows += len(values)
-        alive = np.flatnonzero(self._fits.any(axis=1))
+    sizes = [_group_size(step.prompts) for step in steps]
+    if not any(size > 1 and np.any(np.nan_to_num(s.advantages)) for s, size in zip(steps, sizes, strict=True)):
+        return None
+    fits = np.ones((len(weights), 4), bool)
+    seen = np.zeros(len(weights), bool)
+    prints = np.zeros(len(weights))
+    for number, (step, size) in enumerate(zip(steps, sizes, strict=True)):
+        alive = np.flatnonzero(fits.any(axis=1))
         if not len(alive):
-            return
-        weights = self.weights[alive]
-        rewards = _weighted(values, weights)
-        self._prints[alive] += np.nan_to_num(rewards, nan=1e3) @ draws
-        size = _group_size(prompts)
+            break
+        values = np.array([[row.get(name, math.nan) for name in columns] for row in step.rows])
+        rewards = _weighted(values, weights[alive])
+        prints[alive] += np.nan_to_num(rewards, nan=1e3) @ np.random.default_rng(number).standard_normal(len(values))
         if size < 2:
-            return
-        wanted = np.nan_to_num(advantages).reshape(-1, size)
+            continue
+        wanted = np.nan_to_num(step.advantages).reshape(-1, size)
         groups = rewards.reshape(len(rewards), -1, size)
         whole = ~np.any(np.isnan(groups), axis=-1)
-        self._seen[alive] |= np.any(whole & np.any(wanted, axis=-1), axis=-1)
-        centred = groups - _mean(groups)
-        deviation = _deviation(groups)
+        seen[alive] |= np.any(whole & np.any(wanted, axis=-1), axis=-1)
+        centred, deviation = groups - _mean(groups), _deviation(groups)
         each = values.T.reshape(values.shape[1], -1, size)
         each = (each - _mean(each)) / (_deviation(each) + _EPSILON)
-        summed = _weighted(each.reshape(len(each), -1).T, weights).reshape(groups.shape)
+        summed = _weighted(each.reshape(len(each), -1).T, weights[alive]).reshape(groups.shape)
         level = deviation <= _ROUNDING * np.maximum(np.abs(_mean(groups)), _EPSILON)
         plain = np.where(level, 0.0, centred / np.where(level, 1.0, deviation))
         shapes = (centred / (deviation + _EPSILON), plain, centred, summed)
         for place, shape in enumerate(shapes):
-            self._fits[alive, place] &= _proportional(wanted, shape, whole, shifted=shape is summed)
-
-    def fitting(self) -> list[RewardTerms]:
-        """Return the sums that all advantages follow from, small ones first, equal ones once.
-
-        All of them where no advantage tells anything.
-        """
-        found: dict[float, RewardTerms] = {}
-        fitting = self._fits.any(1) & (self._seen | (not self.told))
-        for weights, fits, mark in zip(self.weights, fitting, self._prints, strict=True):
-            if fits:
-                terms = {name: float(w) for name, w in zip(self.columns, weights, strict=True) if w}
-                found.setdefault(round(float(mark), 6), RewardTerms(terms))
-        return list(found.values())
+            fits[alive, place] &= _proportional(wanted, shape, whole, shifted=shape is summed)
+    found: dict[float, RewardTerms] = {}
+    for at in np.flatnonzero(fits.any(axis=1) & seen).tolist():
+        terms = {name: float(weight) for name, weight in zip(columns, weights[at], strict=True) if weight}
+        found.setdefault(round(float(prints[at]), 6), RewardTerms(terms))
+    return list(found.values())
 
 
 def weighted(scores: Array, weights: Array) -> Array:
@@ -188,12 +173,12 @@ def all_sums(num: int) -> Array:
     return made
 
 
-def question(columns: Iterable[str], fitting: Sequence[RewardTerms], *, told: bool, tried: bool) -> DefinitionError:
-    """Return the error that asks for the rewards of a table."""
+def question(columns: Iterable[str], fitting: Sequence[RewardTerms] | None, *, tried: bool) -> DefinitionError:
+    """Return the error that asks for the rewards of a table; `fitting` is what `explaining` found."""
     names = list(columns)
     if not tried:
         why = f"There are too many to infer them from its advantages (at most {MOST_COLUMNS})."
-    elif not told:
+    elif fitting is None:
         why = "It has no advantages to infer them from."
     elif fitting:
         some = [str(terms) for terms in fitting[:3]]
