@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,22 +27,33 @@ class FieldDifference:
     right: Any
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(slots=True)
 class StepDifference:
-    """One thing about the optimizer steps that differs."""
+    """One thing about the optimizer steps, and how it differs."""
 
     what: str
     """`batch`, `loss`, `reward` or `gradient norm`."""
-    first_step: int
-    num_steps: int
+    first_step: int = 0
+    num_steps: int = 0
     """Steps that differ in it."""
-    num_both: int
+    num_both: int = 0
     """Steps that both have taken."""
-    left: Any
+    left: Any = None
     """At the first step: the value; of a batch the number of trajectories."""
-    right: Any
-    largest: float
+    right: Any = None
+    largest: float = 0.0
     """The largest difference of two values, relative to the larger of the two; 0.0 of a batch."""
+
+    def note(self, step: int, left: Any, right: Any, *, differs: bool) -> None:
+        """Count a step."""
+        self.num_both += 1
+        if not differs:
+            return
+        if not self.num_steps:
+            self.first_step, self.left, self.right = step, left, right
+        self.num_steps += 1
+        if isinstance(left, float) and isinstance(right, float):
+            self.largest = max(self.largest, abs(left - right) / max(abs(left), abs(right)))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,15 +90,15 @@ def compare_steps(left: RunFolder, right: RunFolder) -> StepsDifference:
     Raises:
         DataError: a line is damaged.
     """
-    batch, taken = _Differing("batch"), min(left.metrics.last_step, right.metrics.last_step)
+    batch, taken = StepDifference("batch"), min(left.metrics.last_step, right.metrics.last_step)
     for step, mine, theirs in _joined(left.ledger, right.ledger):
         sizes = [None if row is None else len(row.get("row_ids", ())) for row in (mine, theirs)]
         if mine is not None and theirs is not None:
             batch.note(step, *sizes, differs=_batch(mine, theirs) != _batch(theirs, mine))
         elif step <= taken:  # both took the step, and one does not say with what
             batch.note(step, *sizes, differs=True)
-    found, batches = compare_figures(left, right), batch.result()
-    found.differences = sorted([*batches, *found.differences], key=lambda one: one.first_step)
+    found = compare_figures(left, right)
+    found.differences = _in_order([batch, *found.differences])
     return found
 
 
@@ -103,7 +114,7 @@ def compare_figures(left: RunFolder, right: RunFolder, *, without: Collection[st
         DataError: a line is damaged.
     """
     found = StepsDifference()
-    values = {name: _Differing(what) for name, what in STEP_VALUES.items() if name not in without}
+    values = {name: StepDifference(what) for name, what in STEP_VALUES.items() if name not in without}
     for step, mine, theirs in _joined(left.metrics, right.metrics):
         if mine is None:
             found.only_right = _extended(found.only_right, step)
@@ -113,8 +124,7 @@ def compare_figures(left: RunFolder, right: RunFolder, *, without: Collection[st
             found.num_both += 1
             for name, value in values.items():
                 value.note(step, mine.get(name), theirs.get(name), differs=mine.get(name) != theirs.get(name))
-    differing = [one for value in values.values() for one in value.result()]
-    found.differences = sorted(differing, key=lambda one: one.first_step)
+    found.differences = _in_order(values.values())
     return found
 
 
@@ -129,35 +139,9 @@ def compare_weights(left: RunFolder, right: RunFolder) -> tuple[int, bool] | Non
     return None
 
 
-class _Differing:
-    """Notes the first step at which one thing differs, and counts."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._first: tuple[int, Any, Any] | None = None
-        self._num = self._num_both = 0
-        self._largest = 0.0
-
-    def note(self, step: int, left: Any, right: Any, *, differs: bool) -> None:
-        self._num_both += 1
-        self._num += differs
-        if differs and self._first is None:
-            self._first = step, left, right
-        if differs and isinstance(left, float) and isinstance(right, float):
-            self._largest = max(self._largest, abs(left - right) / max(abs(left), abs(right)))
-
-    def result(self) -> Iterator[StepDifference]:
-        if self._first is not None:
-            step, left, right = self._first
-            yield StepDifference(
-                what=self._what,
-                first_step=step,
-                num_steps=self._num,
-                num_both=self._num_both,
-                left=left,
-                right=right,
-                largest=self._largest,
-            )
+def _in_order(found: Iterable[StepDifference]) -> list[StepDifference]:
+    """Return those that differ, by their first steps."""
+    return sorted((one for one in found if one.num_steps), key=lambda one: one.first_step)
 
 
 def _batch(row: Row, other: Row) -> Any:

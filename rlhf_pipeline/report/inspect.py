@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from rlhf_pipeline.config_text import name_of
 from rlhf_pipeline.data.rewards import RewardFunction
-from rlhf_pipeline.report.stored import Context, Stored
+from rlhf_pipeline.report.stored import Context, Ids, Stored
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.medium import Address
 from trajectory_store.fs import disk_bytes
@@ -55,22 +55,22 @@ class RolloutDisagreement:
     graded_again: float | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class RewardCheck:
     """Stored and recorded rewards against rewards graded again."""
 
     function: str
-    num_trajectories: int
-    num_different: int
+    num_trajectories: int = 0
+    num_different: int = 0
     """Trajectories whose stored reward differs from the function's now."""
-    num_failed_before: int
+    num_failed_before: int = 0
     """Trajectories whose call failed during the run and succeeds now; not counted as different."""
-    first_different: tuple[Disagreement, ...]
-    num_rollouts: int
+    first_different: list[Disagreement] = field(default_factory=list[Disagreement])
+    num_rollouts: int = 0
     """Rollouts that are whole in the store and have a line in `metrics.jsonl`."""
-    num_rollouts_different: int
-    first_rollouts_different: tuple[RolloutDisagreement, ...]
-    num_rollouts_partial: int
+    num_rollouts_different: int = 0
+    first_rollouts_different: list[RolloutDisagreement] = field(default_factory=list[RolloutDisagreement])
+    num_rollouts_partial: int = 0
     """Rollouts that are recorded but not whole in the store (dropped groups, evicted segments)."""
 
     @property
@@ -133,7 +133,7 @@ def inspect_store(
     """
     versions, lengths, groups = Tally(), Tally(), Tally(sums=2)
     rewarded = "task_reward" in stored.columns
-    regrade = Regrade(stored, reward) if reward is not None and rewarded else None
+    check = RewardCheck(function=name_of(reward)) if reward is not None and rewarded else None
     prompt_tokens, graded, total = 0, 0, 0.0
     reasons, first_failed = Counter[str](), None
     for rows in stored.blocks():
@@ -153,8 +153,8 @@ def inspect_store(
         if rewards is not None:
             known = rewards[np.isfinite(rewards)].astype(np.float64)
             graded, total = graded + len(known), total + float(known.sum())
-            if regrade is not None:
-                again = regrade.grade(rows, rewards.astype(np.float64))
+            if check is not None and reward is not None:
+                again = _grade(check, stored, reward, rows, rewards.astype(np.float64))
         if (numbers := stored.scalars("group_id", rows)) is not None:
             counts = np.isfinite(again)
             groups.add(numbers, np.where(counts, again, 0.0), counts)
@@ -163,7 +163,8 @@ def inspect_store(
     known_versions, _ = versions.found()
     group_ids, of_groups = groups.found()
     first_reward, last_reward = run.first_and_last_reward() if run is not None else (None, None)
-    check = regrade.checked(num, run, group_ids, of_groups) if regrade is not None else None
+    if check is not None and run is not None:
+        _check_curve(check, run, group_ids, of_groups)
     return Inspection(
         path=str(run.address if run is not None else stored.path),
         definition=run.config.definition if run is not None else None,
@@ -189,71 +190,36 @@ def inspect_store(
     )
 
 
-class Regrade:
-    """Grades stored trajectories again, block after block, and compares one by one; then per rollout.
+def _grade(check: RewardCheck, stored: Stored, reward: RewardFunction, ids: Ids, before: Floats) -> Floats:
+    """Grade some trajectories again, and note in the check how they differ from their stored rewards.
 
     Args:
+        check: filled in.
         stored: the open store.
         reward: the definition's reward function.
+        ids: of the trajectories, [n].
+        before: their stored rewards, [n]; NaN where the call failed.
+
+    Returns:
+        What the function says now, [n]; NaN where it failed now or then.
     """
-
-    def __init__(self, stored: Stored, reward: RewardFunction) -> None:
-        self._stored = stored
-        self._reward = reward
-        self._different = 0
-        self._failed_before = 0
-        self._examples: list[Disagreement] = []
-
-    def grade(self, ids: npt.NDArray[np.int64], before: Floats) -> Floats:
-        """Grade some trajectories again.
-
-        Args:
-            ids: their ids, [n].
-            before: their stored rewards, [n]; NaN where the call failed.
-
-        Returns:
-            What the function says now, [n]; NaN where it failed now or then.
-        """
-        texts = self._stored.texts("prompt", ids), self._stored.texts("completion", ids)
-        found, errors = grade_again(self._reward, *texts, self._stored.contexts(ids))
-        failed = np.isnan(before)
-        different = np.flatnonzero(~failed & ~np.isclose(found, before, rtol=TOLERANCE, atol=TOLERANCE))
-        self._different += len(different)
-        self._failed_before += int((failed & np.isfinite(found)).sum())
-        self._examples += [
-            Disagreement(
-                id=int(ids[place]),
-                stored=_or_none(float(before[place])),
-                graded_again=_or_none(float(found[place])),
-                error=errors.get(place),
-            )
-            for place in different[: _EXAMPLES - len(self._examples)].tolist()
-        ]
-        return np.where(failed, np.nan, found)
-
-    def checked(self, num: int, run: RunFolder | None, groups: npt.NDArray[np.int64], of_groups: Floats) -> RewardCheck:
-        """Return what was found in `num` trajectories, and whether the run's curve follows from them.
-
-        Args:
-            num: how many were graded again.
-            run: the run with its `metrics.jsonl`, or None to compare with the store only.
-            groups: the groups' ids, ascending, [G].
-            of_groups: of each its trajectories, the sum of their rewards now, and how many have one, [3, G].
-        """
-        whole, partial, num_wrong, wrong = 0, 0, 0, list[RolloutDisagreement]()
-        if run is not None and len(groups):
-            whole, partial, num_wrong, wrong = _check_curve(run, groups, of_groups)
-        return RewardCheck(
-            function=name_of(self._reward),
-            num_trajectories=num,
-            num_different=self._different,
-            num_failed_before=self._failed_before,
-            first_different=tuple(self._examples),
-            num_rollouts=whole,
-            num_rollouts_different=num_wrong,
-            first_rollouts_different=tuple(wrong),
-            num_rollouts_partial=partial,
+    texts = stored.texts("prompt", ids), stored.texts("completion", ids)
+    found, errors = grade_again(reward, *texts, stored.contexts(ids))
+    failed = np.isnan(before)
+    different = np.flatnonzero(~failed & ~np.isclose(found, before, rtol=TOLERANCE, atol=TOLERANCE))
+    check.num_trajectories += len(ids)
+    check.num_different += len(different)
+    check.num_failed_before += int((failed & np.isfinite(found)).sum())
+    check.first_different += [
+        Disagreement(
+            id=int(ids[place]),
+            stored=_or_none(float(before[place])),
+            graded_again=_or_none(float(found[place])),
+            error=errors.get(place),
         )
+        for place in different[: _EXAMPLES - len(check.first_different)].tolist()
+    ]
+    return np.where(failed, np.nan, found)
 
 
 def grade_again(
@@ -276,41 +242,40 @@ def grade_again(
     return again, errors
 
 
-def _check_curve(
-    run: RunFolder, groups: npt.NDArray[np.int64], of_groups: Floats
-) -> tuple[int, int, int, list[RolloutDisagreement]]:
+def _check_curve(check: RewardCheck, run: RunFolder, groups: Ids, of_groups: Floats) -> None:
     """Compare each rollout's mean with its line of `metrics.jsonl`; a group's id is its prompt's number in the run.
 
-    Returns:
-        How many rollouts are there whole and in part, how many differ, and the first of these.
+    Args:
+        check: filled in.
+        run: the run with its `metrics.jsonl`.
+        groups: the groups' ids, ascending, [G].
+        of_groups: of each its trajectories, the sum of their rewards now, and how many have one, [3, G].
     """
     collect = run.config.pipeline.get("collect", {})
     prompts, group_size = collect.get("prompts_per_rollout"), collect.get("group_size")
-    if not prompts or not group_size:
-        return 0, 0, 0, []
+    if not prompts or not group_size or not len(groups):
+        return
     numbers, (counts, sums, graded) = _reduced(groups // prompts, of_groups)
     with np.errstate(invalid="ignore"):
         means = sums / graded
-    whole, partial, num_wrong = 0, 0, 0
-    wrong: list[RolloutDisagreement] = []
     for row in run.metrics:
         rollout, recorded = row.get("rollout"), row.get("task_reward")
         if rollout is None or recorded is None:
             continue
         place = min(int(np.searchsorted(numbers, rollout)), len(numbers) - 1)
         if numbers[place] != rollout or counts[place] < prompts * group_size:
-            partial += 1
+            check.num_rollouts_partial += 1
             continue
-        whole += 1
+        check.num_rollouts += 1
         mean = float(means[place])
         if not abs(mean - recorded) <= TOLERANCE * max(1.0, abs(recorded)):
-            num_wrong += 1
-            if num_wrong <= _EXAMPLES:
-                now = _or_none(mean)
-                wrong.append(
-                    RolloutDisagreement(step=row["step"], rollout=rollout, recorded=recorded, graded_again=now)
+            check.num_rollouts_different += 1
+            if len(check.first_rollouts_different) < _EXAMPLES:
+                check.first_rollouts_different.append(
+                    RolloutDisagreement(
+                        step=row["step"], rollout=rollout, recorded=recorded, graded_again=_or_none(mean)
+                    )
                 )
-    return whole, partial, num_wrong, wrong
 
 
 class Tally:
@@ -334,7 +299,7 @@ class Tally:
         if sum(len(part) for part, _ in self._parts[1:]) > max(len(self._parts[0][0]) // 2, _MOST_APART):
             self.found()
 
-    def found(self) -> tuple[npt.NDArray[np.int64], Floats]:
+    def found(self) -> tuple[Ids, Floats]:
         """Return the numbers, ascending, [k], and of each how often it occurred and the sums, [1 + sums, k]."""
         if len(self._parts) > 1:
             numbers, values = zip(*self._parts, strict=True)
@@ -342,7 +307,7 @@ class Tally:
         return self._parts[0]
 
 
-def _reduced(numbers: npt.NDArray[Any], values: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
+def _reduced(numbers: npt.NDArray[Any], values: Floats) -> tuple[Ids, Floats]:
     """Return the distinct numbers, ascending, with the sums of their values, [s, n].
 
     `np.unique` does the first half and imports 10 ms of numpy.ma on the way.
@@ -355,7 +320,7 @@ def _reduced(numbers: npt.NDArray[Any], values: Floats) -> tuple[npt.NDArray[np.
     return numbers[first].astype(np.int64), np.array([np.add.reduceat(row[order], first) for row in values])
 
 
-def histogram(lengths: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> tuple[tuple[int, int, int], ...]:
+def histogram(lengths: Ids, counts: Ids) -> tuple[tuple[int, int, int], ...]:
     """Return at most eight buckets of equal width as `(least, greatest, how many)`.
 
     Args:
