@@ -20,7 +20,7 @@ import torch
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from trajectory_store import TrajectoryStore
+from trajectory_store.reads import StoreReads
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -31,13 +31,13 @@ class StoreView:
     """The rows that a strategy may choose from, with their scalars read when they are first needed.
 
     Attributes:
-        store: where the scalars are.
+        store: where the scalars are, now or as of a snapshot.
         ids: int64 `[n]`, row ids in the order of arrival.
         version: the learner's version; None takes the newest policy version in the view.
         uses: how often each row has been used, `[n]`; None reads the column `use_count`.
     """
 
-    store: TrajectoryStore
+    store: StoreReads
     ids: Ints
     version: int | None = None
     uses: Ints | None = None

@@ -38,7 +38,8 @@ from rlhf_pipeline.data.keys import (
 )
 from rlhf_pipeline.data.trajectories import Flat, jagged, last_position, plant, text_stack, unchecked_tree
 from rlhf_pipeline.replay.trajectory_schema import INTERNAL
-from trajectory_store import BufferPool, Schema, TrajectoryStore
+from trajectory_store import BufferPool, Schema
+from trajectory_store.reads import StoreReads
 
 _INT64, _FLOAT = np.dtype(np.int64), np.dtype(np.float32)
 _GAPS: tuple[Key, ...] = (ASSISTANT_MASK, NUM_PROMPT_TOKENS)
@@ -75,13 +76,13 @@ def columns_for(schema: Schema, keys: tuple[Key, ...] | None, *, text: bool) -> 
     return found
 
 
-def padded_batch(store: TrajectoryStore, ids: np.ndarray, **options: Any) -> TensorDict:
+def padded_batch(store: StoreReads, ids: np.ndarray, **options: Any) -> TensorDict:
     """Read rows into one TensorDict `[B]`, right padded; `options` as of `padded_columns`, and text comes as stacks."""
     return nest(padded_columns(store, ids, **options), len(ids))
 
 
 def padded_columns(
-    store: TrajectoryStore,
+    store: StoreReads,
     ids: np.ndarray,
     *,
     keys: Sequence[Key] | None = None,
@@ -138,7 +139,7 @@ def padded_columns(
     return out
 
 
-def scalar_batch(store: TrajectoryStore, ids: np.ndarray, *, text: bool = False) -> TensorDict:
+def scalar_batch(store: StoreReads, ids: np.ndarray, *, text: bool = False) -> TensorDict:
     """Only what is one value per row, `[B]`: cheap for whole stores."""
     flat: dict[Key, Any] = {ROW_ID: np.array(ids, dtype=np.int64)}
     for column in store.schema:
@@ -155,7 +156,7 @@ def scalar_batch(store: TrajectoryStore, ids: np.ndarray, *, text: bool = False)
     return nest(flat, len(ids))
 
 
-def single(store: TrajectoryStore, row_id: int) -> TensorDict:
+def single(store: StoreReads, row_id: int) -> TensorDict:
     """One trajectory with an empty batch size, not padded, with its text."""
     out: Any = padded_batch(store, np.array([row_id]))[0]
     names = [column.name for column in store.schema if column.is_text]
@@ -285,7 +286,7 @@ def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], p
 
 
 def jagged_batch(
-    store: TrajectoryStore, ids: np.ndarray, *, keys: Sequence[Key] | None = None, text: bool = False
+    store: StoreReads, ids: np.ndarray, *, keys: Sequence[Key] | None = None, text: bool = False
 ) -> TensorDict:
     """Read rows into one TensorDict `[B]` whose token columns are jagged `[B, j]`.
 

@@ -424,16 +424,17 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
 
         Args:
             version: the learner's version.
-            at: a snapshot of the store, or a watermark (enough where one process writes); None is now.
+            at: a snapshot of the store, whose values count as well; or a watermark, of which the rows are those of then
+                (where one process writes) and the values those of now; None is now.
             start: leave out rows that arrived before this watermark.
             uses: row ids that count as used, once for each time they are named (a ledger); None reads `use_count`.
 
         Raises:
             DataError: if the store has not reached the watermark, or has dropped rows that were there then.
         """
-        store = self.store
+        store, values = self.store, self.store
         if isinstance(at, Snapshot):
-            wanted, ids = at.watermark, store.ids(at)
+            wanted, ids, values = at.watermark, store.ids(at), store.as_of(at)
             if wanted > store.watermark:
                 self.refresh()
                 ids = store.ids(at)
@@ -456,9 +457,9 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
                 f"{store.path} since, so it cannot be drawn again; raise max_size to keep more."
             )
         ids = np.asarray(ids[max(len(ids) - expected, 0) :])
-        ready = self.trajectories.ready(ids)
+        ready = self.trajectories.ready(ids, None if values is store else values)
         ids = ids if ready is None else ids[ready]
-        return StoreView(store, ids, version=version, uses=None if uses is None else _count(ids, uses))
+        return StoreView(values, ids, version=version, uses=None if uses is None else _count(ids, uses))
 
     def select_step(
         self,
@@ -470,9 +471,18 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         **view: Any,
     ) -> Ints:
         """The row ids of an optimizer step, int64; see `sample_step`."""
+        return self._drawn(self.view(**view), step, batch_size, strategy, seed)
+
+    def _drawn(
+        self,
+        rows: StoreView,
+        step: int,
+        batch_size: int | None,
+        strategy: str | TrajectorySampler | None,
+        seed: int | None,
+    ) -> Ints:
         chosen = strategy if strategy is not None else self._sampler
         sampler = as_sampler(chosen) if isinstance(chosen, (str, TrajectorySampler)) else as_sampler("uniform")
-        rows = self.view(**view)
         size = self._batch_size if batch_size is None else batch_size
         return rows.ids[sampler.select(rows, size, seed=self.seed if seed is None else seed, step=step)]
 
@@ -491,7 +501,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         """The batch of an optimizer step: a pure function of the rows there are, the seed and the step.
 
         No cursor moves and nothing is remembered, so the same call gives the same batch again, in another process
-        too, as long as `at` names the same rows and `uses` the same ledger (without `uses` the store's `use_count`
+        too, as long as `at` is the same snapshot. With a watermark only the rows are those of then: their values are
+        those of now, and so is which rows wait for their group (name the ledger in `uses`, else the store's `use_count`
         decides, which `mark_used` changes).
 
         Args:
@@ -509,15 +520,19 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
 
         Raises:
             DataError: if nothing may be drawn, or the store has not reached the watermark.
+            SnapshotGoneError: if the values of then were folded into later ones.
         """
-        ids = self.select_step(step, batch_size, strategy=strategy, seed=seed, **view)
+        rows = self.view(**view)
+        ids = self._drawn(rows, step, batch_size, strategy, seed)
         if not len(ids):
             raise DataError(
                 f"no trajectory of the store at {self.store.path} may be drawn for step {step} "
                 f"({', '.join(f'{k}={v!r}' for k, v in view.items() if k != 'uses') or 'no limits given'}): widen the "
                 "limits of the strategy, or collect more."
             )
-        return self.read(ids, keys=keys, text=text, layout=layout)
+        return self._to_device(
+            self.trajectories.read(row_ids=ids, keys=keys, text=text, layout=layout, then=rows.store)
+        )
 
     def read(
         self,

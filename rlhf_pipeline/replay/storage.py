@@ -21,6 +21,7 @@ from rlhf_pipeline.data.keys import (
     CREATED_AT,
     KL_COEF,
     KL_PENALTY,
+    LEFT_OUT,
     LOSS_WEIGHT,
     NUM_PROMPT_TOKENS,
     RETURN,
@@ -75,6 +76,7 @@ from trajectory_store import (
     StoreNotFoundError,
     TrajectoryStore,
 )
+from trajectory_store.reads import StoreReads
 
 Layout = Literal["padded", "jagged"]
 Index = int | slice | Sequence[int] | np.ndarray | torch.Tensor | range | tuple[Any, ...]
@@ -252,8 +254,16 @@ class TrajectoryStorage(Storage):
         """int64: the ids of the rows that wait for the rest of their group."""
         return self._slots.waits
 
-    def ready(self, row_ids: np.ndarray) -> np.ndarray | None:
-        """Bool `[n]`: which rows neither wait for their group nor were left out of it; None where all may be drawn."""
+    def ready(self, row_ids: np.ndarray, then: StoreReads | None = None) -> np.ndarray | None:
+        """Bool `[n]`: which rows neither wait for their group nor were left out of it; None where all may be drawn.
+
+        Args:
+            row_ids: int64 `[n]`.
+            then: says it as of a snapshot; None is now.
+        """
+        if then is not None:
+            waiting = then.read_scalars(WAITING.name, row_ids) if WAITING.name in then.schema else np.full(1, -1)
+            return np.broadcast_to((waiting == -1) | (waiting < LEFT_OUT), row_ids.shape)
         aside = self._slots.aside
         return ~np.isin(row_ids, aside) if len(aside) else None
 
@@ -295,6 +305,7 @@ class TrajectoryStorage(Storage):
         keys: Sequence[Key] | None = None,
         text: bool | None = None,
         layout: Layout | None = None,
+        then: StoreReads | None = None,
     ) -> TensorDict:
         """Read a batch.
 
@@ -304,6 +315,7 @@ class TrajectoryStorage(Storage):
             keys: TensorDict keys or column names; None reads all numbers.
             text: whether to read text; None as the storage was made.
             layout: `padded` or `jagged`; None as the storage was made.
+            then: the store as of a snapshot (`store.as_of(snapshot)`); None is now.
 
         Returns:
             A TensorDict `[B]`, see `padded_batch` and `jagged_batch` in `rlhf_pipeline.replay.batches`.
@@ -317,10 +329,11 @@ class TrajectoryStorage(Storage):
         text = self.text if text is None else text
         layout = self.layout if layout is None else layout
         _check_layout(layout)
+        store = self.store if then is None else then
         if layout == "jagged":
-            return jagged_batch(self.store, ids, keys=keys, text=text)
+            return jagged_batch(store, ids, keys=keys, text=text)
         return padded_batch(
-            self.store, ids, keys=keys, text=text, pad_to_multiple_of=self.pad_to_multiple_of, pool=self._pool
+            store, ids, keys=keys, text=text, pad_to_multiple_of=self.pad_to_multiple_of, pool=self._pool
         )
 
     def columns(self, row_ids: np.ndarray, keys: Sequence[Key]) -> dict[Key, Any]:

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import textwrap
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from torchrl.envs.transforms import Compose, Transform
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
-from rlhf_pipeline.replay.samplers import FreshSampler, UniformSampler
+from rlhf_pipeline.replay.samplers import FreshSampler, PrioritySampler, UniformSampler
 from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
@@ -257,6 +258,12 @@ def test_seeded_samples(make_buffer, make_rows):
     assert len(make_buffer(name="a").sample(50)) == 50
 
 
+def assert_same(found, wanted):
+    assert set(found.keys(True, True)) == set(wanted.keys(True, True))
+    for key in wanted.keys(True, True):
+        torch.testing.assert_close(found[key], wanted[key], rtol=0, atol=0, equal_nan=True)
+
+
 def test_sample_step_is_pure(make_buffer, make_rows):
     """The same call gives the same rows, whatever was drawn or written in between."""
     rb = make_buffer(seed=7)
@@ -267,11 +274,24 @@ def test_sample_step_is_pure(make_buffer, make_rows):
     rb.sample(2)
     rb.sample_step(4, 4)
     for at in (mark, snapshot):
-        again = rb.sample_step(3, 4, at=at)
-        for key in first.keys(True, True):
-            torch.testing.assert_close(again[key], first[key], rtol=0, atol=0, equal_nan=True)
+        assert_same(rb.sample_step(3, 4, at=at), first)
     assert set(rb.select_step(0, 16).tolist()) == set(rb.store.ids().tolist())
     assert rb.view(start=mark).column("group_id").tolist() == [50, 50, 51, 51, 52, 52, 53, 53]
+
+
+def test_a_snapshot_draws_with_the_values_of_then(make_buffer, make_rows):
+    """What was used, weighed or completed since does not count: the batch is the same, value by value."""
+    rb = make_buffer(MCAdvantage(2), seed=7)
+    rows = make_rows([4] * 8)
+    rb.extend(lazy_stack(rows[:7]))  # the last one waits
+    draw = partial(rb.sample_step, 3, strategy=PrioritySampler(max_uses=1))
+    at = rb.store.snapshot()
+    first = draw(at=at)
+    rb.extend(lazy_stack(rows[7:]))
+    rb.update_priority([0, 1], [4.0, 5.0])
+    rb.mark_used(rb.select_step(0, 1))
+    assert first.shape == (6,) != draw().shape
+    assert_same(draw(at=at), first)
 
 
 @pytest.mark.slow
