@@ -16,7 +16,8 @@ class SlotMap:
     Rows are never overwritten: a slot that is written again means a newer row. Every process that reads the store
     derives the same map, as it follows from the order of arrival, except for rows written to a slot on purpose
     (`storage[3] = td`), whose slot is a column. A row that waits for its group has no slot; it gets the next one when
-    the group is complete, and the column `waiting` says in which turn that was.
+    the group is complete, and the column `waiting` says in which turn that was. In a store that lets old rows go, rows
+    without a slot take the room of others; the slots of those close up, and a process that opens it numbers them anew.
 
     Args:
         max_size: slots of the ring.
@@ -32,6 +33,9 @@ class SlotMap:
         self._newest = -1
         self._waits = np.empty(0, np.int64)
         self._left = np.empty(0, np.int64)
+        self._before = 0
+        self._chosen = self._had_aside = False
+        """Whether rows were written to slots on purpose, and whether there ever were rows without a slot."""
 
     def __len__(self) -> int:
         return self._size
@@ -59,7 +63,7 @@ class SlotMap:
     @property
     def turn(self) -> int:
         """How many rows have come in turn."""
-        return self._count
+        return self._before + self._count
 
     @property
     def next_slot(self) -> int:
@@ -72,10 +76,42 @@ class SlotMap:
         slots = np.arange(first, first + n, dtype=np.int64)
         return slots if first + n <= self.max_size else slots % self.max_size
 
+    def of(self, ids: np.ndarray) -> np.ndarray:
+        """The slots of some rows, as far as they have one."""
+        order = np.argsort(self.rows)
+        return order[np.searchsorted(self.rows, ids[np.isin(ids, self.rows)], sorter=order)]
+
     def clear(self) -> None:
         """Forget the rows that are there now; later ones start again at slot 0."""
         self._floor = self._mark
         self._size = self._count = 0
+
+    def let_go(self, store: TrajectoryStore) -> bool:
+        """Take the slots of rows that have left the store, so that there is a row in each; returns whether any had.
+
+        Rows leave in the order of arrival, which is not that of the slots where some have waited.
+        """
+        num = len(store)
+        counts = self.max_size == UNBOUNDED or not (self._chosen or self._had_aside)
+        if num == store.watermark or (counts and self._size + len(self.aside) <= num):
+            return False
+        ids = store.ids()
+        self._left = self._left[np.isin(self._left, ids)]
+        empty = np.flatnonzero(~np.isin(self.rows, ids))
+        if not len(empty):
+            return False
+        if not self._chosen:  # rows that are there gave way to newer ones, while older ones kept their slots
+            ids = ids[max(self._floor - (store.watermark - num), 0) :]
+            others = ids[~np.isin(ids, np.concatenate([self.rows, self.aside]))]
+            num = min(len(others), len(empty))
+            self._rows[empty[:num]] = others[len(others) - num :]
+            empty = empty[num:]
+        if len(empty):
+            size = self._size - len(empty)
+            self._rows[empty[empty < size]] = self._rows[np.setdiff1d(np.arange(size, self._size), empty)]
+            self._before += self._count - size
+            self._size = self._count = size
+        return True
 
     def sync(self, store: TrajectoryStore) -> None:
         """Take in the rows that the store has shown since the last call."""
@@ -90,11 +126,13 @@ class SlotMap:
             # Another writer's earlier commit came to light, or more rows came than the store keeps: start over.
             hidden = mark - len(ids)
             known = max(self._floor - hidden, 0)
-            self._size, self._count = 0, max(hidden - self._floor, 0)
+            self._size, self._before = 0, 0
+            self._count = 0 if self.max_size == UNBOUNDED else max(hidden - self._floor, 0)
             self._waits = self._left = np.empty(0, np.int64)
         self._take(store, np.asarray(ids[known:]))
         self._mark = mark
         self._newest = int(ids[-1]) if len(ids) else -1
+        self.let_go(store)
 
     def push(self, ids: np.ndarray, slots: np.ndarray, in_turn: bool, mark: int) -> bool:
         """Take in rows that this process just appended; False if others came in between and `sync` must look.
@@ -110,9 +148,10 @@ class SlotMap:
         self._mark, self._newest = mark, int(ids[-1])
         n, size = len(slots), self._size
         if n < len(ids):
-            self._waits = np.concatenate([self._waits, ids[n:]])
+            self._waits, self._had_aside = np.concatenate([self._waits, ids[n:]]), True
             ids = ids[:n]
         self._count += n if in_turn else 0
+        self._chosen |= not in_turn
         if in_turn and n and slots[0] == size and slots[-1] == size + n - 1 and size + n <= len(self._rows):
             self._rows[size : size + n] = ids
             self._size = size + n
@@ -145,6 +184,7 @@ class SlotMap:
             self._waits, later, turns = before[now >= 0], before[now < -2], -3 - now[now < -2]
             self._left = np.concatenate([self._left, before[now == -2]])
         if waiting.size and (waiting != -1).any():
+            self._had_aside = True
             self._waits = np.concatenate([self._waits, ids[waiting >= 0]])
             self._left = np.concatenate([self._left, ids[waiting == -2]])
             later = np.concatenate([later, ids[waiting < -2]])
@@ -153,11 +193,12 @@ class SlotMap:
         del waiting  # of a long run each of these is tens of megabytes
         in_turn = slots < 0
         n = int(in_turn.sum())
+        self._chosen |= n < len(slots)
         if len(later):
             # Those that came later stand where their turn was; the others fill the places between.
             order = np.lexsort((later, turns))
             count = np.arange(len(later))
-            at = np.maximum.accumulate(turns[order] - self._count - count).clip(0, n) + count
+            at = np.maximum.accumulate(turns[order] - self.turn - count).clip(0, n) + count
             places = self.expected(n + len(later))
             others = np.ones(len(places), bool)
             others[at] = False

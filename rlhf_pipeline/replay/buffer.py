@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter, Writer
 from torchrl.envs.transforms import Compose, Transform
 
-from rlhf_pipeline.data.keys import TRAJECTORY_ID, WAITING, Key
+from rlhf_pipeline.data.keys import ROW_ID, TRAJECTORY_ID, WAITING, Key
 from rlhf_pipeline.data.trajectories import (
     Flat,
     Trajectories,
@@ -390,14 +390,18 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Take the priorities of a sampled batch from its `priority_key` (`td_error`), the largest of each trajectory.
 
+        Trajectories that have left the store since are passed over, whoever has their slots now.
+
         Raises:
-            MissingKeyError: the batch has no such key, or no `index`.
+            MissingKeyError: the batch has no such key, or no `row_id`.
         """
-        value, index = data.get(self.priority_key, None), data.get("index", None)
-        if value is None or index is None:
-            key = "index" if index is None else self.priority_key
+        value, rows = data.get(self.priority_key, None), data.get(ROW_ID, None)
+        if value is None or rows is None:
+            key = ROW_ID if rows is None else self.priority_key
             raise MissingKeyError(f"the batch has no {key!r}; sample it from the buffer and set {self.priority_key!r}.")
-        self.update_priority(index.reshape(-1), value.reshape(index.numel(), -1).amax(1))
+        ids = rows.reshape(-1).cpu().numpy()
+        there = np.isin(ids, self.store.ids())
+        self.trajectories.prioritize(ids[there], value.reshape(len(ids), -1).amax(1)[torch.from_numpy(there)])
 
     def refresh(self) -> int:
         """Take in what other processes wrote; returns the watermark."""

@@ -164,6 +164,8 @@ class TrajectoryStorage(Storage):
             path = path_or_store if "://" in str(path_or_store) else Path(path_or_store)
             self.store = _open(path, max_size, backend, durability, schema, extra_columns(extra), mode)
         _check_columns(self.store, [*(schema or ()), *extra_columns(extra)])
+        if self.store.max_trajectories is not None:
+            self.max_size = min(self.max_size, self.store.max_trajectories)
         self.durability = durability
         self.mode = mode
         self.text = text
@@ -212,8 +214,8 @@ class TrajectoryStorage(Storage):
         n, rows = append_data(data, self.store.schema)
         waiting = rows.get(WAITING.name)
         slots = self._slots.expected(n if waiting is None else int(np.count_nonzero(np.asarray(waiting) < 0)))
-        if n:
-            self._append(rows, slots, in_turn=True)
+        if n and self._append(rows, slots, in_turn=True):
+            slots = self._slots.of(self.appended[: len(slots)])
         if len(slots):
             self._set_last_cursor(int(slots[-1]))
         return slots
@@ -244,7 +246,8 @@ class TrajectoryStorage(Storage):
             columns[WAITING.name] = -3 - self._slots.turn - np.arange(len(rows))
         self.update(rows, **columns)
         if later.complete:
-            return self._slots.complete(rows)
+            slots = self._slots.complete(rows)
+            return self._slots.of(rows) if self._slots.let_go(self.store) else slots
         if WAITING.name in columns:
             self._slots.leave_out(rows)
         return np.empty(0, np.int64)
@@ -267,7 +270,8 @@ class TrajectoryStorage(Storage):
         aside = self._slots.aside
         return ~np.isin(row_ids, aside) if len(aside) else None
 
-    def _append(self, rows: dict[str, Any], slots: np.ndarray, *, in_turn: bool) -> None:
+    def _append(self, rows: dict[str, Any], slots: np.ndarray, *, in_turn: bool) -> bool:
+        """Append rows; returns whether slots have changed that were not asked for."""
         if not in_turn:
             if SLOT not in self.store.schema:
                 raise DataError(
@@ -276,9 +280,13 @@ class TrajectoryStorage(Storage):
                 )
             rows[SLOT] = slots
         self.appended = np.asarray(self.store.append(rows))
-        if not self._slots.push(self.appended, slots, in_turn, self.store.watermark):
+        if self._slots.push(self.appended, slots, in_turn, self.store.watermark):
+            moved = self._slots.let_go(self.store)
+        else:
             self._slots.sync(self.store)
+            moved = True
         self._bump_mutation_revision()
+        return moved
 
     def get(self, index: Any) -> Any:
         """Read trajectories.
@@ -368,10 +376,13 @@ class TrajectoryStorage(Storage):
         Raises:
             DataError: a priority is negative or not finite, or they are not as many as the slots.
         """
-        ids = self.row_ids(index)
+        self.prioritize(self.row_ids(index), priority)
+
+    def prioritize(self, ids: np.ndarray, priority: Any) -> None:
+        """The same by the ids of the rows."""
         values = torch.as_tensor(priority, dtype=torch.float32).detach().cpu().reshape(-1)
         if values.numel() not in (1, len(ids)):
-            raise DataError(f"{values.numel()} priorities do not fit {len(ids)} slots; give one each, or one for all")
+            raise DataError(f"{values.numel()} priorities do not fit {len(ids)} rows; give one each, or one for all")
         if not bool((values.isfinite() & (values >= 0)).all()):
             raise DataError(f"a priority must be finite and not negative; got {values[:8].tolist()}")
         self.update(ids, priority=values.expand(len(ids)))

@@ -94,6 +94,11 @@ class StoreReads:
         """The columns of the store, as of the last `refresh`."""
         return self._catalog.state.schema
 
+    @property
+    def max_trajectories(self) -> int | None:
+        """How many of the newest trajectories are kept; None for all."""
+        return self._root.max_trajectories
+
     # Following
 
     def refresh(self) -> int:

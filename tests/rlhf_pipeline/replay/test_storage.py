@@ -10,9 +10,11 @@ from tensordict import TensorDict, lazy_stack
 
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
+from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.replay.storage import TrajectoryStorage, append_data
 from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from trajectory_store import Column, RaggedArray, Schema, StoreError, TrajectoryStore
 
 
@@ -255,6 +257,34 @@ def test_ring(tmp_path, make_rows):
     assert other[:][keys.TRAJECTORY_ID].tolist() == ring[:][keys.TRAJECTORY_ID].tolist()
     ring.close()
     other.close()
+
+
+@pytest.mark.parametrize("zero_variance", ["keep", "mark", "drop"])
+def test_a_ring_in_which_groups_wait_has_a_row_in_each_slot(tmp_path, make_rows, zero_variance):
+    """Slots mean the rows that the store has and that may be drawn: where they are written, followed and opened."""
+    size, draw = 12, np.random.default_rng(0)
+    storage = TrajectoryStorage(tmp_path / "store", max_size=size)
+    rb = TrajectoryReplayBuffer(storage=storage, transform=MCAdvantage(2, zero_variance=zero_variance), batch_size=4)
+    follower = TrajectoryStorage(tmp_path / "store", mode="r")
+    rows = make_rows([3] * 120, rewards=[float(i % 3 > 0) for i in range(120)])
+    order = np.argsort(np.arange(len(rows)) + 12 * draw.random(len(rows)), kind="stable")
+    for number, some in enumerate(np.array_split(order, 70)):
+        slots = rb.extend(lazy_stack([rows[i] for i in some]))
+        if number % 20 == 0:
+            rb.store.compact()  # what the ring let go of leaves the disk
+        follower.refresh()
+        fresh = TrajectoryStorage(tmp_path / "store", mode="r")
+        drawable = rb.view().ids
+        for one in (storage, follower, fresh):
+            assert one.max_size == size
+            assert sorted(one.row_ids().tolist()) == sorted(drawable.tolist())
+        fresh.close()
+        assert set(storage.row_ids(slots.reshape(-1)).tolist()) <= set(drawable.tolist())
+        if len(rb):
+            rb.sample()
+    assert rb.store.watermark > len(rb.store) == size
+    for one in (storage, follower):
+        one.close()
 
 
 def test_writing_to_a_slot_replaces_it(storage, make_rows, tmp_path):

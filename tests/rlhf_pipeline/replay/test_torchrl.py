@@ -523,3 +523,15 @@ def test_priorities_are_a_column(make, sampler):
     assert TrajectoryStorage(rb.storage.store.path, mode="r")[:]["priority"].tolist()[2:4] == [4.0, 3.0]
     with pytest.raises(KeyError, match="td_error"):
         rb.update_tensordict_priority(batch.exclude("td_error"))
+
+
+def test_priorities_go_to_the_trajectories_that_were_sampled(tmp_path, make_rows):
+    """A ring has given their slots to others in between: those keep their own."""
+    rb = TrajectoryReplayBuffer(storage=TrajectoryStorage(tmp_path / "ring", max_size=4), batch_size=4)
+    rb.extend(lazy_stack(make_rows([4] * 4)))
+    batch = rb.read(rb.storage.row_ids([0, 3]))
+    batch["index"], batch["td_error"] = torch.tensor([0, 3]), torch.tensor([7.0, 8.0])
+    rb.extend(lazy_stack(make_rows([4] * 2, first_group=9)))
+    rb.update_tensordict_priority(batch)
+    assert rb[:]["priority"].tolist() == [1.0, 1.0, 1.0, 8.0]
+    rb.storage.close()
