@@ -23,6 +23,7 @@ from trajectory_store.errors import CorruptionError, ReadFailedError, SchemaErro
 
 log = logging.getLogger("trajectory_store")
 R = TypeVar("R")
+T = TypeVar("T")
 
 PATIENCE: Final = "TRAJECTORY_STORE_PATIENCE_S"
 """The environment variable with the seconds for which a request that fails is repeated."""
@@ -139,12 +140,38 @@ class Bucket(ABC):
         """Put an object under a key that nobody else uses."""
 
     @abstractmethod
+    def _get(self, key: str) -> bytes:
+        """Get an object; FileNotFoundError where there is none, Transient where another try may help."""
+
+    @abstractmethod
+    def _tail(self, key: str, size: int) -> tuple[bytes, int]:
+        """Get so many bytes from the end of an object, and its whole size; raises the same."""
+
+    def _each(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """Several requests."""
+        return [call(item) for item in items]
+
+    def _again(self, call: Callable[[], R], what: str) -> R:
+        """A request that changes nothing, and is repeated where that may help."""
+        return call()
+
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Get objects at the same time; None for those that are not there."""
 
-    @abstractmethod
+        def one(key: str) -> bytes | None:
+            with suppress(*_ABSENT):
+                return self._again(lambda: self._get(key), f"reading {key}")
+
+        return self._each(one, keys)
+
     def tails(self, keys: Sequence[str], sizes: Sequence[int]) -> list[tuple[bytes, int] | None]:
         """Of each object so many bytes from its end and its whole size; None for those that are not there."""
+
+        def one(of: tuple[str, int]) -> tuple[bytes, int] | None:
+            with suppress(*_ABSENT):
+                return self._again(lambda: self._tail(*of), f"reading {of[0]}")
+
+        return self._each(one, list(zip(keys, sizes, strict=True)))
 
     @abstractmethod
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -159,8 +186,8 @@ class Bucket(ABC):
         """The keys that begin with `prefix` and sort behind `after`, sorted."""
 
     def keys_of(self, prefixes: Sequence[str]) -> list[list[str]]:
-        """List several prefixes."""
-        return [self.keys(prefix) for prefix in prefixes]
+        """List several prefixes at the same time."""
+        return self._each(self.keys, prefixes)
 
     @abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
@@ -278,10 +305,6 @@ class FolderBucket(Bucket):
         if self.durable:
             fs.sync_path(folder.parent)
 
-    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Read files."""
-        return [self._read(key) for key in keys]
-
     def sync(self, key: str) -> None:
         """Sync a file, or a folder with all that is in it, and its name."""
         path = self.root / key
@@ -296,27 +319,18 @@ class FolderBucket(Bucket):
         """Whether the folder is empty or not there."""
         return not self.root.exists() or (self.root.is_dir() and not os.listdir(self.root))
 
-    def _read(self, key: str) -> bytes | None:
+    def _get(self, key: str) -> bytes:
+        with self._opened(key) as fd:
+            return fs.read_all(fd)
+
+    def _tail(self, key: str, size: int) -> tuple[bytes, int]:
         try:
             with self._opened(key) as fd:
-                return fs.read_all(fd)
-        except _ABSENT:
-            return None
-
-    def tails(self, keys: Sequence[str], sizes: Sequence[int]) -> list[tuple[bytes, int] | None]:
-        """Read the ends of files."""
-        out: list[tuple[bytes, int] | None] = []
-        for key, size in zip(keys, sizes, strict=True):
-            try:
-                with self._opened(key) as fd:
-                    whole = os.fstat(fd).st_size
-                    size = min(size, whole)
-                    out.append((os.pread(fd, size, whole - size), whole))
-            except _ABSENT:
-                out.append(None)
-            except CorruptionError:  # a link or a pipe holds nothing of this store
-                out.append((b"", 0))
-        return out
+                whole = os.fstat(fd).st_size
+                size = min(size, whole)
+                return os.pread(fd, size, whole - size), whole
+        except CorruptionError:  # a link or a pipe holds nothing of this store
+            return b"", 0
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """Read parts of a file."""

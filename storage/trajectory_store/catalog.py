@@ -321,7 +321,7 @@ class Catalog:
 
     def _add(self, entry: Entry, segment: Segment, homes: Int64Array) -> None:
         self._known[entry.ordinal] = entry
-        self.newest_ns = max(self.newest_ns, segment.newest_ns())
+        self.newest_ns = max(self.newest_ns, segment.newest_ns)
         if entry.kind == "update":
             self.updates[entry.ordinal] = segment
             return
@@ -355,7 +355,7 @@ class Catalog:
     def _grew(self, segment: Segment) -> None:
         if segment.ordinal in self.segments and not segment.meta.merged:
             self._homes[segment.ordinal, _ROWS] = segment.rows
-        self.newest_ns = max(self.newest_ns, segment.newest_ns())
+        self.newest_ns = max(self.newest_ns, segment.newest_ns)
         self.generation += 1
 
     def _note(self, problem: str) -> None:

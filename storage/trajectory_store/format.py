@@ -13,7 +13,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -132,14 +132,14 @@ class SegmentMeta:
         salt: random, in every record and in the catalog, so nothing else is taken for this segment.
     """
 
-    schema: Schema
-    rows_cap: int
-    elems_cap: Mapping[str, int]
     kind: Kind = "rows"
     merged: bool = False
+    salt: int = field(default_factory=lambda: fs.random_salt())
+    rows_cap: int
+    elems_cap: Mapping[str, int]
+    schema: Schema
     durability: str = "process"
     preallocated: bool = False
-    salt: int = field(default_factory=lambda: fs.random_salt())
     writer: str = field(default_factory=lambda: f"{os.getpid()}@{os.uname().nodename}")
     boot_id: str = field(default_factory=fs.boot_id)
     created_ns: int = field(default_factory=time.time_ns)
@@ -175,22 +175,9 @@ class SegmentMeta:
 
     def to_attributes(self) -> dict[str, Any]:
         """The attributes of the segment's group."""
-        return {
-            "format": FORMAT_NAME,
-            "version": FORMAT_VERSION,
-            "role": "segment",
-            "kind": self.kind,
-            "merged": self.merged,
-            "salt": self.salt,
-            "rows_cap": self.rows_cap,
-            "elems_cap": dict(self.elems_cap),
-            "schema": self.schema.to_json(),
-            "durability": self.durability,
-            "preallocated": self.preallocated,
-            "writer": self.writer,
-            "boot_id": self.boot_id,
-            "created_ns": self.created_ns,
-        }
+        known = {f.name: getattr(self, f.name) for f in fields(self)}
+        known |= {"elems_cap": dict(self.elems_cap), "schema": self.schema.to_json()}
+        return {"format": FORMAT_NAME, "version": FORMAT_VERSION, "role": "segment", **known}
 
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, Any], where: str) -> SegmentMeta:

@@ -214,21 +214,25 @@ class Journal:
         self._stamp = stamp
         return self._read_newest()
 
+    def _numbers(self, after: int = -1) -> list[int]:
+        """The numbers of the records that are there, ascending."""
+        keys = self._bucket.keys(f"{CATALOG}/", f"{CATALOG}/" if after < 0 else record_key(after))
+        return sorted(number for key in keys if (number := number_of(key)) is not None)
+
     def _read_newest(self) -> bool:
-        after = record_key(self._top) if self._top >= 0 else f"{CATALOG}/"
-        found = [(n, key) for key in self._bucket.keys(f"{CATALOG}/", after) if (n := number_of(key)) is not None]
-        for number, key in sorted(found, reverse=True):
-            raw = self._bucket.get(key)
+        for number in reversed(self._numbers(self._top)):
+            raw = self._bucket.get(record_key(number))
             if raw is None:  # removed since it was listed: there are newer ones
                 return self._read_newest()
             self._top = max(self._top, number)
+            where = f"{self._bucket.where}/{record_key(number)}"
             try:
-                self.state, whole = State.from_bytes(raw, number, f"{self._bucket.where}/{key}")
+                self.state, whole = State.from_bytes(raw, number, where)
             except CorruptionError as error:
                 self._note(str(error))
                 continue
             if not whole:
-                self._note(f"{self._bucket.where}/{key} is damaged: one of its two lines is not good.")
+                self._note(f"{where} is damaged: one of its two lines is not good.")
             return True
         return False
 
@@ -270,8 +274,7 @@ class Journal:
 
     def _counts(self, state: State) -> bool:
         """Whether a number was free because nobody had used it, and not because its record was removed long ago."""
-        later = [n for key in self._bucket.keys(f"{CATALOG}/", record_key(state.number)) if (n := number_of(key))]
-        if not later:
+        if not self._numbers(state.number):
             return True
         raw = self._bucket.get(record_key(state.number + 1))
         if raw is not None:
@@ -284,27 +287,25 @@ class Journal:
     def _prune(self, number: int) -> None:
         """Remove what nobody asks for; some more is left, as somebody may be listing the records now."""
         if number % (KEPT // 4) == 0 and number > 2 * KEPT:
-            keys = self._bucket.keys(f"{CATALOG}/")
-            self._bucket.delete(k for k in keys if (n := number_of(k)) is not None and n < number - 2 * KEPT)
+            self._bucket.delete(record_key(n) for n in self._numbers() if n < number - 2 * KEPT)
 
     def missing(self) -> list[str]:
         """Records that should be there and are not, and damaged ones, in words: for `verify`."""
-        keys = [key for key in self._bucket.keys(f"{CATALOG}/") if number_of(key) is not None]
-        numbers = {number_of(key) or 0 for key in keys}
+        numbers = self._numbers()
         problems = list(self.problems)
         newest = max(numbers, default=-1)  # what is far behind it may be gone, or left by a process that slept
-        for first, last in runs_of([n for n in range(max(0, newest - KEPT), newest) if n not in numbers]):
+        for first, last in runs_of([n for n in range(max(0, newest - KEPT), newest) if n not in set(numbers)]):
             which = record_key(first) + " is" if first == last else f"{CATALOG}: records {first} to {last} are"
             problems.append(f"{self._bucket.where}/{which} missing")
-        for key, raw in zip(keys, self._bucket.get_many(keys), strict=True):
+        for number, raw in zip(numbers, self._bucket.get_many([record_key(n) for n in numbers]), strict=True):
             if raw is None:
                 continue
             try:
-                whole = State.from_bytes(raw, number_of(key) or 0, key)[1]
+                whole = State.from_bytes(raw, number, "")[1]
             except CorruptionError:
                 whole = False
             if not whole:
-                problems.append(f"{self._bucket.where}/{key} is damaged")
+                problems.append(f"{self._bucket.where}/{record_key(number)} is damaged")
         return list(dict.fromkeys(problems))
 
 

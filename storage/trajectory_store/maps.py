@@ -83,14 +83,11 @@ class PreadBytes:
 
     def __getitem__(self, where: slice) -> bytes:
         start, stop, _ = where.indices(self._size)
-        return read_range(self._fd, start, stop, self._path)
+        return self.read(start, stop)
 
-    def read_once(self, nbytes: int, offset: int) -> bytes:
-        """What one call gives: fewer bytes, or none, where a slice has to find out why."""
-        try:
-            return os.pread(self._fd, nbytes, offset)
-        except OSError:
-            return b""
+    def read(self, start: int, stop: int) -> bytes:
+        """Some bytes that are there."""
+        return read_range(self._fd, start, stop, self._path)
 
     def __del__(self) -> None:
         fd = getattr(self, "_fd", -1)
@@ -115,12 +112,7 @@ class PreadItems:
         self._format: Literal["B", "H", "I", "L"] = FORMATS[size]
 
     def __getitem__(self, where: slice) -> memoryview:
-        start = where.start * self._size
-        wanted = where.stop * self._size - start
-        data = self._raw.read_once(wanted, start)
-        if len(data) != wanted:
-            data = self._raw[start : start + wanted]
-        return memoryview(data).cast(self._format)
+        return memoryview(self._raw.read(where.start * self._size, where.stop * self._size)).cast(self._format)
 
 
 def read_range(fd: int, start: int, stop: int, path: Path) -> bytes:
@@ -130,10 +122,10 @@ def read_range(fd: int, start: int, stop: int, path: Path) -> bytes:
         ReadFailedError: the file system failed.
         CorruptionError: the file ends before.
     """
-    parts: list[bytes] = []
-    while start < stop:
+    data = b""
+    while start + len(data) < stop:
         try:
-            part = os.pread(fd, stop - start, start)
+            part = os.pread(fd, stop - start - len(data), start + len(data))
         except OSError as error:
             raise ReadFailedError(
                 error.errno,
@@ -141,10 +133,9 @@ def read_range(fd: int, start: int, stop: int, path: Path) -> bytes:
                 str(path),
             ) from error
         if not part:
-            raise CorruptionError(f"{path} ends at byte {start}, before byte {stop}.")
-        parts.append(part)
-        start += len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+            raise CorruptionError(f"{path} ends at byte {start + len(data)}, before byte {stop}.")
+        data = data + part if data else part
+    return data
 
 
 def check_size(path: Path, found: int, size: int) -> None:

@@ -75,6 +75,7 @@ class Segment(ABC):
         schema: the columns of this segment.
         rows: rows that its commits cover.
         records: commits seen.
+        newest_ns: the time of the newest of them; of a merged segment the catalog has a later one.
         finished: nothing more will come.
 
     Raises:
@@ -94,6 +95,7 @@ class Segment(ABC):
         self.schema = meta.schema
         self.rows: int = 0
         self.records: int = 0
+        self.newest_ns: int = 0
         self.finished: bool = False
         self._maps: dict[str, memoryview | PreadBytes] = {}
         self._arrays: dict[str, npt.NDArray[Any]] = {}
@@ -106,10 +108,6 @@ class Segment(ABC):
         return {spec.name: spec for spec in self.meta.arrays()}
 
     # What a medium defines
-
-    @abstractmethod
-    def refresh(self) -> bool:
-        """Take in new commits; returns whether rows were added."""
 
     @abstractmethod
     def commits(self, start: int = 0) -> npt.NDArray[Any]:
@@ -277,10 +275,6 @@ class Segment(ABC):
         span = (int(times.min()), int(times.max())) if len(times) else (created, created)
         self._span = span if self.finished else None
         return span
-
-    @abstractmethod
-    def newest_ns(self) -> int:
-        """The time of the newest commit seen; of a merged segment the catalog has a later one."""
 
 
 class SegmentWriter(ABC):

@@ -125,7 +125,8 @@ class Memmap(Medium):
     def refresh(self, segments: Sequence[Segment]) -> None:
         """Take in new commits of segments."""
         for segment in segments:
-            segment.refresh()
+            if isinstance(segment, LocalSegment):
+                segment.refresh()
 
     def make_segment(self, meta: SegmentMeta, claim: Claim, least: int) -> LocalWriter:
         """Make an empty segment, rename it to a free number, and enter it in the catalog.
@@ -455,7 +456,6 @@ class LocalSegment(Segment):
         self.folder = folder
         self.meta_crc = crc32c(raw)
         self._io: Io = io
-        self._last_time = 0
         self._log: Log | None = None
         self.limit = self._limit_after_reboot()
         self.refresh()
@@ -477,27 +477,26 @@ class LocalSegment(Segment):
         if self.finished:
             self._log = None
 
-    def refresh(self) -> bool:
-        """Take in new records; returns whether rows were added."""
+    def refresh(self) -> None:
+        """Take in new records."""
         if self.finished or (self.records and self.log.is_blank(self.records)):
-            return False
+            return
         end = self.log.find_end(self.records)
         if self.limit is not None:
             end, self.finished = min(end, self.limit), True
         if end == self.records:
-            return False
-        before, self.records = self.rows, end
+            return
+        self.records = end
         last = self.log.get(end - 1)
         if last is not None:
             self.rows = last.rows_end
-            self._last_time = last.time_ns
+            self.newest_ns = last.time_ns
             self.finished |= last.kind == KIND_END
         if self.finished:  # what is small is loaded from now on, and holds no descriptor
             self.release()
             self.let_log_go()
         if self.rows > self.meta.rows_cap:
             raise CorruptionError(f"{self.folder}: a record covers {self.rows} rows of {self.meta.rows_cap}.")
-        return self.rows > before
 
     def acknowledged(self) -> int | None:
         """How many records were acknowledged, as far as the mark says; None where it is damaged or missing."""
@@ -505,10 +504,6 @@ class LocalSegment(Segment):
             return parse_mark(fs.read_file(mark_path(self.folder)))
         except (OSError, StoreError):
             return None
-
-    def newest_ns(self) -> int:
-        """The time of the newest commit seen."""
-        return self._last_time
 
     @property
     def survived_reboot(self) -> bool:

@@ -294,7 +294,7 @@ class ObjectMedium(Medium):
             ordinal=segment.ordinal,
             seq=segment.records,
             salt=segment.meta.salt,
-            time_ns=segment.newest_ns() + 1,
+            time_ns=segment.newest_ns + 1,
             n_rows=0,
             rows_end=segment.rows,
             starts=last,

@@ -103,38 +103,6 @@ class _Parallel(Bucket):
         except Transient as error:
             raise ReadFailedError(None, f"{what} failed: {error}", self.where) from error
 
-    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Get objects at the same time; None for those that are not there."""
-
-        def one(key: str) -> bytes | None:
-            try:
-                return self._again(lambda: self._get(key), f"reading {key}")
-            except FileNotFoundError:
-                return None
-
-        return self._each(one, keys)
-
-    def tails(self, keys: Sequence[str], sizes: Sequence[int]) -> list[tuple[bytes, int] | None]:
-        """Of each object the last bytes and its whole size."""
-
-        def one(of: tuple[str, int]) -> tuple[bytes, int] | None:
-            try:
-                return self._again(lambda: self._tail(*of), f"reading {of[0]}")
-            except FileNotFoundError:
-                return None
-
-        return self._each(one, list(zip(keys, sizes, strict=True)))
-
-    def keys_of(self, prefixes: Sequence[str]) -> list[list[str]]:
-        """List several prefixes at the same time."""
-        return self._each(self.keys, prefixes)
-
-    def _get(self, key: str) -> bytes:
-        raise NotImplementedError
-
-    def _tail(self, key: str, size: int) -> tuple[bytes, int]:
-        raise NotImplementedError
-
 
 class ObstoreBucket(_Parallel):
     """Objects behind obstore: S3, Google Cloud Storage, Azure, memory.

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from trajectory_store import fs
 from trajectory_store.bucket import Bucket
 from trajectory_store.errors import CorruptionError, ReadFailedError, SegmentGoneError, StoreError
-from trajectory_store.format import KIND_ROWS, RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta
+from trajectory_store.format import RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta
 from trajectory_store.journal import Entry
 from trajectory_store.maps import PreadBytes, open_file
 from trajectory_store.medium import Part, Rows, Segment
@@ -153,7 +153,7 @@ class ObjectSegment(Segment):
         if sealed is not None:
             ends = tuple(int(sealed["ends"][axis]) for axis in self._axes)
             rows = int(sealed["rows"])
-            self._add(Brief(rows, rows, meta.created_ns, (0,) * len(ends), ends))
+            self._add(Brief(rows, rows, 0, (0,) * len(ends), ends))
             self.finished = True
 
     # Commits
@@ -206,7 +206,7 @@ class ObjectSegment(Segment):
     def _add(self, brief: Brief) -> None:
         self.history.append(brief)
         self.records += 1
-        self.rows = brief.rows_end
+        self.rows, self.newest_ns = brief.rows_end, brief.time_ns
 
     @property
     def next_size(self) -> int:
@@ -269,27 +269,17 @@ class ObjectSegment(Segment):
                 found = self.bucket.tails([key], [more.size])[0]
         return None
 
-    def refresh(self) -> bool:
-        """The medium follows all segments at once."""
-        return False
-
     def commits(self, start: int = 0) -> npt.NDArray[Any]:
         """The commits of rows from number `start` on."""
-        rows = [(start + i, c) for i, c in enumerate(self.history[start:]) if c.n_rows]
-        table = np.zeros(len(rows), RECORD_DTYPE)
-        table["kind"] = KIND_ROWS
-        table["seq"] = [seq for seq, _ in rows]
+        commits = [commit for commit in self.history[start:] if commit.n_rows]
+        table = np.zeros(len(commits), RECORD_DTYPE)
         for name in ("time_ns", "rows_end", "n_rows"):
-            table[name] = [getattr(c, name) for _, c in rows]
+            table[name] = [getattr(commit, name) for commit in commits]
         return table
 
     def elements(self) -> dict[str, int]:
         """Per axis the number of elements in use."""
         return dict(zip(self._axes, self._last.ends, strict=True))
-
-    def newest_ns(self) -> int:
-        """The time of the newest commit seen."""
-        return self.history[-1].time_ns if self.history and not self.meta.merged else 0
 
     def is_live(self) -> bool:
         """Whether a writer may still append: not finished, and its last commit is young."""
