@@ -326,16 +326,15 @@ class Catalog:
             self.updates[entry.ordinal] = segment
             return
         self.segments[entry.ordinal] = segment
-        sources = _sources(entry)
+        sources = np.array(entry.sources, np.int64)
         homes[sources, _HOME] = entry.ordinal
         if not entry.merged:
             homes[entry.ordinal, _ROWS] = segment.rows
             return
         homes[sources, _ROWS] = _NOT_LEARNT
         self._moved = True
-        inside = set(sources.tolist())
-        known = [e for e in self._known.values() if e.kind == "rows" and e is not entry]
-        self.order.replace([e.ordinal for e in known if (e.owners[0][0] if e.merged else e.ordinal) in inside], segment)
+        inside, known = set(entry.sources), [e for e in self._known.values() if e.kind == "rows" and e is not entry]
+        self.order.replace([e.ordinal for e in known if e.sources[0] in inside], segment)
 
     def _forget(self, ordinal: int) -> None:
         """A segment left: its rows are in a merged one that was taken in before, or gone for good."""
@@ -345,7 +344,7 @@ class Catalog:
         self._tables = {}
         if segment is None:
             return
-        sources = _sources(entry)
+        sources = np.array(entry.sources, np.int64)
         lost = sources[self._homes[sources, _HOME] == ordinal]
         if len(lost):
             self._homes[lost] = 0
@@ -469,7 +468,7 @@ class Catalog:
         if not moved.any():
             return homes
         for home in distinct(homes[moved, _HOME]):
-            self._learn(self.any_segment(home), _sources(self._known[home]))
+            self._learn(self.any_segment(home), np.array(self._known[home].sources, np.int64))
         return self._homes[ordinals]
 
     def _learn(self, segment: Segment, sources: Int64Array) -> None:
@@ -524,11 +523,6 @@ class Catalog:
         self._later = {}
         self.segments.clear()
         self.updates.clear()
-
-
-def _sources(entry: Entry) -> Int64Array:
-    """The ordinals of the segments whose rows one holds."""
-    return np.array([o for first, last in entry.owners for o in range(first, last + 1)] or [entry.ordinal], np.int64)
 
 
 def limits_of(segments: Mapping[int, Segment]) -> dict[int, int]:

@@ -160,16 +160,18 @@ class Spans:
 
         Rows that are next to one another in a segment and in the batch are copied at once.
         """
-        starts, ends = self.starts, self.ends
-        begins = offsets_of(self.lengths)[:-1]
-        begins = begins if self.places.order is None else begins[self.places.order]
+        starts, ends, order = self.starts, self.ends, self.places.order
+        begins, owners = offsets_of(self.lengths)[:-1], self.places.ordinals
+        if order is not None:
+            begins, owners = begins[order], owners[order]
         stops = begins + self._counts
-        owners = np.repeat([ordinal for ordinal, _ in self.places.runs], np.diff(self.places.edges))
         breaks = (starts[1:] != ends[:-1]) | (begins[1:] != stops[:-1]) | (owners[1:] != owners[:-1])
         cuts = np.flatnonzero(breaks)
         firsts, lasts = np.concatenate(([0], cuts + 1)), np.concatenate((cuts, [len(starts) - 1]))
-        edges = np.stack((starts[firsts], ends[lasts], begins[firsts], stops[lasts])) * width
-        first, last, begin, stop = edges.tolist()
+        first, last, begin, stop = (
+            (edges if width == 1 else edges * width).tolist()
+            for edges in (starts[firsts], ends[lasts], begins[firsts], stops[lasts])
+        )
         return owners[firsts].tolist(), map(slice, first, last), map(slice, begin, stop)
 
 
@@ -296,7 +298,7 @@ class ColumnReader:
         if not column.optional or not len(places):
             return np.ones(len(places), bool)
         given = [self._catalog.any_segment(ordinal).present(column, rows) for ordinal, rows in places.runs]
-        sizes = np.diff(places.edges).tolist()
+        sizes = [b - a for a, b in itertools.pairwise(places.edges)]
         return places.restore(np.concatenate([np.full(n, of) for n, of in zip(sizes, given, strict=True)]))
 
     def spans(self, column: Column) -> Spans:

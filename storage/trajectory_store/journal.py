@@ -59,6 +59,11 @@ class Entry:
         """The folder of the segment."""
         return segment_name(self.ordinal, merged=self.merged)
 
+    @property
+    def sources(self) -> list[int]:
+        """The ordinals of the segments whose rows it holds."""
+        return [o for first, last in self.owners for o in range(first, last + 1)] or [self.ordinal]
+
 
 @dataclass(frozen=True)
 class State:
@@ -326,8 +331,4 @@ def runs_of(ordinals: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 def owners_of(entries: Sequence[Entry]) -> tuple[tuple[int, int], ...]:
     """The ordinals whose rows some segments hold, as runs."""
-    ordinals: set[int] = set()
-    for entry in entries:
-        runs = entry.owners or ((entry.ordinal, entry.ordinal),)
-        ordinals.update(o for first, last in runs for o in range(first, last + 1))
-    return runs_of(sorted(ordinals))
+    return runs_of(sorted({ordinal for entry in entries for ordinal in entry.sources}))

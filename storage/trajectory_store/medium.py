@@ -82,15 +82,15 @@ class Segment(ABC):
         CorruptionError: the catalog says that another segment is there.
     """
 
-    def __init__(self, entry: Entry, name: str, meta: SegmentMeta) -> None:
+    def __init__(self, entry: Entry, meta: SegmentMeta) -> None:
         if (meta.salt, meta.kind, meta.merged) != (entry.salt, entry.kind, entry.merged):
             raise CorruptionError(
-                f"{name} holds another segment than the catalog says (salt {meta.salt}, expected {entry.salt}): it was "
-                "swapped or replaced. Put the right one back from a copy."
+                f"{entry.name} holds another segment than the catalog says (salt {meta.salt}, expected {entry.salt}): "
+                "it was swapped or replaced. Put the right one back from a copy."
             )
         self.ordinal = entry.ordinal
         self.owners = entry.owners
-        self.name = name
+        self.name = entry.name
         self.meta = meta
         self.schema = meta.schema
         self.rows: int = 0

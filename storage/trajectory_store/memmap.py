@@ -452,7 +452,7 @@ class LocalSegment(Segment):
         fs.check_folder(folder)
         raw = fs.read_file(folder / "zarr.json")
         meta = SegmentMeta.from_attributes(read_attributes(raw, folder / "zarr.json", "segment"), str(folder))
-        super().__init__(entry, folder.name, meta)
+        super().__init__(entry, meta)
         self.folder = folder
         self.meta_crc = crc32c(raw)
         self._io: Io = io

@@ -271,11 +271,7 @@ class TrajectoryStore(StoreReads):
             return np.empty(0, np.int64)
         if self._catalog.medium.complete:  # elsewhere a look costs as much as the append
             self._catalog.refresh()
-        known = self._stream.ordinal
-        ordinal, first = self._stream.append(batch, self.schema)
-        self._catalog.refresh_segment(ordinal)
-        if ordinal != known:
-            self._background.tidy(self._catalog)
+        ordinal, first = self._commit(self._stream, batch, self.schema)
         start = (ordinal << ORDINAL_SHIFT) + first
         return np.arange(start, start + batch.n_rows, dtype=np.int64)
 
@@ -311,11 +307,16 @@ class TrajectoryStore(StoreReads):
         stream = self._update_streams.get(names)
         if stream is None:
             stream = self._update_streams[names] = Stream(self._catalog, self._root, "update", self.durability)
+        self._commit(stream, batch, schema)
+
+    def _commit(self, stream: Stream, batch: Batch, schema: Schema) -> tuple[int, int]:
+        """Commit rows or updates, and take them in; returns their segment and the first row in it."""
         known = stream.ordinal
-        ordinal, _ = stream.append(batch, schema)
+        ordinal, first = stream.append(batch, schema)
         self._catalog.refresh_segment(ordinal)
         if ordinal != known:
             self._background.tidy(self._catalog)
+        return ordinal, first
 
     @following
     def _update_batch(self, schema: Schema, ids: Int64Array, values: Mapping[str, Any]) -> Batch:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +27,7 @@ from trajectory_store.medium import Segment
 from trajectory_store.ragged import Int64Array
 from trajectory_store.root import MAX_ELEMENTS, MAX_ROWS, Root
 from trajectory_store.schema import Schema
-from trajectory_store.verify import VerifyReport
+from trajectory_store.verify import VerifyReport, check_segments
 
 CHUNK_ROWS = 1024
 FANOUT = 8
@@ -269,12 +268,8 @@ def _packed(segments: list[Segment], most_rows: int, most_elements: int) -> list
 
 def _sound(catalog: Catalog, group: list[Segment]) -> bool:
     """Whether all checksums hold: damage is not copied into a segment whose checksums would hide it."""
-    report = VerifyReport(Path(catalog.medium.where))
-    for segment in group:
-        try:
-            catalog.medium.check(segment, report)
-        except (StoreError, OSError, ValueError, IndexError) as error:
-            report.problem(str(error))
+    report = VerifyReport(catalog.medium.where)
+    check_segments(catalog, group, report)
     if report.problems:
         catalog.refresh()
         if all(s in (catalog.segments.get(s.ordinal), catalog.updates.get(s.ordinal)) for s in group):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from trajectory_store.ragged import Int64Array
 
 if TYPE_CHECKING:
     from trajectory_store.catalog import Catalog
+    from trajectory_store.medium import Segment
 
 _NUMBER = re.compile(r"(?<!seg-)(?<!\d)\d+")
 """Numbers other than those of segments: a damaged segment that is written meanwhile has others at the second look."""
@@ -90,9 +91,9 @@ def verify(look_in: Callable[[], AbstractContextManager[Catalog]], path: Path | 
     return again
 
 
-def _look(catalog: Catalog, path: Path | str) -> VerifyReport:
-    report = VerifyReport(path, problems=list(catalog.problems))
-    for segment in (*catalog.row_segments(), *catalog.updates.values()):
+def check_segments(catalog: Catalog, segments: Iterable[Segment], report: VerifyReport) -> None:
+    """Recompute every checksum of some segments."""
+    for segment in segments:
         report.segments += 1
         try:
             catalog.medium.check(segment, report)
@@ -100,9 +101,13 @@ def _look(catalog: Catalog, path: Path | str) -> VerifyReport:
             report.problem(f"{segment.name}: cannot be checked: {error}")
             if segment.meta.kind == "rows" and not segment.meta.merged:
                 report.damaged(segment.row_ids(0, segment.rows))
-    for problem in (*catalog.journal.missing(), *catalog.medium.check_root()):
-        report.problem(problem)
-    for problem in catalog.medium.unknown(catalog.state):
+
+
+def _look(catalog: Catalog, path: Path | str) -> VerifyReport:
+    report = VerifyReport(path, problems=list(catalog.problems))
+    check_segments(catalog, (*catalog.row_segments(), *catalog.updates.values()), report)
+    medium = catalog.medium
+    for problem in (*catalog.journal.missing(), *medium.check_root(), *medium.unknown(catalog.state)):
         report.problem(problem)
     catalog.journal.follow()
     newest = max(report.catalog_numbers, default=0)

@@ -44,7 +44,7 @@ from trajectory_store.objects.archive import (
     seq_of,
 )
 from trajectory_store.objects.remote import open_bucket
-from trajectory_store.objects.segment import Cache, ObjectSegment
+from trajectory_store.objects.segment import Cache, ObjectSegment, brief_of
 from trajectory_store.objects.sharded import CHUNK, ShardWriter, sharded_json
 from trajectory_store.root import Root, complete_root, fill_root, read_root
 from trajectory_store.verify import VerifyReport
@@ -124,12 +124,11 @@ class ObjectMedium(Medium):
 
     def open_segments(self, entries: Sequence[Entry]) -> list[Segment | Exception]:
         """Open segments for reading."""
-        names = [entry.name for entry in entries]
-        headers = self.bucket.get_many([f"{name}/{HEADER}" for name in names])
+        headers = self.bucket.get_many([f"{entry.name}/{HEADER}" for entry in entries])
         out: list[Segment | Exception] = []
-        for entry, name, raw in zip(entries, names, headers, strict=True):
+        for entry, raw in zip(entries, headers, strict=True):
             try:
-                out.append(self._open(entry, name, raw))
+                out.append(self._open(entry, raw))
             except StoreError as error:
                 out.append(error)
         try:
@@ -145,7 +144,8 @@ class ObjectMedium(Medium):
             out = [error if isinstance(s, Segment) and not s.records else s for s in out]
         return out
 
-    def _open(self, entry: Entry, name: str, raw: bytes | None) -> ObjectSegment:
+    def _open(self, entry: Entry, raw: bytes | None) -> ObjectSegment:
+        name = entry.name
         if raw is None:
             raise CorruptionError(f"{name}/{HEADER} is missing, and the catalog says that the segment counts.")
         attributes = read_attributes(raw, f"{name}/{HEADER}", "segment")
@@ -153,7 +153,7 @@ class ObjectMedium(Medium):
         sealed = attributes.get("sealed") if meta.merged else None
         if meta.merged:
             check_sealed(sealed, meta, name)
-        return ObjectSegment(self.bucket, self._cache, entry, name, meta, sealed)
+        return ObjectSegment(self.bucket, self._cache, entry, meta, sealed)
 
     def refresh(self, segments: Sequence[Segment]) -> None:
         """Take in new commits of segments; the requests of all segments are on their way at the same time."""
@@ -440,7 +440,8 @@ def _wrong_in(raw: bytes, segment: ObjectSegment, seq: int, report: VerifyReport
             return f"object {key} is damaged: it is not what its writer put"
         report.catalog_numbers.add(commit.catalog)
         stated = (commit.ordinal, commit.seq, commit.salt)
-        if stated != (segment.ordinal, seq, segment.meta.salt) or segment.brief(commit) != brief:
+        begins = tuple(commit.starts.values()) == segment.starts(seq)
+        if stated != (segment.ordinal, seq, segment.meta.salt) or brief_of(commit) != brief or not begins:
             return f"object {key} is another commit than its place says"
         for name, spec in segment.specs.items():
             if not brief.n_rows:

@@ -54,23 +54,21 @@ T = TypeVar("T")
 
 
 class Brief(NamedTuple):
-    """What a reader keeps of each commit."""
+    """What a reader keeps of each commit; it begins where the one before ends."""
 
     n_rows: int
     rows_end: int
     time_ns: int
-    starts: tuple[int, ...]
     ends: tuple[int, ...]
+
+
+def brief_of(commit: Commit) -> Brief:
+    """What is kept of a commit."""
+    return Brief(commit.n_rows, commit.rows_end, commit.time_ns, tuple(commit.ends.values()))
 
 
 def _grows(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     return all(a <= b for a, b in zip(before, after, strict=True))
-
-
-def _follows(brief: Brief, last: Brief) -> bool:
-    """Whether a commit can be the next one after another."""
-    begins = brief.rows_end - brief.n_rows == last.rows_end and brief.starts == last.ends
-    return begins and brief.time_ns > last.time_ns and _grows(brief.starts, brief.ends)
 
 
 class Cache:
@@ -127,18 +125,17 @@ class ObjectSegment(Segment):
         bucket: where it is.
         cache: where fetched columns go.
         entry: what the catalog says of it.
-        name: the prefix of its objects.
         meta: what its metadata says.
         sealed: of a merged segment, its rows, elements and checksums.
     """
 
     def __init__(
-        self, bucket: Bucket, cache: Cache, entry: Entry, name: str, meta: SegmentMeta, sealed: Mapping[str, Any] | None
+        self, bucket: Bucket, cache: Cache, entry: Entry, meta: SegmentMeta, sealed: Mapping[str, Any] | None
     ) -> None:
-        super().__init__(entry, name, meta)
+        super().__init__(entry, meta)
         self.bucket = bucket
         self._cache = cache
-        self._files_of = f"{name}-{entry.salt:08x}"
+        self._files_of = f"{entry.name}-{entry.salt:08x}"
         self._axes = tuple(meta.schema.axes)
         self.history: list[Brief] = []
         self.damaged: dict[int, str] = {}
@@ -153,29 +150,35 @@ class ObjectSegment(Segment):
         if sealed is not None:
             ends = tuple(int(sealed["ends"][axis]) for axis in self._axes)
             rows = int(sealed["rows"])
-            self._add(Brief(rows, rows, 0, (0,) * len(ends), ends))
+            self._add(Brief(rows, rows, 0, ends))
             self.finished = True
 
     # Commits
 
     @property
     def _last(self) -> Brief:
-        nothing = (0,) * len(self._axes)
-        return self.history[-1] if self.history else Brief(0, 0, 0, nothing, nothing)
+        return self.history[-1] if self.history else Brief(0, 0, 0, self.starts(0))
+
+    def starts(self, seq: int) -> tuple[int, ...]:
+        """Elements per axis before a commit."""
+        return self.history[seq - 1].ends if seq else (0,) * len(self._axes)
 
     def add(self, commit: Commit) -> bool:
         """Take in the next commit, and those of its block that it tells of; returns False where it contradicts them."""
-        briefs: list[Brief] = []
-        last, known = self._last, self.records - commit.seq + len(commit.before)
+        chain, known = [self._last], self.records - commit.seq + len(commit.before)
         for n_rows, time_ns, *ends in commit.before[known:]:
-            last = Brief(n_rows, last.rows_end + n_rows, time_ns, last.ends, tuple(ends))
-            briefs.append(last)
-        briefs.append(self.brief(commit))
-        for last, following in itertools.pairwise([self._last, *briefs]):
-            if not _follows(following, last):
-                self._damage(commit.seq, f"object {self.key(commit.seq)} is damaged: it contradicts those before it.")
-                return False
-        for brief in briefs:
+            chain.append(Brief(n_rows, chain[-1].rows_end + n_rows, time_ns, tuple(ends)))
+        begins = (chain[-1].rows_end + commit.n_rows, chain[-1].ends) == (
+            commit.rows_end,
+            tuple(commit.starts.values()),
+        )
+        chain.append(brief_of(commit))
+        if not begins or not all(
+            b.time_ns > a.time_ns and _grows(a.ends, b.ends) for a, b in itertools.pairwise(chain)
+        ):
+            self._damage(commit.seq, f"object {self.key(commit.seq)} is damaged: it contradicts those before it.")
+            return False
+        for brief in chain[1:]:
             self._add(brief)
         self.finished |= commit.n_rows == 0
         return True
@@ -186,19 +189,14 @@ class ObjectSegment(Segment):
         Returns:
             Whether it can be true what it says.
         """
-        last, after = self._last, self.brief(following)
-        rows_end = after.rows_end - after.n_rows
-        if rows_end < last.rows_end or not _grows(last.ends, after.starts):
+        last, rows_end = self._last, following.rows_end - following.n_rows
+        starts = tuple(following.starts.values())
+        if rows_end < last.rows_end or not _grows(last.ends, starts):
             return False
         while self.records < following.seq:
             self._damage(self.records, f"object {self.key(self.records)} is missing.")
-            self._add(Brief(rows_end - self._last.rows_end, rows_end, last.time_ns, self._last.ends, after.starts))
+            self._add(Brief(rows_end - self.rows, rows_end, last.time_ns, starts))
         return self.add(following)
-
-    def brief(self, commit: Commit) -> Brief:
-        """What is kept of a commit."""
-        starts, ends = (tuple(at[axis] for axis in self._axes) for at in (commit.starts, commit.ends))
-        return Brief(commit.n_rows, commit.rows_end, commit.time_ns, starts, ends)
 
     def _damage(self, seq: int, words: str) -> None:
         self.damaged.setdefault(seq, words)
@@ -450,7 +448,7 @@ class ObjectSegment(Segment):
             values = self.values_in(seq, spec, places, crcs, raw)
             if len(values):
                 if spec.edges:  # these count from the start of the segment there
-                    values = values + self.history[seq].starts[self._axes.index(spec.axis or "")]
+                    values = values + self.starts(seq)[self._axes.index(spec.axis or "")]
                 fs.pwrite(fd, values.view(np.uint8), self.extent(spec, seq)[1] * spec.itemsize)
             self._have(name, seq, values.nbytes)
 
@@ -511,7 +509,7 @@ class ObjectSegment(Segment):
         brief = self.history[seq]
         if spec.axis is not None and not spec.edges:
             at = self._axes.index(spec.axis)
-            return brief.ends[at] - brief.starts[at], brief.starts[at]
+            return brief.ends[at] - self.starts(seq)[at], self.starts(seq)[at]
         return brief.n_rows + spec.edges, brief.rows_end - brief.n_rows
 
     def forget(self, name: str) -> None:
