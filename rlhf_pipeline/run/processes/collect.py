@@ -129,29 +129,24 @@ class _Worker:
             published = read_published(self.run)
             if published != seen:  # the learner is taking steps: more news may come soon
                 pause, seen, ask_at = Pause(patience_s), published, 0.0
-            if published is None:
-                self.heartbeat.beat("waiting for the first weights", rollouts=self.num_rollouts)
-                pause.sleep()
-                continue
-            if published.finished is not None:
+            rollout = None
+            if published is not None and published.finished is not None:
                 if not self.run.medium.is_alive("learner"):
                     return "finished"
                 # It is about to leave; or it has come back to take more steps, and says so in a moment.
-                self.heartbeat.beat("waiting for the learner", version=self.version, rollouts=self.num_rollouts)
-                pause.sleep()
-                continue
-            rollout = None
-            if time.monotonic() >= ask_at:
+            elif published is not None and time.monotonic() >= ask_at:
                 rollout = self.claims.claim(published)
                 # A refusal holds until there are new weights, or another collector may have died.
                 ask_at = time.monotonic() + _LOOKS_A_CLAIM * patience_s
-            if rollout is None:
-                self.heartbeat.beat("waiting for the learner", version=self.version, rollouts=self.num_rollouts)
+            if published is None or rollout is None:
+                state = "waiting for the first weights" if published is None else "waiting for the learner"
+                self.heartbeat.beat(state, version=self.version, rollouts=self.num_rollouts)
                 pause.sleep()
                 continue
             done = False
             try:
-                done = self._one(rollout, published)
+                self._one(rollout, published)
+                done = True
             except LeaseLostError as error:
                 tell(self.on_event, str(error))
             finally:
@@ -159,8 +154,8 @@ class _Worker:
             seen = None
         return "interrupted"
 
-    def _one(self, rollout: int, published: Published) -> bool:
-        """Store a rollout and record it; returns that it is done."""
+    def _one(self, rollout: int, published: Published) -> None:
+        """Store a rollout and record it."""
         self._take_weights(published)
         self.digests = {self.version: self.digests[self.version]}
         self.heartbeat.beat("collecting", rollout=rollout, version=self.version, rollouts=self.num_rollouts)
@@ -195,7 +190,6 @@ class _Worker:
                 seconds=done.seconds,
             )
         )
-        return True
 
     def _collect(self, rollout: int) -> Rollout:
         try:
