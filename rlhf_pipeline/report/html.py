@@ -14,7 +14,7 @@ from rlhf_pipeline.errors import RunStorageError, typed
 from rlhf_pipeline.report.page import SCRIPT, STYLE
 from rlhf_pipeline.report.samples import Trajectory, read_trajectories, typical_of_first_and_last
 from rlhf_pipeline.report.stored import Ids, Stored
-from rlhf_pipeline.report.svg import line_chart
+from rlhf_pipeline.report.svg import Point, line_chart
 from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.report.words import count, flat_fields, number
 from rlhf_pipeline.run.files import write_atomically
@@ -89,7 +89,7 @@ def reward_curve(run: RunFolder, *, width: int = 720, height: int = 360) -> str:
         width: of the picture, in which texts have 13 units: as wide as it is shown they have 13 pixels.
         height: of the picture.
     """
-    points = run.points("task_reward", most=_MOST_POINTS)
+    points = _points(run, "task_reward")
     unit = bool(points) and all(0 <= value <= 1 for _, value in points)
     return line_chart(
         points,
@@ -100,6 +100,12 @@ def reward_curve(run: RunFolder, *, width: int = 720, height: int = 360) -> str:
         width=width,
         height=height,
     )
+
+
+def _points(run: RunFolder, name: str) -> list[Point]:
+    """Return `(step, value)` of one metric where it is not null, in steps spread evenly over the run."""
+    rows = run.metrics.spread(_MOST_POINTS)
+    return [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
 
 
 def _of_what(run: RunFolder) -> str:
@@ -190,7 +196,7 @@ def _before_after(ends: Sequence[Trajectory]) -> Iterator[str]:
 
 
 def _small_curves(run: RunFolder) -> Iterator[str]:
-    curves = [(title, run.points(name, most=_MOST_POINTS)) for name, title in _CURVES.items()]
+    curves = [(title, _points(run, name)) for name, title in _CURVES.items()]
     known = [(title, points) for title, points in curves if points]
     if known:
         yield '<h2>Diagnostics</h2><div class="small">'

@@ -220,16 +220,6 @@ class RunFolder:
         """Have a sealed folder, which this process has removed, be gone for all."""
         self.medium.drop(path.relative_to(self.path).as_posix())
 
-    def points(self, name: str, *, most: int | None = None) -> list[tuple[float, float]]:
-        """Return `(step, value)` of one metric where it is not null.
-
-        Args:
-            name: the metric.
-            most: rows to look at, spread evenly over the run; None looks at all of them, one after the other.
-        """
-        rows = self.metrics if most is None else self.metrics.spread(most)
-        return [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
-
     def first_and_last_reward(self) -> tuple[float | None, float | None]:
         """Return the first and the last mean task reward among the first and the last steps."""
         ends = (self.metrics[:_LOOKED_AT], reversed(self.metrics[-_LOOKED_AT:]))

@@ -10,8 +10,8 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.run.events import Event, EventHandler, StepDone
 from rlhf_pipeline.run.folder import RunFolder
 
-_MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
-"""What each logger needs, by the name of its module and of its package."""
+_PACKAGES = ("tensorboard", "wandb", "mlflow", "trackio")
+"""Loggers that need a package of their name; its module has it too."""
 
 
 def with_logger(kind: str | None, run: RunFolder, on_event: EventHandler) -> EventHandler:
@@ -52,8 +52,8 @@ def check_logger(kind: str | None) -> None:
     Raises:
         DefinitionError: it is not; says what to install.
     """
-    if kind in _MODULES and importlib.util.find_spec(_MODULES[kind]) is None:
-        raise _not_installed(kind, f"there is no module {_MODULES[kind]}")
+    if kind in _PACKAGES and importlib.util.find_spec(kind) is None:
+        raise _not_installed(kind, f"there is no module {kind}")
 
 
 def _make(kind: str, folder: Path, name: str) -> Any:
@@ -67,6 +67,6 @@ def _make(kind: str, folder: Path, name: str) -> Any:
 
 def _not_installed(kind: str, why: str) -> DefinitionError:
     return DefinitionError(
-        f"learn.logger={kind} cannot be used: {why}. Install it: pip install {_MODULES.get(kind, kind)}. "
+        f"learn.logger={kind} cannot be used: {why}. Install it: pip install {kind}. "
         "Or leave learn.logger out; metrics.jsonl has the same figures."
     )
