@@ -330,10 +330,6 @@ class ColumnReader:
         """`[B]` int64: elements per row on the axis of a column, as committed with the row."""
         return self._find_spans(column, self._base).lengths
 
-    def lengths(self, column: Column) -> Int64Array:
-        """`[B]` int64: elements per row; of text and bytes the bytes."""
-        return self.spans(column).lengths
-
     def scalars(self, column: Column) -> npt.NDArray[Any]:
         """`[B]` values of a scalar column."""
         later = None

@@ -447,11 +447,10 @@ class Medium(ABC):
 
     def seal(self, segment: Segment) -> bool:
         """See to it that nobody appends to a segment whose writer seems dead; returns whether that is certain."""
-        return not segment.is_live()
+        return True
 
-    def fence(self, segment: Segment) -> None:
-        """See to it that nobody appends to a segment any more; where locks die with their holders, that is so."""
-        self.seal(segment)
+    def fence(self, segment: Segment) -> None:  # noqa: B027 - locks die with their holders
+        """See to it that nobody appends to a segment any more."""
 
     def fresh(self) -> Medium:
         """The same place for a second reader in this process, with nothing shared that one could disturb."""

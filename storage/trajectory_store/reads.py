@@ -365,7 +365,7 @@ class StoreReads:
     def lengths(self, column: str, ids: Ids | None = None) -> Int64Array:
         """`[B]` int64: the length of each row of a ragged column (UTF-8 bytes for text)."""
         found = self._ragged_column(column)
-        return self._reader(ids, [found]).lengths(found)
+        return self._reader(ids, [found]).spans(found).lengths
 
     @following
     def present(self, column: str, ids: Ids | None = None) -> npt.NDArray[np.bool_]:

@@ -324,7 +324,7 @@ def _write_merged(
     meta = SegmentMeta(
         schema=schema,
         rows_cap=len(rows),
-        elems_cap={axis: max(1, int(reader.lengths(columns[0]).sum())) for axis, columns in schema.axes.items()},
+        elems_cap={axis: max(1, int(reader.spans(columns[0]).lengths.sum())) for axis, columns in schema.axes.items()},
         kind=group[0].meta.kind,
         merged=True,
         durability="power",

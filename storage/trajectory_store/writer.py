@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trajectory_store import fs
 from trajectory_store.batch import Batch
-from trajectory_store.errors import BatchError, StoreError
+from trajectory_store.errors import StoreError
 from trajectory_store.format import Durability, Kind, SegmentMeta
 from trajectory_store.journal import Entry, State
 from trajectory_store.medium import SealedError, SegmentWriter
@@ -74,8 +74,6 @@ class Stream:
         Raises:
             WriteFailedError: the disk refused; rows acknowledged before are safe.
         """
-        if batch.n_rows == 0:
-            raise BatchError("a commit needs at least one row.")
         with self._lock:
             writer, first = (None, -1) if self._writer is None or self._writer.pending is None else self._settled(batch)
             while writer is None:

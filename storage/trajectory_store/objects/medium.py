@@ -37,6 +37,7 @@ from trajectory_store.objects.archive import (
     Commit,
     NeedMore,
     build,
+    commit_key,
     directory,
     is_canonical,
     read_commit,
@@ -275,11 +276,7 @@ class ObjectMedium(Medium):
 
     def seal(self, segment: Segment) -> bool:
         """Put the end of a segment whose writer seems dead; if it lives after all, its next commit finds that out."""
-        if segment.finished or not isinstance(segment, ObjectSegment):
-            return segment.finished
-        if segment.is_live():
-            return False
-        return self._put_end(segment)
+        return isinstance(segment, ObjectSegment) and self._put_end(segment)
 
     def fence(self, segment: Segment) -> None:
         """Put the end of a segment, whether its writer lives or not."""
@@ -486,8 +483,7 @@ class ObjectWriter(SegmentWriter):
         time_ns = max(time_ns, self.last_time + 1)
         commit = self._next(time_ns, batch.n_rows, ends, catalog=catalog, crc=crc)
         shaped = {name: (self._exact(name, values), values) for name, values in arrays.items()}
-        self.pending = commit, build(commit, shaped, compress=self._compress)
-        return self._settle()
+        return self._settle(commit, build(commit, shaped, compress=self._compress))
 
     def _next(self, time_ns: int, n_rows: int, ends: Mapping[str, int], **more: Any) -> Commit:
         """The record of the next commit, or of the end."""
@@ -513,20 +509,19 @@ class ObjectWriter(SegmentWriter):
         """Put the object again until somebody's is there, and read whose it is."""
         if self.pending is None:
             return None
-        commit = self.pending[0]
-        first = self._settle()
+        commit, raw = self.pending
+        first = self._settle(commit, raw)
         arrays = batch.fitted(self.meta.schema).arrays(self.meta)
         same = all(commit.crc[name] == crc32c(values.view(np.uint8)) for name, values in arrays.items())
         return first if commit.n_rows == batch.n_rows and same else None
 
-    def _settle(self) -> int:
-        commit, raw = self.pending or (None, b"")
-        if commit is None:
-            raise WriteFailedError(None, "there is no commit to settle", self._bucket.where)
-        if not self._bucket.settle(f"{self._name}/{commit.seq:08d}.zip", raw):
-            self.pending = None
-            raise SealedError(f"{self._name} was ended by another process")
+    def _settle(self, commit: Commit, raw: bytes) -> int:
+        """Put the object of a commit, which is in doubt until it is known whose is there; returns its first row."""
+        self.pending = commit, raw
+        mine = self._bucket.settle(commit_key(self._name, commit.seq), raw)
         self.pending = None
+        if not mine:
+            raise SealedError(f"{self._name} was ended by another process")
         self.rows, self.ends, self.last_time = commit.rows_end, dict(commit.ends), commit.time_ns
         self.records += 1
         self._own.append(commit)
@@ -543,7 +538,7 @@ class ObjectWriter(SegmentWriter):
             return
         end = self._next(self.last_time + 1, 0, dict(self.ends))
         try:
-            if self._bucket.settle(f"{self._name}/{end.seq:08d}.zip", build(end, {}, compress=False)):
+            if self._bucket.settle(commit_key(self._name, end.seq), build(end, {}, compress=False)):
                 self._own.append(end)
         except StoreError:
             return
