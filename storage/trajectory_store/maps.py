@@ -86,8 +86,12 @@ class PreadBytes:
         return self.read(start, stop)
 
     def read(self, start: int, stop: int) -> bytes:
-        """Some bytes that are there."""
-        return read_range(self._fd, start, stop, self._path)
+        """Some bytes that are there: mostly one call gives them all, else a loop gets them or finds out why not."""
+        try:
+            data = os.pread(self._fd, stop - start, start)
+        except OSError:
+            data = b""
+        return data if len(data) == stop - start else read_range(self._fd, start, stop, self._path)
 
     def __del__(self) -> None:
         fd = getattr(self, "_fd", -1)
