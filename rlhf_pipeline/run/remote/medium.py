@@ -22,7 +22,6 @@ from rlhf_pipeline.run.remote.outbox import Outbox
 from rlhf_pipeline.run.remote.rows import LineLog, SharedRows
 from rlhf_pipeline.run.remote.sealed import PACKS, SEALED, SealedFolders
 from trajectory_store import StoreError, TrajectoryStore
-from trajectory_store.bucket import Traffic
 from trajectory_store.objects.remote import ObstoreBucket, open_bucket
 
 T = TypeVar("T")
@@ -85,11 +84,6 @@ class BucketMedium(RunMedium):
     def sealed(self) -> SealedFolders:
         """Checkpoints and weights."""
         return SealedFolders(self.bucket, self.root)
-
-    @property
-    def traffic(self) -> Traffic:
-        """What was asked of the object store."""
-        return self.bucket.traffic
 
     def ahead(self, read: Callable[[], T]) -> Callable[[], T]:
         """Read beside the work of this process, again and again until there is something, or it is asked for."""
