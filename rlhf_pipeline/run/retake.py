@@ -74,12 +74,14 @@ class RerunPlan:
     """Which steps are taken again, and from where.
 
     Attributes:
+        run: the run; where it is at a URL, the copy of the checkpoint goes with it.
         checkpoint: the newest one before the first step.
         start: optimizer steps behind it.
         first: the first step to compare.
         last: the last.
     """
 
+    run: RunFolder
     checkpoint: Path
     start: int
     first: int
@@ -128,16 +130,15 @@ def plan_rerun(run_dir: Address, *, from_step: int, num_steps: int | None = None
     ]
     if lacking:
         raise DataError(f"{run_dir}: step {lacking[0]} is missing from ledger.jsonl or metrics.jsonl.")
-    return RerunPlan(checkpoint=checkpoint, start=start, first=from_step, last=last)
+    return RerunPlan(run=run, checkpoint=checkpoint, start=start, first=from_step, last=last)
 
 
-def retake(pipeline: Pipeline, plan: RerunPlan, *, run_dir: Address, seed: int, device: str) -> Iterator[Retaken]:
+def retake(pipeline: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> Iterator[Retaken]:
     """Take the steps again and yield those from `plan.first` on; nothing in the run folder changes.
 
     Args:
         pipeline: the definition that the run was started with.
         plan: from `plan_rerun`.
-        run_dir: the run folder.
         seed: the run's seed.
         device: where the model is put; the bits are comparable on the kind of device that the run had.
 
@@ -145,7 +146,7 @@ def retake(pipeline: Pipeline, plan: RerunPlan, *, run_dir: Address, seed: int, 
         DataError: trajectories that the ledger names are no longer in the store.
     """
     exact = torch.device(device).type == "cpu"
-    run, policy = RunFolder(run_dir), build_policy(pipeline, seed=seed, device=device)
+    run, policy = plan.run, build_policy(pipeline, seed=seed, device=device)
     with closing(TrajectoryStorage(run.store_path, mode="r", backend=pipeline.buffer.backend)) as storage:
         buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
         learner = build_learner(pipeline, policy, buffer, ledger=None, seed=seed, may_be_empty=True)

@@ -205,7 +205,7 @@ def problems(world: World, straight: Path | None) -> Iterator[str]:
             yield "the weights differ from those of the undisturbed run"
         return
     plan = plan_rerun(world.place, from_step=1)
-    for step in retake(pipeline, plan, run_dir=world.place, seed=0, device="cpu"):
+    for step in retake(pipeline, plan, seed=0, device="cpu"):
         if not step.ok:
             yield f"step {step.step}, taken again as the ledger says: {step}"
 

@@ -554,7 +554,7 @@ def one_of_several(run_dir: Path) -> Iterator[str]:
             yield f"step {row['step']} learned from {row['row_ids']}"
     first = min(int(path.name[5:]) for path in folder.checkpoints.iterdir() if path.name.startswith("step-"))
     if first < steps:
-        for one in retake(SWEPT, plan_rerun(run_dir, from_step=first + 1), run_dir=run_dir, seed=0, device="cpu"):
+        for one in retake(SWEPT, plan_rerun(run_dir, from_step=first + 1), seed=0, device="cpu"):
             if not (one.ok and one.same_bits):
                 yield f"step {one.step}, taken again: {one}"
 

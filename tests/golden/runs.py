@@ -343,7 +343,7 @@ def two_collectors(folder: Path) -> Digest:
     learn(pipeline, run_dir=run_dir)
     for process in collectors:
         process.join(120)
-    taken = list(retake(pipeline, plan_rerun(run_dir, from_step=1), run_dir=run_dir, seed=0, device="cpu"))
+    taken = list(retake(pipeline, plan_rerun(run_dir, from_step=1), seed=0, device="cpu"))
     names = {"prompt", "group_id", "num_prompt_tokens", "trajectory_id"}
     learned = {i for row in rows_of(run_dir / "ledger.jsonl") for i in row["trajectory_ids"]}
     with TrajectoryStore.open(run_dir / "store") as store:

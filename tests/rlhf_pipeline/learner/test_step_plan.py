@@ -151,7 +151,7 @@ def test_a_run_with_replay_resumes_and_is_taken_again_bit_for_bit(tmp_path, samp
     ]
     assert weights[0] == weights[1]
     plan = plan_rerun(straight, from_step=3)
-    assert all(one.ok for one in retake(pipeline, plan, run_dir=straight, seed=0, device="cpu"))
+    assert all(one.ok for one in retake(pipeline, plan, seed=0, device="cpu"))
 
 
 @pytest.mark.parametrize(

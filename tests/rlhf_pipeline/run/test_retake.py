@@ -24,7 +24,7 @@ tiny = functools.partial(
 
 def again(pipeline: Pipeline, run_dir: Path, *, from_step: int, num_steps: int | None = None) -> list[Retaken]:
     plan = plan_rerun(run_dir, from_step=from_step, num_steps=num_steps)
-    return list(retake(pipeline, plan, run_dir=run_dir, seed=0, device="cpu"))
+    return list(retake(pipeline, plan, seed=0, device="cpu"))
 
 
 @pytest.fixture(scope="module")
