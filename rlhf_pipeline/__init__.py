@@ -10,6 +10,8 @@ TYPE_CHECKING = False  # not typing's: importing typing takes longer than all el
 if TYPE_CHECKING:
     from typing import Any
 
+    from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
+    from rlhf_pipeline.buffer.storage import TrajectoryStorage
     from rlhf_pipeline.collectors.collector import Collector
     from rlhf_pipeline.config import (
         GRPO,
@@ -37,8 +39,6 @@ if TYPE_CHECKING:
     from rlhf_pipeline.interop.torchrl.rollout_from_model import RolloutFromModel
     from rlhf_pipeline.learner.learner import Learner
     from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
-    from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
-    from rlhf_pipeline.replay.storage import TrajectoryStorage
     from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController, ConstantKLController
     from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
     from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
@@ -63,8 +63,8 @@ _NAMES = {
     "interop.torchrl.rollout_from_model": "RolloutFromModel",
     "learner.learner": "Learner",
     "losses.grpo": "GRPOLoss GRPOLossOutput",
-    "replay.buffer": "TrajectoryReplayBuffer",
-    "replay.storage": "TrajectoryStorage",
+    "buffer.buffer": "TrajectoryReplayBuffer",
+    "buffer.storage": "TrajectoryStorage",
     "transforms.kl_controllers": "AdaptiveKLController ConstantKLController",
     "transforms.kl_reward": "KLRewardTransform",
     "transforms.mc_advantage": "MCAdvantage",

@@ -237,7 +237,7 @@ class Sample(Settings):
         "draw `batch_size`: `uniform` all alike; `recency` by age; `priority` by the size of the advantage "
         "and age; `group` whole groups; `success` whole groups of medium success rate; `variance` whole "
         "groups whose rewards vary; `mix` a part from the newest rollout and the rest by age. See "
-        "`rlhf_pipeline.replay.samplers`.",
+        "`rlhf_pipeline.buffer.samplers`.",
     )
     batch_size: int | None = setting(
         None,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from rlhf_pipeline.buffer.trajectory_schema import SLOT, WAITING
 from rlhf_pipeline.data.keys import LEFT_OUT
 from rlhf_pipeline.errors import MissingPathError
-from rlhf_pipeline.replay.trajectory_schema import SLOT, WAITING
 from trajectory_store import TrajectoryStore
 
 _CHUNK = 1024

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlhf_pipeline.buffer._strategy import Floats, Ints, StoreView, TrajectorySampler, gumbel_order
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.replay._strategy import Floats, Ints, StoreView, TrajectorySampler, gumbel_order
 
 
 @dataclass(frozen=True, slots=True)

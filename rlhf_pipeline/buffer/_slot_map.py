@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhf_pipeline.replay.trajectory_schema import SLOT, WAITING
+from rlhf_pipeline.buffer.trajectory_schema import SLOT, WAITING
 from trajectory_store import TrajectoryStore
 
 UNBOUNDED = int(np.iinfo(np.int64).max)

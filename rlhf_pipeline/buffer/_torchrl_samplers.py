@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhf_pipeline.buffer._strategy import Ints, StoreView, TrajectorySampler, UniformSampler, gumbel_order
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.replay._strategy import Ints, StoreView, TrajectorySampler, UniformSampler, gumbel_order
 from trajectory_store import TrajectoryStore
 
 LOCK = "claims.lock"
@@ -205,6 +205,6 @@ def check_consuming(sampler: Any) -> None:
     kind = type(sampler)
     if kind.__name__ == "ConsumingSampler" and not isinstance(sampler, TrajectorySampler):
         raise DefinitionError(
-            "TorchRL's ConsumingSampler works on lists and tensors only; pass rlhf_pipeline.replay.samplers."
+            "TorchRL's ConsumingSampler works on lists and tensors only; pass rlhf_pipeline.buffer.samplers."
             f"ConsumingSampler(max_sample_count={sampler.max_sample_count}), which counts the uses in the store."
         )

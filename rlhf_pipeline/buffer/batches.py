@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
+from rlhf_pipeline.buffer.trajectory_schema import INTERNAL
 from rlhf_pipeline.data.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
@@ -37,7 +38,6 @@ from rlhf_pipeline.data.keys import (
     key_of,
 )
 from rlhf_pipeline.data.trajectories import Flat, jagged, last_position, plant, text_stack, unchecked_tree
-from rlhf_pipeline.replay.trajectory_schema import INTERNAL
 from trajectory_store import BufferPool, Schema
 from trajectory_store.reads import StoreReads
 

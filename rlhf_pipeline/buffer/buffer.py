@@ -16,6 +16,9 @@ from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter, Writer
 from torchrl.envs.transforms import Compose, Transform
 
+from rlhf_pipeline.buffer._torchrl_samplers import check_consuming
+from rlhf_pipeline.buffer.samplers import Ints, StoreView, TrajectorySampler, as_sampler
+from rlhf_pipeline.buffer.storage import Layout, TrajectoryStorage, collated
 from rlhf_pipeline.data.keys import ROW_ID, TRAJECTORY_ID, WAITING, Key
 from rlhf_pipeline.data.trajectories import (
     Flat,
@@ -28,9 +31,6 @@ from rlhf_pipeline.data.trajectories import (
     trajectories_of,
 )
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
-from rlhf_pipeline.replay._torchrl_samplers import check_consuming
-from rlhf_pipeline.replay.samplers import Ints, StoreView, TrajectorySampler, as_sampler
-from rlhf_pipeline.replay.storage import Layout, TrajectoryStorage, collated
 from rlhf_pipeline.transforms.base import ColumnTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from rlhf_pipeline.transforms.waiting_rows import WaitingRows
@@ -83,7 +83,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         storage: a `TrajectoryStorage`, or a path or store to make one of.
         batch_size: of `sample()`.
         transform: the write path, `Compose(MCAdvantage(...), KLRewardTransform(...), RetrieveLogProb(...))`.
-        sampler: of `sample()`: a TorchRL sampler, or a strategy of `rlhf_pipeline.replay.samplers` or its name. None
+        sampler: of `sample()`: a TorchRL sampler, or a strategy of `rlhf_pipeline.buffer.samplers` or its name. None
             draws uniformly with replacement, as TorchRL does.
         seed: of all draws.
         writer: a TorchRL `Writer`, or a function that makes one. None appends, which is what this storage is made for.

@@ -15,9 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from rlhf_pipeline.errors import DefinitionError, did_you_mean
-from rlhf_pipeline.replay._group_samplers import GroupSampler, SuccessSampler, VarianceSampler
-from rlhf_pipeline.replay._strategy import (
+from rlhf_pipeline.buffer._group_samplers import GroupSampler, SuccessSampler, VarianceSampler
+from rlhf_pipeline.buffer._strategy import (
     Floats,
     Ints,
     StoreView,
@@ -26,7 +25,8 @@ from rlhf_pipeline.replay._strategy import (
     gumbel_order,
     step_generator,
 )
-from rlhf_pipeline.replay._torchrl_samplers import ConsumingSampler, StalenessAwareSampler
+from rlhf_pipeline.buffer._torchrl_samplers import ConsumingSampler, StalenessAwareSampler
+from rlhf_pipeline.errors import DefinitionError, did_you_mean
 
 __all__ = [
     "ConsumingSampler",

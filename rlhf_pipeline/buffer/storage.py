@@ -14,6 +14,20 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 from torchrl.data.replay_buffers.storages import Storage
 
+from rlhf_pipeline.buffer._dumps import copy_rows, dump_store, find_dump
+from rlhf_pipeline.buffer._scalar_view import ScalarView
+from rlhf_pipeline.buffer._slot_map import UNBOUNDED, SlotMap
+from rlhf_pipeline.buffer.batches import jagged_batch, padded_batch, padded_columns, single
+from rlhf_pipeline.buffer.trajectory_schema import (
+    FAILED_MEMBERS,
+    NEWEST_VERSION,
+    POLICY_DIGEST,
+    SLOT,
+    WAITING,
+    column_of_key,
+    extra_columns,
+    trajectory_schema,
+)
 from rlhf_pipeline.data.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
@@ -51,20 +65,6 @@ from rlhf_pipeline.errors import (
     RunMismatchError,
     did_you_mean,
 )
-from rlhf_pipeline.replay._dumps import copy_rows, dump_store, find_dump
-from rlhf_pipeline.replay._scalar_view import ScalarView
-from rlhf_pipeline.replay._slot_map import UNBOUNDED, SlotMap
-from rlhf_pipeline.replay.batches import jagged_batch, padded_batch, padded_columns, single
-from rlhf_pipeline.replay.trajectory_schema import (
-    FAILED_MEMBERS,
-    NEWEST_VERSION,
-    POLICY_DIGEST,
-    SLOT,
-    WAITING,
-    column_of_key,
-    extra_columns,
-    trajectory_schema,
-)
 from rlhf_pipeline.transforms.waiting_rows import Later
 from trajectory_store import (
     BufferPool,
@@ -98,7 +98,7 @@ class TrajectoryStorage(Storage):
     """Trajectories on disk: ragged, durable, append-only, one row each.
 
     `set` appends one atomic commit, durable on return; nothing is overwritten, a slot that is written again means a
-    newer row. `get` of several indices gives a padded TensorDict with masks (`rlhf_pipeline.replay.batches`); of one
+    newer row. `get` of several indices gives a padded TensorDict with masks (`rlhf_pipeline.buffer.batches`); of one
     index, that trajectory without padding; of a slice, only the values that are one per trajectory, so that
     samplers may scan whole storages. Reopening a path shows all rows again. Several processes may write: each
     opens the path itself, and `refresh()` shows what the others wrote.
@@ -326,7 +326,7 @@ class TrajectoryStorage(Storage):
             then: the store as of a snapshot (`store.as_of(snapshot)`); None is now.
 
         Returns:
-            A TensorDict `[B]`, see `padded_batch` and `jagged_batch` in `rlhf_pipeline.replay.batches`.
+            A TensorDict `[B]`, see `padded_batch` and `jagged_batch` in `rlhf_pipeline.buffer.batches`.
 
         Raises:
             DefinitionError: if the layout is not known.

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.buffer.stored_groups import StoredGroups
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.prompts import Prompt, PromptSource
@@ -22,8 +24,6 @@ from rlhf_pipeline.policies.adapters import Policy, policy_of
 from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, WeightRefresh, Weights
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
-from rlhf_pipeline.replay.stored_groups import StoredGroups
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange._column_values import Values, from_arrow, from_json, take
 from rlhf_pipeline.exchange._counts import FileReport, ImportReport
 from rlhf_pipeline.exchange._tables import ROWS_PER_READ, Source
 from rlhf_pipeline.exchange.target import open_target
-from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from trajectory_store import RaggedArray, Schema, StoreError, TrajectoryStore
 
 NAME = "trajectory_id"

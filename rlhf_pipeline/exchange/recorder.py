@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange._completion import Messages, Rollout, as_answer, as_text
 from rlhf_pipeline.exchange._encode import Encoder, columns_of, meta_of
 from rlhf_pipeline.exchange._reward_columns import weighted
 from rlhf_pipeline.exchange.target import SOURCE_BITS, held, next_base, open_or_create
-from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from trajectory_store import StoreError
 
 _log = logging.getLogger("rlhf_pipeline")

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
 from rlhf_pipeline.exchange._completion import Rollout
-from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from trajectory_store import Schema, StoreExistsError, StoreNotFoundError, TrajectoryStore
 
 Ids = npt.NDArray[np.int64]

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.buffer.samplers import StoreView
+from rlhf_pipeline.buffer.trajectory_schema import column_of_key
 from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
@@ -41,9 +44,6 @@ from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
 from rlhf_pipeline.losses.loss_batch import LossBatch, scorable
 from rlhf_pipeline.policies.model_parts import rounding
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
-from rlhf_pipeline.replay.samplers import StoreView
-from rlhf_pipeline.replay.trajectory_schema import column_of_key
 
 if TYPE_CHECKING:
     from rlhf_pipeline.learner.distributed import Shards

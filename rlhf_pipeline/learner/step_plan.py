@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.buffer.samplers import STRATEGIES, TrajectorySampler, as_sampler
 from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DefinitionError
@@ -20,7 +21,6 @@ from rlhf_pipeline.functional.aggregation import contributes, token_weights
 from rlhf_pipeline.losses.grpo import GRPOLoss
 from rlhf_pipeline.losses.loss_batch import scorable
 from rlhf_pipeline.policies.packed import plan_micro_batches
-from rlhf_pipeline.replay.samplers import STRATEGIES, TrajectorySampler, as_sampler
 from trajectory_store import TrajectoryStore
 
 if TYPE_CHECKING:

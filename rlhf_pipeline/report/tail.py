@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_pipeline.buffer.stored_groups import NewIds
 from rlhf_pipeline.errors import plain
-from rlhf_pipeline.replay.stored_groups import NewIds
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.words import number
 from rlhf_pipeline.run.rows import Row

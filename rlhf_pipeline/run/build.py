@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchrl.envs.transforms import Compose
 
+from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
 from rlhf_pipeline.errors import DefinitionError
@@ -21,8 +23,6 @@ from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.losses.grpo import GRPOLoss
 from rlhf_pipeline.policies.new_model import scratch_model
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
-from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.engines import HandOver
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.ledger import Ledger

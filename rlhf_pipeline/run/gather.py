@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rlhf_pipeline.buffer.trajectory_schema import INTERNAL, SLOT, WAITING, trajectory_schema
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS, REWARD, REWARD_COLUMN, TASK_REWARD, Key
 from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, group_advantage
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.replay.trajectory_schema import INTERNAL, SLOT, WAITING, trajectory_schema
 from rlhf_pipeline.run.choice import Choice, Limits, check_vocabulary, open_sources
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import tell

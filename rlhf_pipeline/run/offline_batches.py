@@ -11,10 +11,10 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_pipeline.buffer.samplers import StoreView, TrajectorySampler, step_generator
 from rlhf_pipeline.config import Replay, Sample
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.step_plan import StepLedger, UseCounts, sampler_of
-from rlhf_pipeline.replay.samplers import StoreView, TrajectorySampler, step_generator
 from trajectory_store import TrajectoryStore
 
 Ints = npt.NDArray[np.int64]
@@ -135,7 +135,7 @@ class Batches:
 
     >>> import tempfile
     >>> from rlhf_pipeline.run.gather import SOURCE
-    >>> from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
+    >>> from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
     >>> with TrajectoryStore.create(tempfile.mkdtemp() + "/store", trajectory_schema([SOURCE])) as store:
     ...     _ = store.append({"input_ids": [[1]] * 4, "source": [0] * 4, "group_id": [7, 7, 8, 8]})
     ...     batches = Batches(store, replay=Replay(epochs=2), sample=Sample(), batch_size=2, seed=0, ledger=None)

@@ -9,10 +9,10 @@ from dataclasses import asdict
 
 import torch
 
+from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.run.build import build_learner, build_policy, open_storage
 from rlhf_pipeline.run.choice import Choice, Limits, choose
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events

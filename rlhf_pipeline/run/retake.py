@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, MissingPathError
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
-from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.build import build_learner, build_policy
 from rlhf_pipeline.run.checkpoint import load_checkpoint, step_of
 from rlhf_pipeline.run.folder import RunFolder

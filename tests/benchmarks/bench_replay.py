@@ -31,6 +31,8 @@ from _stores import Table, have_pages, parser, race  # noqa: E402
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack  # noqa: E402
 from torchrl.data import LazyStackStorage, TensorDictReplayBuffer  # noqa: E402
 
+from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer  # noqa: E402
+from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema  # noqa: E402
 from rlhf_pipeline.data.keys import COLUMN_OF_KEY  # noqa: E402
 from rlhf_pipeline.data.trajectories import (  # noqa: E402
     Text,
@@ -38,8 +40,6 @@ from rlhf_pipeline.data.trajectories import (  # noqa: E402
     columns_of,
     td_of,
 )
-from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer  # noqa: E402
-from rlhf_pipeline.replay.trajectory_schema import trajectory_schema  # noqa: E402
 from trajectory_store import RaggedArray, TrajectoryStore  # noqa: E402
 
 BATCH = 64

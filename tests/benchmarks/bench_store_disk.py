@@ -41,7 +41,7 @@ def write(path: Path, schema: Schema, data: dict[str, Any], epochs: int = 1, **o
 
 def gsm8k(table: Table, limit: int | None, folder: Path) -> None:
     """The lines of GSM8K."""
-    from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
+    from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 
     schema, data = trajectory_schema(), trajectories(limit)
     rows, given = len(data["prompt"]), payload(data)

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 from _stores import BATCH, BYTES_PER_TOKEN, TOKEN_COLUMNS, Table, fill, parser, race
 
-from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
+from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from trajectory_store import TrajectoryStore
 
 TARGET = 1.2
@@ -98,7 +98,7 @@ def scalars(places: np.ndarray) -> dict[str, np.ndarray]:
 
 def buffer_sampler(stack: contextlib.ExitStack, path: Path, count: int) -> Callable[[], object]:
     """`TrajectoryReplayBuffer.sample`."""
-    from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
+    from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 
     buffer = TrajectoryReplayBuffer(storage=path, batch_size=BATCH)
     stack.callback(buffer.storage.close)

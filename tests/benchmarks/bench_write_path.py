@@ -35,12 +35,12 @@ from torchrl.envs.transforms import Compose  # noqa: E402
 from torchrl.objectives.llm import MCAdvantage as TorchRLAdvantage  # noqa: E402
 
 from rlhf_pipeline import scratch_policy  # noqa: E402
+from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer  # noqa: E402
 from rlhf_pipeline.collectors.collector import Collector  # noqa: E402
 from rlhf_pipeline.config import Collect  # noqa: E402
 from rlhf_pipeline.data.prompts import CopyDigits  # noqa: E402
 from rlhf_pipeline.data.rewards import token_match  # noqa: E402
 from rlhf_pipeline.data.trajectories import columns_of, td_of  # noqa: E402
-from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer  # noqa: E402
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform  # noqa: E402
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage  # noqa: E402
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb  # noqa: E402

@@ -51,9 +51,9 @@ from rlhf_pipeline import (
     TrajectoryReplayBuffer,
     scratch_policy,
 )
+from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.cli import main as rlhf_pipeline
 from rlhf_pipeline.collectors.multi_turn import conversation_rows, converse
-from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run import choice
 from rlhf_pipeline.run.checkpoint import checkpoint_path, load_checkpoint, newest_checkpoint, save_checkpoint

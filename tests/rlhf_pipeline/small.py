@@ -25,9 +25,9 @@ from rlhf_pipeline import (
     scratch_policy,
     token_match,
 )
+from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.config_text import override_all
 from rlhf_pipeline.data.rewards import RewardFunction
-from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from rlhf_pipeline.run.processes.rollouts import StoredRollout
 from trajectory_store import Column, RaggedArray, TrajectoryStore
 

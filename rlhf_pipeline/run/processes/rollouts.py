@@ -10,8 +10,8 @@ from typing import Any, Final, Self
 
 import numpy as np
 
+from rlhf_pipeline.buffer.stored_groups import NewIds
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.replay.stored_groups import NewIds
 from trajectory_store import Column, Schema, StoreNotFoundError, TrajectoryStore
 
 ROLLOUTS_SCHEMA: Final = Schema(

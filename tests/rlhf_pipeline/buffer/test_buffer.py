@@ -16,11 +16,11 @@ from tensordict import lazy_stack
 from torchrl.data.replay_buffers import LazyStackStorage
 from torchrl.envs.transforms import Compose, Transform
 
+from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.buffer.samplers import FreshSampler, PrioritySampler, UniformSampler
+from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
-from rlhf_pipeline.replay.samplers import FreshSampler, PrioritySampler, UniformSampler
-from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
@@ -300,8 +300,8 @@ def test_sample_step_in_another_process(make_buffer, make_rows, tmp_path):
     rb = make_buffer(seed=7)
     rb.extend(lazy_stack(make_rows([4] * 20)))
     code = f"""
-    from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
-    from rlhf_pipeline.replay.storage import TrajectoryStorage
+    from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
+    from rlhf_pipeline.buffer.storage import TrajectoryStorage
     rb = TrajectoryReplayBuffer(storage=TrajectoryStorage({str(tmp_path / "store")!r}, mode="r"), seed=7)
     print(rb.select_step(5, 6).tolist(), rb.select_step(6, 6, strategy="priority").tolist())
     """

@@ -5,12 +5,12 @@ import torch
 from tensordict import lazy_stack
 from torchrl.envs.transforms import Compose
 
+from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.buffer.storage import TrajectoryStorage
+from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.trajectories import on_device, unjagged
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
-from rlhf_pipeline.replay.storage import TrajectoryStorage
-from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from tests.rlhf_pipeline.fake_device import CUDA, FakeDevice, OnDevice

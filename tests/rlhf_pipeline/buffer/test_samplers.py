@@ -8,9 +8,8 @@ import pytest
 import torch
 from tensordict import lazy_stack
 
-from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.replay._group_samplers import most_varied
-from rlhf_pipeline.replay.samplers import (
+from rlhf_pipeline.buffer._group_samplers import most_varied
+from rlhf_pipeline.buffer.samplers import (
     STRATEGIES,
     FreshSampler,
     GroupSampler,
@@ -23,7 +22,8 @@ from rlhf_pipeline.replay.samplers import (
     VarianceSampler,
     as_sampler,
 )
-from rlhf_pipeline.replay.storage import TrajectoryStorage
+from rlhf_pipeline.buffer.storage import TrajectoryStorage
+from rlhf_pipeline.errors import DataError, DefinitionError
 
 ALL = [
     FreshSampler(max_staleness=None),

@@ -8,11 +8,11 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
+from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.buffer.storage import TrajectoryStorage, append_data
+from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
-from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
-from rlhf_pipeline.replay.storage import TrajectoryStorage, append_data
-from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from trajectory_store import Column, RaggedArray, Schema, StoreError, TrajectoryStore

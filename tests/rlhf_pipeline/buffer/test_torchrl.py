@@ -20,10 +20,10 @@ from torchrl.data.replay_buffers.writers import (
 from torchrl.envs import Compose
 
 from rlhf_pipeline import KLRewardTransform, keys
+from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.buffer.samplers import ConsumingSampler, StalenessAwareSampler
+from rlhf_pipeline.buffer.storage import TrajectoryStorage, collated
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
-from rlhf_pipeline.replay.samplers import ConsumingSampler, StalenessAwareSampler
-from rlhf_pipeline.replay.storage import TrajectoryStorage, collated
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 
 KINDS = [ReplayBuffer, TensorDictReplayBuffer, TrajectoryReplayBuffer]
@@ -463,7 +463,7 @@ def make_plain(folder):
 
 def test_what_is_not_kept_is_said_with_the_way_to_keep_it(tmp_path, noted, caplog, monkeypatch):
     """Once per key, with the argument that keeps it; parts of the tokens can be derived and are not reported."""
-    monkeypatch.setattr("rlhf_pipeline.replay.storage._reported", set())
+    monkeypatch.setattr("rlhf_pipeline.buffer.storage._reported", set())
     for row in noted:
         row["tokens", "response"] = row["tokens", "full"][2:]
         row["weights"] = torch.ones(len(row["tokens", "full"]))

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from rlhf_pipeline.buffer.trajectory_schema import PROVENANCE, trajectory_schema
 from rlhf_pipeline.data.keys import COLUMN_OF_KEY
-from rlhf_pipeline.replay.trajectory_schema import PROVENANCE, trajectory_schema
 from trajectory_store import Column, TrajectoryStore
 
 

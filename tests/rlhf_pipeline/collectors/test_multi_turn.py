@@ -21,10 +21,10 @@ from rlhf_pipeline import (
     RetrieveLogProb,
     scratch_policy,
 )
+from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.collectors.multi_turn import Conversation, conversation_rows, converse
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies.chat import encode_reply
-from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from tests.rlhf_pipeline.small import CHAT_TEMPLATE, calculator, talker
 
 END = 1

@@ -89,7 +89,7 @@ def test_two_files_of_equal_rows_are_both_imported(tmp_path: Path, jsonl: Write)
 
 def test_into_a_store_that_holds_others(tmp_path: Path, jsonl: Write):
     """Rows of a run in the store keep their ids, and the import takes ids that none of them has."""
-    from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
+    from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 
     with TrajectoryStore.create(tmp_path / "store", trajectory_schema()) as store:
         store.append({"input_ids": [[1], [2]], "trajectory_id": [0, 1], "group_id": [0, 5]})

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
 from rlhf_pipeline.exchange import export_store, import_files, select
-from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from trajectory_store import Column, RaggedArray, TrajectoryStore, diff
 
 NEEDS = {"parquet": "pyarrow", "hf": "datasets", "jsonl": "json"}

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlhf_pipeline import GRPOLoss, Learn, TrajectoryReplayBuffer, scratch_policy
+from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.learner.distributed import shard_policy
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.replay.storage import TrajectoryStorage
 from rlhf_pipeline.run.checkpoint import load_checkpoint, save_checkpoint
 from rlhf_pipeline.run.ledger import Ledger
 from trajectory_store import TrajectoryStore

@@ -8,10 +8,10 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from rlhf_pipeline import GRPOLoss, Learn, MCAdvantage, TrajectoryReplayBuffer, scratch_policy
+from rlhf_pipeline.buffer.storage import TrajectoryStorage
+from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.replay.storage import TrajectoryStorage
-from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from rlhf_pipeline.run.ledger import Ledger
 from tests.rlhf_pipeline.small import trajectory
 from trajectory_store import Column, Schema

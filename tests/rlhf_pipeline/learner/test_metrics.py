@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from rlhf_pipeline import Learn, scratch_policy
+from rlhf_pipeline.buffer.batches import padded_columns
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.learner.lora import add_adapters
 from rlhf_pipeline.learner.metrics import ModelCost, data_metrics, kl_metrics, known_peak_flops
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.replay.batches import padded_columns
 from rlhf_pipeline.run.events import Event
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loggers import with_logger

@@ -17,10 +17,10 @@ from rlhf_pipeline import (
     TrajectoryReplayBuffer,
     scratch_policy,
 )
+from rlhf_pipeline.buffer.samplers import as_sampler
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.step_plan import UseCounts, sampler_of
-from rlhf_pipeline.replay.samplers import as_sampler
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.retake import plan_rerun, retake
 from rlhf_pipeline.run.rows import StepRows

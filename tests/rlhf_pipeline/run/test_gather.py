@@ -14,8 +14,8 @@ from tensordict import TensorDict
 from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline import KLRewardTransform, MCAdvantage, Replay, RetrieveLogProb, TrajectoryReplayBuffer
+from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
-from rlhf_pipeline.replay.trajectory_schema import trajectory_schema
 from rlhf_pipeline.run import choice as sources
 from rlhf_pipeline.run.build import build_policy
 from rlhf_pipeline.run.choice import Choice, Limits, choose

@@ -7,10 +7,10 @@ import math
 import pytest
 from tensordict import lazy_stack
 
+from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.config import WritePath
 from rlhf_pipeline.data.trajectories import columns_of
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from tests.rlhf_pipeline.small import Clock
 

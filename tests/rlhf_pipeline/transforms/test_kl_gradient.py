@@ -9,9 +9,9 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.envs.transforms import Compose
 
+from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.data.trajectories import columns_of
 from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
-from rlhf_pipeline.replay.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
