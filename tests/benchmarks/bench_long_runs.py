@@ -60,7 +60,7 @@ run.processes.mkdir(exist_ok=True)
 made = Supervisor(run.path, {"learner": ["true"]}, SupervisorConfig(), total_steps=1,
                   heartbeat=Heartbeat(run.processes, "supervisor"))
 assert made.metrics.rows.last_step == int(sys.argv[2]), made.metrics.rows.last_step
-assert made.last_reward is not None
+assert made.run.first_and_last_reward()[1] is not None
 """
 PROCESS = """
 import os, sys
