@@ -34,7 +34,7 @@ from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.transforms.base import ColumnTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from rlhf_pipeline.transforms.waiting_rows import WaitingRows
-from trajectory_store import Snapshot, TrajectoryStore
+from trajectory_store import MissingRowError, Snapshot, TrajectoryStore
 
 
 class TrajectoryWriter(RoundRobinWriter):
@@ -400,8 +400,12 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             key = ROW_ID if rows is None else self.priority_key
             raise MissingKeyError(f"the batch has no {key!r}; sample it from the buffer and set {self.priority_key!r}.")
         ids = rows.reshape(-1).cpu().numpy()
-        there = np.isin(ids, self.store.ids())
-        self.trajectories.prioritize(ids[there], value.reshape(len(ids), -1).amax(1)[torch.from_numpy(there)])
+        priority = value.detach().cpu().reshape(len(ids), -1).amax(1)
+        try:
+            self.trajectories.prioritize(ids, priority)
+        except MissingRowError:  # a ring has evicted some of them
+            there = np.isin(ids, self.store.ids())
+            self.trajectories.prioritize(ids[there], priority[torch.from_numpy(there)])
 
     def refresh(self) -> int:
         """Take in what other processes wrote; returns the watermark."""

@@ -66,8 +66,8 @@ class Places:
     @classmethod
     def of_runs(cls, runs: Sequence[tuple[int, int, int]]) -> Places:
         """The rows of some runs, none of which is looked for: of each a segment, its first row, how many."""
-        places = cls(_NONE, _NONE)
-        del places.ordinals, places.rows
+        places = cls.__new__(cls)
+        places.order = None
         places.edges = list(itertools.accumulate((count for *_, count in runs), initial=0))
         places.runs = [(ordinal, slice(first, first + count)) for ordinal, first, count in runs]
         return places
