@@ -16,8 +16,9 @@ class SlotMap:
     Rows are never overwritten: a slot that is written again means a newer row. Every process that reads the store
     derives the same map, as it follows from the order of arrival, except for rows written to a slot on purpose
     (`storage[3] = td`), whose slot is a column. A row that waits for its group has no slot; it gets the next one when
-    the group is complete, and the column `waiting` says in which turn that was. In a store that lets old rows go, rows
-    without a slot take the room of others; the slots of those close up, and a process that opens it numbers them anew.
+    the group is complete, and the column `waiting` says in which turn that was. The limit of a
+    store counts rows without a slot as well, so fewer than `max_size` rows may have one: the slots then move up to fill
+    the gaps, and a process that opens the store later numbers them afresh.
 
     Args:
         max_size: slots of the ring.
@@ -86,7 +87,7 @@ class SlotMap:
         self._floor = self._mark
         self._size = self._count = 0
 
-    def let_go(self, store: TrajectoryStore) -> bool:
+    def drop_evicted(self, store: TrajectoryStore) -> bool:
         """Take the slots of rows that have left the store, so that there is a row in each; returns whether any had.
 
         Rows leave in the order of arrival, which is not that of the slots where some have waited.
@@ -132,7 +133,7 @@ class SlotMap:
         self._take(store, np.asarray(ids[known:]))
         self._mark = mark
         self._newest = int(ids[-1]) if len(ids) else -1
-        self.let_go(store)
+        self.drop_evicted(store)
 
     def push(self, ids: np.ndarray, slots: np.ndarray, in_turn: bool, mark: int) -> bool:
         """Take in rows that this process just appended; False if others came in between and `sync` must look.

@@ -247,7 +247,7 @@ class TrajectoryStorage(Storage):
         self.update(rows, **columns)
         if later.complete:
             slots = self._slots.complete(rows)
-            return self._slots.of(rows) if self._slots.let_go(self.store) else slots
+            return self._slots.of(rows) if self._slots.drop_evicted(self.store) else slots
         if WAITING.name in columns:
             self._slots.leave_out(rows)
         return np.empty(0, np.int64)
@@ -281,7 +281,7 @@ class TrajectoryStorage(Storage):
             rows[SLOT] = slots
         self.appended = np.asarray(self.store.append(rows))
         if self._slots.push(self.appended, slots, in_turn, self.store.watermark):
-            moved = self._slots.let_go(self.store)
+            moved = self._slots.drop_evicted(self.store)
         else:
             self._slots.sync(self.store)
             moved = True

@@ -275,7 +275,7 @@ class StoreCall:
         if kept is not None:
             out.append(Later.left_out(np.delete(rows, kept.numpy())))
             rows, returns = rows[kept.numpy()], returns[kept]
-        if len(store) < store.watermark:  # a ring may have let go of some
+        if len(store) < store.watermark:  # a ring may have evicted some
             there = torch.from_numpy(np.isin(rows, store.ids()))
             rows, returns, graded = rows[there.numpy()], returns[there], graded.take(there)
         if not len(rows):

@@ -271,7 +271,7 @@ def test_a_ring_in_which_groups_wait_has_a_row_in_each_slot(tmp_path, make_rows,
     for number, some in enumerate(np.array_split(order, 70)):
         slots = rb.extend(lazy_stack([rows[i] for i in some]))
         if number % 20 == 0:
-            rb.store.compact()  # what the ring let go of leaves the disk
+            rb.store.compact()  # what the ring evicted leaves the disk
         follower.refresh()
         fresh = TrajectoryStorage(tmp_path / "store", mode="r")
         drawable = rb.view().ids
