@@ -20,7 +20,7 @@ Reads (prompt, completion, reward) groups from JSONL, Parquet and Hugging Face d
 and the dumps of other trainers: trl (completions/*.parquet), verl (rollout_data_dir), open-instruct
 (--save_traces), prime-rl (traces.jsonl, token exports), verifiers, skyrl, nemo-rl, openrlhf, tinker
 (capture/sample.jsonl with its rollout summaries), gsm8k-solutions; and what `export` wrote. The format
-is recognised by the field names. Rewards are named, or follow from a table's advantages; else it asks.
+is recognised by the field names. Where several columns may be the reward, it asks which.
 
 Token ids and log-probs in the file are kept; text is encoded once, with --tokenizer. An import that
 was stopped continues when the command is typed again; nothing is imported twice, and a broken line is named.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import numpy as np
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange._completion import (
@@ -27,15 +25,7 @@ from rlhf_pipeline.exchange._completion import (
     shown,
 )
 from rlhf_pipeline.exchange._fields import NONE, Fields, Format
-from rlhf_pipeline.exchange._reward_columns import (
-    MOST_COLUMNS,
-    RewardTerms,
-    Step,
-    all_sums,
-    contradiction,
-    explaining,
-    question,
-)
+from rlhf_pipeline.exchange._reward_columns import RewardTerms, question
 
 _AS: Mapping[str, Callable[[Any, str], Any]] = {
     "prompt_ids": as_ids,
@@ -58,13 +48,12 @@ class FlatReader:
         row: the first row, which settles the names.
         given: the user's `--field` options.
         layout: what the format fixes.
-        needs_reward: the rewards must be known from the first row.
 
     Raises:
         DefinitionError: no field is known for the prompt, the completion or the reward, or several for the reward.
     """
 
-    def __init__(self, row: Row, given: Mapping[str, str], layout: Format, *, needs_reward: bool = True) -> None:
+    def __init__(self, row: Row, given: Mapping[str, str], layout: Format) -> None:
         self.layout = layout
         others = {target: name for target, name in given.items() if target != "reward"}
         self.terms: RewardTerms | None = None
@@ -77,12 +66,10 @@ class FlatReader:
         self.fields = Fields(row, others, preset)
         self.fields.require(("prompt", "completion"), ("prompt_ids", "completion_ids"), row=row)
         if self.terms is None and not self.no_reward:
-            if needs_reward:
-                self.fields.require(("reward",), row=row)
+            self.fields.require(("reward",), row=row)
             if len(self.fields.rivals) > 1 and "reward" not in layout.fields:
-                raise question(self.fields.rivals, None, tried=True)
-            if "reward" in self.fields.of:
-                self.terms = RewardTerms({self.fields.of["reward"]: 1.0})
+                raise question(self.fields.rivals)
+            self.terms = RewardTerms({self.fields.of["reward"]: 1.0})
 
     def about(self) -> str:
         """Describe which field was read as what."""
@@ -172,66 +159,30 @@ class FlatReader:
 class TRLReader(FlatReader):
     """The completions table of TRL's trainers, whose reward columns are called after the reward functions.
 
-    Their names say nothing, and other columns of numbers stand beside them (`log_extra`), so the rewards are what the
-    user names, or the one sum of columns that explains the table's advantages. A column `reward`, which older
-    versions wrote, is the total.
+    Their names say nothing, and other columns of numbers stand beside them (`log_extra`), so where there are several
+    the user names the reward. A column `reward` beside no advantages, as older versions wrote, is the total.
+
+    Raises:
+        DefinitionError: several columns may be rewards, or none.
     """
 
     def __init__(self, row: Row, given: Mapping[str, str], layout: Format) -> None:
-        super().__init__(row, given, layout, needs_reward=False)
-
-    def settle(self, files: Iterable[Iterable[Row]]) -> None:
-        """Look at all rows of a training's tables, and find out which columns are the rewards, or check the named ones.
-
-        Raises:
-            DefinitionError: it is not told, or the advantages are of other rewards than the user named.
-        """
-        if self.no_reward:
-            return
-        steps, columns = self._numbers(files)
-        tried = 0 < len(columns) <= MOST_COLUMNS
-        sums = all_sums(len(columns)) if tried else np.zeros((0, len(columns)))
-        if self.terms is None:
-            fitting = explaining(steps, columns, sums)
-            if fitting is None or len(fitting) != 1:
-                raise question(columns, fitting, tried=tried)
-            self.terms = fitting[0]
-        elif columns:
-            own = np.array([[self.terms.weights.get(name, 0.0) for name in columns]])
-            if explaining(steps, columns, own) == []:
-                raise contradiction(self.terms, explaining(steps, columns, sums) or ())
-
-    def _numbers(self, files: Iterable[Iterable[Row]]) -> tuple[list[Step], list[str]]:
-        """Return what tables hold step by step, and the columns of numbers that have a value anywhere."""
-        steps: list[Step] = []
-        numeric: dict[str, bool] = {}
-        name, names = self.fields.of.get, []
-        wanted = self.terms.weights if self.terms is not None else ()
-        for rows in files:
-            last: Any = None
-            for row in rows:
-                names = names or sorted(map(str, row))
-                step = row.get(name("policy_version", ""))
-                if last is None or last[0] != step:
-                    last = (step,)
-                    steps.append(Step())
-                numbers: dict[str, float] = {}
-                for column, value in {**self.fields.rest(row), **{one: row.get(one) for one in wanted}}.items():
-                    is_number = value is None or isinstance(value, (bool, int, float))
-                    if is_number:
-                        numbers[column] = as_number(value, column)
-                    finite = is_number and not math.isinf(numbers[column])
-                    numeric[column] = numeric.get(column, True) and finite
-                steps[-1].prompts.append(hash(repr(row.get(name("prompt", "")))))
-                steps[-1].advantages.append(as_number(row.get(name("advantage", "")), "advantage"))
-                steps[-1].rows.append(numbers)
-        filled = {one for step in steps for row in step.rows for one, value in row.items() if value == value}
-        columns = [one for one, finite in numeric.items() if finite and one in filled]
-        if not columns and self.terms is None:
-            raise DefinitionError(
-                f"no column of rewards. The table has: {', '.join(names)}. Name it: --field reward=NAME"
-            )
-        return steps, columns
+        if "reward" not in given and ("advantage" in row or "reward" not in row):
+            known = {*given.values(), *(name for names in layout.fields.values() for name in names)} - {"reward"}
+            columns = [
+                str(name)
+                for name, value in row.items()
+                if name not in known and (value is None or isinstance(value, (bool, int, float)))
+            ]
+            if not columns:
+                raise DefinitionError(
+                    f"no column of rewards. The table has: {', '.join(sorted(map(str, row)))}. Name it: "
+                    "--field reward=NAME"
+                )
+            if len(columns) > 1:
+                raise question(columns)
+            given = {**given, "reward": columns[0]}
+        super().__init__(row, given, layout)
 
 
 class OpenInstructReader(FlatReader):

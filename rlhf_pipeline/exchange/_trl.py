@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.exchange._reward_columns import weighted
+from rlhf_pipeline.exchange.recorder import TrajectoryRecorder, weighted
 from rlhf_pipeline.policies.model_parts import evaluated
-
-if TYPE_CHECKING:
-    from rlhf_pipeline.exchange.recorder import TrajectoryRecorder
 
 _SAMPLES, _GRADES, _SCORES = (
     "_generate_and_score_completions",

@@ -17,7 +17,6 @@ from rlhf_pipeline.exchange._counts import FileReport, ImportReport
 from rlhf_pipeline.exchange._encode import Encoder, columns_of, meta_of
 from rlhf_pipeline.exchange._exported import import_stored
 from rlhf_pipeline.exchange._fields import Reader
-from rlhf_pipeline.exchange._flat import TRLReader
 from rlhf_pipeline.exchange._nested import TinkerReader
 from rlhf_pipeline.exchange._tables import Container, Source, find_sources
 from rlhf_pipeline.exchange.formats import CONTAINERS, NAMES, find_format, is_tinker_summary
@@ -130,7 +129,6 @@ def _recognise(sources: Sequence[Source], format: str, fields: Mapping[str, str]
     plan: list[_Item] = []
     summaries: list[Source] = []
     tinker: TinkerReader | None = None
-    tables: dict[frozenset[str], tuple[TRLReader, list[Source]]] = {}
     for source in sources:
         with contextlib.closing(source.rows()) as rows:
             row = next((row for _, row in rows), None)
@@ -151,19 +149,10 @@ def _recognise(sources: Sequence[Source], format: str, fields: Mapping[str, str]
                 reader: Reader = tinker
             else:
                 reader = found.make(row, fields, found)
-            if isinstance(reader, TRLReader):  # the tables of one training are looked at together
-                reader, same = tables.setdefault(frozenset(map(str, row)), (reader, []))
-                same.append(source)
         except DefinitionError as error:
             raise DefinitionError(f"{source.path}: {error}") from None
         file = FileReport(path=source.path, format=found.name)
         plan.append(_Item(source=source, reader=reader, report=file, version=found.version_of(source.path)))
-    for reader, same in tables.values():
-        try:
-            reader.settle((row for _, row in source.rows()) for source in same)
-        except (DataError, DefinitionError) as error:
-            more = f" and {len(same) - 1} more" if same[1:] else ""
-            raise type(error)(f"{same[0].path}{more}: {error}") from error
     for source in summaries:
         for number, row in source.rows():
             with naming(source, number):

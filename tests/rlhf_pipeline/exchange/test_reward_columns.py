@@ -1,4 +1,4 @@
-"""Rewards of a table are named, or told by its advantages; they are never guessed."""
+"""Rewards of a table are named; they are never guessed."""
 
 from __future__ import annotations
 
@@ -15,41 +15,6 @@ from trajectory_store import TrajectoryStore
 
 from .conftest import Write
 
-SIZE = 4
-
-
-def advantages(rewards: np.ndarray, scale: str) -> np.ndarray:
-    """Return TRL 1.16's advantages of `[groups, SIZE]` rewards, from its formulas (scale_rewards)."""
-    centred = rewards - rewards.mean(1, keepdims=True)
-    if scale == "none":
-        return centred
-    deviation = rewards.std(1, ddof=1, keepdims=True) if scale == "group" else rewards.std(ddof=1)
-    return centred / (deviation + 1e-4)
-
-
-def table(scale: str = "group", weights: tuple[float, float] = (1.0, 1.0), steps: int = 2) -> list[dict[str, Any]]:
-    """Return rows as TRL's completions table has them: two reward functions, and columns of numbers that are none."""
-    rng = np.random.default_rng(7)
-    rows = []
-    for step in range(1, steps + 1):
-        accuracy = rng.integers(0, 2, (3, SIZE)).astype(float)
-        brevity = rng.random((3, SIZE))
-        credit = advantages(weights[0] * accuracy + weights[1] * brevity, scale)
-        rows += [
-            {
-                "step": step,
-                "prompt": f"{step}+{group}=",
-                "completion": str(i),
-                "accuracy": accuracy[group, i],
-                "brevity": brevity[group, i],
-                "length": 100 * (i + 1),
-                "advantage": credit[group, i],
-            }
-            for group in range(3)
-            for i in range(SIZE)
-        ]
-    return rows
-
 
 def rewards_of(store: Path) -> list[float]:
     """Return the rewards of a store."""
@@ -57,64 +22,31 @@ def rewards_of(store: Path) -> list[float]:
         return opened.read_scalars("task_reward").tolist()
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_the_advantages_tell_the_rewards(tmp_path: Path, jsonl: Write, tokenizer: Any, scale: str):
-    """The one sum of columns that the advantages follow from is the reward; a column of lengths is not added to it."""
-    rows = table(scale)
-    report = import_files([jsonl(rows)], tmp_path / "store", tokenizer=tokenizer)
-    assert "reward=accuracy+brevity" in report.files[0].about
-    assert np.allclose(rewards_of(tmp_path / "store"), [row["accuracy"] + row["brevity"] for row in rows])
+TABLE = {"step": 1, "prompt": "1+1=", "completion": "2", "accuracy": 1.0, "advantage": 0.5, "note": "a"}
 
 
-def test_groups_that_hardly_differ(tmp_path: Path, jsonl: Write, tokenizer: Any):
-    """Rewards that differ by little, or by rounding alone, agree with advantages that have TRL's epsilon in them."""
-    rewards = np.array([[0.0, 1.0, 0.0, 1.0], [0.5, 0.502, 0.501, 0.5], [0.1 + 0.2, 0.3, 0.3, 0.3]])
-    credit = advantages(rewards, "group")
-    rows = [
-        {"step": 1, "prompt": str(group), "completion": "2", "accuracy": rewards[group, i], "length": i, "advantage": a}
-        for group in range(3)
-        for i, a in enumerate(credit[group].tolist())
-    ]
-    assert "reward=accuracy" in import_files([jsonl(rows)], tmp_path / "a", tokenizer=tokenizer).files[0].about
+def test_the_one_column_of_numbers(tmp_path: Path, jsonl: Write, tokenizer: Any):
+    """A table of one reward function has one more column of numbers, whatever the function is called."""
+    rows = [TABLE, TABLE | {"accuracy": None}]
+    for place, given in enumerate((rows, rows[::-1])):
+        report = import_files([jsonl(given)], tmp_path / f"{place}", tokenizer=tokenizer)
+        assert "reward=accuracy" in report.files[0].about
+        assert np.array_equal(rewards_of(tmp_path / f"{place}"), [[1, np.nan], [np.nan, 1]][place], equal_nan=True)
 
 
-def test_rewards_that_are_normalised_before_they_are_summed(tmp_path: Path, jsonl: Write, tokenizer: Any):
-    """Advantages of TRL's `normalize_then_sum` tell the rewards as well."""
-    rows = table(steps=1)
-    columns = [np.array([row[name] for row in rows]).reshape(3, SIZE) for name in ("accuracy", "brevity")]
-    summed = sum(advantages(column, "group") for column in columns)
-    credit = (summed - np.mean(summed)) / (np.std(summed, ddof=1) + 1e-4)
-    rows = [row | {"advantage": value} for row, value in zip(rows, credit.ravel().tolist(), strict=True)]
-    report = import_files([jsonl(rows)], tmp_path / "store", tokenizer=tokenizer)
-    assert "reward=accuracy+brevity" in report.files[0].about
-
-
-def test_weighted_rewards_are_asked_for(tmp_path: Path, jsonl: Write, tokenizer: Any):
-    """Where no plain sum gives the advantages the user is asked; the right weights pass, wrong ones do not."""
-    file = jsonl(table(weights=(2.0, 0.5)))
-    with pytest.raises(DefinitionError, match=r"which columns are the rewards\?.*accuracy, brevity, length.*weighted"):
+@pytest.mark.parametrize("more", ["length", "reward"])
+def test_several_columns_of_numbers(tmp_path: Path, jsonl: Write, tokenizer: Any, more: str):
+    """Of several nothing is taken, not even one called reward; the error lists them, and what it says to type works."""
+    file = jsonl([TABLE | {more: 4}])
+    with pytest.raises(DefinitionError, match=rf"which columns are the rewards\?.* are accuracy, {more}\.") as raised:
         import_files([file], tmp_path / "store", tokenizer=tokenizer)
-    for wrong in ("accuracy+brevity", "accuracy", "length"):
-        with pytest.raises(DefinitionError, match=r"advantages of this table do not follow from reward="):
-            import_files([file], tmp_path / "store", tokenizer=tokenizer, fields={"reward": wrong})
     assert not (tmp_path / "store").exists()
-    import_files([file], tmp_path / "store", tokenizer=tokenizer, fields={"reward": "2*accuracy+0.5*brevity"})
-    wanted = [2 * row["accuracy"] + 0.5 * row["brevity"] for row in table(weights=(2.0, 0.5))]
-    assert np.allclose(rewards_of(tmp_path / "store"), wanted)
-    only = import_files([file], tmp_path / "b", tokenizer=tokenizer, fields={"reward": "accuracy", "advantage": "none"})
-    assert only.num_without_reward == 0
-    with TrajectoryStore.open(tmp_path / "b") as store:
+    assert str(raised.value).endswith(f"--field reward=accuracy or --field reward=accuracy+0.5*{more}")
+    given = {"reward": f"accuracy+0.5*{more}", "advantage": "none"}
+    import_files([file], tmp_path / "store", tokenizer=tokenizer, fields=given)
+    assert rewards_of(tmp_path / "store") == [3.0]
+    with TrajectoryStore.open(tmp_path / "store") as store:
         assert np.isnan(store.read_scalars("advantage")).all()
-
-
-def test_advantages_that_do_not_decide(tmp_path: Path, jsonl: Write, tokenizer: Any):
-    """A column that is the same within each group may be a reward or not, so the user is asked."""
-    rows = [row | {"level": 1 + row["step"]} for row in table()]
-    with pytest.raises(DefinitionError, match=r"follow from accuracy\+brevity, accuracy\+brevity\+level alike"):
-        import_files([jsonl(rows)], tmp_path / "store", tokenizer=tokenizer)
-    zero = [row | {"advantage": 0.0} for row in table()]
-    with pytest.raises(DefinitionError, match=r"no advantages to infer them from.*--field reward=accuracy"):
-        import_files([jsonl(zero)], tmp_path / "store", tokenizer=tokenizer)
 
 
 def test_a_table_of_older_versions(tmp_path: Path, jsonl: Write, tokenizer: Any):
