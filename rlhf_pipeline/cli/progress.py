@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 import time
@@ -97,7 +96,7 @@ class RunView:
         self._step_at = now
         self._latest.update({name: value for name, value in event.metrics.items() if value is not None})
         reward = event.metrics.get("task_reward")
-        if reward is not None and math.isfinite(reward):
+        if reward is not None:
             self._rewards.append(reward)
         last = event.step == event.total_steps
         if self._live:

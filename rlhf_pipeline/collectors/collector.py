@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,8 +34,8 @@ class Rollout:
     num_trajectories: int
     num_tokens: int
     """Completion tokens sampled; 0 if the rollout was in the store already."""
-    task_reward: float
-    """Mean over the rollout's graded trajectories, unshaped; NaN where that is not known any more."""
+    task_reward: float | None
+    """Mean over the rollout's graded trajectories, unshaped; None where that is not known any more."""
     num_failed: int
     """Trajectories whose reward call failed."""
     first_error: str | None
@@ -152,7 +151,7 @@ class Collector:
             self.observe(cursors)
             found = self._summary(rollout, store.read_scalars("task_reward", rows), 0, None, started, from_store=True)
             # What the dropped groups earned is in no store, and other weights would sample others.
-            lost = {} if len(rows) >= size else {"num_trajectories": size, "task_reward": math.nan}
+            lost = {} if len(rows) >= size else {"num_trajectories": size, "task_reward": None}
             return replace(found, **lost)
 
         prompts = [self.prompts.prompt(int(cursor), self.seed) for cursor in cursors]
@@ -234,7 +233,7 @@ class Collector:
             index=index,
             num_trajectories=len(rewards),
             num_tokens=num_tokens,
-            task_reward=float(np.nanmean(rewards, dtype=np.float64)) if failed < len(rewards) else math.nan,
+            task_reward=float(np.nanmean(rewards, dtype=np.float64)) if failed < len(rewards) else None,
             num_failed=failed,
             first_error=error,
             seconds=time.perf_counter() - started,

@@ -36,7 +36,7 @@ class RolloutDone:
     rollout: int
     policy_version: int
     num_trajectories: int
-    task_reward: float
+    task_reward: float | None
     seconds: float
 
 

@@ -50,7 +50,7 @@ class Batch:
     """What one step learns from, and what its line reports besides the learner's figures."""
 
     task_reward: float | None
-    """Mean reward of the rollout that the step begins with; None where it begins with none."""
+    """Mean reward of the rollout that the step begins with; None where it begins with none, or it is not known."""
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
     row_ids: np.ndarray | None = None
     """int64 [n]; None leaves the choice to the learner."""

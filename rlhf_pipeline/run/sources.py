@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -137,8 +136,7 @@ class Arrivals(_Collected):
         traffic = current.traffic or {} if begins else {}
         digest = self._digests.get(step - 1) or (planned or {}).get(POLICY_DIGEST.name, 0)
         return Batch(
-            # NaN where a collector was killed between the rows and their record, and what was dropped is not known.
-            task_reward=current.task_reward if begins and not math.isnan(current.task_reward) else None,
+            task_reward=current.task_reward if begins else None,
             about=_about(current.rollout, current if begins else None)
             | {f"rollout_{name}": value for name, value in traffic.items()},
             row_ids=row_ids,

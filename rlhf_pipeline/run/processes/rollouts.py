@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -20,7 +21,7 @@ ROLLOUTS_SCHEMA: Final = Schema(
         Column("policy_version", "int64"),
         Column("num_trajectories", "int64"),
         Column("num_failed", "int64"),
-        Column("task_reward", "float64"),
+        Column("task_reward", "float64", fill=math.nan),
         Column("num_tokens", "int64"),
         Column("seconds", "float64"),
         Column("created_at", "float64"),
@@ -39,7 +40,8 @@ class StoredRollout:
     policy_version: int
     num_trajectories: int
     num_failed: int
-    task_reward: float
+    task_reward: float | None
+    """None where a collector was killed between the rows and their record, and what was dropped is not known."""
     num_tokens: int
     """0 where a collector that was killed had stored it, and another one only added its record."""
     seconds: float
@@ -137,7 +139,8 @@ class FolderRollouts(Rollouts):
 
     def add(self, done: StoredRollout) -> None:
         """Append a row."""
-        self._store.append({column.name: [getattr(done, column.name)] for column in ROLLOUTS_SCHEMA})
+        values = {column.name: getattr(done, column.name) for column in ROLLOUTS_SCHEMA}
+        self._store.append({name: [value] for name, value in values.items() if value is not None})
 
     def new(self, known: RolloutSet) -> list[int]:
         """Read the rows that have come; each is read once."""
@@ -162,7 +165,8 @@ class FolderRollouts(Rollouts):
                 return None
             row_id = int(self._store.ids()[places[0]])
         row = self._store.read(np.asarray([row_id], np.int64))
-        return StoredRollout(**{column.name: row[column.name][0].item() for column in ROLLOUTS_SCHEMA})
+        found = StoredRollout(**{column.name: row[column.name][0].item() for column in ROLLOUTS_SCHEMA})
+        return replace(found, task_reward=None) if math.isnan(row["task_reward"][0]) else found
 
     def close(self) -> None:
         """Close the store."""

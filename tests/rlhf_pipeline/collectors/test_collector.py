@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from torchrl.envs.transforms import Compose
@@ -120,6 +118,6 @@ def test_a_rollout_with_dropped_groups_is_stored_once(tmp_path, estimator):
     for newer in ({"policy_version": 1}, {"policy_version": 0, "digests": {0: 7}}):
         found = collector(tmp_path, reward=half, transform=transform)
         rollout = found.collect(0, **newer)
-        assert (rollout.from_store, rollout.num_trajectories, math.isnan(rollout.task_reward)) == (True, 16, True)
+        assert (rollout.from_store, rollout.num_trajectories, rollout.task_reward) == (True, 16, None)
         assert len(found.buffer.store) == seen[0][1]
         found.buffer.trajectories.close()

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 from dataclasses import replace
 
+import obstore.store
 import pytest
 
 from rlhf_pipeline.run.folder import RunFolder
@@ -12,8 +13,10 @@ from rlhf_pipeline.run.processes.claims import Flow, FolderClaims
 from rlhf_pipeline.run.processes.heartbeat import process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, make_rollouts
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_folder
+from rlhf_pipeline.run.remote.rollouts import BucketRollouts
 from tests.rlhf_pipeline.small import stored_rollout
 from trajectory_store import TrajectoryStore
+from trajectory_store.objects.remote import ObstoreBucket
 
 
 def limits(**changes):
@@ -50,6 +53,17 @@ def rollouts(tmp_path):
     make_rollouts(tmp_path / "rollouts", durability="process")
     with FolderRollouts(TrajectoryStore.open(tmp_path / "rollouts", "a")) as opened:
         yield opened
+
+
+@pytest.mark.parametrize("reward", [0.25, None])
+def test_a_rollout_is_read_as_it_was_recorded(tmp_path, rollouts, reward):
+    """A mean reward that is not known is None, as everywhere."""
+    done = replace(stored_rollout(0), task_reward=reward)
+    rollouts.add(done)
+    assert rollouts.get(0) == done
+    bucket = ObstoreBucket(obstore.store.MemoryStore(), "memory://run")
+    BucketRollouts(bucket).add(done)
+    assert BucketRollouts(bucket).get(0) == done
 
 
 def hold(run_dir, started, leave):
