@@ -213,8 +213,7 @@ class RolloutFromModel:
         action = action.masked_fill(~real, self.pad_token_id)
         ids, mask = prefix_windows(prompts, action, lengths, self.pad_token_id)
 
-        last_ids, last_mask = start_aligned(ids[:, -1], mask[:, -1], self.pad_token_id)
-        scores = self._end_scores(last_ids, last_mask) - self._end_scores(prompts.input_ids, prompts.attention_mask)
+        scores = self._end_scores(ids[:, -1], mask[:, -1]) - self._end_scores(prompts.input_ids, prompts.attention_mask)
         done = (index == lengths.unsqueeze(1) - 1).unsqueeze(-1)
         reward_raw = scores.clamp(-self.score_clip, self.score_clip).reshape(rows, 1, 1) * done
         log_ratio = torch.where(real, log_ratio.reshape(rows, steps).to(action.device).float(), 0.0)
@@ -245,6 +244,7 @@ class RolloutFromModel:
     def _end_scores(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the reward model's score of each row, float32 `[B]`."""
         model, device = self.reward_model, device_of(self.reward_model, input_ids.device)
+        input_ids, attention_mask = start_aligned(input_ids, attention_mask, self.pad_token_id)
         inputs = {"input_ids": input_ids.to(device), "attention_mask": attention_mask.to(device)}
         with evaluated(model):
             out = model(**inputs) if _takes_keywords(model) else model(*inputs.values())

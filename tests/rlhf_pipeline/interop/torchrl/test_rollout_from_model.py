@@ -192,9 +192,16 @@ def test_scores_are_clipped():
 
 
 def test_prompts_padded_on_either_side():
-    """Padding before a prompt changes no token, mask count, log-prob or reward."""
-    right = scripted([[6, EOS], [7, 7, 7]], 3).rollout_from_data(batch([[2, 3, 4], [5]]))
-    left = scripted([[6, EOS], [7, 7, 7]], 3).rollout_from_data(batch([[2, 3, 4], [5]], side="left"))
+    """Padding before a prompt changes no token, mask count, log-prob or reward, which may see absolute positions."""
+
+    def by_place(ids, mask):
+        return (ids * mask * torch.arange(ids.shape[1])).sum(1) / 8
+
+    right, left = (
+        scripted([[6, EOS], [7, 7, 7]], 3, reward=by_place).rollout_from_data(batch([[2, 3, 4], [5]], side=side))
+        for side in ("right", "left")
+    )
+    assert right["next", "reward_raw"].sum((1, 2)).tolist() == [(3 * 6 + 4 * 1) / 8, (1 * 7 + 2 * 7 + 3 * 7) / 8]
     for key in KEYS:
         torch.testing.assert_close(left[key], right[key])
 
