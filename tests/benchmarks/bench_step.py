@@ -297,7 +297,7 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
     if not args.quick:
         print("some goal missed" if missed else "all goals met")
-    return 0
+    return int(missed)
 
 
 if __name__ == "__main__":
