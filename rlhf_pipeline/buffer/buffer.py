@@ -372,12 +372,6 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             advantage.attach(WaitingRows(store, lambda: _refreshed(storage)))
         return advantage
 
-    def mark_used(self, row_ids: Any) -> None:
-        """Add to the use count of rows, each as often as it is named; visible to all processes at once."""
-        ids, named = np.unique(np.asarray(row_ids, dtype=np.int64).reshape(-1), return_counts=True)
-        if len(ids):
-            self.store.update(ids, use_count=self.store.read_scalars("use_count", ids) + named)
-
     def update_priority(self, index: Any, priority: Any) -> None:
         """Give trajectories their priorities, which are a column of the store, whatever the sampler.
 
@@ -511,7 +505,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         No cursor moves and nothing is remembered, so the same call gives the same batch again, in another process
         too, as long as `at` is the same snapshot. With a watermark only the rows are those of then: their values are
         those of now, and so is which rows wait for their group (name the ledger in `uses`, else the store's `use_count`
-        decides, which `mark_used` changes).
+        decides, which `ConsumingSampler` changes).
 
         Args:
             step: number of the step.

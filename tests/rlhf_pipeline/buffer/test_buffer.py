@@ -289,7 +289,7 @@ def test_a_snapshot_draws_with_the_values_of_then(make_buffer, make_rows):
     first = draw(at=at)
     rb.extend(lazy_stack(rows[7:]))
     rb.update_priority([0, 1], [4.0, 5.0])
-    rb.mark_used(rb.select_step(0, 1))
+    rb.store.update(rb.select_step(0, 1), use_count=1)
     assert first.shape == (6,) != draw().shape
     assert_same(draw(at=at), first)
 
@@ -325,8 +325,7 @@ def test_steps_by_version_and_ledger(make_buffer, make_rows):
     assert rb.select_step(0, version=1).tolist() == ids[:16][0:8] + ids[8:16]
     assert rb.select_step(0, version=3).tolist() == ids[8:16]
     assert rb.select_step(0, 2, version=3, uses=ids[8:10]).tolist() == ids[10:12]
-    rb.mark_used([ids[8], ids[8], ids[9]])
-    assert rb.store.read_scalars("use_count")[8:11].tolist() == [2, 1, 0]
+    rb.store.update(ids[8:10], use_count=[2, 1])
     assert rb.select_step(0, 2, version=3).tolist() == ids[10:12]
     assert rb.select_step(0, 2, version=3, uses=[]).tolist() == ids[8:10]
     with pytest.raises(DataError, match="step 8"):
