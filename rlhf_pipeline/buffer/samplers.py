@@ -161,10 +161,10 @@ class MixSampler(TrajectorySampler):
             raise DefinitionError(f"fraction is {self.fraction}; it must lie between 0 and 1.")
 
     def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
-        del allowed
-        first = self.fresh.eligible(view)
+        share = round(most * self.fraction)
+        first = self.fresh.eligible(view) if share else allowed[:0]  # a strategy of groups gives one for a share of 0
         if len(first):
-            first = self.fresh._choose(view, first, round(most * self.fraction), rng)
+            first = self.fresh._choose(view, first, share, rng)
         second = np.setdiff1d(self.replay.eligible(view), first)
         if len(second) and most > len(first):
             second = self.replay._choose(view, second, most - len(first), rng)

@@ -246,6 +246,13 @@ def test_fresh_and_group_replay_in_one_batch(graded):
         assert pick(sampler, graded, 8, step=step, version=5) == found
 
 
+@pytest.mark.parametrize("fraction", [0.0, 0.05])
+def test_a_share_of_no_row_draws_none(graded, fraction):
+    """A strategy of groups gives one group at least, but not where the share of the batch rounds to nothing."""
+    sampler = MixSampler(GroupSampler(max_staleness=0), UniformSampler(), fraction=fraction)
+    assert pick(sampler, graded, 8, step=2, version=5) == pick(UniformSampler(), graded, 8, step=2, version=5)
+
+
 def test_rows_without_a_group_are_their_own(tmp_path, make_rows):
     """Trajectories that nobody grouped are not one large group."""
     made = TrajectoryStorage(tmp_path / "loose")
