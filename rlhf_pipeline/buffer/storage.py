@@ -166,8 +166,6 @@ class TrajectoryStorage(Storage):
         _check_columns(self.store, [*(schema or ()), *extra_columns(extra)])
         if self.store.max_trajectories is not None:
             self.max_size = min(self.max_size, self.store.max_trajectories)
-        self.durability = durability
-        self.mode = mode
         self.text = text
         self.pad_to_multiple_of = pad_to_multiple_of
         self.layout: Layout = layout
@@ -482,7 +480,7 @@ class TrajectoryStorage(Storage):
     def state_dict(self) -> dict[str, Any]:
         """Where the rows are and how many; the rows themselves are on disk already."""
         return {
-            "path": str(Path(self.store.path).absolute()),
+            "path": self._address,
             "watermark": self.store.watermark,
             "rows": torch.from_numpy(np.concatenate([self._slots.rows, self._slots.waits])),
         }
@@ -496,8 +494,8 @@ class TrajectoryStorage(Storage):
             RunMismatchError: if the store has fewer rows than the state says.
             MissingPathError: if the state's store is gone.
         """
-        source = Path(state_dict["path"])
-        if source == Path(self.store.path).absolute():
+        source = str(state_dict["path"])
+        if source == self._address:
             mark = self.refresh()
             if mark < state_dict["watermark"]:
                 raise RunMismatchError(
@@ -507,11 +505,11 @@ class TrajectoryStorage(Storage):
             return
         self.import_rows(source, np.asarray(state_dict["rows"]))
 
-    def import_rows(self, path: Path, ids: np.ndarray | None = None) -> None:
+    def import_rows(self, path: str | Path, ids: np.ndarray | None = None) -> None:
         """Copy the rows of another store to the end of this one, which must be empty.
 
         Args:
-            path: folder of the other store.
+            path: folder or URL of the other store.
             ids: which rows, in order; all when None.
 
         Raises:
@@ -531,19 +529,21 @@ class TrajectoryStorage(Storage):
         self._slots.sync(self.store)
         self._bump_mutation_revision()
 
+    @property
+    def _address(self) -> str:
+        """Where the store is found from anywhere: its URL, or its folder, absolute."""
+        path = self.store.path
+        return str(path.absolute() if isinstance(path, Path) else path)
+
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        store = state.pop("store")
         del state["_pool"]
         state["_attached_entities_list"] = []  # a buffer attaches itself again; a data loader needs none of them
-        state["_reopen"] = (str(store.path), self.mode, self.durability)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        path, mode, durability = state.pop("_reopen")
         super().__setstate__(state)
         self._pool = BufferPool()
-        self.store = TrajectoryStore.open(path, mode=mode, durability=durability if mode == "a" else None)
         self._slots.sync(self.store)
 
     def __repr__(self) -> str:

@@ -234,7 +234,8 @@ class TrajectoryStore(StoreReads):
 
     def __reduce__(self) -> tuple[Callable[..., TrajectoryStore], tuple[Any, ...]]:
         """A pickled store is opened again at the other side, where it writes segments of its own."""
-        return _reopen, (self._address, self.mode, self.durability)
+        address = self.path.absolute() if isinstance(self.path, Path) else self._address
+        return _reopen, (address, self.mode, self.durability)
 
     def __repr__(self) -> str:
         if self._closed:

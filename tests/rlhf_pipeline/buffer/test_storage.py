@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 
 import numpy as np
+import obstore.store
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -365,6 +367,35 @@ def test_state_dict_into_another_storage_keeps_strings(storage, make_rows, tmp_p
     other.close()
     with pytest.raises(MissingPathError, match="gone"):
         TrajectoryStorage(tmp_path / "new").load_state_dict({**storage.state_dict(), "path": str(tmp_path / "gone")})
+
+
+def test_the_state_of_a_store_at_a_url_is_loaded_from_there(tmp_path, make_rows, monkeypatch):
+    """The same storage finds its rows, and another one gets a copy of them."""
+    bucket = obstore.store.MemoryStore()
+    monkeypatch.setattr("trajectory_store.objects.remote._from_url", lambda url: bucket)
+    first = TrajectoryStorage("s3://bucket/store", backend="zarr")
+    other = TrajectoryStorage(tmp_path / "other")
+    put(first, lazy_stack(make_rows([4, 5])))
+    state = first.state_dict()
+    assert state["path"] == "s3://bucket/store"
+    first.load_state_dict(state)
+    other.load_state_dict(state)
+    assert torch.equal(other.get([0, 1])[keys.TOKENS], first.get([0, 1])[keys.TOKENS])
+    first.close()
+    other.close()
+
+
+@pytest.mark.parametrize("mode", ["r", "a"])
+def test_a_storage_is_pickled_as_its_store_is(storage, make_rows, tmp_path, monkeypatch, mode):
+    """Opened again from another folder, with the mode that the store has: a reader stays one."""
+    put(storage, lazy_stack(make_rows([4])))
+    folder = storage.store.path
+    monkeypatch.chdir(folder.parent)
+    packed = pickle.dumps(TrajectoryStorage(TrajectoryStore.open(folder.name, mode=mode)))
+    monkeypatch.chdir("/")
+    again = pickle.loads(packed)  # noqa: S301
+    assert (len(again), again.store.mode) == (1, mode)
+    again.close()
 
 
 def test_dumps_and_loads(storage, make_rows, tmp_path):
