@@ -242,6 +242,24 @@ def test_what_is_missing_is_named(tiny):
     assert got[0]["query"] == "why?"
 
 
+def test_padding_of_a_policy_that_pads_is_no_token(tiny):
+    """Prompts padded on the left and responses on the right give the rows of a policy that does not pad."""
+    rows = []
+    for padded in (False, True):
+        policy = CausalLMPolicy(tiny.model(tiny.tokenizer()), generate=True, max_new_tokens=9, pad_output=padded)
+        prompts = [TensorDict({"tokens": {"prompt": torch.tensor(ids)}}) for ids in ([5, 6, 7], [5], [8, 5])]
+        turns = []
+        for turn in policy(lazy_stack(prompts)).unbind(0):
+            end = TensorDict({"reward": torch.ones(1), "done": torch.ones(1, dtype=torch.bool)})
+            turns.append(turn.copy().set("group_id", torch.tensor(1)).set("next", end))
+        rows.append(ChatTrajectories().inv(lazy_stack(turns)))
+    assert len({len(row["tokens", "full"]) for row in rows[0].unbind(0)}) > 1
+    for plain, padded in zip(*(part.unbind(0) for part in rows), strict=True):
+        for key in (("tokens", "full"), ("masks", "all_assistant_mask"), "num_prompt_tokens"):
+            assert plain[key].tolist() == padded[key].tolist()
+        torch.testing.assert_close(plain["log_probs", "full"], padded["log_probs", "full"], equal_nan=True)
+
+
 def test_the_penalty_in_the_environment(tiny):
     """As the reference page uses it: `KLRewardTransform` appended to a `ChatEnv`, a reward per token of each turn."""
     tokenizer = tiny.tokenizer()

@@ -90,11 +90,16 @@ class ChatTrajectories(Transform):
     def _row(self, turns: Sequence[Any]) -> tuple[TensorDict, list[float]]:
         """The row of one trajectory, and the log-prob of the first token of each turn."""
         full = _tokens(turns[-1], "full", len(turns))
+        full = full[_real(turns[-1], len(full), len(turns))]
         said = torch.zeros(len(full), dtype=torch.bool)
         scores = torch.full((len(full),), float("nan"))
-        first = []
+        first, num_prompt_tokens = [], 0
         for number, turn in enumerate(turns, 1):
             prompt, response = _tokens(turn, "prompt", number), _tokens(turn, "response", number)
+            real = _real(turn, len(prompt) + len(response), number)
+            real, sampled = real[: len(prompt)], real[len(prompt) :]
+            prompt, response = prompt[real], response[sampled]
+            num_prompt_tokens = num_prompt_tokens or len(prompt)
             end = len(prompt) + len(response)
             if not torch.equal(torch.cat((prompt, response)), full[:end]):
                 raise DataError(
@@ -105,20 +110,21 @@ class ChatTrajectories(Transform):
             said[len(prompt) : end] = True
             if self.keep_log_probs and len(response):
                 value = turn.get(("log_probs", "response"), None)
-                if value is None or value.numel() != len(response):
+                if value is None or value.numel() != len(sampled):
                     seen = "no" if value is None else value.numel()
                     raise DataError(
-                        f"Turn {number} has {seen} log-probs for {len(response)} sampled tokens. Sample with "
+                        f"Turn {number} has {seen} log-probs for {len(sampled)} sampled tokens. Sample with "
                         "return_log_probs=True, or pass keep_log_probs=False and score them with RetrieveLogProb's "
                         "behaviour_model."
                     )
-                scores[len(prompt) : end] = value.reshape(-1).float()
-                first.append(float(value.reshape(-1)[0]))
+                value = value.reshape(-1)[sampled].float()
+                scores[len(prompt) : end] = value
+                first.append(float(value[0]))
         row = TensorDict({keys.TOKENS: full, keys.ASSISTANT_MASK: said})
         row[keys.ATTENTION_MASK] = torch.ones_like(said)
         if self.keep_log_probs:
             row[keys.LOG_PROBS] = scores
-        row[keys.NUM_PROMPT_TOKENS] = torch.tensor(len(_tokens(turns[0], "prompt", 1)))
+        row[keys.NUM_PROMPT_TOKENS] = torch.tensor(num_prompt_tokens)
         self._label(row, turns)
         _keep_further(row, turns[-1])
         return row, first
@@ -211,6 +217,16 @@ def _tokens(turn: Any, name: str, number: int) -> Tensor:
     if value is None:
         raise MissingKeyError(f"Turn {number} has no ('tokens', {name!r}). Sample with a policy that returns tokens.")
     return value.reshape(-1).long().cpu()
+
+
+def _real(turn: Any, columns: int, number: int) -> Tensor:
+    """Which columns of a turn hold tokens: a policy with `pad_output=True` pads prompts and responses."""
+    mask = turn.get(keys.ATTENTION_MASK, None)
+    if mask is None:
+        return torch.ones(columns, dtype=torch.bool)
+    if mask.numel() != columns:
+        raise DataError(f"Turn {number} has {columns} columns of tokens and {mask.numel()} of {keys.ATTENTION_MASK!r}.")
+    return mask.reshape(-1).bool().cpu()
 
 
 def _plain(turn: Any, name: keys.Key) -> Any:
