@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError
@@ -11,6 +11,7 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 Message = Mapping[str, Any]
 
 _MARK = "assistants-turn-goes-here"
+_MARKS = re.compile(r"message-(\d+)-goes-here")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -113,6 +114,7 @@ def encode_reply(
     replies: Sequence[Message],
     *,
     tools: Sequence[Any] | None = None,
+    end_token_ids: Collection[int] | None = None,
 ) -> list[int]:
     """Return the tokens that stand between a sampled turn of the assistant and its next one.
 
@@ -126,31 +128,73 @@ def encode_reply(
         completion_ids: the tokens of that turn.
         replies: what came back: messages of a tool, or of the user.
         tools: handed to the template.
+        end_token_ids: what may have ended that turn; the tokenizer's special tokens when None.
 
     Raises:
-        DefinitionError: there is no tokenizer, or it has no chat template.
+        DefinitionError: there is no tokenizer, it has no chat template, or the template does not write the replies, in
+            their order, after the assistant's turn, or writes earlier messages there again.
         DataError: the template does not render the assistant's turn where the replies can be cut off after it.
     """
     codec = _need_tokenizer(tokenizer)
     if getattr(codec, "chat_template", None) is None:
         raise DefinitionError("The tokenizer has no chat template, so replies cannot be encoded. Set one.")
-    turn = {"role": "assistant", "content": _MARK}
-    text = codec.apply_chat_template(
-        [*_messages(messages), turn, *_messages(replies)], add_generation_prompt=True, tokenize=False, tools=tools
-    )
-    if text.count(_MARK) != 1:
-        raise DataError(
-            f"The chat template renders an assistant's turn {text.count(_MARK)} times before a reply; it must be once. "
-            "Use a template that keeps the assistant's content as it is."
+
+    def around(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str]:
+        """What the template writes before the assistant's turn and after it."""
+        turn = {"role": "assistant", "content": _MARK}
+        text = codec.apply_chat_template(
+            [*before, turn, *after], add_generation_prompt=True, tokenize=False, tools=tools
         )
-    ids = encode_text(codec, text.split(_MARK)[1], add_special_tokens=False)
+        if text.count(_MARK) != 1:
+            raise DataError(
+                f"The chat template renders an assistant's turn {text.count(_MARK)} times before a reply; it must be "
+                "once. Use a template that keeps the assistant's content as it is."
+            )
+        return text.split(_MARK)
+
+    before, after = _messages(messages), _messages(replies)
+    marked, first = _marked([*before, *after]), len(before)
+    found = [int(i) for i in dict.fromkeys(_MARKS.findall(around(marked[:first], marked[first:])[1]))]
+    wanted = [i for i, message in enumerate(marked) if i >= first and isinstance(message.get("content"), str)]
+    if found != wanted:
+        written, said = ([f"{i + (i >= first)} ({marked[i]['role']})" for i in part] for part in (found, wanted))
+        raise DefinitionError(
+            f"After an assistant's turn the chat template writes the messages {', '.join(written) or 'none'} where "
+            f"{', '.join(said)} follow, so the policy would read something else than was said. Use a template that "
+            "writes every message once, in its place."
+        )
+    ids = _encode_after(codec, *around(before, after))
+    ends = set(codec.all_special_ids) if end_token_ids is None else end_token_ids
+    # The token that ended the turn was sampled: the template's own stands for the same one.
     said = int(completion_ids[-1]) if len(completion_ids) else None
-    # A special token that ended the turn was sampled: the template's own stands for the same one.
-    ended = said is not None and ids[:1] == [said] and said in set(codec.all_special_ids)
-    return ids[1:] if ended else ids
+    return ids[1:] if said in ends and ids[:1] == [said] else ids
 
 
-def continued_prompt(tokenizer: Any | None, messages: Sequence[Message], known_ids: Sequence[int]) -> list[int]:
+def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose texts are marks, to see where a template puts them."""
+    return [
+        {**message, "content": f"message-{i}-goes-here"} if isinstance(message.get("content"), str) else message
+        for i, message in enumerate(messages)
+    ]
+
+
+def _encode_after(codec: Any, head: str, tail: str) -> list[int]:
+    """Return the token ids of a text as they are after another; alone, it may begin with one more, for a space."""
+    for before in (head, head.rstrip()):
+        known = encode_text(codec, before, add_special_tokens=False)
+        both = encode_text(codec, before + tail, add_special_tokens=False)
+        if both[: len(known)] == known:
+            return both[len(known) :]
+    return encode_text(codec, tail, add_special_tokens=False)
+
+
+def continued_prompt(
+    tokenizer: Any | None,
+    messages: Sequence[Message],
+    known_ids: Sequence[int],
+    *,
+    end_token_ids: Collection[int] | None = None,
+) -> list[int]:
     """Return the token ids that the next turn of a conversation continues, from those that are known of it.
 
     Args:
@@ -158,6 +202,7 @@ def continued_prompt(tokenizer: Any | None, messages: Sequence[Message], known_i
         messages: the conversation; the assistant's turns may be followed by replies.
         known_ids: the tokens up to the end of the assistant's last turn, as they were sampled (TorchRL's
             `IncrementalTokenizer` hands these on), or the whole prompt, encoded.
+        end_token_ids: see `encode_reply`.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
@@ -165,7 +210,8 @@ def continued_prompt(tokenizer: Any | None, messages: Sequence[Message], known_i
     if list(known_ids) == (whole := encode_prompt(tokenizer, messages)) or not len(known_ids):
         return whole
     replies = messages[turns[-1] + 1 :]
-    return [*map(int, known_ids), *encode_reply(tokenizer, messages[: turns[-1]], known_ids, replies)]
+    before = messages[: turns[-1]]
+    return [*map(int, known_ids), *encode_reply(tokenizer, before, known_ids, replies, end_token_ids=end_token_ids)]
 
 
 def has_generation_markers(tokenizer: Any | None) -> bool:
@@ -197,7 +243,20 @@ def encode_chat(tokenizer: Any | None, messages: Sequence[Message]) -> tuple[lis
             "The chat template does not mark the assistant's tokens. Put `{% generation %}` and `{% endgeneration %}` "
             "around the assistant's content in tokenizer.chat_template."
         )
-    encoded = codec.apply_chat_template(
-        _messages(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, (spans,) = render_jinja_template(
+        [_messages(messages)],
+        chat_template=codec.get_chat_template(),
+        return_assistant_tokens_mask=True,
+        **codec.special_tokens_map,
     )
-    return [int(i) for i in encoded["input_ids"]], [bool(m) for m in encoded["assistant_masks"]]
+    encoded = codec(texts[0], add_special_tokens=False, return_offsets_mapping=True)
+    ids = [int(i) for i in encoded["input_ids"]]
+    mask = [False] * len(ids)
+    for i, (start, end) in enumerate(encoded["offset_mapping"]):
+        for first, last in spans:
+            # A tokenizer may give spaces no place, and an added token of the header may swallow those after it.
+            inside = start < last and end > first if start < end else first < start <= last
+            mask[i] |= inside and not (start < first and ids[i] in codec.added_tokens_decoder)
+    return ids, mask

@@ -140,7 +140,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         self.inplace = True if inplace is None else inplace
         self.tokens_key, self.masks_key, self.log_probs_key = tokens_key, masks_key, log_probs_key
         self.text_key, self.history_key, self.attention_mask_key = text_key, history_key, attention_mask_key
-        self._calls = 0
+        self._prompts_sampled = 0
         self.in_keys = [self._input_key()]
         out: list[Key] = [self.tokens_key, self.masks_key]
         if self.return_log_probs or not generate:
@@ -295,15 +295,17 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
             return [encode_prompt(self.tokenizer, chat) for chat in chats], rows
         # A conversation may also come as a batch of one length, without padding.
         ids = [row.reshape(-1).tolist() for row in known]
-        return [continued_prompt(self.tokenizer, chat, row) for chat, row in zip(chats, ids, strict=True)], rows
+        ends = self.eos_token_ids
+        known_of = zip(chats, ids, strict=True)
+        return [continued_prompt(self.tokenizer, chat, row, end_token_ids=ends) for chat, row in known_of], rows
 
     def _sample_td(self, td: TensorDictBase) -> TensorDictBase:
         prompts, histories = self._read_prompts(td)
         options = dict(self.generate_kwargs)
         seed = options.pop("seed", 0)
         members = self.num_samples or 1
-        first = self._calls * len(prompts)
-        self._calls += 1
+        first = self._prompts_sampled
+        self._prompts_sampled += len(prompts)
         done = self.generate_ragged(
             prompts,
             group_size=members,

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_pipeline import CausalLMPolicy, scratch_policy
 from rlhf_pipeline.errors import DataError, DefinitionError
@@ -13,6 +15,7 @@ from rlhf_pipeline.policies.chat import (
     decode_completion,
     encode_chat,
     encode_prompt,
+    encode_reply,
     has_generation_markers,
 )
 from rlhf_pipeline.policies.new_model import new_model
@@ -78,6 +81,81 @@ def test_the_prompt_is_a_prefix_of_the_conversation(tokenizer: Any) -> None:
     ids, mask = encode_chat(tokenizer, [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fox"}])
     assert ids[: len(prompt)] == prompt
     assert mask.index(True) == len(prompt)
+
+
+PLAIN = (
+    "{% for m in messages %}{{ {'user': 'U: ', 'assistant': 'A: '}[m.role] + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}A: {% endif %}"
+)
+USER = [{"role": "user", "content": "hello"}]
+REPLY = [{"role": "user", "content": "hi"}]
+
+
+def letters(before: Any, after: Any, *added: AddedToken) -> Any:
+    """A tokenizer of letters, with what stands before them, what puts them together again, and tokens of its own."""
+    made = Tokenizer(models.BPE(unk_token="?"))
+    made.pre_tokenizer, made.decoder = before, after
+    made.train_from_iterator(["hello A U : - <|> \n \u2581 goes-here hi"], trainers.BpeTrainer(vocab_size=60))
+    made.add_tokens(list(added))
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="$", unk_token="?")
+
+
+def test_a_reply_brings_no_token_of_its_own_to_the_seam() -> None:
+    """Where a tokenizer puts a space before every text, the row decodes to what the template writes."""
+    scheme: Any = {"replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    tokenizer = letters(pre_tokenizers.Metaspace(**scheme), decoders.Metaspace(replacement="\u2581"))
+    tokenizer.chat_template = PLAIN
+    prompt = encode_prompt(tokenizer, USER)
+    said = tokenizer.convert_tokens_to_ids(["h", "i"])
+    ids = [*prompt, *said, *encode_reply(tokenizer, USER, said, REPLY)]
+    assert tokenizer.decode(ids) == "U: hello\nA: hi\nU: hi\nA: "
+
+
+def test_what_ended_a_turn_is_not_written_twice() -> None:
+    """Neither a special token, nor another one that the policy ends its turns with."""
+    tokenizer = letters(pre_tokenizers.Split("", "isolated"), decoders.Fuse())
+    tokenizer.chat_template = PLAIN
+    end = tokenizer.convert_tokens_to_ids("\n")
+    cut = encode_reply(tokenizer, USER, [end], REPLY)
+    assert cut[0] == end
+    assert encode_reply(tokenizer, USER, [end], REPLY, end_token_ids=(end,)) == cut[1:]
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        ("{% for m in messages if m.role != 'tool' %}{{ m.content }};{% endfor %}", "none where 2 "),
+        ("{% for m in messages | sort(attribute='role', reverse=true) %}{{ m.content }}{% endfor %}", "none where 2 "),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages[0].content }}",
+            r"2 \(tool\), 0 \(user\) where",
+        ),
+    ],
+    ids=["left out", "moved to the front", "said again"],
+)
+def test_templates_that_write_messages_in_another_place_are_refused(template: str, written: str) -> None:
+    """A reply that the policy would not read, or an earlier message that it would read again, is no conversation."""
+    tokenizer = letters(pre_tokenizers.Split("", "isolated"), decoders.Fuse())
+    tokenizer.chat_template = template
+    with pytest.raises(DefinitionError, match=f"the chat template writes the messages {written}"):
+        encode_reply(tokenizer, USER, [1], [{"role": "tool", "content": "hi"}])
+
+
+def test_the_mask_is_right_where_spaces_are_part_of_other_tokens_or_of_none() -> None:
+    """The header is not the assistant's, whatever its last token swallows, and a turn ends where it ends."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|A|>{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}<|U|>{{ m.content }}{% endif %}<|>{% endfor %}"
+    )
+    added = [AddedToken(name, special=True, rstrip=True, normalized=False) for name in ("<|A|>", "<|U|>", "<|>")]
+    for before in (pre_tokenizers.Split("", "isolated"), pre_tokenizers.WhitespaceSplit()):
+        tokenizer = letters(before, decoders.Fuse(), *added)
+        tokenizer.chat_template = template
+        for words in ("hello", " hello", "hello ", "", " "):
+            chat = [*USER, {"role": "assistant", "content": words}, *REPLY, {"role": "assistant", "content": "hi"}]
+            ids, mask = encode_chat(tokenizer, chat)
+            marked = tokenizer.decode([i for i, mine in zip(ids, mask, strict=True) if mine])
+            assert marked.replace(" ", "") == words.strip() + "hi"
 
 
 def test_templates_without_markers_are_refused(tokenizer: Any) -> None:

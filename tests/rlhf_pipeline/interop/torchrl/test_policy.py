@@ -253,6 +253,16 @@ def test_samples_per_prompt_add_a_dimension(make_model: Make) -> None:
     assert one["tokens", "full"][:2].tolist() == [5, 6]
 
 
+def test_calls_of_other_sizes_sample_anew(make_model: Make) -> None:
+    """No completion of a prompt is another call's, however many prompts each call had."""
+    policy = CausalLMPolicy(make_model(), generate=True, max_new_tokens=12)
+    seen = []
+    for size in (4, 2, 3):
+        out: Any = policy(TensorDict({"tokens": {"prompt": torch.tensor([[7, 8, 9]] * size)}}, [size]))
+        seen += [tuple(row["tokens", "response"].tolist()) for row in out.unbind(0)]
+    assert len(set(seen)) == 9
+
+
 def test_generation_from_text_and_histories(tmp_path: Path) -> None:
     """Text and chat histories are encoded once; responses come back as text and as an assistant's turn."""
     (tmp_path / "text.txt").write_text("the quick brown fox says hello\n" * 20)
