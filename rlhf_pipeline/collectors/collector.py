@@ -282,10 +282,9 @@ def trajectories(
     log_probs = np.full(offsets[-1], np.nan, dtype=np.float32)
     log_probs[assistant] = completions.log_probs
 
-    oldest = newest = np.full(len(lengths), policy_version)
     versions = completions.versions
-    if versions is not None:  # a trajectory is as old as its first token
-        oldest, newest = versions.T
+    if versions is None:
+        versions = np.full(len(lengths), policy_version)
     reasons = np.where(completions.stopped, "stop", "length").tolist()
     out = Trajectories.completed(
         lengths,
@@ -296,7 +295,7 @@ def trajectories(
         rewards=[item.reward for item in grades],
         group_ids=cursors[owner],
         trajectory_ids=cursors[owner] * group_size + completions.member,
-        policy_versions=oldest,
+        policy_versions=versions,
         finish_reasons=[
             reason if item.error is None else "failed" for reason, item in zip(reasons, grades, strict=True)
         ],
@@ -304,9 +303,8 @@ def trajectories(
         completions=texts,
         metas=[_meta(prompts[index], item) for index, item in zip(owner, grades, strict=True)],
     )
-    if versions is not None:
-        out[keys.NEWEST_POLICY_VERSION] = Flat(torch.from_numpy(np.where(oldest < newest, newest, -1)))
     if digests is not None:
+        oldest = versions if versions.ndim == 1 else versions[:, 0]
         out[keys.POLICY_DIGEST] = Flat(torch.tensor([digests.get(version, 0) for version in oldest.tolist()]))
     return out
 

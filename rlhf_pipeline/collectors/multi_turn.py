@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from rlhf_pipeline.data.rewards import describe_error
 from rlhf_pipeline.data.trajectories import Text, Trajectories, td_of
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DataError, DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy
 from rlhf_pipeline.policies.chat import Message, decode_completion, encode_prompt, encode_reply
 
@@ -43,6 +43,7 @@ class Conversation:
         finish_reason: "stop" (nothing more to answer), "length" (a turn or the row was cut), "turns" (the limit of
             turns), "failed" (`respond` raised, or its reply cannot be encoded).
         error: one line about that failure, or None.
+        policy_versions: of the weights that sampled its first and its last token; None where the engine names none.
         group_id: of its group; drawn at random by each call of `converse`, so no two calls give the same one.
         group_size: conversations of its prompt in that call.
         num_prompts: prompts of that call.
@@ -58,6 +59,7 @@ class Conversation:
     num_turns: int = 0
     finish_reason: Literal["stop", "length", "turns", "failed"] = "stop"
     error: str | None = None
+    policy_versions: tuple[int, int] | None = None
     group_id: int = field(default_factory=lambda: _new_group(1))
     group_size: int = 1
     num_prompts: int = 1
@@ -108,7 +110,9 @@ def converse(
         Conversations, prompt-major and member-minor.
 
     Raises:
-        DefinitionError: a limit is out of range, or there is no chat template.
+        DefinitionError: a limit is out of range, or there is no chat template, or none that writes replies in their
+            place.
+        EngineError: the engine gave up turns.
 
     >>> from rlhf_pipeline import scratch_policy
     >>> policy = scratch_policy("01+=?U:A", hidden_size=16, num_layers=1, num_heads=2)
@@ -146,11 +150,18 @@ def converse(
             seed=seed + turn * _TURN,
             stream_ids=[streams[talk.prompt_index] + talk.member * _MEMBER for talk in live],
         )
-        going = []
-        for talk, sampled, stopped in zip(live, done, done.stopped.tolist(), strict=True):
+        if done.aborted is not None:
+            raise EngineError(
+                f"the engine aborted {int(done.aborted.sum())} of {len(done)} turns, so none of these conversations is "
+                "whole. Did somebody else stop them? Call converse again: the same seed samples the same."
+            )
+        going, versions = [], [None] * len(live) if done.versions is None else done.versions.tolist()
+        for talk, sampled, stopped, named in zip(live, done, done.stopped.tolist(), versions, strict=True):
             talk._append(talk._pending, None)
             talk._append(sampled.token_ids, sampled.log_probs.tolist())
             talk._pending = []
+            if named is not None:
+                talk.policy_versions = (talk.policy_versions or named)[0], named[1]
             talk.num_turns += 1
             before = list(talk.messages)
             content = decode_completion(policy.tokenizer, sampled.token_ids)
@@ -160,7 +171,14 @@ def converse(
             if not replies:
                 continue
             try:
-                pending = encode_reply(policy.tokenizer, before, sampled.token_ids, replies, tools=tools)
+                pending = encode_reply(
+                    policy.tokenizer,
+                    before,
+                    sampled.token_ids,
+                    replies,
+                    tools=tools,
+                    end_token_ids=policy.eos_token_ids,
+                )
             except DataError as error:
                 talk.finish_reason, talk.error = "failed", str(error)
                 continue
@@ -235,7 +253,7 @@ def conversation_rows(
         group_ids: one per prompt of the call of `converse`, for example its cursor; no other group of the store may
             have it. None takes the conversations' own, which are unique. A trajectory's id is
             `group_id * group_size + member`, so that the rows of a group may be made in several calls.
-        policy_version: optimizer steps behind the weights that sampled them.
+        policy_version: optimizer steps behind the weights that sampled them, where the engine has named no versions.
         tokenizer: writes `prompt` and `completion` as text, special tokens included; without one they are empty.
 
     Raises:
@@ -257,6 +275,9 @@ def conversation_rows(
         parts = [np.array(getattr(talk, name), dtype=dtype) for talk in conversations]
         return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
+    versions: Any = [policy_version] * n
+    if any(talk.policy_versions for talk in conversations):
+        versions = [talk.policy_versions or (policy_version, policy_version) for talk in conversations]
     metas = []
     for talk in conversations:
         meta: dict[str, Any] = {"messages": talk.messages, "turns": talk.num_turns}
@@ -270,7 +291,7 @@ def conversation_rows(
         rewards=rewards,
         group_ids=named,
         trajectory_ids=ids,
-        policy_versions=np.full(n, policy_version),
+        policy_versions=np.array(versions, np.int64),
         finish_reasons=[talk.finish_reason for talk in conversations],
         prompts=[text(talk.token_ids[: talk.num_prompt_tokens]) for talk in conversations],
         completions=[text(talk.token_ids[talk.num_prompt_tokens :]) for talk in conversations],

@@ -32,6 +32,7 @@ from rlhf_pipeline.data.keys import (
     KL_PENALTY,
     LOG_PROBS,
     META,
+    NEWEST_POLICY_VERSION,
     NUM_PROMPT_TOKENS,
     POLICY_VERSION,
     PROMPT,
@@ -153,23 +154,28 @@ class Trajectories(dict[Key, Flat | Text]):
             rewards: `[n]`, unshaped; NaN for one that failed.
             group_ids: `[n]`.
             trajectory_ids: `[n]`.
-            policy_versions: `[n]`, optimizer steps behind the weights that sampled the first token.
+            policy_versions: `[n]`, optimizer steps behind the weights that sampled them, or `[n, 2]`, behind those of
+                the first and of the last token; a trajectory is as old as its first.
             finish_reasons: `[n]`.
             prompts: `[n]`, text, as are the following two.
             completions: `[n]`.
             metas: `[n]`, JSON.
         """
         n, shared = len(lengths), torch.from_numpy(lengths)
+        oldest = policy_versions if policy_versions.ndim == 1 else policy_versions[:, 0]
         per_token = {TOKENS: tokens, ASSISTANT_MASK: assistant, LOG_PROBS: log_probs}
         single = {
             TASK_REWARD: np.asarray(rewards, np.float32),
             GROUP_ID: np.asarray(group_ids, np.int64),
             TRAJECTORY_ID: np.asarray(trajectory_ids, np.int64),
-            POLICY_VERSION: np.ascontiguousarray(policy_versions),
+            POLICY_VERSION: np.ascontiguousarray(oldest),
             NUM_PROMPT_TOKENS: num_prompt_tokens,
             DONE: np.ones(n, np.bool_),
             CREATED_AT: np.full(n, time.time()),
         }
+        if policy_versions.ndim > 1:
+            newest = policy_versions[:, 1]
+            single[NEWEST_POLICY_VERSION] = np.where(oldest < newest, newest, -1)
         texts = {FINISH_REASON: finish_reasons, PROMPT: prompts, COMPLETION: completions, META: metas}
         return cls(
             n,

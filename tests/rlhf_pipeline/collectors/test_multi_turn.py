@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from rlhf_pipeline import (
 )
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.collectors.multi_turn import Conversation, conversation_rows, converse
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DataError, DefinitionError, EngineError
 from rlhf_pipeline.policies.chat import encode_reply
 from tests.rlhf_pipeline.small import CHAT_TEMPLATE, calculator, talker
 
@@ -175,6 +176,40 @@ def test_a_tool_that_raises_fails_its_conversation_only():
     assert any(t.num_turns == 2 for t in done[8:])
     rows = conversation_rows(done, [0.0] * 16)
     assert json.loads(rows["meta"][0])["error"] == failed[0].error
+
+
+def test_weights_that_change_between_turns_are_in_the_rows():
+    """The versions are those that the engine has named for the first and the last token, not what the caller says."""
+    policy = talker()
+    engine = policy.engine
+    engine.load_weights(policy.model.state_dict(), 5)
+
+    def trained(messages: Any) -> Any:
+        if engine.version == 5:
+            engine.load_weights(policy.model.state_dict(), 9)
+        return calculator(messages)
+
+    done = converse(policy, ["1+2", "3+1"], trained, group_size=8, max_turns=3, max_new_tokens=8, seed=3)
+    rows = conversation_rows(done, [0.0] * 16, policy_version=2)
+    assert rows["policy_version"].tolist() == [5] * 16
+    newest = [9 if talk.num_turns > 1 else -1 for talk in done]
+    assert {*newest} == {9, -1}
+    assert rows["newest_policy_version"].tolist() == newest
+
+
+def test_turns_that_the_engine_gives_up_are_not_taken_for_whole(monkeypatch):
+    """A conversation that somebody stopped did not end by its length."""
+    policy = talker()
+    engine, turns = policy.engine, []
+    generate = engine.generate
+
+    def late(request: Any, refresh: Any = None) -> Any:
+        turns.append(request)
+        return generate(request if len(turns) == 1 else replace(request, deadline_s=0.0), refresh)
+
+    monkeypatch.setattr(engine, "generate", late)
+    with pytest.raises(EngineError, match=r"the engine aborted \d+ of \d+ turns"):
+        converse(policy, ["1+2", "3+1"], calculator, group_size=8, max_turns=3, max_new_tokens=8, seed=3)
 
 
 def test_two_calls_give_other_ids(tmp_path):
