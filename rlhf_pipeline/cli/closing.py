@@ -70,10 +70,9 @@ def next_commands(finished: RunFinished, plan: Plan) -> list[tuple[str, str]]:
         "steps": (f"{plan.again} --steps {2 * finished.steps}", "go on for as many steps again"),
         "target": (f"{plan.again} --set learn.stop_at_reward=none", "go on beyond the target"),
     }
-    looks = [
-        (f"rlhf-pipeline inspect {folder}", "count what is stored and grade it again"),
-        (f"rlhf-pipeline show {folder}", "the newest trajectory, token by token"),
-    ]
+    looks = [(f"rlhf-pipeline inspect {folder}", "count what is stored and grade it again")]
+    if finished.num_trajectories:
+        looks.append((f"rlhf-pipeline show {folder}", "the newest trajectory, token by token"))
     again = more[finished.reason]
     replay, early = plan.pipeline.replay, finished.steps < plan.pipeline.learn.steps
     if finished.reason == "steps" and replay is not None and (replay.recorded_order or early):

@@ -96,8 +96,9 @@ def lines(found: Inspection) -> Iterator[str]:
         why = f"rlhf-pipeline show {typed(found.path)} --id {found.first_failed_id}"
         yield _row("failed", f"{count(found.num_failed, 'reward call')}; why: {why}")
     if found.mean_reward is not None:
-        curve = "" if found.first_reward is None else f"; curve {found.first_reward:.3f} -> {found.last_reward:.3f}"
-        yield _row("reward", f"mean {found.mean_reward:.3f}{curve}")
+        ends = [number(value, 3) for value in (found.mean_reward, found.first_reward, found.last_reward)]
+        curve = "" if found.first_reward is None else f"; curve {ends[1]} -> {ends[2]}"
+        yield _row("reward", f"mean {ends[0]}{curve}")
     yield _row("on disk", f"{found.size_bytes / 1e6:.1f} MB")
     if found.completion_lengths:
         yield "  completion lengths, in tokens"
@@ -113,8 +114,8 @@ def _check_lines(check: RewardCheck | None, why_not: str | None) -> Iterator[str
     if check is None:
         yield f"  rewards not graded again: {why_not}"
         return
-    if not check.num_trajectories:
-        yield "  nothing is stored yet, so there is nothing to grade again"
+    if not check.num_trajectories and not check.num_failed_before:
+        yield "  no reward is stored, so there is nothing to grade again"
         return
     yield f"  graded again by {check.function}"
     if check.num_different:
@@ -122,7 +123,7 @@ def _check_lines(check: RewardCheck | None, why_not: str | None) -> Iterator[str
         for item in check.first_different:
             why = f" ({plain(item.error)})" if item.error else ""
             yield f"      id {item.id}: stored {number(item.stored, 4)}, now {number(item.graded_again, 4)}{why}"
-    else:
+    elif check.num_trajectories:
         yield f"    agrees: {count(check.num_trajectories, 'trajectory')}, each reward is what the function says"
     if check.num_rollouts_different:
         wrong = f"{check.num_rollouts_different} of {count(check.num_rollouts, 'rollout')}"
@@ -138,7 +139,7 @@ def _check_lines(check: RewardCheck | None, why_not: str | None) -> Iterator[str
         partial = count(check.num_rollouts_partial, "rollout")
         yield f"    {partial} not whole in the store (groups dropped or evicted), so not compared"
     if check.num_failed_before:
-        yield f"    {count(check.num_failed_before, 'reward call')} failed during the run and would succeed now"
+        yield f"    {count(check.num_failed_before, 'trajectory')} stored without a reward would have one now"
 
 
 def _group_text(found: Inspection) -> str:

@@ -105,7 +105,11 @@ def grade(reward: RewardFunction, prompts: Sequence[Prompt], completions: Sequen
     Raises:
         RewardError: every call failed, so the reward function itself is wrong.
     """
-    grades = [_grade_one(reward, prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
+    found = [
+        called(reward, prompt.text, text, prompt.answer, prompt.meta)
+        for prompt, text in zip(prompts, completions, strict=True)
+    ]
+    grades = [Grade(reward=value, error=error) for value, error in found]
     failed = [item.error for item in grades if item.error is not None]
     if failed and len(failed) == len(grades):
         name = getattr(reward, "__qualname__", repr(reward))
@@ -117,14 +121,17 @@ def grade(reward: RewardFunction, prompts: Sequence[Prompt], completions: Sequen
     return grades
 
 
-def _grade_one(reward: RewardFunction, prompt: Prompt, completion: str) -> Grade:
+def called(
+    reward: RewardFunction, prompt: str, completion: str, answer: str | None, meta: Mapping[str, object]
+) -> tuple[float, str | None]:
+    """Return the reward of one completion and None, or NaN and one line about why there is none."""
     try:
-        value = float(reward(prompt.text, completion, prompt.answer, prompt.meta))
+        value = float(reward(prompt, completion, answer, meta))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden
-        return Grade(reward=math.nan, error=describe_error(error))
+        return math.nan, describe_error(error)
     if not abs(value) <= LARGEST:
-        return Grade(reward=math.nan, error=f"the reward is {value}; it must be a finite float32")
-    return Grade(reward=value)
+        return math.nan, f"the reward is {value}; it must be a finite float32"
+    return value, None
 
 
 def describe_error(error: BaseException) -> str:

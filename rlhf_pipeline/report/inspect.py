@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.config_text import name_of
-from rlhf_pipeline.data.rewards import RewardFunction
+from rlhf_pipeline.data.rewards import RewardFunction, called
 from rlhf_pipeline.report.stored import Context, Ids, Stored
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.medium import Address
@@ -61,10 +61,11 @@ class RewardCheck:
 
     function: str
     num_trajectories: int = 0
+    """With a stored reward; the others are not compared."""
     num_different: int = 0
     """Trajectories whose stored reward differs from the function's now."""
     num_failed_before: int = 0
-    """Trajectories whose call failed during the run and succeeds now; not counted as different."""
+    """Trajectories without a stored reward, as a rule because the call failed, that get one now."""
     first_different: list[Disagreement] = field(default_factory=list[Disagreement])
     num_rollouts: int = 0
     """Rollouts that are whole in the store and have a line in `metrics.jsonl`."""
@@ -144,8 +145,7 @@ def inspect_store(
         prompts = stored.scalars("num_prompt_tokens", rows)
         prompts = np.zeros(len(rows), np.int64) if prompts is None else prompts.astype(np.int64)
         prompt_tokens += int(prompts.sum())
-        whole = stored.lengths("input_ids", rows) if "input_ids" in stored.columns else np.zeros(len(rows), np.int64)
-        lengths.add(whole - prompts)
+        lengths.add(stored.spoken(rows))
         if (policies := stored.scalars("policy_version", rows)) is not None:
             versions.add(policies)
         rewards = stored.scalars("task_reward", rows) if rewarded else None
@@ -207,7 +207,7 @@ def _grade(check: RewardCheck, stored: Stored, reward: RewardFunction, ids: Ids,
     found, errors = grade_again(reward, *texts, stored.contexts(ids))
     failed = np.isnan(before)
     different = np.flatnonzero(~failed & ~np.isclose(found, before, rtol=TOLERANCE, atol=TOLERANCE))
-    check.num_trajectories += len(ids)
+    check.num_trajectories += int((~failed).sum())
     check.num_different += len(different)
     check.num_failed_before += int((failed & np.isfinite(found)).sum())
     check.first_different += [
@@ -233,12 +233,9 @@ def grade_again(
     again = np.empty(len(prompts))
     errors: dict[int, str] = {}
     for place, (prompt, completion, context) in enumerate(zip(prompts, completions, contexts, strict=True)):
-        try:
-            value = float(reward(prompt, completion, context.answer, context.prompt_meta))
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; it is reported
-            errors[place] = f"{type(error).__name__}: {error}"
-            value = math.nan
-        again[place] = value if math.isfinite(value) else math.nan
+        again[place], error = called(reward, prompt, completion, context.answer, context.prompt_meta)
+        if error is not None:
+            errors[place] = error
     return again, errors
 
 

@@ -80,7 +80,9 @@ def read_trajectories(stored: Stored, ids: Ids, texts: TokenTexts) -> list[Traje
     for row in range(num):
         tokens: list[int] = token_rows[row].tolist()
         head = whole("num_prompt_tokens", row) or 0
-        mask = [False] * head + [True] * (len(tokens) - head) if masks is None else masks[row].tolist()
+        # A mask that was left out reads as False throughout.
+        mask = [] if masks is None else masks[row].tolist()
+        mask = mask if any(mask) else [False] * head + [True] * (len(tokens) - head)
         found.append(
             Trajectory(
                 id=int(ids[row]),
@@ -122,7 +124,8 @@ def typical_of_first_and_last(stored: Stored) -> tuple[int, int] | None:
 
     def typical(version: int) -> int:
         places = np.flatnonzero(graded & (versions == version))
-        distance = np.abs(rewards[places] - rewards[places].mean())
+        found = rewards[places].astype(np.float64)  # in float32 the sum of large ones is infinite
+        distance = np.abs(found - found.mean())
         nearest = ids[places[np.flatnonzero(distance <= distance.min() + 1e-6)[:_TIES]]]
         # Of completions that are equally typical the first that says anything.
         texts = stored.texts("completion", nearest)

@@ -31,7 +31,7 @@ def brief(items: Sequence[Trajectory], width: int = 110) -> Iterator[str]:
         tail = "" if item.finish_reason in ("stop", "length", "") else f"  ({plain(item.finish_reason)})"
         yield (
             f"{item.id:>{id_width}}  {_or_dash(item.group_id):>6} {_or_dash(item.policy_version):>7} "
-            f"{len(item.token_ids) - item.num_prompt_tokens:>6} {number(item.reward):>7} {number(item.advantage):>8}  "
+            f"{sum(item.mask):>6} {number(item.reward):>7} {number(item.advantage):>8}  "
             f"{texts}{tail}"
         )
 
@@ -47,7 +47,8 @@ def full(item: Trajectory, *, max_tokens: int | None = None) -> Iterator[str]:
         f"trajectory {item.id}: group {_or_dash(item.group_id)}, policy version {_or_dash(item.policy_version)}, "
         f"finished by {plain(item.finish_reason) or '-'}"
     )
-    used = "" if item.use_count is None else f", used {count(item.use_count, 'time')}"
+    # The uses by a run are in its ledger, where the column stays at 0.
+    used = f", used {count(item.use_count, 'time')}" if item.use_count else ""
     yield f"  reward {number(item.reward, 4)}, advantage {number(item.advantage, 4)}{used}"
     if item.error is not None:
         yield f"  its reward call failed: {plain(item.error)}"
@@ -56,9 +57,10 @@ def full(item: Trajectory, *, max_tokens: int | None = None) -> Iterator[str]:
     if item.answer is not None:
         yield from _text("answer", item.answer)
     scored = [value for value, mine in zip(item.log_probs, item.mask, strict=False) if mine and value is not None]
-    num = len(item.token_ids) - item.num_prompt_tokens
+    num, rest = sum(item.mask), len(item.token_ids) - item.num_prompt_tokens - sum(item.mask)
+    between = f", {count(rest, 'token')} of replies" if rest else ""
     total = f", log-prob {number(sum(scored))} in all, {number(sum(scored) / len(scored))} per token" if scored else ""
-    yield f"  {count(item.num_prompt_tokens, 'prompt token')}, {count(num, 'completion token')}{total}"
+    yield f"  {count(item.num_prompt_tokens, 'prompt token')}, {count(num, 'completion token')}{between}{total}"
     yield from _token_table(item, max_tokens)
 
 
@@ -82,9 +84,10 @@ def _token_table(item: Trajectory, max_tokens: int | None) -> Iterator[str]:
     for place in places:
         value = item.log_probs[place] if item.log_probs else None
         mine = item.mask[place]
+        origin = "policy" if mine else "prompt" if place < item.num_prompt_tokens else "reply"
         line = (
             f"  {place:>7} {item.token_ids[place]:>7}  {one_line(item.pieces[place], 16):<16} "
-            f"{'policy' if mine else 'prompt':<6} {_digits(value, 4):>9} "
+            f"{origin:<6} {_digits(value, 4):>9} "
             f"{_digits(None if value is None else math.exp(value), 3):>6}"
         )
         if reference:
@@ -130,7 +133,7 @@ def choose(
     """
     ids = stored.ids()
     if not len(ids):
-        raise DataError(f"{stored.path} holds no trajectories yet.")
+        raise DataError(f"{stored.path} holds no trajectories.")
     if id is not None:
         if not bool((ids == id).any()):
             raise DataError(f"there is no trajectory {id} in {stored.path}. {_what_is_there(stored, ids)}")
@@ -162,6 +165,10 @@ def _step(stored: Stored, run: RunFolder | None, ids: Ids, step: int) -> Ids:
         known = f"steps {run.ledger[0]['step']} to {run.ledger.last_step}" if len(run.ledger) else "no steps"
         raise DataError(f"the ledger {run.path / 'ledger.jsonl'} has no step {step}; it has {known}.")
     wanted = np.array(row.get("row_ids", []), np.int64)
+    if not len(wanted):
+        raise DataError(
+            f"step {step} had nothing to learn from: no trajectory was young enough, or had a group with spread."
+        )
     try:
         stored.lengths("input_ids", wanted)
         there = wanted

@@ -100,9 +100,7 @@ class Tail:
         stored, num = self._stored, len(ids)
         rewards = stored.scalars("task_reward", ids)
         versions, groups = (_wholes(stored.scalars(name, ids), num) for name in ("policy_version", "group_id"))
-        heads = stored.scalars("num_prompt_tokens", ids)
-        lengths = stored.lengths("input_ids", ids) if "input_ids" in stored.columns else np.zeros(num, np.int64)
-        tokens = lengths if heads is None else lengths - heads
+        tokens = stored.spoken(ids)
         reasons, completions = stored.texts("finish_reason", ids), stored.texts("completion", ids)
         for row, text in self._token_texts(ids, completions, tokens):
             completions[row] = text
@@ -131,10 +129,10 @@ class Tail:
         rows = [row for row, prompt in zip(rows, prompts, strict=True) if not prompt]
         if not rows:
             return
-        for row, values in zip(rows, self._stored.rows("input_ids", ids[rows]) or [], strict=True):
-            start, more = len(values) - int(tokens[row]), tokens[row] > _MOST_TOKENS
-            shown = " ".join(map(str, values[start : start + _MOST_TOKENS].tolist()))
-            yield row, f"[{shown}{' ...' if more else ''}]"
+        heads = self._stored.scalars("num_prompt_tokens", ids[rows])
+        for at, (row, values) in enumerate(zip(rows, self._stored.rows("input_ids", ids[rows]) or [], strict=True)):
+            said = values[0 if heads is None else int(heads[at]) :].tolist()
+            yield row, f"[{' '.join(map(str, said[:_MOST_TOKENS]))}{' ...' if len(said) > _MOST_TOKENS else ''}]"
 
     def _places(self, ids: Ids) -> list[int]:
         """Return each trajectory's ordinal since the store was made; `ids` are in the order of arrival."""

@@ -67,14 +67,16 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """Return a metric's value, short: a dash for nothing, more digits for small values, `k` for thousands.
+    """Return a metric's value, short: a dash for nothing, `k` for thousands, powers of ten for small and large ones.
 
-    >>> number(None), number(0.98), number(0.00012), number(21450.0), number(3.0)
-    ('-', '0.98', '1.2e-04', '21.4k', '3.00')
+    >>> number(None), number(0.98), number(0.00012), number(21450.0), number(3.0), number(-2e9)
+    ('-', '0.98', '1.2e-04', '21.4k', '3.00', '-2.0e+09')
     """
     if value is None or not math.isfinite(value):
         return "-"
     size = abs(value)
+    if size >= 1e8:
+        return f"{value:.1e}"
     if size >= 10_000:
         return f"{value / 1000:.1f}k"
     if size >= 100:

@@ -249,6 +249,8 @@ def test_next_commands_are_accepted():
         for command, _ in commands:
             assert isinstance(parse(command.split()[1:]), argparse.Namespace)
     assert "--resume --steps 360" in closing.next_commands(FINISHED, made)[-1][0]
+    empty = closing.next_commands(replace(FINISHED, num_trajectories=0), made)
+    assert not [command for command, _ in empty if "show" in command]  # which would find nothing
 
 
 def test_finish_writes_the_report_and_says_what_is_next(tmp_path: Path):

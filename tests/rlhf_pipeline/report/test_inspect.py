@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.data.rewards import token_match
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.inspect import Inspection, Tally, histogram, inspect_store
 from rlhf_pipeline.report.stored import Stored
+from rlhf_pipeline.report.tail import Tail
 from rlhf_pipeline.run.folder import RunFolder
 from trajectory_store import TrajectoryStore
 
@@ -74,7 +77,28 @@ def test_failed_trajectories(tmp_path: Path):
     assert found.finish_reasons == {"length": 45, "failed": 3}
     assert found.reward_check is not None
     assert found.reward_check.agrees
-    assert found.reward_check.num_failed_before == 3
+    assert (found.reward_check.num_trajectories, found.reward_check.num_failed_before) == (45, 3)
+
+
+def test_what_fails_in_a_run_fails_when_it_is_graded_again(tmp_path: Path):
+    """A reward that ends the process, or no float32 holds, is none now as it was none then."""
+    run_dir = write_run(tmp_path / "run", num_rollouts=1, failed=7)
+    for reward in (lambda *_: sys.exit("no"), lambda *_: 1e39):
+        check = inspect(run_dir, reward).reward_check
+        assert check is not None
+        assert (check.num_trajectories, check.num_different, check.num_failed_before) == (1, 1, 0)
+
+
+def test_tokens_of_replies_are_no_completion(tmp_path: Path):
+    """The policy's own tokens are counted; of rows without a mask, all after the prompt."""
+    for name, mask, expected in (("a", [[0, 0, 1, 0, 1]], 2), ("b", None, 3)):
+        with TrajectoryStore.create(tmp_path / name, trajectory_schema()) as store:
+            row: dict[str, Any] = {"input_ids": [[1, 2, 3, 4, 5]], "num_prompt_tokens": [2]}
+            store.append(row | ({} if mask is None else {"assistant_mask": [np.array(mask[0], bool)]}))
+        with Stored(tmp_path / name) as stored:
+            found = inspect_store(stored, run=None, reward=None)
+            fields = next(Tail(stored).newest(1))[0].fields
+        assert (found.num_completion_tokens, fields[4]) == (expected, str(expected))
 
 
 def test_reward_that_raises_now(run_dir: Path):
@@ -86,7 +110,7 @@ def test_reward_that_raises_now(run_dir: Path):
     check = inspect(run_dir, broken).reward_check
     assert check is not None
     assert check.num_different == 48
-    assert check.first_different[0].error == "KeyError: 'gone'"
+    assert str(check.first_different[0].error).startswith("KeyError: 'gone' (")
     assert check.first_different[0].graded_again is None
 
 

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.samples import Trajectory, before_and_after, read_trajectories, typical_of_first_and_last
-from rlhf_pipeline.report.show import brief, full
+from rlhf_pipeline.report.show import brief, choose, full
 from rlhf_pipeline.report.stored import Stored
 from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.rows import StepRows
+from tests.rlhf_pipeline.small import make_store
 
 from .conftest import write_run
 
@@ -55,6 +58,16 @@ def test_full_shows_each_token():
         ["2", "12", "b", "policy", "-0.6931", "0.500"],
         ["3", "13", "c", "policy", "-1.3863", "0.250"],
     ]
+
+
+def test_tokens_of_replies_are_neither_the_prompts_nor_the_policys():
+    """After the prompt only what the policy produced is the completion's."""
+    item = one(mask=(False, False, True, False), log_probs=(None, None, math.log(0.5), None), use_count=0)
+    lines = list(full(item))
+    assert "2 prompt tokens, 1 completion token, 1 token of replies, log-prob -0.69 in all" in "\n".join(lines)
+    assert [line.split()[3] for line in lines[-3:]] == ["prompt", "policy", "reply"]
+    assert list(brief([item]))[1].split()[3] == "1"
+    assert "used" not in "\n".join(lines)  # a run's uses are in its ledger
 
 
 def test_full_shows_the_reference():
@@ -148,6 +161,21 @@ def test_typical_is_near_the_mean(run_dir: Path):
     first = rewards[versions == 0]
     assert abs(rewards[pair[0]] - first.mean()) == pytest.approx(abs(first - first.mean()).min())
     assert versions[pair[1]] == 10
+
+
+def test_rewards_near_the_largest_have_a_typical_one(tmp_path: Path):
+    """The mean of four times 3e38 is that, though the sum is more than a float32 holds."""
+    path = make_store(tmp_path / "store", groups=(4, 4), rewards=[3e38] * 8, versions=[0] * 4 + [1] * 4)
+    with Stored(path) as stored:
+        assert typical_of_first_and_last(stored) == (0, 4)
+
+
+def test_a_step_without_a_batch_is_told(run_dir: Path):
+    """Nothing has been evicted where nothing was learned from."""
+    StepRows(run_dir / "ledger.jsonl").append({"step": 13, "row_ids": [], "watermark": 48})
+    run = RunFolder.open(run_dir)
+    with Stored(run.store_path) as stored, pytest.raises(DataError, match="step 13 had nothing to learn from"):
+        choose(stored, run, step=13)
 
 
 def test_before_and_after(run_dir: Path, tmp_path: Path):
