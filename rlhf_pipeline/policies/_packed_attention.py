@@ -57,7 +57,7 @@ def packed_attention(
         scaling: of the products; `1 / sqrt(D)` when None.
         dropout: 0.
         packed_segments: None for rows that are not packed, which get transformers' SDPA.
-        **kwargs: what the model passes besides.
+        **kwargs: further arguments from the model.
 
     Returns:
         `[1, N, heads, D]` and None.
@@ -84,7 +84,7 @@ def _refuse_extras(
     segments: Segments,
     extras: dict[str, Any],
 ) -> None:
-    """Raise `PackedUnsupported` for what plain causal attention over segments does not do."""
+    """Raise `PackedUnsupported` for features beyond plain causal attention over segments."""
     window = extras.get("sliding_window")
     total = sum(segments.lengths)
     rules = [
@@ -108,10 +108,9 @@ def _refuse_extras(
 
 
 def _by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
-    """One SDPA call per segment; per block of queries where a prefix needs a mask.
+    """Call SDPA once per segment, or once per block of queries where a prefix needs a mask.
 
-    The axis is split once, because the gradient of a split is one concatenation and that of a slice is as large as
-    the whole axis.
+    The axis is split once: the gradient of a split is one concatenation, that of each slice is as large as the axis.
     """
     grouped = query.shape[1] != key.shape[1]
     queries, keys, values = (x.split(segments.lengths, 2) for x in (query, key, value))
@@ -136,22 +135,22 @@ def _by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, s
                     block, k[:, :, :seen], v[:, :, :seen], attn_mask=mask, scale=scaling, enable_gqa=grouped
                 )
             )
-    return torch.cat(out, 2).transpose(1, 2).contiguous()  # as other attention gives it; JetMoE takes views of it
+    return torch.cat(out, 2).transpose(1, 2).contiguous()  # as other attention returns it; JetMoE takes views
 
 
 def one_kernel_for_segments(x: Tensor) -> bool:
-    """Whether torch has a variable-length kernel for tensors of this kind: CUDA, half precision."""
+    """Return whether torch has a variable-length kernel for this device and dtype: CUDA, half precision."""
     return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16) and _varlen_function() is not None
 
 
 def _has_varlen(query: Tensor, value: Tensor) -> bool:
-    """Whether it takes these: equal head sizes up to 256."""
+    """Return whether that kernel takes these tensors: equal head sizes up to 256."""
     return query.shape[-1] == value.shape[-1] <= 256 and one_kernel_for_segments(query)
 
 
 @cache
 def _varlen_function() -> tuple[Any, frozenset[str]] | None:
-    """`varlen_attn` and the names of its arguments, which differ between versions of torch; None before 2.10."""
+    """Return `varlen_attn` and its argument names, which differ between versions of torch; None before 2.10."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -161,7 +160,7 @@ def _varlen_function() -> tuple[Any, frozenset[str]] | None:
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
-    """All segments in one kernel; causal from the last key back, so that a prefix is seen whole."""
+    """Run all segments in one kernel, causal from the last key back, so that every query sees its whole prefix."""
     function, names = _varlen_function() or (None, frozenset())
     if function is None:
         raise PackedUnsupported("this torch has no variable-length attention")
@@ -186,13 +185,13 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scali
 
 
 def _packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """No mask while packed rows go through the model, transformers' own at any other time."""
+    """Return no mask while packed rows go through the model, and transformers' own mask otherwise."""
     return None if _building.get() else sdpa_mask(*args, **kwargs)
 
 
 @contextmanager
 def _named(config: Any, name: str) -> Iterator[None]:
-    """Set the attention implementation of a config for a while."""
+    """Set the attention implementation of a config within the context."""
     before = config._attn_implementation
     config._attn_implementation = name
     try:
@@ -203,7 +202,7 @@ def _named(config: Any, name: str) -> Iterator[None]:
 
 @contextmanager
 def packed_rows_running(config: Any) -> Iterator[None]:
-    """Have a model of this config use `packed_attention`, with no mask, until the context ends."""
+    """Make models of this config use `packed_attention`, without a mask, within the context."""
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, _packed_mask)
     token = _building.set(True)
@@ -215,6 +214,6 @@ def packed_rows_running(config: Any) -> Iterator[None]:
 
 
 def same_attention_when_recomputed(config: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of a checkpointed layer: its recomputation uses the attention that its forward pass used."""
+    """Return contexts for a checkpointed layer: recomputation uses the same attention as the forward pass."""
     name = config._attn_implementation
     return nullcontext(), _named(config, NAME) if name == NAME else nullcontext()

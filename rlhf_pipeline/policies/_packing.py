@@ -1,9 +1,9 @@
-"""Padded rows laid end to end: which tokens are computed, and which of them stand before which.
+"""Padded rows laid end to end: which tokens are computed, and which tokens each one attends to.
 
-Only tokens that a scored token looks back on are laid out: what follows the last scored token of a row, and rows with
-nothing scored, never reach the model. With `share_prefix` the tokens that rows have in common at their start, a group's
-prompt first of all, are laid out once. Rows are put in the order of their tokens for that, so it does not matter where
-in the batch the members of a group stand.
+Only tokens that a scored token attends to are laid out: tokens after the last scored token of a row, and rows without
+scored tokens, never reach the model. With `share_prefix`, a prefix that rows have in common, such as a group's prompt,
+is laid out once. To find common prefixes, rows are sorted by their tokens, so the members of a group may be anywhere in
+the batch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.policies._scoring import HostBatch, Int64Array
 
 MIN_SHARED_TOKENS = 8
-"""A common start shorter than this is computed row by row: one more attention call costs more than it saves."""
+"""A common prefix shorter than this is computed row by row: one more attention call costs more than it saves."""
 
 
 @dataclass
 class Segments:
-    """Stretches of the packed axis that attend causally to themselves, each after a prefix laid out elsewhere.
+    """Stretches of the packed axis that attend causally to themselves, and to a prefix laid out elsewhere.
 
-    Segments stand in order and fill the axis; a prefix is a segment of its own.
+    Segments are in order and fill the axis; a prefix is a segment of its own.
 
     Attributes:
         starts: where each segment begins.
@@ -46,20 +46,20 @@ class Segments:
 
     @property
     def longest(self) -> int:
-        """The most tokens that one token sees, itself included."""
+        """The most tokens that one token attends to, itself included."""
         return max((n + p for n, p in zip(self.lengths, self.prefix_lengths, strict=True)), default=0)
 
     @property
     def has_prefix(self) -> bool:
-        """Whether a segment has a prefix."""
+        """Whether any segment has a prefix."""
         return any(self.prefix_lengths)
 
     def varlen(self, device: torch.device) -> tuple[Tensor, Tensor, int, int, Tensor | None]:
-        """What a variable-length kernel needs, made once for all layers.
+        """Return the arguments of a variable-length kernel, built once for all layers.
 
         Returns:
-            The boundaries of the queries and of the keys, int32 `[segments + 1]`; the longest of either; and which
-            packed positions are the keys, int64, or None where they are all positions in order.
+            The boundaries of the queries and of the keys, int32 `[segments + 1]`; the longest of each; and the packed
+            positions of the keys, int64, or None if the keys are all positions in order.
         """
         if self._varlen is None:
             lengths, prefixes = np.array(self.lengths), np.array(self.prefix_lengths)
@@ -81,10 +81,10 @@ class Packing:
 
     Attributes:
         input_ids: int64 `[N]`.
-        position_ids: int64 `[N]`; they start again with every row, and go on after a shared prefix.
-        segments: what attends to what.
-        predicting: int64 `[scored tokens]`, in row-major order of the scored tokens: the packed position of the token
-            before each.
+        position_ids: int64 `[N]`; they restart with every row, and continue after a shared prefix.
+        segments: which tokens attend to which.
+        predicting: int64 `[scored tokens]`: for each scored token, in row-major order, the packed position of the
+            token before it.
         rows: how many rows have a scored token.
     """
 
@@ -100,7 +100,7 @@ def pack(batch: HostBatch, *, share_prefix: bool) -> Packing:
 
     Args:
         batch: on the host.
-        share_prefix: lay out a common start of rows once.
+        share_prefix: lay out a common prefix of rows once.
     """
     rows, columns = np.nonzero(batch.scored)
     place = batch.places[rows, columns]
@@ -111,7 +111,7 @@ def pack(batch: HostBatch, *, share_prefix: bool) -> Packing:
     shared = np.zeros(len(used), dtype=np.int64)
     leader = np.arange(len(used))
     if share_prefix and len(active) > 1:
-        # Big-endian bytes compare as the numbers do, so rows with a common start come side by side.
+        # Big-endian bytes sort as the numbers do, so rows with a common prefix become neighbours.
         words = ids.astype(">u4")
         active = np.array(sorted(active.tolist(), key=lambda row: words[row, : used[row]].tobytes()))
         for first, last, length in _runs(_common_starts(ids[active], used[active])):
@@ -119,7 +119,7 @@ def pack(batch: HostBatch, *, share_prefix: bool) -> Packing:
             shared[members], leader[members] = length, members[0]
     own_start, prefix_start = np.zeros_like(shared), np.zeros_like(shared)
     segments = Segments([], [], [], [])
-    spans: list[tuple[int, int, int]] = []  # of the packed axis: row, first place, tokens
+    spans: list[tuple[int, int, int]] = []  # of the packed axis: row, first column, tokens
     end = 0
     for row in active.tolist():
         prefix = int(shared[row])
@@ -155,20 +155,20 @@ def _add(segments: Segments, start: int, length: int, prefix_start: int, prefix_
 
 
 def _common_starts(ids: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """How many tokens each row has in common with the next at their start, int64 `[rows - 1]`."""
+    """Return the length of the prefix that each row shares with the next, int64 `[rows - 1]`."""
     both = np.minimum(used[1:], used[:-1])
     same = (ids[1:] == ids[:-1]) & (np.arange(ids.shape[1]) < both[:, None])
     return np.minimum.accumulate(same, axis=1).sum(1)
 
 
 def _runs(common: np.ndarray) -> list[tuple[int, int, int]]:
-    """Cut rows into runs that share their start so that the most tokens are saved.
+    """Cut rows into runs with a common prefix, saving the most tokens.
 
     Args:
-        common: what each row has in common with the next.
+        common: from `_common_starts`.
 
     Returns:
-        `(first row, row after the last, shared tokens)` of each run of two rows or more.
+        `(first row, row after the last, shared tokens)` of each run of two or more rows.
     """
     common = np.where(common >= MIN_SHARED_TOKENS, common, 0)
     count = len(common) + 1
@@ -197,7 +197,7 @@ def _runs(common: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def _expand(spans: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Row and place of every packed position."""
+    """Return the row and the column of every packed position."""
     if not spans:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     rows, firsts, lengths = np.array(spans, dtype=np.int64).T

@@ -1,9 +1,9 @@
 """Hidden states of padded batches, for any padding side.
 
-What the model computes is decided on the host: which tokens, where they are laid, and which hidden states predict which
-tokens. All of it reaches the device in one copy, so the host never waits for the device to learn a shape.
+The host decides what the model computes: which tokens, in which layout, and which hidden states predict which tokens.
+All of it reaches the device in one copy, so the host never waits for the device to learn a shape.
 
-Tokens are brought to the left before the forward pass. With all padding on the right no token sees any of it, so no
+Tokens are moved to the left before the forward pass. With all padding on the right, no token sees any of it: no
 attention mask is needed, the fast causal kernels apply, no row is fully masked, and the positions of every row are
 `0, 1, 2, ...`.
 """
@@ -50,8 +50,8 @@ class HostBatch:
     Attributes:
         ids: int64 `[B, T]`.
         real: bool `[B, T]`, True at tokens.
-        places: int64 `[B, T]`, each token's place in its row; padding has that of the token before it, or -1.
-        scored: bool `[B, T]`, True at tokens that are scored; never the first of a row.
+        places: int64 `[B, T]`, each token's index in its row; padding has the index of the token before it, or -1.
+        scored: bool `[B, T]`, True at scored tokens; never at the first token of a row.
     """
 
     ids: Int64Array
@@ -60,9 +60,9 @@ class HostBatch:
     scored: BoolArray
 
     def left_aligned(self, used: Int64Array) -> Int64Array:
-        """Return the first `used` tokens of each row from column 0 on, int64 `[B, most used]`; 0 behind them.
+        """Return the first `used` tokens of each row from column 0 on, int64 `[B, most used]`, followed by 0.
 
-        One row and one token at least: some models cannot run on an empty batch.
+        The result has at least one row and one token: some models cannot run on an empty batch.
         """
         ids = np.zeros((max(1, len(self.ids)), int(used.max(initial=1))), dtype=np.int64)
         rows, columns = np.nonzero(self.real & (self.places < used[:, None]))
@@ -70,14 +70,14 @@ class HostBatch:
         return ids
 
     def select(self, rows: Int64Array) -> HostBatch:
-        """Return some of the rows."""
+        """Return the given rows."""
         return HostBatch(self.ids[rows], self.real[rows], self.places[rows], self.scored[rows])
 
 
 def host_batch(
     parts: ModelParts, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None = None
 ) -> HostBatch:
-    """Check a batch and bring it to the host; one wait where it is on a device, none where it is on the host.
+    """Check a batch and copy it to the host, waiting at most once for the device.
 
     Raises:
         DefinitionError: shapes differ, or a row is longer than the model's positions.
@@ -108,7 +108,7 @@ def host_batch(
 
 
 def token_states(parts: ModelParts, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return the last hidden state of every token where the token stands, `[B, T, H]`; zero at padding."""
+    """Return the last hidden state of every token at the token's position, `[B, T, H]`; zero at padding."""
     batch = host_batch(parts, input_ids, attention_mask)
     ids = batch.left_aligned(batch.real.sum(1))
     first = np.arange(len(batch.ids), dtype=np.int64) * ids.shape[1]
@@ -132,8 +132,8 @@ def predicting_rows(parts: ModelParts, batch: HostBatch) -> ScoringRows:
 def whole_rows(parts: ModelParts, ids: Tensor, positions: Tensor | None = None, **inputs: Any) -> Tensor:
     """Run rows through the trunk from their first token on, and return its last hidden state.
 
-    Without a cache, transformers looks for several sequences in the positions, and the host waits for the answer. With
-    one it does not look. Layers that are recomputed allow none.
+    Without a cache, transformers searches the positions for packed sequences, and the host waits for the answer. So a
+    cache is passed, except to layers that are recomputed, which allow none.
     """
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)

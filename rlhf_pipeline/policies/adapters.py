@@ -1,4 +1,4 @@
-"""What counts as a policy, and how another library's model becomes one: adapters are registered from above."""
+"""The policy protocol, and adapters, registered from above, that turn other libraries' models into policies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Adapter", "Policy", "actor_of", "methods_are_of", "policy_of", "regi
 
 @runtime_checkable
 class Policy(Protocol):
-    """What samples completions and scores tokens; `CausalLMPolicy` does.
+    """Samples completions and scores tokens, as `CausalLMPolicy` does.
 
     Attributes:
         temperature: of sampling and scoring.
         tokenizer: of prompts and completions, or None for work on token ids.
-        eos_token_ids: what ends a completion.
+        eos_token_ids: the tokens that end a completion.
         max_new_tokens: the limit of a completion.
     """
 
@@ -30,7 +30,7 @@ class Policy(Protocol):
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence, or None where nobody knows."""
+        """The longest sequence, or None if unknown."""
         ...
 
     def log_probs(
@@ -41,7 +41,7 @@ class Policy(Protocol):
         *,
         temperature: float | None = None,
     ) -> Tensor:
-        """Log-probs float32 `[B, T]` of the tokens, 0 where not scored."""
+        """Return the log-probs of the tokens, float32 `[B, T]`, 0 where not scored."""
         ...
 
     def generate_ragged(
@@ -54,7 +54,7 @@ class Policy(Protocol):
         seed: int,
         stream_ids: Sequence[int] | None = None,
     ) -> RaggedCompletions:
-        """Completions of every prompt, prompt by prompt."""
+        """Sample completions of every prompt, prompt by prompt."""
         ...
 
 
@@ -62,15 +62,15 @@ class Adapter(Protocol):
     """Turns one kind of model into a policy."""
 
     def matches(self, model: object) -> bool:
-        """Whether a model is of this kind."""
+        """Return whether a model is of this kind."""
         ...
 
     def policy(self, model: Any, owner: str) -> Policy:
-        """A policy in the place of the model; `owner` asks, for messages."""
+        """Return a policy for the model; messages name `owner` as the caller."""
         ...
 
     def actor(self, model: Any) -> Any | None:
-        """A policy with hidden states and a head for a loss, or None where the model has to be asked itself."""
+        """Return a policy with hidden states and a head for a loss, or None if the loss must call the model itself."""
         ...
 
 
@@ -78,24 +78,24 @@ _adapters: list[Adapter] = []
 
 
 def register(adapter: Adapter) -> None:
-    """Let the core take a kind of model wherever it takes a policy."""
+    """Register an adapter: its kind of model is accepted wherever a policy is."""
     _adapters.append(adapter)
 
 
 def policy_of(model: Any, owner: str) -> Any:
-    """Return the policy that an adapter makes of a model, or the model where none knows it."""
+    """Return the policy that an adapter makes of a model, or the model itself if no adapter matches."""
     found = next((adapter for adapter in _adapters if adapter.matches(model)), None)
     return model if found is None else found.policy(model, owner)
 
 
 def actor_of(model: Any) -> tuple[bool, Any | None]:
-    """Return whether an adapter knows a loss's actor, and what it makes of it."""
+    """Return whether an adapter matches the model, and the actor that it makes of the model."""
     found = next((adapter for adapter in _adapters if adapter.matches(model)), None)
     return (False, None) if found is None else (True, found.actor(model))
 
 
 def methods_are_of(model: Any, package: str, names: Sequence[str]) -> bool:
-    """Whether the methods of these names that a model has are those of a package, and not somebody's own."""
+    """Return whether a model's methods of these names all come from a package, none from a subclass outside it."""
     found = ((getattr(type(model), name, None), getattr(nn.Module, name, None)) for name in names)
     own = (method for method, missing in found if method is not missing)
     return all((getattr(method, "__module__", None) or "").partition(".")[0] == package for method in own)

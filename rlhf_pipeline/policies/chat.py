@@ -118,29 +118,29 @@ def encode_reply(
 ) -> list[int]:
     """Return the tokens that stand between a sampled turn of the assistant and its next one.
 
-    They are what the chat template puts there: the end of the assistant's turn, unless it was sampled, the replies,
-    and the header of the next turn. The sampled tokens themselves are never encoded again: what a policy goes on from
-    is `ids + completion_ids + encode_reply(...)`, and what it sampled stays as it was.
+    The chat template puts there: the end of the assistant's turn, unless it was sampled, the replies, and the header
+    of the next turn. The sampled tokens are never encoded again: the policy continues
+    `ids + completion_ids + encode_reply(...)`.
 
     Args:
         tokenizer: a tokenizer of transformers with a chat template.
         messages: the conversation before the sampled turn.
         completion_ids: the tokens of that turn.
-        replies: what came back: messages of a tool, or of the user.
+        replies: the messages of a tool, or of the user, that answer it.
         tools: handed to the template.
-        end_token_ids: what may have ended that turn; the tokenizer's special tokens when None.
+        end_token_ids: the tokens that may have ended that turn; the tokenizer's special tokens when None.
 
     Raises:
         DefinitionError: there is no tokenizer, it has no chat template, or the template does not write the replies, in
             their order, after the assistant's turn, or writes earlier messages there again.
-        DataError: the template does not render the assistant's turn where the replies can be cut off after it.
+        DataError: the template does not render the assistant's content once, so the replies cannot be cut off after it.
     """
     codec = _need_tokenizer(tokenizer)
     if getattr(codec, "chat_template", None) is None:
         raise DefinitionError("The tokenizer has no chat template, so replies cannot be encoded. Set one.")
 
     def around(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str]:
-        """What the template writes before the assistant's turn and after it."""
+        """Return the template's text before the assistant's turn and after it."""
         turn = {"role": "assistant", "content": _MARK}
         text = codec.apply_chat_template(
             [*before, turn, *after], add_generation_prompt=True, tokenize=False, tools=tools
@@ -165,7 +165,7 @@ def encode_reply(
         )
     ids = _encode_after(codec, *around(before, after))
     ends = set(codec.all_special_ids) if end_token_ids is None else end_token_ids
-    # The token that ended the turn was sampled: the template's own stands for the same one.
+    # If the turn's end token was sampled, the template's first token is the same one.
     said = int(completion_ids[-1]) if len(completion_ids) else None
     return ids[1:] if said in ends and ids[:1] == [said] else ids
 
@@ -179,7 +179,7 @@ def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _encode_after(codec: Any, head: str, tail: str) -> list[int]:
-    """Return the token ids of a text as they are after another; alone, it may begin with one more, for a space."""
+    """Return the token ids of a text that follows another one; by itself, it may begin with an extra space token."""
     for before in (head, head.rstrip()):
         known = encode_text(codec, before, add_special_tokens=False)
         both = encode_text(codec, before + tail, add_special_tokens=False)
@@ -195,7 +195,7 @@ def continued_prompt(
     *,
     end_token_ids: Collection[int] | None = None,
 ) -> list[int]:
-    """Return the token ids that the next turn of a conversation continues, from those that are known of it.
+    """Return the token ids that the next turn of a conversation continues, reusing the token ids already known.
 
     Args:
         tokenizer: a tokenizer of transformers with a chat template.
@@ -215,7 +215,7 @@ def continued_prompt(
 
 
 def has_generation_markers(tokenizer: Any | None) -> bool:
-    """Tell whether the chat template marks the assistant's tokens with `{% generation %}`."""
+    """Return whether the chat template marks the assistant's tokens with `{% generation %}`."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, Mapping):
         template = template.get("default")
@@ -225,14 +225,14 @@ def has_generation_markers(tokenizer: Any | None) -> bool:
 def encode_chat(tokenizer: Any | None, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
     """Return token ids of a whole conversation and the mask of the assistant's tokens.
 
-    Only for conversations that exist as text. What a policy sampled is never encoded again: its token ids are kept.
+    Only for conversations that exist as text. Sampled tokens are never encoded again: their ids are kept.
 
     Args:
         tokenizer: a tokenizer of transformers whose chat template has `{% generation %}` markers.
         messages: chat messages, the assistant's turns included.
 
     Returns:
-        `(token_ids, assistant_mask)`, of one length.
+        `(token_ids, assistant_mask)`, of equal length.
 
     Raises:
         DefinitionError: there is no tokenizer, or its template has no markers.

@@ -1,18 +1,17 @@
-"""Options of sampling that change what a token's probability is, so that log-probs would not know of them."""
+"""Sampling options that change a token's probability in a way that its log-prob would not reflect."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-# With their value when off. Those of a checkpoint (top_k is 50 where nobody says otherwise) would apply wherever a
-# field is left open.
+# Each with its value when off. Where a field is left open, the checkpoint's value applies (for top_k, 50 by default).
 OFF: dict[str, Any] = {
     "top_k": 0, "top_p": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "num_beams": 1,
     "num_return_sequences": 1, "min_length": 0, "guidance_scale": 1.0,
 }  # fmt: skip
-# The same, for those that are off when None or empty; so a field left open takes the checkpoint's.
+# Options that are off when None or empty, so that a field left open takes the checkpoint's value.
 ABSENT = (
     "min_new_tokens", "min_p", "top_h", "bad_words_ids", "force_words_ids", "sequence_bias", "forced_bos_token_id",
     "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty",
@@ -35,8 +34,8 @@ def find_distortion(
     """Return the first option that is on, or None.
 
     Args:
-        value_of: the value of an option, None where it is left open.
-        default_of: what applies to an option of `ABSENT` that is left open.
+        value_of: returns the value of an option, None if it is left open.
+        default_of: returns the value that applies to an option of `ABSENT` that is left open.
         ignore: options that are accounted for elsewhere.
     """
     for name in (*OFF, *ABSENT):

@@ -20,7 +20,7 @@ from rlhf_pipeline.policies.token_batches import Key, pad_ids
 __all__ = ["history_messages", "text_list", "tokenizer_with_template", "with_tokens"]
 
 _TEMPLATE_OPTIONS = ("chat_template", "chat_template_name")
-# What TorchRL's own defaults say, and what is done here anyway.
+# TorchRL's own defaults, which match what is done here anyway.
 _AS_DONE: dict[str, Any] = {
     "return_assistant_tokens_mask": True,
     "tokenize": True,
@@ -33,14 +33,14 @@ _AS_DONE: dict[str, Any] = {
 
 
 def tokenizer_with_template(tokenizer: Any, options: Mapping[str, Any] | None) -> Any:
-    """Return a tokenizer with the chat template that TorchRL's `tokenizer_kwargs` name; the given one is not changed.
+    """Return a copy of a tokenizer with the chat template that TorchRL's `tokenizer_kwargs` name.
 
     Args:
         tokenizer: of transformers, or None.
         options: `chat_template`, or the `chat_template_name` of one of TorchRL's templates; `padding` has no effect.
 
     Raises:
-        DefinitionError: an option that would change the tokens in another way.
+        DefinitionError: an option would change the tokens in another way.
     """
     given = dict(options or {})
     template = given.pop("chat_template", None)
@@ -73,9 +73,9 @@ def with_tokens(
 ) -> TensorDictBase:
     """Return the trajectories with token ids and masks, encoded from their histories or their text.
 
-    Only for data that was never sampled as tokens. What a policy sampled has its token ids, and text encoded again
-    gives others. Assistant masks come from the generation markers of the chat template; where it has none, and for
-    plain text, nothing tells the assistant's tokens and no assistant mask is written.
+    Only for data that was never sampled as tokens: encoding the text of sampled tokens again gives other ids. Assistant
+    masks come from the generation markers of the chat template; without markers, and for plain text, the assistant's
+    tokens are unknown and no assistant mask is written.
 
     Args:
         tensordict: batch size `[B]`.
@@ -89,7 +89,7 @@ def with_tokens(
         "all_attention_mask") and, if known, ("masks", "all_assistant_mask") beside what was there.
 
     Raises:
-        DataError: there is neither.
+        DataError: the batch has neither histories nor text.
         DefinitionError: there is no tokenizer, or it has no chat template.
     """
     td: Any = tensordict
@@ -144,7 +144,7 @@ def _encode(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], 
 
 
 def _value(td: Any, key: Key, container: type) -> Any:
-    """The conversations or strings under a key; a container there, or none around them, is as good."""
+    """Return the conversations or strings under a key, with or without a container around them; None if absent."""
     value = td
     for name in (key,) if isinstance(key, str) else key:
         if isinstance(value, container):

@@ -20,7 +20,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 @contextmanager
 def quiet_progress() -> Iterator[None]:
-    """Keep the progress bars of transformers off the terminal; they say nothing about a local folder."""
+    """Disable the progress bars of transformers, which are pointless for a local folder."""
     was_on = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
@@ -64,7 +64,7 @@ def load_tokenizer(source: str, *, local: bool) -> Any | None:
     """Load the tokenizer beside a model, or return None when the folder has none.
 
     Raises:
-        DataError: tokenizer files are there and cannot be read.
+        DataError: the tokenizer files cannot be read.
     """
     if local and not any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
         return None
@@ -96,10 +96,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype of a name.
+    """Return the dtype of this name.
 
     Raises:
-        DefinitionError: torch has none of this name.
+        DefinitionError: torch has no dtype of this name.
     """
     if not isinstance(dtype, str):
         return dtype
@@ -130,7 +130,7 @@ def end_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
 
 
 def padding_id(model: Any, tokenizer: Any | None, *, given: int | None, ends: tuple[int, ...]) -> int:
-    """The token that fills rows up: the given one, the tokenizer's, the model's, the first end token, or 0."""
+    """Return the padding token: the given one, the tokenizer's, the model's, the first end token, or 0."""
     candidates = (
         given,
         getattr(tokenizer, "pad_token_id", None),

@@ -1,10 +1,10 @@
 """The trunk and the head of a causal language model, found and checked.
 
 Scoring and sampling apply the head themselves, to the rows that need it. That is right only if the model's own logits
-are `trunk(tokens) @ head.weight.T + head.bias`, up to one constant factor and a soft cap. What a config says is taken
-from the config: a probe on an untrained model does not see a cap, nor a rotary embedding that changes with the length.
-What no config says is looked for once, by comparing the parts with the model's own forward pass, with logits as small
-as they are and as large as they may become; a model that does something else to its logits is refused by name.
+are `trunk(tokens) @ head.weight.T + head.bias`, up to one constant factor and a soft cap. Soft caps and rotary
+embeddings that change with the length are read from the config: a probe of an untrained model does not reveal them.
+Anything else shows in one comparison of the parts with the model's own forward pass, with logits as small as they are
+and as large as they may become. A model that changes its logits in any other way is refused by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_pipeline.errors import DefinitionError
 
-# Config fields with which models of transformers scale their logits, and whether they multiply or divide by it.
+# Config fields with which models of transformers scale their logits: 1 multiplies by the field's value, -1 divides.
 _SCALES = {
     "logit_scale": 1,  # Cohere
     "logits_scaling": -1,  # Granite
@@ -44,18 +44,18 @@ _KNOWN_CACHES = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What scoring and sampling need of a model.
+    """The parts of a model that scoring and sampling use.
 
     Attributes:
         trunk: maps token ids to hidden states `[B, T, H]`, final norm included.
         head: the linear map to the vocabulary.
         scale: logits are `scale * (hidden @ weight.T) + bias`; 1.0 for most models.
-        soft_cap: the logits `z` of that are `soft_cap * tanh(z / soft_cap)`; None for most models.
+        soft_cap: logits `z` become `soft_cap * tanh(z / soft_cap)`; None for most models.
         num_layers: decoder layers.
-        max_positions: the longest sequence that the model is right for; None if its config names none.
-        positions_by: what in the config says so.
-        builds_own_mask: the model must build its attention mask from a `[rows, columns]` one in every step, because
-            its layers differ in what they may see.
+        max_positions: the longest sequence that the model supports; None if its config names none.
+        positions_by: the source of `max_positions` in the config, for messages.
+        builds_own_mask: the model must build its attention mask from a `[rows, columns]` mask in every step, because
+            its layers differ in what they attend to.
         cache_refusal: why the slot engine cannot drive this model, or None.
     """
 
@@ -75,7 +75,7 @@ class ModelParts:
         return hidden if self.scale == 1.0 else hidden * self.scale
 
     def sampling_weight(self) -> Tensor:
-        """Return the head's weight in the dtype that `logits` multiplies in, made once per call of the engine.
+        """Return the head's weight in the dtype that `logits` multiplies in; cast once per call of the engine.
 
         float32 and float64 weights as they are; bfloat16 and float16 as they are on CUDA, where a matmul of them can
         write float32, and as float32 elsewhere.
@@ -115,8 +115,8 @@ def find_parts(model: nn.Module) -> ModelParts:
         model: a causal language model of transformers, or one wrapped by peft.
 
     Raises:
-        DefinitionError: the model is of another kind, or its logits are more than a scaled and capped linear map of
-            its hidden states.
+        DefinitionError: the model is of another kind, or its logits are not a scaled and capped linear map of its
+            hidden states.
     """
     _refuse_virtual_tokens(model)
     core: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
@@ -165,12 +165,12 @@ def find_parts(model: nn.Module) -> ModelParts:
 
 
 def rounding(weight: Tensor, *, fine: float, coarse: float) -> float:
-    """Return how far two ways of computing the same may differ, relative to its size, in the precision of a model.
+    """Return the relative difference to tolerate between two computations of the same value in a model's precision.
 
     Args:
-        weight: of the model, for its dtype and device.
-        fine: for float32 and float64.
-        coarse: for half precisions. TensorFloat-32 lies between, a factor of ten below this.
+        weight: a weight of the model, for its dtype and device.
+        fine: the tolerance for float32 and float64.
+        coarse: the tolerance for half precisions; TensorFloat-32 gets a tenth of it.
     """
     if weight.dtype not in (torch.float32, torch.float64):
         return coarse
@@ -192,7 +192,7 @@ def evaluated(module: Any) -> Iterator[None]:
 
 
 def switch_recomputation(model: nn.Module, enabled: bool, options: dict[str, Any]) -> None:
-    """Have transformers recompute the layers of a model that are in training mode, or end that.
+    """Make transformers recompute the layers that are in training mode, or stop doing so.
 
     Raises:
         DefinitionError: the model does not support it.
@@ -220,7 +220,7 @@ def set_recomputation(model: nn.Module, on: bool) -> None:
 
 
 def recomputes(model: nn.Module) -> bool:
-    """Whether a layer of a model is computed again in the backward pass."""
+    """Return whether any layer of a model is computed again in the backward pass."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing and layer.training:
             return True
@@ -228,7 +228,7 @@ def recomputes(model: nn.Module) -> bool:
 
 
 def soft_capped(logits: Tensor, cap: float) -> Tensor:
-    """`cap * tanh(logits / cap)`, in place."""
+    """Return `cap * tanh(logits / cap)`, computed in place."""
     return logits.div_(cap).tanh_().mul_(cap)
 
 
@@ -275,7 +275,7 @@ def _refuse_head(model: nn.Module, head: nn.Module) -> DefinitionError:
 
 
 def _soft_cap(model: nn.Module, config: Any) -> float | None:
-    """The cap of the final logits by the config."""
+    """Return the cap of the final logits that the config names."""
     fields = config.to_dict() if hasattr(config, "to_dict") else vars(config)
     caps = {name: value for name, value in fields.items() if re.search("soft_?cap", name) and value is not None}
     final = {name: value for name, value in caps.items() if not _OTHER_CAPS.search(name)}
@@ -291,11 +291,11 @@ def _soft_cap(model: nn.Module, config: Any) -> float | None:
 
 
 def _max_positions(config: Any) -> tuple[int | None, str]:
-    """The longest sequence that the model is right for, and what says so.
+    """Return the longest sequence that the model supports, and the config entry that limits it.
 
-    A rotary embedding that depends on the longest row of a batch scores a row by its neighbours beyond its limit, and
-    a sampler that passes it scores the tokens before it by other frequencies than those they were sampled with. Which
-    tokens an indexed attention leaves out depends on the length of a batch as well, by the order of equal scores.
+    Beyond its limit, a rotary embedding that depends on the longest row of a batch makes a row's scores depend on its
+    neighbours, and scores sampled tokens at other frequencies than they were sampled with. Which tokens an indexed
+    attention leaves out depends on the length of a batch as well, through the order of equal scores.
     """
 
     def least(*values: Any) -> int | None:
@@ -313,7 +313,7 @@ def _max_positions(config: Any) -> tuple[int | None, str]:
             if limit:
                 return limit, f"where its rotary embedding ({kind}) changes with the length of a batch"
     if _COMPRESSED in kinds and isinstance(chosen, int):
-        chosen *= rates.get(_COMPRESSED, 1)  # it chooses among blocks of so many tokens
+        chosen *= rates.get(_COMPRESSED, 1)  # it chooses among blocks of this many tokens
     if not _CHOOSING.isdisjoint(kinds) and least(chosen, most) != most:
         return least(chosen, most), "index_topk, beyond which its attention leaves tokens out"
     return most, "max_position_embeddings"
@@ -343,15 +343,15 @@ def _cache_refusal(config: Any) -> str | None:
 
 
 def _largest(values: Tensor) -> float:
-    """The largest magnitude of the finite ones; 0 without any."""
+    """Return the largest magnitude of the finite values; 0 if there are none."""
     return float(values.nan_to_num(0.0, 0.0, 0.0).abs().max()) if values.numel() else 0.0
 
 
 def _check_logits(model: nn.Module, parts: ModelParts, vocab: int) -> None:
     """Compare head(trunk(x)) with the model's own logits, as they are and with the head's input scaled up.
 
-    And two rows that part half way with each other: where later tokens change what stands before them, nothing that is
-    scored from it is a log-prob.
+    Also compare two rows that differ only in their second half: if later tokens change earlier hidden states, the
+    scores are not log-probs.
     """
     weight = parts.head.weight
     if weight.is_meta:
@@ -396,7 +396,7 @@ def _check_logits(model: nn.Module, parts: ModelParts, vocab: int) -> None:
 def _logit_pairs(
     model: nn.Module, parts: ModelParts, inputs: dict[str, Any], hidden: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the model's own logits and those of its parts, both times."""
+    """Yield the model's own logits and the logits of its parts, first as they are, then scaled up."""
     hidden, sampling = hidden.flatten(0, 1), parts.sampling_weight()
     ours = parts.logits(hidden, sampling)
     factor = _PROBE_LOGIT / max(_largest(ours), 1e-6)
@@ -417,9 +417,9 @@ def _logit_pairs(
 
 
 def _gap(one: Tensor, other: Tensor) -> float:
-    """How far two tensors differ, relative to the size of the first.
+    """Return the difference of two tensors, relative to the size of the first.
 
-    Of diverged weights neither is finite: the sampler names them when their logits arrive.
+    Diverged weights make both non-finite and pass: the sampler reports them when it sees their logits.
     """
     if not torch.equal(torch.isfinite(one), torch.isfinite(other)):
         return float("inf")

@@ -1,4 +1,4 @@
-"""Whether a path can be a checkpoint of a model. Imports no torch, so that a command says it at once."""
+"""Checks whether a path can be a model checkpoint. Imports no torch, so that commands answer at once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rlhf_pipeline.errors import DataError, MissingPathError, typed
 
-# "organisation/name": what may also be a model on the hub. A bare name is a folder: the few models that the hub still
-# knows by a bare name have the long form too ("openai-community/gpt2").
+# "organisation/name" may also be a model on the hub. A bare name is a folder: the few hub models that still have a bare
+# name have the long form too ("openai-community/gpt2").
 _HUB_NAME = re.compile(r"[A-Za-z0-9_-][\w.-]*/[A-Za-z0-9_-][\w.-]*")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
@@ -18,8 +18,8 @@ def resolve_source(source: str | os.PathLike[str]) -> tuple[str, bool]:
     """Return (folder or hub name, whether it is a local folder).
 
     Raises:
-        MissingPathError: it reads like a path and there is no such folder.
-        DataError: it is a file, or a folder without a model.
+        MissingPathError: the source looks like a path and there is no such folder.
+        DataError: the source is a file, or a folder without a model.
     """
     name = os.fspath(source)
     path = Path(name).expanduser()
@@ -28,7 +28,7 @@ def resolve_source(source: str | os.PathLike[str]) -> tuple[str, bool]:
         return str(path), True
     if path.exists():
         raise DataError(f"{path} is a file. Name the folder that holds config.json and the weights.")
-    # A relative name with one slash may be a folder or a hub name; where its parent is here, it is a folder.
+    # A relative name with one slash may be a folder or a hub name; if its parent folder exists, it is a folder.
     if not _HUB_NAME.fullmatch(name) or path.parent.is_dir():
         near = f" Its parent folder holds: {_listing(path.parent)}." if path.parent.is_dir() else ""
         raise MissingPathError(

@@ -1,6 +1,6 @@
 """Models made from scratch: a small checkpoint folder, or a tiny model in memory.
 
-Both have random weights, so nothing is downloaded. A checkpoint has a byte-level BPE tokenizer that knows every text
+Both have random weights, so nothing is downloaded. A checkpoint has a byte-level BPE tokenizer that encodes any text
 (unknown characters fall back to bytes) and a chat template that marks the assistant's tokens.
 """
 
@@ -64,9 +64,9 @@ class NewModel:
 
     Attributes:
         folder: the checkpoint folder.
-        vocab_size: tokens of the tokenizer and rows of the head; below what was asked for where the text gives no more.
+        vocab_size: tokens of the tokenizer and rows of the head; fewer than requested if the text yields no more.
         num_parameters: of the model, the tied embedding counted once.
-        num_texts: texts that the tokenizer was trained on.
+        num_texts: the number of texts that the tokenizer was trained on.
     """
 
     folder: Path
@@ -92,7 +92,7 @@ def new_model(
 
     Args:
         folder: where to put it; must not exist, or be empty.
-        text_file: what to train the tokenizer on: plain text, or JSONL (by its suffix), of which every string is used.
+        text_file: trains the tokenizer: plain text, or JSONL (by its suffix), of which every string is used.
         vocab_size: the most tokens, the 256 bytes and 3 special tokens included.
         hidden_size: a multiple of `num_heads`.
         num_layers: decoder layers.
@@ -232,7 +232,7 @@ def _train_tokenizer(text_file: Path, vocab_size: int, max_positions: int) -> tu
     if not texts:
         raise DataError(f"{text_file} holds no text to train a tokenizer on. Name another file.")
     # Qwen2Tokenizer's own normalizer and pre-tokenizer (one token per digit): AutoTokenizer makes a Qwen2Tokenizer for
-    # every Qwen2 model and puts these in place, so a tokenizer of another make would read other ids from the same text.
+    # every Qwen2 model and installs these, so any other tokenizer would encode the same text differently after loading.
     backend = Qwen2Tokenizer().backend_tokenizer
     trained = Tokenizer(models.BPE())
     trained.normalizer, trained.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
@@ -287,7 +287,7 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def _cut(text: str) -> str:
-    """Return a text without stretches of more than `_LONGEST_WORD` characters: training on one is not linear."""
+    """Cut stretches of more than `_LONGEST_WORD` characters without a space: training on one is not linear."""
     if len(text) <= _LONGEST_WORD or not _LONG_WORD.search(text):
         return text
     logger.warning(

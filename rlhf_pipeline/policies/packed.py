@@ -1,10 +1,10 @@
 """Scoring layouts: how the rows of a step are cut into micro-batches, and how a batch goes through the model.
 
-* `padded`: right-padded rows, sorted by length. Works for every model, and what the others fall back to.
+* `padded`: right-padded rows, sorted by length. Works for every model; the other layouts fall back to it.
 * `packed`: rows laid end to end without padding, attention cut into segments.
-* `prefix_shared`: packed, and the tokens that rows have in common at their start, a group's prompt, computed once;
-  their gradient flows through the shared tokens.
-* `auto`: `prefix_shared` where that costs less than padding and the model allows it, and padding elsewhere.
+* `prefix_shared`: packed, and a common prefix of rows, such as a group's prompt, computed once; gradients flow through
+  the shared tokens.
+* `auto`: `prefix_shared` where that costs less than padding and the model allows it, otherwise `padded`.
 
 A layout changes cost, never the result: log-probs and gradients agree to rounding.
 """
@@ -38,7 +38,7 @@ Layout = Literal["auto", "padded", "packed", "prefix_shared"]
 LAYOUTS: Final[tuple[Layout, ...]] = get_args(Layout)
 
 SEGMENT_COST = 800
-"""What a segment of its own costs where each is a call of attention, in positions times the width of the model.
+"""The cost of a segment where each is its own attention call, in positions times the width of the model.
 
 Measured forward and backward on one core, 4 layers: a segment costs 110 us a layer at any width, a position 9 us at a
 width of 64 and 75 us at 256.
@@ -52,7 +52,7 @@ def check_layout(name: str) -> Layout:
     """Return the layout of this name.
 
     Raises:
-        DefinitionError: there is none.
+        DefinitionError: there is no such layout.
 
     >>> check_layout("packed")
     'packed'
@@ -79,7 +79,7 @@ def plan_batches(lengths: torch.Tensor | Sequence[int], token_budget: int) -> li
         int64 index tensors that together hold each row once.
 
     Raises:
-        DefinitionError: a row alone is above the budget, or an impossible budget.
+        DefinitionError: a single row is above the budget, or the budget is below 1.
 
     >>> [b.tolist() for b in plan_batches([58, 20, 60, 19], 120)]
     [[2, 0], [1, 3]]
@@ -99,7 +99,7 @@ def plan_batches(lengths: torch.Tensor | Sequence[int], token_budget: int) -> li
     if count:
         whole = count * int(width[0])
         if whole <= token_budget and whole - int(width.sum()) < overhead:
-            return [torch.from_numpy(order)]  # one more batch costs more than all the padding there is
+            return [torch.from_numpy(order)]  # one more batch would cost more than all the padding
     cost, cut, steps = np.zeros(count + 1), [0] * count, np.arange(1, count + 1)
     widths = width.tolist()
     for i in range(count - 1, -1, -1):
@@ -117,11 +117,11 @@ def plan_batches(lengths: torch.Tensor | Sequence[int], token_budget: int) -> li
 
 
 def sharing_pays(*, padded: int, packed: int, segments: int, weight: Tensor) -> bool:
-    """Whether rows without padding cost less than padded ones.
+    """Return whether rows without padding cost less than padded rows.
 
     Args:
         padded: positions of the padded rows.
-        packed: positions without padding, common starts counted once.
+        packed: positions without padding, common prefixes counted once.
         segments: stretches of the packed axis.
         weight: of the model's head `[V, H]`, for its width, dtype and device.
 
@@ -138,7 +138,7 @@ class MicroBatches(NamedTuple):
     """What `plan_micro_batches` returns.
 
     Attributes:
-        rows: int64 tensors that together hold each row once; members of a group stand side by side.
+        rows: int64 tensors that together hold each row once; members of a group are adjacent.
         positions: how many positions the model computes for each micro-batch, padding included and shared prompts
             counted once.
     """
@@ -160,7 +160,7 @@ def plan_micro_batches(
 
     `padded` is `plan_batches`. `packed` fills micro-batches with rows, `prefix_shared` with whole groups, the
     largest first, each into the first micro-batch with room; a group above the budget is cut, and each part computes
-    the prompt. `auto` is the cheaper one of `padded` and `prefix_shared`. The plan is a pure function of its arguments.
+    the prompt. `auto` is the cheaper of `padded` and `prefix_shared`. The plan is a pure function of its arguments.
 
     Args:
         layout: one of `LAYOUTS`.
@@ -171,7 +171,7 @@ def plan_micro_batches(
         weight: of the model's head, for `auto`.
 
     Raises:
-        DefinitionError: unknown layout, a row alone is above the budget, or what `prefix_shared` needs is missing.
+        DefinitionError: unknown layout, a single row is above the budget, or an argument of `prefix_shared` is missing.
 
     >>> plan = plan_micro_batches("prefix_shared", [10, 9, 10], 13, prompt_lengths=[8, 8, 8], group_ids=[0, 1, 0])
     >>> [rows.tolist() for rows in plan.rows], plan.positions
@@ -212,7 +212,7 @@ def plan_micro_batches(
 def _group_items(
     sizes: np.ndarray, prompts: np.ndarray, groups: np.ndarray, budget: int
 ) -> list[tuple[list[int], int]]:
-    """Whole groups with their cost, cut where a group alone is above the budget."""
+    """Return whole groups with their cost; a group above the budget is cut."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups.tolist()):
         members.setdefault(group, []).append(row)
@@ -249,10 +249,10 @@ def _first_fit(items: list[tuple[list[int], int]], budget: int) -> list[tuple[li
 class LayoutScorer:
     """Runs batches through a model in one layout, and falls back to padding where the model does not allow it.
 
-    The first batch with several rows, and the first with a shared prefix, is compared with padding: a model whose
-    layers see across rows, or place tokens in another way, is found out by its log-probs. A model that fails stays
-    padded; a batch that does not fit (rows longer than a sliding window) is padded alone. Either way the result is
-    right, and `take_notices` says what happened.
+    The first batch with several rows, and the first with a shared prefix, is compared with padding: log-probs reveal a
+    model whose layers attend across rows or position tokens differently. A model that fails is padded from then on; a
+    batch that does not fit (rows longer than a sliding window) is padded by itself. The result is right either way, and
+    `take_notices` returns the reason.
 
     Args:
         layout: one of `LAYOUTS`.
@@ -272,7 +272,7 @@ class LayoutScorer:
         self._noted: set[str] = set()
 
     def take_notices(self) -> list[str]:
-        """Return what a person should know about the layout since the last call, and forget it."""
+        """Return the notices about the layout since the last call, and clear them."""
         notices, self._notices = self._notices, []
         return notices
 
@@ -286,7 +286,7 @@ class LayoutScorer:
         if self.in_use == "auto":
             cost, rows = len(batch.ids) * int(batch.real.sum(1).max(initial=0)), len(batch.ids)
             if not sharing_pays(padded=cost, packed=0, segments=rows, weight=parts.head.weight):
-                return predicting_rows(parts, batch)  # too short to pay for a segment each, whatever they share
+                return predicting_rows(parts, batch)  # too short for a segment each to pay, whatever they share
         try:
             found, kinds = self._packed(parts, batch)
         except PackedUnsupported as reason:
@@ -305,7 +305,7 @@ class LayoutScorer:
         return found
 
     def _note(self, text: str) -> None:
-        # One line per kind of reason: the lengths of rows differ from batch to batch.
+        # One notice per kind of reason: the lengths of rows differ from batch to batch.
         if self.layout == "auto":
             return
         kind = "".join(c for c in text if not c.isdigit())
@@ -314,7 +314,7 @@ class LayoutScorer:
             self._notices.append(text)
 
     def _packed(self, parts: ModelParts, batch: HostBatch) -> tuple[ScoringRows, set[str]]:
-        """The rows by the packed path, and what there was to go wrong in it."""
+        """Return the rows computed by the packed path, and which of its features to check: "rows", "prefix"."""
         config = _packable_config(parts)
         packing = pack(batch, share_prefix=self.in_use != "packed")
         if not packing.rows:
@@ -343,7 +343,7 @@ class LayoutScorer:
 
 
 def _padded(parts: ModelParts, batch: HostBatch) -> ScoringRows:
-    """Padded rows in parts of similar length, because the batch was planned for another layout."""
+    """Score padded rows in parts of similar length, because the batch was planned for another layout."""
     lengths = torch.from_numpy(batch.real.sum(1)).clamp_min(1)
     planned = plan_batches(lengths, max(int(lengths.sum()), 1))
     if len(planned) < 2:
@@ -362,7 +362,7 @@ def _padded(parts: ModelParts, batch: HostBatch) -> ScoringRows:
 
 @torch.no_grad()
 def _compare(parts: ModelParts, found: ScoringRows, batch: HostBatch) -> tuple[float, float]:
-    """How far the log-probs of a few rows are from those of the same rows padded, and how far they may be."""
+    """Return how far the log-probs of a few rows are from those of the same rows padded, and the tolerance."""
     present = np.flatnonzero(batch.scored.any(1))
     picked = np.unique(np.linspace(0, len(present) - 1, _CHECKED_ROWS).round().astype(np.int64))
     worst, weight = 0.0, parts.head.weight
@@ -379,10 +379,10 @@ def _compare(parts: ModelParts, found: ScoringRows, batch: HostBatch) -> tuple[f
 
 
 def _packable_config(parts: ModelParts) -> Any:
-    """The config of the trunk, if its attention can be replaced.
+    """Return the config of the trunk.
 
     Raises:
-        PackedUnsupported: it cannot.
+        PackedUnsupported: its attention cannot be replaced.
     """
     trunk: Any = parts.trunk
     if not getattr(trunk, "_supports_attention_backend", False):
@@ -398,7 +398,7 @@ def _packable_config(parts: ModelParts) -> Any:
 
 
 def _smallest_window(config: Any) -> int | None:
-    """The window of layers with sliding attention, or None."""
+    """Return the window of layers with sliding attention, or None."""
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if window is None or (kinds is not None and "sliding_attention" not in kinds):

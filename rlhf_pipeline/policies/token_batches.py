@@ -20,13 +20,13 @@ Leaf = Tensor | list[Tensor] | None
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Padded tokens, and how they came.
+    """Padded tokens, and the form in which they were given.
 
     Attributes:
         input_ids: int64 `[B, T]`.
         attention_mask: bool `[B, T]`.
-        side: where padding was put; None for a batch that came padded and keeps its own layout.
-        extent: bool `[B, T]`, True where the row as it was given stands; that may include padding of its own.
+        side: the side that was padded; None for a batch that came padded and keeps its own layout.
+        extent: bool `[B, T]`, True at the row as it was given, which may include padding of its own.
     """
 
     input_ids: Tensor
@@ -40,7 +40,7 @@ class TokenBatch:
         return self.side is not None
 
     def rows(self, values: Tensor) -> list[Tensor]:
-        """Cut `[B, T, ...]` into rows as long as they were given."""
+        """Cut `[B, T, ...]` into rows of their given lengths."""
         return [row[given] for row, given in zip(values, self.extent, strict=True)]
 
     def real_rows(self, values: Tensor) -> list[Tensor]:
@@ -49,13 +49,13 @@ class TokenBatch:
 
 
 def leaf(td: TensorDictBase, key: Key) -> Leaf:
-    """Return a leaf as a tensor, or as a list of rows where it is ragged; None where absent."""
+    """Return a leaf as a tensor, or as a list of rows if it is ragged; None if absent."""
     if isinstance(td, LazyStackedTensorDict):
         rows = [row.get(key, None) for row in td.unbind(0)]
         if any(row is None for row in rows):
             return None
         tensors = [torch.as_tensor(row) for row in rows]
-        # Rows of one length come as a list too: how a stack is padded must not depend on its lengths.
+        # Rows of equal length are a list too: how a stack is padded must not depend on its lengths.
         return tensors if tensors and tensors[0].ndim == 1 else torch.stack(tensors)
     value = td.get(key, None)
     if isinstance(value, Tensor) and value.is_nested:
@@ -69,8 +69,8 @@ def read_ids(td: TensorDictBase, key: Key, mask_key: Key, side: Side) -> TokenBa
     Args:
         td: batch size `[B]`.
         key: of the token ids.
-        mask_key: of the attention mask; without one, padded ids are all taken as real.
-        side: where ragged rows are padded.
+        mask_key: of the attention mask; without one, all padded ids count as real.
+        side: the side on which ragged rows are padded.
     """
     ids = leaf(td, key)
     if ids is None:
@@ -90,7 +90,7 @@ def read_ids(td: TensorDictBase, key: Key, mask_key: Key, side: Side) -> TokenBa
 
 
 def pad_ids(rows: Sequence[Tensor | Sequence[int]], side: Side, masks: Leaf = None) -> TokenBatch:
-    """Pad rows of token ids; rows that hold padding themselves bring their masks."""
+    """Pad rows of token ids; rows that contain padding themselves come with masks."""
     ids, lengths = pad_rows(rows, side=side, dtype=torch.int64)
     extent = length_mask(lengths, ids.shape[1], side=side).to(ids.device)
     batch = TokenBatch(ids, extent, side, extent)
@@ -100,7 +100,7 @@ def pad_ids(rows: Sequence[Tensor | Sequence[int]], side: Side, masks: Leaf = No
 
 
 def pad_like(values: Leaf, batch: TokenBatch, name: str) -> Tensor:
-    """Bring a per-token leaf to the layout of a batch, `[B, T]`."""
+    """Pad a per-token leaf to the layout of a batch, `[B, T]`."""
     if values is None:
         raise MissingKeyError(f"The TensorDict has no {name}.")
     padded = pad_rows(values, side=batch.side or "right")[0] if isinstance(values, list) else values
@@ -110,11 +110,11 @@ def pad_like(values: Leaf, batch: TokenBatch, name: str) -> Tensor:
 
 
 def prompt_lengths(td: TensorDictBase, batch: TokenBatch, prompt_key: Key, assistant_key: Key) -> Tensor | None:
-    """Return how many of each row's tokens are its prompt, int64 `[B]`, or None where nothing tells.
+    """Return the number of prompt tokens of each row, int64 `[B]`, or None if unknown.
 
-    In this order: "num_prompt_tokens"; the length of a ragged prompt; the first token of the assistant; a padded
-    prompt that is the first columns of the tokens, column by column, as generation lays them out. Comparing ids with
-    the padding id would not do: where padding and end token share an id, a prompt may end in it.
+    Sources, in order: "num_prompt_tokens"; the length of a ragged prompt; the first token of the assistant; a padded
+    prompt equal to the first columns of the tokens, as generation lays them out. Ids are not compared with the padding
+    id: where padding and end token share an id, a prompt may end in it.
     """
     device = batch.input_ids.device
     count = td.get(keys.NUM_PROMPT_TOKENS, None)

@@ -37,7 +37,7 @@ class TokenPolicy(nn.Module):
 
     It samples completions on KV-cache slots, with the log-prob of every token as it is sampled, and scores given
     tokens from hidden states, so that `[B, T, V]` logits never exist. Dropout stays off: `train()` leaves the model
-    in eval mode, because a ratio between a policy with dropout and the same policy without it is noise.
+    in eval mode, because the ratio of a policy with dropout to the same policy without it is noise.
 
     It works on token ids. `rlhf_pipeline.CausalLMPolicy` is this class with TorchRL's arguments and methods beside it,
     for TensorDicts.
@@ -51,10 +51,9 @@ class TokenPolicy(nn.Module):
             model's config) and the tokenizer's; an empty list means that only the limit ends a completion.
         pad_token_id: the token that fills padding. None takes the tokenizer's, the config's, the first EOS, or 0. It
             may equal an EOS token: masks tell padding from tokens, ids never do.
-        num_slots: how many completions are generated side by side.
+        num_slots: how many completions are generated in parallel.
         scoring_layout: how scored rows go through the model: "padded", "packed" or "prefix_shared" (see
-            `policies.packed`). Where the model does not allow the last two, rows are padded and `layout_notices`
-            says so.
+            `policies.packed`). If the model does not support the layout, rows are padded and `layout_notices` says so.
 
     Raises:
         DefinitionError: an argument is out of range, or the model is of a kind that cannot be scored from its hidden
@@ -157,7 +156,7 @@ class TokenPolicy(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the head's weight is."""
+        """The device of the head's weight."""
         return self.head_weight.device
 
     # The head and the trunk
@@ -179,20 +178,20 @@ class TokenPolicy(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens the head knows."""
+        """The number of tokens of the head."""
         return int(self.head_weight.shape[0])
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence that the model is right for, or None where its config names none.
+        """The longest sequence that the model supports, or None if its config names none.
 
-        For a rotary embedding that changes with the length of a batch (LongRoPE, dynamic), where it does so.
+        For a rotary embedding that changes with the length of a batch (LongRoPE, dynamic): the length where it changes.
         """
         return self._parts.max_positions
 
     @property
     def scoring_layout(self) -> str:
-        """How scored rows go through the model; set it to change it."""
+        """How scored rows go through the model; can be set."""
         return self._scorer.layout
 
     @scoring_layout.setter
@@ -201,7 +200,7 @@ class TokenPolicy(nn.Module):
             self._scorer = LayoutScorer(name)
 
     def layout_notices(self) -> list[str]:
-        """Return why rows were padded in spite of `scoring_layout`, each reason once; empty most of the time."""
+        """Return the reasons why rows were padded in spite of `scoring_layout`, each once; usually empty."""
         return self._scorer.take_notices()
 
     def train(self, mode: bool = True) -> Self:
@@ -236,11 +235,10 @@ class TokenPolicy(nn.Module):
         """Return the last hidden state of every token, `[B, T, H]`; zero at padding.
 
         `hidden[:, t] @ head_weight.T + head_bias`, capped where the policy has a `head_soft_cap`, are the logits of the
-        token after column `t`. Tokens are brought to
-        the left before the forward pass, so the result is the same for any padding side.
+        token after column `t`. The result does not depend on the padding side.
 
         Args:
-            input_ids: int64 `[B, T]`; what stands at padding does not matter.
+            input_ids: int64 `[B, T]`; ids at padding are ignored.
             attention_mask: bool `[B, T]`, True at tokens.
         """
         return token_states(self._parts, input_ids, attention_mask)
@@ -264,7 +262,7 @@ class TokenPolicy(nn.Module):
         """Return the log-prob of every scored token given the tokens before it.
 
         Args:
-            input_ids: int64 `[B, T]`, padded on any side; what stands at padding does not matter.
+            input_ids: int64 `[B, T]`, padded on any side; ids at padding are ignored.
             attention_mask: bool `[B, T]`, True at tokens.
             score_mask: bool `[B, T]`, True where a log-prob is wanted; every token when None. The first token of a
                 row has no log-prob and padding has none, whatever this mask says.
@@ -313,9 +311,9 @@ class TokenPolicy(nn.Module):
     ) -> RaggedCompletions:
         """Sample `group_size` completions of every prompt.
 
-        The random number behind a token is a pure function of (seed, stream id, member, token index), so what is
-        sampled does not depend on the number of slots, on the order of the prompts, or on what else is in the call,
-        up to the last bits of a log-prob, which follow the batch that a row is computed in.
+        The random number behind a token is a pure function of (seed, stream id, member, token index), so a completion
+        does not depend on the number of slots, on the order of the prompts, or on the rest of the call, except in the
+        last bits of a log-prob, which depend on the batch that a row is computed in.
 
         Args:
             prompts: token ids, one sequence per prompt, without padding.
@@ -326,17 +324,17 @@ class TokenPolicy(nn.Module):
                 temperature 1.
             seed: any integer.
             stream_ids: one integer per prompt that names its random stream; the prompt's index when None.
-            refresh: takes up newer weights on the way.
+            refresh: loads newer weights during sampling.
 
         Returns:
-            Completions, prompt-major and member-minor, in flat arrays: what a store appends without a loop.
+            Completions, prompt-major and member-minor, in flat arrays, which a store appends without a loop.
 
         Raises:
             DataError: a prompt is empty, too long, or has ids outside the vocabulary; or the logits are not finite.
             DefinitionError: an argument is out of range, or slots cannot hold this model's kind of cache.
         """
         if self._checkpointing:
-            # A layer that recomputes drops the cache.
+            # Layers that recompute drop the cache.
             self._recompute(False)
         try:
             request = Request(
@@ -355,7 +353,7 @@ class TokenPolicy(nn.Module):
 
     @property
     def engine(self) -> Engine:
-        """What samples: slots in this process with the policy's own weights, or the engine that was set here."""
+        """The engine that samples: slots in this process with the policy's own weights unless another was set."""
         if self._engine is not None:
             return self._engine
         slots = self._slots

@@ -1,4 +1,4 @@
-"""Loading the weights of a checkpoint folder into a model that is there already."""
+"""Loading the weights of a checkpoint folder into an existing model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
     """Load the weights of a checkpoint folder in place.
 
     Raises:
-        RuntimeError: they are those of another model.
+        RuntimeError: the weights belong to another model.
     """
     if hasattr(model, "peft_config"):
         _load_adapters(path, model)
@@ -25,8 +25,8 @@ def load_weights(path: Path, model: nn.Module) -> None:
     try:
         load_model(model, path / "model.safetensors")
     except (RuntimeError, FileNotFoundError):
-        # transformers writes some architectures (mixtures of experts) under other names than the module's, and large
-        # models as several files; only its own loader undoes that.
+        # transformers saves some architectures (mixtures of experts) under names other than the module's, and large
+        # models as several files; only its own loader reverses that.
         load = getattr(type(model), "from_pretrained", None)
         if load is None:
             raise
@@ -56,7 +56,7 @@ def copy_into(target: Tensor, value: Tensor) -> None:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     sharded: Any = target
-    # Every process has read the whole value, so nothing is sent.
+    # Every process has read the whole value, so there is nothing to send.
     whole = value.to(device=sharded.device, dtype=sharded.dtype)
     own: Any = distribute_tensor(whole, sharded.device_mesh, placements, src_data_rank=None)
     if isinstance(target, DTensor):
@@ -64,7 +64,7 @@ def copy_into(target: Tensor, value: Tensor) -> None:
 
 
 def _load_adapters(path: Path, model: nn.Module) -> None:
-    """Load LoRA adapters in place; the frozen weights are those of the definition."""
+    """Load LoRA adapters in place; the frozen weights come from the definition."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict  # pyright: ignore[reportMissingImports]
 
     if not (path / "adapter_model.safetensors").is_file():

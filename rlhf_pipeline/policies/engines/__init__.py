@@ -1,1 +1,1 @@
-"""Engines: what turns prompts of token ids into completions, with log-probs and the versions of the weights."""
+"""Engines turn prompts of token ids into completions, with log-probs and the versions of the weights."""

@@ -1,8 +1,8 @@
-"""Does a model, driven through slots, compute what it computes without a cache?
+"""Checks that a model computes the same hidden states through slots as without a cache.
 
 Models of transformers share a protocol for caches and masks, and a few bend it. A wrong mask does not fail: it gives
-other hidden states, and log-probs that belong to no policy. So each model is asked once, before its first completion:
-two prompts of unequal length through the slot cache, two tokens on, against plain forward passes.
+other hidden states, and log-probs that belong to no policy. So each model is checked once, before its first completion:
+two prompts of unequal length and two further tokens each, through the slot cache and in plain forward passes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WITHOUT_SLOTS = (
     "So `rlhf-pipeline run` cannot train it: name another model (policy.path). CausalLMPolicy still scores with "
     "it, and `rlhf-pipeline replay` learns from completions that are stored."
 )
-"""What to do with a model that the slot engine cannot generate with."""
+"""The advice for a model that the slot engine cannot generate with."""
 
 _LENGTHS = (2, 5)
 _NEW = 2
@@ -34,10 +34,10 @@ _verified: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def verified_parts(parts: ModelParts) -> ModelParts:
-    """Return the parts with the way of masking that this model computes rightly with.
+    """Return the parts with the way of masking that gives this model's own hidden states.
 
     Raises:
-        DefinitionError: with neither way the slots give the model's own hidden states.
+        DefinitionError: neither way gives them.
     """
     own = _verified.get(parts.trunk)
     if own is None:
@@ -47,12 +47,12 @@ def verified_parts(parts: ModelParts) -> ModelParts:
 
 
 def _find_masking(parts: ModelParts) -> bool:
-    # A mask made by the model is the slower way and the one that every model knows.
+    # A mask built by the model is slower, but every model supports it.
     own, gap, problem = first_right(parts, (parts.builds_own_mask, True), _through_slots)
     if own is not None:
         return own
     if gap is None:
-        # Diverged weights: the sampler names them when their logits arrive.
+        # Diverged weights: the sampler reports them when it sees their logits.
         return parts.builds_own_mask
     raise DefinitionError(
         f"The slot engine cannot generate with {type(parts.trunk).__name__}: through a KV cache its hidden states "
@@ -67,12 +67,12 @@ def first_right(
 
     Args:
         parts: of the model.
-        ways: what may be right.
-        through: returns the states of `probe`'s tokens in one of them; may fail.
+        ways: the ways to try, in order.
+        through: returns the states of `probe`'s tokens decoded in one way; may fail.
 
     Returns:
-        That way or None; how far the last one was off, None where the model's own states are not finite; and why the
-        last one that failed did.
+        That way or None; the error of the last way that ran, None where the model's own states are not finite; and the
+        exception of the last way that failed.
     """
     expected = _plain_states(parts)
     if not bool(torch.isfinite(expected).all()):

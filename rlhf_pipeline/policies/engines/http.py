@@ -1,16 +1,16 @@
 """vLLM behind an address: tokens in and tokens out over HTTP, weights by folder.
 
-The server is somebody else's process, started like this, with the definition's model:
+The server is a separate process, which the user starts like this, with the definition's model:
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs
 
-What is used of it (vLLM 0.32): `/inference/v1/generate`, `/abort_requests`, `/pause?mode=keep`, `/resume`,
+The engine calls (vLLM 0.32): `/inference/v1/generate`, `/abort_requests`, `/pause?mode=keep`, `/resume`,
 `/collective_rpc` with `reload_weights`, `/reset_prefix_cache`, `/update_weight_version`, `/weight_info`, `/server_info`
-and `/health`. Its development mode lets whoever reaches it run methods: keep it on the loopback address or on a network
-of its own.
+and `/health`. Development mode lets any client run methods: keep the server on the loopback address or on a network of
+its own.
 
-A request that fails on the way is sent again under another id, after the server was told to drop the first; only the
-reply to the last one is read, so no completion comes twice. Weights carry a label with this run's name, and tokens that
+After a connection error, the server is told to drop the request, and it is sent again under another id; only the reply
+to the last one is read, so no completion arrives twice. Weights carry a label with this run's name, and tokens that
 were sampled with any other label are refused.
 """
 
@@ -43,26 +43,26 @@ from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, Request, 
 __all__ = ["HTTPEngine"]
 
 START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs"
-"""The command that starts a server that can be used."""
+"""The command that starts a suitable server."""
 
 PATIENCE_S = 300.0
-"""Seconds that a server may be out of reach: enough to start it again."""
+"""Seconds that a server may be out of reach: enough to restart it."""
 
 _CONNECTIONS = 64
 _HEALTH_EVERY_S = 10.0
 _REPLY_S = 600.0
 """The longest wait for a reply that is not a completion; loading weights takes longest."""
 _ID_PREFIX = "generate-tokens-"
-"""What the server puts before the id of a request, and wants to see when it is aborted."""
+"""The prefix that the server adds to the id of a request, and expects in an abort."""
 
 
 class _Unreachable(Exception):
-    """No connection, or it broke: worth another try."""
+    """There was no connection, or it broke: worth another try."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    """What the server says of itself."""
+    """What the server reports about itself."""
 
     max_model_len: int | None
     max_num_seqs: int
@@ -74,17 +74,17 @@ class HTTPEngine:
     Args:
         address: of the server, `http://HOST:PORT`.
         owner: a name of this run, the same in all its processes; marks the weights that it gives the server.
-        vocab: the model's tokens: a larger id would end the server. None does not check.
+        vocab: the model's vocabulary size: a larger id would crash the server. None does not check.
         max_positions: the longest sequence of the model; None takes the server's.
         patience_s: how long a server may be out of reach before that is an error; None is `PATIENCE_S`.
-        look_s: seconds between two looks for newer weights, a deadline, and an abort.
+        look_s: seconds between two checks for newer weights, the deadline and an abort.
 
     Attributes:
         name: the address.
         version: of the weights that this engine has given the server; None before the first.
 
     Raises:
-        DefinitionError: the address is none.
+        DefinitionError: the address is invalid.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class HTTPEngine:
     def generate(self, request: Request, refresh: WeightRefresh | None = None) -> RaggedCompletions:
         """See `Engine.generate`.
 
-        The seed of a completion follows from the request's seed, its stream id and its member. What vLLM makes of it
-        depends on what else is in its batch, in the last bits of a log-prob and now and then in a token.
+        The seed of a completion follows from the request's seed, its stream id and its member. vLLM's results also
+        depend on the rest of its batch: in the last bits of a log-prob, and occasionally in a token.
         """
         server = self._server()
         positions = min((n for n in (self._max_positions, server.max_model_len) if n is not None), default=None)
@@ -132,7 +132,7 @@ class HTTPEngine:
         return collected(request, rows, versioned=self.version is not None)
 
     def pause(self) -> None:
-        """Stop the server's sampling, everybody's; see `Engine.pause`."""
+        """Stop the server's sampling for all its clients; see `Engine.pause`."""
         self._ask("POST", "/pause?mode=keep", {})
 
     def resume(self) -> None:
@@ -140,18 +140,18 @@ class HTTPEngine:
         self._ask("POST", "/resume", {})
 
     def load_weights(self, weights: Weights, version: int) -> None:
-        """Have the server load weights from a folder, which it must see under the same path.
+        """Make the server load weights from a folder, which it must see under the same path.
 
-        See `Engine.load_weights`. Processes that share a run and a server take turns, and what another one has loaded
-        is not loaded again.
+        See `Engine.load_weights`. Processes that share a run and a server take turns; weights that another process has
+        loaded are not loaded again.
 
         Raises:
-            EngineError: the server cannot load them. It stays paused, as what it holds is not known.
-            DataError: the folder is gone. It stays paused, too.
+            EngineError: the server cannot load them. It stays paused, because its weights are unknown.
+            DataError: the folder is gone. The server stays paused as well.
         """
         if isinstance(weights, Mapping):
             with tempfile.TemporaryDirectory(prefix="weights-") as folder:
-                # A copy of each: safetensors writes no two tensors that share memory.
+                # Copies, because safetensors refuses tensors that share memory.
                 save_file({name: t.detach().clone() for name, t in weights.items()}, f"{folder}/model.safetensors")
                 (Path(folder) / "config.json").write_text("{}", encoding="utf-8")
                 self._give(Path(folder), version, tag=uuid.uuid4().hex[:8])
@@ -163,7 +163,7 @@ class HTTPEngine:
         self._given = (weights, version)
 
     def abort(self) -> None:
-        """End the completions that this engine waits for; see `Engine.abort`."""
+        """End the completions that this engine is waiting for; see `Engine.abort`."""
         with self._lock:
             calls = list(self._calls)
         for call in calls:
@@ -176,7 +176,7 @@ class HTTPEngine:
     # One request
 
     def _server(self) -> _Server:
-        """Return what the server says of itself, asked once per connection that holds; check that it can be used."""
+        """Return what the server reports about itself, checked; asked again only after a connection broke."""
         known = self._known
         if known is not None:
             return known
@@ -207,7 +207,7 @@ class HTTPEngine:
             self._ask("POST", "/pause?mode=keep", {})
             status, reply = self._reload(folder)
             if status == 200:
-                # What was computed with other weights is in the caches, of requests in progress as well.
+                # Caches, those of requests in progress included, were computed with other weights.
                 status, reply = self._ask_status("POST", "/reset_prefix_cache?reset_running_requests=true", {})
             if status != 200 or (isinstance(reply, dict) and reply.get("success") is False):
                 self.version = None
@@ -229,7 +229,7 @@ class HTTPEngine:
             return self._ask_status("POST", "/collective_rpc", order)
 
     def _restore(self) -> None:
-        """After a connection broke: check the server again, and give a restarted one the weights it had."""
+        """After a connection broke, check the server again, and reload the weights if it was restarted."""
         self._known = None
         self._server()
         if self._label is None:
@@ -238,16 +238,16 @@ class HTTPEngine:
             return
         if self._given is None or not self._given[0].is_dir():
             raise EngineError(
-                f"the server at {self.name} was started again and has not the weights of version {self.version}. Type "
+                f"the server at {self.name} was restarted and lacks the weights of version {self.version}. Type "
                 "the same command with --resume, which loads them."
             )
         self.load_weights(*self._given)
 
     def version_of(self, label: str) -> int:
-        """Return the version that a label of this run's weights names.
+        """Return the version in a label of this run's weights.
 
         Raises:
-            EngineError: it is not a label of this run.
+            EngineError: the label is not this run's.
         """
         owner, _, rest = label.partition(":")
         number = rest.partition(":")[0]
@@ -259,14 +259,14 @@ class HTTPEngine:
         return int(number)
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the reply of a call that must succeed."""
+        """Make a call that must succeed, and return its reply."""
         status, reply = self._ask_status(method, path, body)
         if status != 200:
             raise EngineError(f"the server at {self.name} answers {path} with {status}: {_short(reply)}")
         return reply if isinstance(reply, dict) else {}
 
     def _ask_status(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-        """Return status and reply, after as many tries as `patience_s` allows: these calls may be made twice."""
+        """Return status and reply, retrying for up to `patience_s`: these calls may safely be repeated."""
         until, pause = time.monotonic() + self._patience_s, 0.05
         while True:
             try:
@@ -292,10 +292,10 @@ class HTTPEngine:
         timeout: float | None,
         held: list[http.client.HTTPConnection] | None = None,
     ) -> tuple[int, Any]:
-        """Send one request and return the reply's status and JSON, or text that is none.
+        """Send one request and return the reply's status and its JSON, or its text if it is not JSON.
 
         Raises:
-            _Unreachable: there is no connection, or it broke before the reply was whole.
+            _Unreachable: there is no connection, or it broke before the reply was complete.
         """
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=timeout)
@@ -319,7 +319,7 @@ class HTTPEngine:
 
 
 class _Call:
-    """One `generate`: its jobs side by side, each until its reply is whole."""
+    """One call of `generate`: its jobs run in parallel, each until its reply is complete."""
 
     def __init__(self, engine: HTTPEngine, jobs: list[Job], deadline_s: float | None) -> None:
         self._engine = engine
@@ -330,7 +330,7 @@ class _Call:
         self._held: list[http.client.HTTPConnection] = []
         self._aborted = False
         self._over = threading.Event()
-        """Nobody waits for replies any more."""
+        """Set when replies are no longer needed."""
 
     def run(self, refresh: WeightRefresh | None) -> list[Row]:
         """Return the completions, in the order of the request."""
@@ -346,7 +346,7 @@ class _Call:
                 self._hang_up()
 
     def abort(self) -> None:
-        """Have the server cut short what is open; jobs that were not sent yet come back empty."""
+        """Make the server cut open requests short; jobs not sent yet return empty completions."""
         self._aborted = True
         with self._lock:
             names = [_ID_PREFIX + name for name in self._open]
@@ -354,7 +354,7 @@ class _Call:
             self._engine._ask("POST", "/abort_requests", {"request_ids": names})
 
     def _watch(self, pending: set[Future[list[Row]]], refresh: WeightRefresh | None) -> None:
-        """Wait for the replies; meanwhile take up newer weights, keep the deadline and see that the server lives."""
+        """Wait for the replies; meanwhile load newer weights, enforce the deadline and check the server's health."""
         engine = self._engine
         heard = looked = time.monotonic()
         while pending:
@@ -367,7 +367,7 @@ class _Call:
             if refresh is not None and pending:
                 refresh.look()
             if pending and (now > self._deadline or self._aborted):
-                self.abort()  # and again, for what was sent meanwhile
+                self.abort()  # repeated, to include requests sent meanwhile
             if pending and now - max(heard, looked) > _HEALTH_EVERY_S:
                 looked = now
                 with contextlib.suppress(_Unreachable):
@@ -377,7 +377,7 @@ class _Call:
                     raise engine._gone(TimeoutError("it does not answer /health"))
 
     def _hang_up(self) -> None:
-        """Leave no request behind that nobody reads."""
+        """Abort the open requests and close their connections."""
         with self._lock:
             names = [_ID_PREFIX + name for name in self._open]
         if names:
@@ -389,7 +389,7 @@ class _Call:
                     connection.sock.shutdown(2)
 
     def _job(self, job: Job) -> list[Row]:
-        """Send a job until there is a reply."""
+        """Send a job, repeatedly if need be, until there is a reply."""
         engine, since, pause = self._engine, time.monotonic(), 0.05
         while not self._over.is_set():
             if self._aborted:
@@ -411,7 +411,7 @@ class _Call:
                 error = broken
             if time.monotonic() + pause - since > engine._patience_s:
                 raise engine._gone(error) from error
-            # The server may be at work on it still, and its reply goes nowhere.
+            # The server may still be working on it, and its reply would be lost.
             with contextlib.suppress(_Unreachable):
                 engine._exchange("POST", "/abort_requests", {"request_ids": [_ID_PREFIX + name]}, timeout=5.0)
             self._over.wait(pause)
@@ -432,7 +432,7 @@ class _Call:
                 self._open.discard(name)
 
     def _read(self, job: Job, status: int, reply: Any) -> list[Row]:
-        """Return the completions of a reply, every part of it checked."""
+        """Check every part of a reply and return its completions."""
         engine = self._engine
         if status != 200:
             raise EngineError(
@@ -470,7 +470,7 @@ class _Call:
 
 
 def _folder_tag(folder: Path) -> str:
-    """Return what changes when the weights in a folder are replaced."""
+    """Return a tag that changes when the weights in a folder are replaced."""
     files = sorted(file for file in folder.iterdir() if file.suffix == ".safetensors")
     facts = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
     return f"{zlib.crc32(repr(facts).encode()):08x}"

@@ -1,4 +1,4 @@
-"""What the engines over vLLM share, in process or over HTTP: how requests, replies and weights are put."""
+"""Shared by the vLLM engines, in process and over HTTP: the form of requests, replies and weights."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from rlhf_pipeline.policies.engines.sampling import stream_keys
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Members of one group with one limit: vLLM's requests are one prompt with several completions."""
+    """Members of one group with the same limit: a vLLM request is one prompt with several completions."""
 
     prompt: int
-    """Which prompt of the request."""
+    """The index of the prompt in the request."""
     tokens: list[int]
     first: int
-    """Number of its first completion, of all of the request."""
+    """The index of its first completion in the request."""
     members: int
     sampling: dict[str, Any]
     """vLLM's `SamplingParams`."""
 
 
 def jobs_of(request: Request, limits: Int64Array, *, most: int | None) -> list[Job]:
-    """Cut a request into one job per prompt, or more where its members' limits differ or are too many.
+    """Cut a request into one job per prompt, or several where limits differ within a group or a group is too large.
 
     Args:
         request: what to sample.
         limits: of each completion, int64 `[request.count]`.
-        most: members of a job at most; None takes any number.
+        most: the most members of a job; None sets no limit.
     """
     jobs: list[Job] = []
     size = request.group_size
-    # vLLM refuses several completions that would all be the same.
+    # vLLM refuses several identical completions.
     most = 1 if request.temperature == 0 else most or size
     for prompt, stream in enumerate(request.streams()):
-        # 62 bits: vLLM takes a signed seed, and counts up from it, one for each member.
+        # 62 bits: vLLM takes a signed seed and increments it for each member.
         base = int(stream_keys(request.seed, [stream], [0])[0] >> np.uint64(2))
         own = limits[prompt * size : (prompt + 1) * size]
         cuts = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), size]
@@ -75,12 +75,12 @@ def jobs_of(request: Request, limits: Int64Array, *, most: int | None) -> list[J
 
 @dataclass(slots=True)
 class Row:
-    """One completion as it comes: at once, or token by token.
+    """One completion as it arrives, whole or token by token.
 
     Attributes:
-        tokens: its ids.
-        log_probs: of each; None for one that vLLM could not give.
-        versions: of the weights that sampled each; empty where nobody named them.
+        tokens: its token ids.
+        log_probs: of each token; None where vLLM returned none.
+        versions: of the weights that sampled each token; empty if unknown.
         reason: why it ended.
     """
 
@@ -99,7 +99,7 @@ def collected(request: Request, rows: Sequence[Row], *, versioned: bool) -> Ragg
         versioned: whether each token's version is known.
 
     Raises:
-        EngineError: one ended for a reason that leaves nothing to learn from.
+        EngineError: a completion ended for an unknown reason.
     """
     unknown = {row.reason for row in rows} - {"stop", "length", "abort"}
     if unknown:
@@ -123,16 +123,16 @@ def collected(request: Request, rows: Sequence[Row], *, versioned: bool) -> Ragg
 
 @contextmanager
 def with_head(folder: Path) -> Iterator[Path]:
-    """Give a checkpoint folder in which a head that is tied to the embedding stands as a tensor of its own.
+    """Yield a checkpoint folder in which a head that is tied to the embedding is a tensor of its own.
 
-    vLLM 0.32 leaves such a head as it was when it loads weights again from a folder that has the embedding alone, and
-    says so in its log only. The folder that is given lies beside the other, with links to its files.
+    When vLLM 0.32 reloads weights from a folder with the embedding alone, it leaves a tied head unchanged, and reports
+    that only in its log. The yielded folder is next to the original, with links to its files.
 
     Args:
         folder: as `save_pretrained` writes it.
 
     Yields:
-        The folder itself where its head is not tied.
+        The new folder, or the original if its head is not tied.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     files = sorted(folder.glob("*.safetensors"))
@@ -153,7 +153,7 @@ _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings)\.wei
 
 
 def _embedding(files: Sequence[Path]) -> Tensor | None:
-    """Return the input embedding that stands for the head; None where there is a head, or none is found."""
+    """Return the input embedding that serves as the head; None if there is a head, or if no embedding is found."""
     found: Tensor | None = None
     for file in files:
         with safe_open(file, framework="pt") as tensors:

@@ -1,10 +1,10 @@
-"""What an engine is: prompts of token ids in; token ids, log-probs, version spans and finish reasons out.
+"""The engine protocol: prompts of token ids in; token ids, log-probs, version spans and finish reasons out.
 
-An engine holds weights and samples with them. What it reports is what the learner trusts: a token's log-prob is that of
-the distribution it was drawn from, at the sampling temperature, under the weights that the token's version names. The
-contract suite of the tests holds every engine to this.
+An engine holds weights and samples with them. The learner trusts its reports: a token's log-prob is that of the
+distribution it was drawn from, at the sampling temperature, under the weights that the token's version names. The
+contract tests hold every engine to this.
 
-Nothing here knows TensorDict, stores or runs.
+This module does not depend on TensorDict, stores or runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Completion", "Engine", "RaggedCompletions", "Request", "VersionSpans
 FinishReason = Literal["stop", "length", "abort"]
 Int64Array = npt.NDArray[np.int64]
 Weights = Path | Mapping[str, Tensor]
-"""Where new weights come from: a checkpoint folder as `save_pretrained` writes it, or the model's state dict."""
+"""The source of new weights: a checkpoint folder as `save_pretrained` writes it, or the model's state dict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,10 @@ class Request:
         max_new_tokens: the limit, for all, per prompt, or per completion (prompt-major).
         temperature: above 0, or 0 for the most probable token with log-probs at temperature 1.
         end_token_ids: tokens that end a completion and belong to it; may be empty.
-        seed: with the stream id and the member it fixes the random numbers of a completion, as far as an engine's own
-            arithmetic repeats.
+        seed: fixes the random numbers of a completion, together with the stream id and the member, as far as the
+            engine's arithmetic is reproducible.
         stream_ids: one id per prompt; the prompt's index when None.
-        deadline_s: seconds after which what is not finished is aborted; None waits.
+        deadline_s: seconds after which unfinished completions are aborted; None waits.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -56,7 +56,7 @@ class Request:
 
     @property
     def count(self) -> int:
-        """Completions that are asked for."""
+        """The number of requested completions."""
         return len(self.prompts) * self.group_size
 
     @property
@@ -73,7 +73,7 @@ class Request:
         """Return the stream id of each prompt.
 
         Raises:
-            DefinitionError: there are more or fewer than prompts.
+            DefinitionError: there is not one stream id per prompt.
         """
         if self.stream_ids is None:
             return list(range(len(self.prompts)))
@@ -87,9 +87,9 @@ class Request:
         """Check the request and return the most new tokens of each completion, int64 `[count]`, prompt-major.
 
         Args:
-            vocab: the model's tokens; None does not check ids against it.
-            positions: the longest sequence of the model; None knows none.
-            positions_by: what says so, for messages.
+            vocab: the model's vocabulary size; None does not check ids against it.
+            positions: the longest sequence of the model; None sets no limit.
+            positions_by: the source of `positions`, for messages.
 
         Raises:
             DataError: a prompt is empty, has ids outside the vocabulary, or leaves no position for a new token.
@@ -148,7 +148,7 @@ class Completion:
     Attributes:
         prompt_index: which prompt of the call it belongs to.
         member: its index in the prompt's group.
-        token_ids: the new tokens, with the end-of-sequence token when that was sampled.
+        token_ids: the new tokens, with the end-of-sequence token if it was sampled.
         log_probs: float32 `[len(token_ids)]`, the log-prob of each token in nats, at the sampling temperature.
         finish_reason: "stop" when it ends with an end-of-sequence token, "abort" when it was cut short, else "length".
     """
@@ -162,7 +162,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpans:
-    """Which weights sampled which tokens: per completion, spans of its tokens, each from its start to the next one's.
+    """Which weights sampled which tokens: per completion, spans of tokens, each up to the start of the next.
 
     Attributes:
         counts: spans per completion, int64 `[N]`; 0 for one without tokens.
@@ -176,7 +176,7 @@ class VersionSpans:
 
     @classmethod
     def of_tokens(cls, versions: Int64Array, lengths: Int64Array) -> VersionSpans:
-        """Return the spans of completions whose tokens' versions are given one behind the other.
+        """Return the spans of completions, given the versions of all their tokens in sequence.
 
         >>> spans = VersionSpans.of_tokens(np.array([7, 7, 8, 8, 8]), np.array([3, 0, 2]))
         >>> spans.counts.tolist(), spans.starts.tolist(), spans.versions.tolist()
@@ -197,7 +197,7 @@ class VersionSpans:
         return [pairs[end - count : end] for end, count in zip(ends, self.counts.tolist(), strict=True)]
 
     def select(self, keep: npt.NDArray[np.bool_]) -> VersionSpans:
-        """Return those of the completions whose flag is set."""
+        """Return the spans of the completions whose flag is set."""
         inside = np.repeat(keep, self.counts)
         return VersionSpans(self.counts[keep], self.starts[inside], self.versions[inside])
 
@@ -213,7 +213,7 @@ class RaggedCompletions:
         prompt_index: int64 `[N]`.
         member: int64 `[N]`.
         stopped: bool `[N]`, True where the completion ends with an end-of-sequence token.
-        spans: which weights sampled which tokens; None where nobody named their version.
+        spans: which weights sampled which tokens; None if their version is unknown.
         aborted: bool `[N]`, True where the completion was cut short; None where none was.
     """
 
@@ -228,14 +228,14 @@ class RaggedCompletions:
 
     @classmethod
     def none(cls, *, versioned: bool) -> RaggedCompletions:
-        """Return no completions, of known versions or not."""
+        """Return zero completions, with known versions or without."""
         ids, nothing = np.zeros(0, np.int64), np.zeros(0, np.bool_)
         spans = VersionSpans(ids, ids, ids) if versioned else None
         return cls(ids, np.zeros(0, np.float32), ids, ids, ids, nothing, spans)
 
     @property
     def versions(self) -> Int64Array | None:
-        """Versions of the weights that sampled the first and the last token, int64 `[N, 2]`; -1 without tokens."""
+        """The versions of the weights that sampled the first and last token, int64 `[N, 2]`; -1 without tokens."""
         if self.spans is None:
             return None
         out = np.full((len(self), 2), -1, dtype=np.int64)
@@ -249,7 +249,7 @@ class RaggedCompletions:
         return len(self.lengths)
 
     def __iter__(self) -> Iterator[Completion]:
-        """Yield one `Completion` after the other."""
+        """Yield each `Completion`."""
         ends = np.cumsum(self.lengths)
         tokens = self.token_ids.tolist()
         log_probs = torch.from_numpy(self.log_probs)
@@ -280,11 +280,11 @@ class RaggedCompletions:
 
 @dataclass(slots=True)
 class WeightRefresh:
-    """Newer weights in the middle of a rollout, as PipelineRL has it (https://arxiv.org/abs/2509.19128).
+    """Newer weights in the middle of a rollout, as in PipelineRL (https://arxiv.org/abs/2509.19128).
 
     Attributes:
-        load: has the engine take the newest weights, if they are newer than its own, and returns their version.
-        every: sampled tokens of each slot between two calls. An engine that does not see single tokens looks about
+        load: makes the engine load the newest weights, if they are newer than its own, and returns their version.
+        every: sampled tokens of each slot between two calls. An engine that does not see single tokens checks about
             twice a second.
         version: of the weights in use.
     """
@@ -294,31 +294,30 @@ class WeightRefresh:
     version: int
 
     def due(self, steps: int, *, since: int) -> bool:
-        """Load newer weights if it was time after the step `since`, up to `steps`; True if they may have changed."""
+        """Load newer weights if a check fell due after step `since`, up to `steps`; True if they may have changed."""
         return steps // self.every > since // self.every and self.look()
 
     def look(self) -> bool:
-        """Load newer weights if there are some; return True if they may have changed."""
+        """Load newer weights if there are any; return True if they may have changed."""
         before, self.version = self.version, self.load()
         return self.version != before
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """What samples completions.
+    """Samples completions.
 
-    `generate` blocks; the other methods may be called from other threads while it does, and from
-    `WeightRefresh.load`.
+    `generate` blocks; meanwhile the other methods may be called from other threads, and from `WeightRefresh.load`.
     """
 
     @property
     def name(self) -> str:
-        """What it is called in a definition and in messages: `slots`, `vllm`, or an address."""
+        """The engine's name in a definition and in messages: `slots`, `vllm`, or an address."""
         ...
 
     @property
     def version(self) -> int | None:
-        """Of the weights in use; None where nobody has named one."""
+        """The version of the weights in use; None if unknown."""
         ...
 
     def generate(self, request: Request, refresh: WeightRefresh | None = None) -> RaggedCompletions:
@@ -326,22 +325,22 @@ class Engine(Protocol):
 
         Args:
             request: what to sample.
-            refresh: takes up newer weights while completions are sampled; None keeps those of the start, unless
+            refresh: loads newer weights while completions are sampled; None keeps the weights of the start, unless
                 `load_weights` is called from another thread.
 
         Returns:
             The completions, with the version of the weights that sampled each token. A log-prob that the engine could
-            not give is NaN; the loss leaves such tokens out.
+            not compute is NaN; the loss leaves such tokens out.
 
         Raises:
             DataError: a prompt is empty or too long; or the model gave logits that are not finite.
             DefinitionError: an argument is out of range.
-            EngineError: the engine cannot be reached or broke down; nothing is returned twice.
+            EngineError: the engine cannot be reached or failed; nothing is returned twice.
         """
         ...
 
     def pause(self) -> None:
-        """Stop between two tokens. What is in progress is kept, and `generate` goes on blocking."""
+        """Stop between two tokens. Completions in progress are kept, and `generate` keeps blocking."""
         ...
 
     def resume(self) -> None:
@@ -349,16 +348,16 @@ class Engine(Protocol):
         ...
 
     def load_weights(self, weights: Weights, version: int) -> None:
-        """Take new weights; completions in progress go on with them, and what was computed with others is dropped.
+        """Load new weights; completions in progress continue with them, and caches from other weights are dropped.
 
         So every token's log-prob is that of the weights of its span, given all tokens before it.
         """
         ...
 
     def abort(self) -> None:
-        """End the completions in progress: `generate` returns what was sampled, with the finish reason `abort`."""
+        """End the completions in progress: `generate` returns the tokens sampled so far, with finish reason `abort`."""
         ...
 
     def close(self) -> None:
-        """Give back what the engine holds; it cannot be used afterwards."""
+        """Release the engine's resources; it cannot be used afterwards."""
         ...

@@ -1,4 +1,4 @@
-"""What a call of the slot engine keeps on the host, whichever way its slots decode, and how it gives way to others."""
+"""The host's state in a call of the slot engine, for every way of decoding, and the gate that lets weights change."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from rlhf_pipeline.policies.engines.slots import SlotEngine
 
 PREFILL_TOKENS = 4096
-"""Padded tokens of one prefill pass. Prompts are prefilled that far ahead of their turn, so that slots which free up
-one by one do not cost one small forward pass each."""
+"""Padded tokens of one prefill pass. Prompts are prefilled this far ahead, so that slots which free up one by one do
+not cost one small forward pass each."""
 
 States = list[tuple[Tensor, Tensor] | None]
 """Keys and values per layer; None for a layer that keeps none of its own."""
@@ -33,7 +33,7 @@ States = list[tuple[Tensor, Tensor] | None]
 
 @dataclass(slots=True)
 class Prefilled:
-    """A batch of prompts after their forward pass, kept until the last member of the last one has started."""
+    """A batch of prompts after their forward pass, kept until all their completions have started."""
 
     states: States
     hidden: Tensor
@@ -42,10 +42,10 @@ class Prefilled:
 
 
 class Gate:
-    """Where threads that sample stand between two tokens, so that others may pause them or change the weights.
+    """Lets other threads pause sampling threads between two tokens, or change the weights.
 
-    Any number of threads samples at once, each within `with gate:`, and none while the gate is closed or somebody needs
-    them still.
+    Any number of threads may sample at once, each within `with gate:`; none samples while the gate is closed, or while
+    another thread is within `still()`.
     """
 
     def __init__(self) -> None:
@@ -55,25 +55,25 @@ class Gate:
         self._needed_still = 0
 
     def __reduce__(self) -> tuple[type[Gate], tuple[()]]:
-        """Have a copy of what holds a gate get an open one of its own."""
+        """Copy a gate as a new, open one, so that its owner can be copied."""
         return Gate, ()
 
     def __enter__(self) -> None:
-        """Sample from here on; waits until that is allowed."""
+        """Start sampling, waiting until that is allowed."""
         with self._changed:
             while self._closed or self._needed_still:
                 self._changed.wait()
             self._sampling += 1
 
     def __exit__(self, *_: object) -> None:
-        """Sample no more."""
+        """Stop sampling."""
         with self._changed:
             self._sampling -= 1
             self._changed.notify_all()
 
     @contextmanager
     def standing_aside(self) -> Iterator[None]:
-        """Not sampling inside, though within `with gate:`; the end waits until sampling is allowed again."""
+        """Interrupt sampling within `with gate:`; leaving the context waits until sampling is allowed again."""
         self.__exit__()
         try:
             yield
@@ -81,20 +81,20 @@ class Gate:
             self.__enter__()
 
     def close(self) -> None:
-        """Keep threads from sampling until `open`; returns when none does."""
+        """Block sampling until `open`; returns when no thread is sampling."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: self._sampling == 0)
 
     def open(self) -> None:
-        """Let them go on."""
+        """Allow sampling again."""
         with self._changed:
             self._closed = False
             self._changed.notify_all()
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """Nobody samples inside, and nobody else is inside."""
+        """Hold all sampling within the context, which one thread at a time can enter."""
         with self._changed:
             self._needed_still += 1
             self._changed.wait_for(lambda: self._sampling == 0)
@@ -111,8 +111,8 @@ class Rollout:
     Args:
         engine: whose call it is.
         request: what to sample.
-        limits: the most tokens of each, int64 `[N]`.
-        refresh: takes up newer weights on the way.
+        limits: the most new tokens of each completion, int64 `[N]`.
+        refresh: loads newer weights during sampling.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Rollout:
         self.limits = limits
         streams = np.array(request.streams(), dtype=object)[self.prompt_of]
         self.keys = stream_keys(request.seed, streams.tolist(), self.member_of)
-        """Of the completions' random numbers, uint64 `[N]`."""
+        """Keys of the completions' random numbers, uint64 `[N]`."""
         self.temperature = request.temperature
         self.count = request.count
         self.num_slots = min(engine.num_slots, self.count)
@@ -157,12 +157,12 @@ class Rollout:
         self._looked = 0
 
     def completions(self) -> RaggedCompletions:
-        """Return what was sampled, in the order of the request."""
+        """Return the sampled completions, in the order of the request."""
         flat = np.concatenate(self.out_rows)
         order = np.argsort(flat, kind="stable")
         lengths = np.bincount(flat, minlength=self.count).astype(np.int64)
         spans = None
-        # Where the version was named on the way only, nobody knows that of the tokens before.
+        # If the version was first set during the call, it is unknown for earlier tokens.
         if None not in self.out_versions:
             versions = np.repeat(np.array(self.out_versions, np.int64), [len(part) for part in self.out_rows])
             spans = VersionSpans.of_tokens(versions[order], lengths)
@@ -178,15 +178,15 @@ class Rollout:
         )
 
     def step(self) -> bool:
-        """Sample a token, or a few, for every live and every new completion; False when none is left."""
+        """Sample one or more tokens for every live and every new completion; False when none is left."""
         raise NotImplementedError
 
     def arrange(self, cache: PrefillCache, lengths: Tensor) -> States:
-        """Return the keys and values of a prefill as this way of decoding inserts them."""
+        """Return the keys and values of a prefill, aligned as this way of decoding inserts them."""
         raise NotImplementedError
 
     def emit(self, rows: Int64Array, tokens: Int64Array, log_probs: npt.NDArray[np.float32]) -> None:
-        """Take in one token of each of these completions.
+        """Record one token of each of these completions.
 
         Raises:
             DataError: a log-prob is not finite.
@@ -205,7 +205,7 @@ class Rollout:
         self.out_versions.append(self.engine.version)
 
     def give_way(self) -> bool:
-        """Let others change the weights, and wait while they want to; return True if they have."""
+        """Let other threads change the weights, and wait until they are done; True if the weights may have changed."""
         changed, steps = False, len(self.out_rows)
         with self.engine.gate.standing_aside():
             if self.refresh is not None:
@@ -218,12 +218,12 @@ class Rollout:
         return changed
 
     def must_end(self) -> bool:
-        """Whether the call is over before its completions are."""
+        """Return whether to end the call early: it is past its deadline, or was aborted."""
         late = self._deadline is not None and time.monotonic() > self._deadline
         return late or self._aborts != self.engine.aborts
 
     def cut(self, going: Int64Array) -> bool:
-        """Mark these completions, and those that have not started, as cut short; return False for `step`."""
+        """Mark these completions, and all that have not started, as cut short; return False for `step`."""
         unfinished = np.zeros(self.count, dtype=np.bool_)
         unfinished[going] = True
         unfinished[self.next :] = True
@@ -231,13 +231,13 @@ class Rollout:
         return False
 
     def forget(self) -> None:
-        """Drop what was computed with other weights, but for the caches of live completions."""
+        """Drop everything computed with other weights, except the caches of live completions."""
         self.weight = self.parts.sampling_weight()
         self.batches = []
         self.prefilled_up_to = int(self.prompt_of[self.next]) if self.next < self.count else len(self.prompts)
 
     def admit(self, new: Int64Array) -> None:
-        """Have the prompts of the next completions prefilled, and drop batches that nobody starts from any more."""
+        """Prefill the prompts of these new completions, and drop prefilled batches that are no longer needed."""
         self.next = int(new[-1]) + 1
         owners = self.prompt_of[new]
         while self.prefilled_up_to <= owners[-1]:
@@ -245,7 +245,7 @@ class Rollout:
         self.batches = [b for b in self.batches if b.last_prompt >= owners[0]]
 
     def places_of(self, owners: Int64Array) -> list[tuple[Prefilled, npt.NDArray[np.bool_], Int64Array]]:
-        """Return the batches that hold these prompts, which prompts each holds, and in which of its rows."""
+        """Return each batch that holds any of these prompts, with a mask of those it holds and their rows in it."""
         found = []
         for batch in self.batches:
             mine = (owners >= batch.first_prompt) & (owners <= batch.last_prompt)
@@ -254,7 +254,7 @@ class Rollout:
         return found
 
     def _prefill_next(self) -> None:
-        """Run the next prompts through the trunk, as many as fit the budget and at least one."""
+        """Run the next prompts through the trunk: at least one, and as many as fit the budget."""
         first = last = self.prefilled_up_to
         width = int(self.prompt_lengths[first])
         while last + 1 < len(self.prompts):
@@ -270,14 +270,14 @@ class Rollout:
         self.prefilled_up_to = last + 1
 
     def prefilled_again(self, completions: Int64Array, lengths: Int64Array) -> list[tuple[slice, States, Tensor]]:
-        """Run the first tokens of live completions through the trunk once more, some of them at a time.
+        """Run the first tokens of live completions through the trunk again, in batches.
 
         Args:
-            completions: which, int64 `[n]`.
-            lengths: how many tokens of each, its prompt's first, int64 `[n]`.
+            completions: their indices, int64 `[n]`.
+            lengths: how many tokens of each to run, prompt included, int64 `[n]`.
 
         Returns:
-            Which of them, their keys and values, their last hidden states.
+            Per batch: its slice of `completions`, their keys and values, and their last hidden states.
         """
         rows, tokens = np.concatenate(self.out_rows), np.concatenate(self.out_tokens)
         most = max(1, PREFILL_TOKENS // int(lengths.max()))
@@ -293,7 +293,7 @@ class Rollout:
         return out
 
     def _prefilled(self, ids: Int64Array, token_counts: Int64Array) -> tuple[States, Tensor]:
-        """Return the states of right-padded rows and their last hidden states `[len(ids), H]`."""
+        """Return the keys and values of right-padded rows, and their last hidden states `[len(ids), H]`."""
         lengths = self.upload(token_counts)
         cache, hidden = prefill(self.parts, self.upload(ids), lengths)
         return self.arrange(cache, lengths), hidden

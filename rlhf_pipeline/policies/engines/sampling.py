@@ -1,7 +1,7 @@
 """How a token is drawn: a random number that is a pure function of its address, and the inverse CDF.
 
-**Numbers.** A generator with a state hands out its numbers in the order of the calls, so the tokens of a completion
-would depend on which other completions ran beside it. Here every number has an address instead: (seed, stream, member,
+**Numbers.** A stateful generator returns its numbers in the order of the calls, so the tokens of a completion would
+depend on which other completions ran beside it. Here every number has an address instead: (seed, stream, member,
 token index). It is hashed with SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
 OOPSLA 2014), once per coordinate, so that neighbouring addresses give unrelated numbers:
 
@@ -11,7 +11,7 @@ OOPSLA 2014), once per coordinate, so that neighbouring addresses give unrelated
 All arithmetic is modulo 2**64. The numbers lie in [0, 1).
 
 **Tokens.** Why not `torch.multinomial`: for 64 rows of 32,000 entries on 2 cores it takes more than ten times as long
-as the inverse CDF, it takes its randomness from a generator with a state, and it does not say what a token cost.
+as the inverse CDF, it takes its randomness from a stateful generator, and it does not return the token's log-prob.
 
 A float32 running sum over a large vocabulary cannot resolve a probability below 6e-8, and a float64 one writes twice
 the memory. So the vocabulary is cut into blocks: a vectorised sum per block, a float64 running sum over the blocks,
@@ -30,7 +30,7 @@ from torch import Tensor
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
-# Any odd constant other than the one inside `_mix` keeps the walk over t apart from the walk over members.
+# Any odd constant other than the one inside `_mix` keeps the sequence over t apart from the sequence over members.
 _STEP = np.uint64(0xD1342543DE82EF95)
 _S30, _S27, _S31, _S11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
 _MASK_64 = (1 << 64) - 1
@@ -97,14 +97,14 @@ def _signed(x: int | np.uint64) -> int:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift right, zeros in front: `>>` of int64 copies the sign bit, so the copies are cut off."""
+    """Shift right, filling with zeros: `>>` of int64 copies the sign bit, so the copies are masked off."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def device_uniforms(keys: Tensor, index: Tensor) -> Tensor:
-    """Return what `uniforms` does, bit for bit, on any device, from keys of the same bits as int64 `[N]`.
+    """Return the same numbers as `uniforms`, bit for bit, on any device, from the keys' bits as int64 `[N]`.
 
-    int64 addition and multiplication wrap modulo 2**64 as those of uint64 do.
+    int64 addition and multiplication wrap modulo 2**64 as uint64's do.
 
     >>> import torch
     >>> keys = stream_keys(0, [0, 1], [0, 0])
@@ -127,7 +127,7 @@ def _invert(cdf: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first index whose `cdf` is above `target`, and the clamped target.
 
     The target is clamped to the largest float64 below the row's total. So such an index exists, and the running sum
-    rises at it: the entry there is not zero, whatever the rounding did to the end of the row.
+    rises at it: the entry there is not zero, however the end of the row was rounded.
     """
     last = cdf[:, -1:]
     target = torch.minimum(target, torch.nextafter(last, torch.zeros_like(last)))
@@ -139,7 +139,7 @@ def _guard(weights: Tensor, index: Tensor) -> Tensor:
     """Replace an index of zero weight by the largest entry of its row.
 
     A sequential running sum of numbers >= 0 never falls, and then this changes nothing. The parallel scan on a CUDA
-    device adds in another order per block of threads, so there the promise needs a check.
+    device adds in another order per block of threads, so it needs the check.
     """
     if weights.device.type == "cpu":
         return index
@@ -196,5 +196,5 @@ def _two_level(probs: Tensor, uniform: Tensor) -> Tensor:
     inside = probs.gather(1, columns.clamp(max=vocab - 1)).masked_fill_(columns >= vocab, 0.0)
     # The block's own running sum may end a rounding away from the block's sum; `_invert` clamps that too.
     local, _ = _invert(inside.cumsum(1, dtype=torch.float64), (target - before).clamp_(min=0.0))
-    # The clamp is for rows that are not numbers: their token is arbitrary, and the caller sees a log-prob of NaN.
+    # The clamp is for rows of NaN: their token is arbitrary, and the caller sees a log-prob of NaN.
     return (block * _BLOCK + _guard(inside, local)).clamp_(max=vocab - 1)

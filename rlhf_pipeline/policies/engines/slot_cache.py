@@ -8,11 +8,11 @@ All slots write at one *shared column*, and each slot's tokens are the consecuti
     slot 2        c  c  c  c  c  c  c |        7 tokens
 
 So a step writes one slice per layer instead of a scatter, keys and values are read through a view that begins at the
-longest live slot, and a slot that starts now puts its prompt right before the shared column, whatever the others did.
-Distances between columns are distances between positions, so sliding windows hold as well. When the columns run out,
-the live window moves back to the front, which happens once per many steps.
+longest live slot, and a new slot puts its prompt right before the shared column, whatever the other slots hold.
+Distances between columns are distances between positions, so sliding windows work as well. When the columns run out,
+the live window moves back to the front, which happens once in many steps.
 
-What lies in the masked columns is stale but finite: an attention weight of zero times a stale value is zero.
+Masked columns hold stale but finite values: an attention weight of zero times a stale value is zero.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _HEADROOM = 64
 
 
 class CacheLayer(CacheLayerMixin):
-    """The part of the layer protocol that all caches of slots share."""
+    """The part of the layer protocol that all slot caches share."""
 
     is_compileable = False
     is_sliding = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: memory is taken at the first write."""
+        """Do nothing: memory is allocated at the first write."""
 
     def storage(self, keys: Tensor, values: Tensor, num_slots: int, num_columns: int) -> tuple[Tensor, Tensor]:
-        """Return the two buffers for all slots, `[slots, heads, columns, dim]`, taken at the first call."""
+        """Return the two buffers for all slots, `[slots, heads, columns, dim]`, allocated at the first call."""
         if self.keys is None or self.values is None:
             shape = (num_slots, keys.shape[1], num_columns)
             self.keys = keys.new_zeros((*shape, keys.shape[3]))
@@ -48,7 +48,7 @@ class CacheLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (number of key columns, offset of the first), as a model's own mask code asks."""
+        """Return (number of key columns, offset of the first), for the model's own mask code."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -72,7 +72,7 @@ class _PrefillLayer(CacheLayer):
 
 
 class PrefillCache(Cache):
-    """Catches the keys and values of a batch of right-padded prompts.
+    """Captures the keys and values of a batch of right-padded prompts.
 
     Args:
         num_layers: the model's number of decoder layers.
@@ -82,7 +82,7 @@ class PrefillCache(Cache):
         super().__init__(layers=[_PrefillLayer() for _ in range(num_layers)])
 
     def left_aligned(self) -> list[tuple[Tensor, Tensor] | None]:
-        """Return (keys, values) per layer, `[N, heads, P, dim]`, with every prompt at column 0; None as below."""
+        """Return (keys, values) per layer, `[N, heads, P, dim]`, prompts starting at column 0; None as below."""
         return [
             (layer.keys, layer.values) if layer.keys is not None and layer.values is not None else None
             for layer in self.layers
@@ -117,7 +117,7 @@ class PrefillCache(Cache):
 def prefill(parts: ModelParts, ids: Tensor, lengths: Tensor) -> tuple[PrefillCache, Tensor]:
     """Return the keys and values of right-padded rows, and the last hidden state of each, `[N, H]`.
 
-    They need no mask: with causal attention no token sees what follows it.
+    They need no mask: with causal attention no token sees later ones.
     """
     cache, count = PrefillCache(parts.num_layers), len(ids)
     hidden = parts.hidden(
@@ -151,21 +151,21 @@ class _SlotLayer(CacheLayer):
 class SlotCache(Cache):
     """Keys and values of the live completions.
 
-    Live slots are always rows `0 .. rows - 1`: the engine moves the last ones into the holes, so a forward pass never
+    Live slots are always rows `0 .. rows - 1`: the engine moves the last ones into the gaps, so a forward pass never
     computes a finished row.
 
     Args:
         num_layers: the model's number of decoder layers.
-        num_slots: the most rows that are live at once.
+        num_slots: the most live rows.
         longest_prompt: tokens of the longest prompt that will be inserted.
         longest_completion: the most new tokens of any completion.
-        device: where the mask lives; keys and values live where the model makes them.
+        device: of the mask; keys and values stay on the model's device.
 
     Attributes:
-        rows: how many rows are live.
+        rows: the number of live rows.
         column: the shared column that the next forward pass writes.
         low: the first column that any live row needs.
-        mask: bool `[slots, columns]`, True where a row's token is.
+        mask: bool `[slots, columns]`, True at a row's tokens.
     """
 
     def __init__(
@@ -193,8 +193,8 @@ class SlotCache(Cache):
 
         Args:
             longest: tokens of the longest live row; 0 when none is live.
-            rows: how many are live.
-            to_come: how many will be inserted yet.
+            rows: the number of live rows.
+            to_come: the number of rows still to be inserted.
         """
         if longest == 0:
             self.column = self.lead
@@ -204,7 +204,7 @@ class SlotCache(Cache):
             self._relayout(longest, min(self.num_slots, rows + to_come))
 
     def _relayout(self, longest: int, most_rows: int) -> None:
-        """Move the live window to the front, into wider buffers when it fills most of them."""
+        """Move the live window to the front, into wider buffers if it fills most of the current ones."""
         window = max(longest, self.lead)
         # Double while completions may still grow, then a quarter more than the window: fresh memory costs a page fault
         # per page, and a copy of the window is paid once per window / 4 steps, each of which reads the whole of it.
@@ -214,7 +214,7 @@ class SlotCache(Cache):
         target = slice(window - longest, window)
         rows = min(self.rows, most_rows)
         if columns > self.num_columns:
-            # New buffers hold the rows that are still to come: near the end of a call that is a few of them.
+            # New buffers are sized for the remaining rows: near the end of a call these are few.
             self.num_slots = most_rows
         for layer in self.slot_layers:
             if layer.keys is not None and layer.values is not None:
@@ -236,7 +236,7 @@ class SlotCache(Cache):
         return x
 
     def move(self, source: Tensor, target: Tensor, longest: int) -> None:
-        """Copy rows `source` onto rows `target` (disjoint int64 `[k]`), over the live window of `longest` tokens."""
+        """Copy rows `source` to rows `target` (disjoint int64 `[k]`), within the live window of `longest` tokens."""
         window = slice(self.column - longest, self.column)
         for layer in self.slot_layers:
             if layer.keys is not None and layer.values is not None:
@@ -255,9 +255,9 @@ class SlotCache(Cache):
 
         Args:
             target: slots, int64 `[k]`.
-            states: per layer the right-aligned keys and values of prompts, from `PrefillCache.right_aligned`.
+            states: per layer, the right-aligned keys and values of prompts, from `PrefillCache.right_aligned`.
             source: which prompt goes to which slot, int64 `[k]`.
-            lengths: tokens of each of those prompts, int64 `[k]`.
+            lengths: the tokens of each of these prompts, int64 `[k]`.
         """
         for layer, pair in zip(self.slot_layers, states, strict=True):
             if pair is None:
@@ -274,12 +274,12 @@ class SlotCache(Cache):
         """Mark the shared column as used by rows `0 .. rows - 1` and return their mask.
 
         Args:
-            rows: how many rows the coming forward pass has.
-            longest: tokens that the longest of them has stored so far.
+            rows: the number of rows in the coming forward pass.
+            longest: the stored tokens of the longest row.
 
         Returns:
-            bool `[rows, longest + 1]`, a view: the last column is the token being fed. After the forward pass go to the
-            next one: `column += 1`.
+            bool `[rows, longest + 1]`, a view: the last column is the token being fed. After the forward pass, advance:
+            `column += 1`.
         """
         self.rows = rows
         self.low = self.column - longest

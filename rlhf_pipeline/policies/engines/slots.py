@@ -1,19 +1,19 @@
-"""Generation with slots: completions of very different lengths, side by side, without waiting for the longest.
+"""Generation with slots: completions of very different lengths, in parallel, without waiting for the longest.
 
 A static batch runs until its longest member stops, so with lengths that vary tenfold most of its rows are finished and
-still computed. Here a row that finishes leaves at once and the next of the queue takes its slot; a prompt is computed
-once for its whole group; and a token's log-prob is taken from the very probabilities that it was sampled from, so no
+still computed. Here a finished row leaves at once and the next in the queue takes its slot; a prompt is computed once
+for its whole group; and a token's log-prob comes from the very probabilities that it was sampled from, so no
 `[B, T, V]` logits are kept and nothing is scored twice.
 
-One step is: fill free slots from the queue; apply the head to the last hidden state of every row, those of fresh
-prompts included; sample; drop what finished; copy the prompts of new rows that go on into slots; one forward pass of
-the rest. A completion of one token therefore never takes a slot.
+One step: fill free slots from the queue; apply the head to the last hidden state of every row, new prompts included;
+sample; drop finished rows; copy the prompts of the remaining new rows into slots; run one forward pass over the live
+rows. A completion of one token therefore never takes a slot.
 
 Profile (one thread, Qwen2 with hidden 256 and 4 layers, 64 slots, 8 x 8 completions of 4 to 400 tokens): at a
 vocabulary of 4,000 the matmuls take 35 % of the time, attention 20 %, the rest of the model's forward 35 %, sampling
-4 %, cache memory and the bookkeeping of this module 5 %; at 32,000 the matmuls take 56 %, two thirds of it the head. So
-what counts is how many rows and columns are computed at all: hence rows that leave at once, live rows kept together,
-and a window of columns no wider than the longest live row.
+4 %, cache memory and the bookkeeping of this module 5 %; at 32,000 the matmuls take 56 %, two thirds of it the head.
+The number of computed rows and columns dominates: hence rows that leave at once, live rows kept together, and a window
+of columns no wider than the longest live row.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ Decode = Literal["auto", "ragged", "static"]
 class SlotEngine:
     """Samples completions of a causal language model on a fixed number of slots, in this process.
 
-    It samples with the modules that it is given, which others may train: where their weights are changed in place, set
-    `version` to say so. Several threads may generate at once; each has its own slots.
+    It samples with the given modules, which may be in training elsewhere: after changing their weights in place, set
+    `version`. Several threads may generate at once; each has its own slots.
 
     Args:
         parts: trunk and head of the model.
-        num_slots: the most completions that are live at once, per call of `generate`.
-        model: what `load_weights` loads into; None where it is never called.
-        decode: how slots decode: "ragged", live rows alone, the host seeing every token; "static", in steps of one
-            shape, the host looking once in several tokens; "auto" takes the latter on CUDA.
+        num_slots: the most live completions per call of `generate`.
+        model: the model that `load_weights` loads into; None if it is never called.
+        decode: how slots decode: "ragged" computes live rows only, and the host reads every token; "static" takes steps
+            of one shape, and the host reads once in several tokens; "auto" is "static" on CUDA, otherwise "ragged".
 
     Attributes:
-        version: of the weights in use; None where nobody has named one.
+        version: of the weights in use; None if unknown.
 
     Raises:
-        DefinitionError: the model keeps a kind of cache that slots cannot hold, or computes something else with one.
+        DefinitionError: slots cannot hold the model's kind of cache, or give other hidden states than the model's own.
     """
 
     name = "slots"
@@ -126,7 +126,7 @@ class SlotEngine:
 
         Raises:
             DefinitionError: the engine was made without a model to load into.
-            RuntimeError: they are those of another model.
+            RuntimeError: the weights belong to another model.
         """
         if self.model is None:
             raise DefinitionError("This SlotEngine has no model to load weights into. Make it with model=...")
@@ -139,17 +139,17 @@ class SlotEngine:
             self.version = version
 
     def abort(self) -> None:
-        """End what is in progress; see `Engine.abort`."""
+        """End the completions in progress; see `Engine.abort`."""
         self.aborts += 1
 
     def close(self) -> None:
-        """Do nothing: the model belongs to others."""
+        """Do nothing: the engine does not own the model."""
 
 
 class _Ragged(Rollout):
-    """Decodes live rows alone: a row that finishes leaves at once, and the window is no wider than the longest row.
+    """Decodes live rows only: a finished row leaves at once, and the window is no wider than the longest row.
 
-    The host sees every token before the next one, which costs little on a CPU: how much is computed counts there.
+    The host reads every token before the next one, which costs little on a CPU: there the computation dominates.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -161,7 +161,7 @@ class _Ragged(Rollout):
             longest_completion=int(self.limits.max()),
             device=self.device,
         )
-        # Per live slot: which completion, how many tokens its cache holds, how many it has sampled.
+        # Per live slot: its completion, the tokens in its cache, the tokens it has sampled.
         self.live = np.zeros(0, dtype=np.int64)
         self.stored = np.zeros(0, dtype=np.int64)
         self.sampled = np.zeros(0, dtype=np.int64)
@@ -189,7 +189,7 @@ class _Ragged(Rollout):
         done = ended | (sampled >= self.limits[rows])
         if done.any():
             self.stopped[rows[ended]] = True
-        # Between sampling a token and feeding it: head and trunk of the next one are then of the same weights.
+        # Between sampling a token and feeding it, so that trunk and head use the same weights for the next one.
         changed = self.give_way()
         if self.must_end():
             return self.cut(rows[~done])
@@ -210,13 +210,13 @@ class _Ragged(Rollout):
         return True
 
     def arrange(self, cache: PrefillCache, lengths: Tensor) -> States:
-        """Every prompt ends at the last column, where the shared one follows."""
+        """Return states in which every prompt ends at the last column, before the shared one."""
         return cache.right_aligned(lengths)
 
     def _fill_again(self) -> None:
-        """Compute the caches of the live rows with the weights in use: their next tokens then depend on no others.
+        """Recompute the caches of the live rows, so that their next tokens depend on the current weights only.
 
-        The last token of each was sampled in this step; it is fed next.
+        The last token of each row was sampled in this step; it is fed next.
         """
         self.cache.begin(int(self.stored.max()), rows=len(self.live), to_come=self.count - self.next)
         for part, states, _ in self.prefilled_again(self.live, self.stored):
@@ -239,15 +239,15 @@ class _Ragged(Rollout):
         return both[0].astype(np.int64), both[1].astype(np.float32)
 
     def _place(self, old: int, new: Int64Array, done: npt.NDArray[np.bool_]) -> Int64Array:
-        """Give every row that goes on a slot `0 .. k - 1`, move and insert what that takes.
+        """Give every unfinished row a slot `0 .. k - 1`, moving and inserting rows as needed.
 
         Args:
-            old: how many rows hold slots now; they come first.
-            new: the completions without a slot, which come after them.
-            done: per row, whether it has finished, bool `[old + len(new)]`.
+            old: the number of rows that hold slots now; they come first.
+            new: the completions without a slot, which follow them.
+            done: whether each row has finished, bool `[old + len(new)]`.
 
         Returns:
-            For each slot the row that now owns it, int64 `[k]`.
+            The row that now owns each slot, int64 `[k]`.
         """
         going = np.flatnonzero(~done)
         total = len(going)

@@ -1,8 +1,8 @@
-"""Decoding with steps of one shape, on the device alone: what a CUDA graph can hold.
+"""Decoding with steps of one shape, entirely on the device, so that a CUDA graph can hold them.
 
-On a GPU a decode step is short and its kernels are many: a host that launches each of them and looks at every token is
-what takes the time. Here the host looks once in several tokens. The state of S slots over a window of W columns are
-tensors that stay where they are:
+On a GPU a decode step is short and has many kernels: most of the time goes to the host, which launches each kernel and
+reads every token. Here the host reads once in several tokens. The state of S slots over a window of W columns consists
+of tensors at fixed addresses:
 
     cache      2 x [S, key heads, W, head dim] per layer; column c of a slot holds its c-th token
     hidden     [S, H]      last hidden state                 key     int64 [S]   key of the slot's random numbers
@@ -10,13 +10,13 @@ tensors that stay where they are:
     limit      int64 [S]   most tokens                       live    bool  [S]
     tokens, log_probs      [S, K]  of the last K steps; a token of -1 where a slot was not live
 
-A step applies the head, samples with numbers made on the device, marks what ended, and feeds S tokens. It has no shape
-that depends on data, and nothing leaves the device, so on CUDA it is captured as a graph, one per number of slots and
-columns: both are powers of two, or all there are, as small as the live completions allow. After K steps at most, the
-host reads what was sampled with one copy, replaces weights, and fills free slots.
+A step applies the head, samples with numbers made on the device, marks ended completions, and feeds S tokens. No shape
+depends on data, and nothing leaves the device, so on CUDA it is captured as a graph, one per number of slots and
+columns: both are powers of two, or the maximum, as small as the live completions allow. After at most K steps, the
+host reads the sampled tokens with one copy, replaces weights, and fills free slots.
 
-On a CPU, where each of the padded rows and columns costs, this takes 1.2 to 2.2 times as long as `slots._Ragged`; there
-it serves the tests, which compare the two.
+On a CPU, where every padded row and column costs time, this takes 1.2 to 2.2 times as long as `slots._Ragged`; there it
+serves the tests, which compare the two.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rlhf_pipeline.policies.model_parts import ModelParts
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY: Final = 16
-"""Tokens between two looks of the host. A slot that finishes in between stays empty until the next one."""
+"""Tokens between two reads by the host. A slot that finishes in between stays empty until the next read."""
 
 MaskForm = Literal["full", "near", "by_kind"]
 """How a trunk takes ready-made masks: one, one with the sliding window in it, or a dict by kind of layer."""
@@ -80,15 +80,15 @@ class StaticSlots(Cache):
         parts: trunk and head of the model.
         form: how the trunk takes its mask.
         num_slots: S.
-        window: W; one more than the longest completion with its prompt, as the last column takes what slots that are
-            not live write.
+        window: W; one more than the longest completion with its prompt: slots that are not live write to the last
+            column.
         is_end: bool `[V]`, which tokens end a completion.
         temperature: of sampling.
         look_every: K.
 
     Attributes:
-        size: slots that a step computes, the first ones.
-        columns: columns that it reads, the first ones.
+        size: how many slots a step computes, from the first on.
+        columns: how many columns it reads, from the first on.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class StaticSlots(Cache):
         self.log_probs = torch.zeros((num_slots, look_every), dtype=torch.float32, device=device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._captures = device.type == "cuda"
-        # One pool for all graphs: they run one after the other, and what lasts beyond a step is in the state.
+        # One pool for all graphs: they run one at a time, and all that outlives a step is in the state.
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
 
     def step(self) -> None:
@@ -145,12 +145,12 @@ class StaticSlots(Cache):
         self.feed(tokens)
 
     def feed(self, tokens: Tensor) -> None:
-        """Run one token of each slot through the trunk, int64 `[size]`; nobody reads what comes of slots not live."""
+        """Run one token of each slot, int64 `[size]`, through the trunk; results of dead slots are ignored."""
         size, columns = self.size, self.columns
         live, used = self.live[:size], self.used[:size]
         column = torch.where(live, used, self.window - 1)
         self.column[:size].copy_(column)
-        # A slot that is not live sees its first column alone: a row with nothing to see would be NaN.
+        # A slot that is not live sees its first column only: a fully masked row would be NaN.
         place, lives = self.all_columns[:columns], live[:, None]
         mask = (place <= column[:, None]) & (lives | (place == 0))
         near = mask if self.sliding is None else mask & ((place > column[:, None] - self.sliding) | ~lives)
@@ -165,9 +165,9 @@ class StaticSlots(Cache):
         used.add_(live)
 
     def _shaped(self, mask: Tensor, near: Tensor) -> Any:
-        """Return the masks as the trunk takes them: ready-made, as one built from this cache would be wrong.
+        """Return ready-made masks in the form that the trunk takes.
 
-        A trunk that builds its own takes the cache's length for every slot's.
+        A trunk that built its own from this cache would assume one length for all slots.
         """
         if self.additive:
             dtype = self.hidden.dtype
@@ -179,11 +179,11 @@ class StaticSlots(Cache):
         return sliding if self.form == "near" else full
 
     def advance(self, steps: int, *, columns: int) -> None:
-        """Take steps; the host does not wait for them.
+        """Take steps without waiting for them on the host.
 
         Args:
             steps: at most K.
-            columns: that the longest live slot needs by their end.
+            columns: how many the longest live slot needs by the last step.
         """
         self.turn.zero_()
         self.tokens[: self.size].fill_(-1)
@@ -198,26 +198,26 @@ class StaticSlots(Cache):
                 self._capture()
 
     def _capture(self) -> None:
-        """Capture the step for these numbers of slots and columns, which has just run once outside a graph."""
+        """Capture the step for the current numbers of slots and columns; it has just run once outside a graph."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 self.step()
         except RuntimeError as error:
-            # A model whose step waits for the device. It decodes all the same, kernel by kernel.
-            logger.warning("the decode step of %s is not captured: %s", type(self.parts.trunk).__name__, error)
+            # The step of this model waits for the device. It still decodes, kernel by kernel.
+            logger.warning("the decode step of %s was not captured: %s", type(self.parts.trunk).__name__, error)
             self._captures = False
             return
         self._graphs[self.size, self.columns] = graph
 
     def insert(self, slots: Tensor, states: States, source: Tensor, facts: Tensor, hidden: Tensor) -> None:
-        """Start or fill again slots with rows of a prefill.
+        """Fill or refill slots with rows of a prefill.
 
         Args:
             slots: int64 `[k]`.
             states: keys and values of right-padded rows.
-            source: which row goes to which slot, int64 `[k]`.
-            facts: the rows' tokens, the completions' keys, tokens sampled so far and limits, int64 `[4, k]`.
+            source: the row for each slot, int64 `[k]`.
+            facts: cached tokens, random keys, tokens sampled so far and limits of each slot, int64 `[4, k]`.
             hidden: last hidden states of the rows, `[N, H]`.
         """
         for layer, pair in zip(self.static_layers, states, strict=True):
@@ -233,7 +233,7 @@ class StaticSlots(Cache):
         self.live[slots] = torch.ones_like(slots, dtype=torch.bool)
 
     def keep(self, slots: Tensor, size: int) -> None:
-        """Move slots to the front, in this order, and compute `size` slots from now on; the others are free."""
+        """Move the given slots to the front, in this order, and compute only `size` slots; the others are free."""
         count = len(slots)
         moved: list[Tensor] = [self.used, self.key, self.count, self.limit, self.hidden, self.live]
         for layer in self.static_layers:
@@ -245,15 +245,15 @@ class StaticSlots(Cache):
         self.size = size
 
     def renew(self) -> None:
-        """Take up weights that have changed."""
+        """Pick up changed weights."""
         self.weight = self.parts.sampling_weight()
         self._graphs.clear()
 
 
 class StaticRun(Rollout):
-    """Decodes on `StaticSlots`, and looks once in K tokens.
+    """Decodes on `StaticSlots`, and reads once in K tokens.
 
-    Weights are replaced, calls aborted and deadlines kept at these looks.
+    Weights are replaced, calls aborted and deadlines enforced at these reads.
     """
 
     def __init__(self, *args: Any, form: MaskForm, look_every: int = LOOK_EVERY, **kwargs: Any) -> None:
@@ -269,7 +269,7 @@ class StaticRun(Rollout):
             temperature=self.temperature,
             look_every=look_every,
         )
-        # Per slot: which completion, -1 for a free one; tokens in its cache; tokens sampled.
+        # Per slot: its completion, or -1 if free; the tokens in its cache; the tokens it has sampled.
         self.owner = np.full(self.num_slots, -1, dtype=np.int64)
         self.stored = np.zeros(self.num_slots, dtype=np.int64)
         self.sampled = np.zeros(self.num_slots, dtype=np.int64)
@@ -293,7 +293,7 @@ class StaticRun(Rollout):
         return True
 
     def arrange(self, cache: PrefillCache, lengths: Tensor) -> States:
-        """Every prompt begins at the first column."""
+        """Return states in which every prompt begins at the first column."""
         return cache.left_aligned()
 
     def _fill(self) -> None:
@@ -309,7 +309,7 @@ class StaticRun(Rollout):
             self._insert(free[mine], batch.states, source, batch.hidden)
 
     def _insert(self, slots: Int64Array, states: States, source: Int64Array, hidden: Tensor) -> None:
-        """Put rows of a prefill into slots, with one upload."""
+        """Insert rows of a prefill into slots, with one upload."""
         owners = self.owner[slots]
         keys = self.keys[owners].view(np.int64)
         facts = (slots, source, self.stored[slots], keys, self.sampled[slots], self.limits[owners])
@@ -317,7 +317,7 @@ class StaticRun(Rollout):
         self.state.insert(there[0], states, there[1], there[2:], hidden)
 
     def _look(self, steps: int) -> None:
-        """Read what was sampled, in one copy, which is the one time that the host waits."""
+        """Read the sampled tokens in one copy, the only time that the host waits."""
         size = self.state.size
         # float64 holds token ids and log-probs exactly.
         parts = (self.state.tokens[:size, :steps].double(), self.state.log_probs[:size, :steps].double())
@@ -338,7 +338,7 @@ class StaticRun(Rollout):
             self.owner[slots[done]] = -1
 
     def _renew(self) -> None:
-        """Compute what the slots hold once more, with the weights in use: the next tokens depend on no others."""
+        """Recompute the caches of the live slots, so that their next tokens depend on the current weights only."""
         self.forget()
         self.state.renew()
         slots = np.flatnonzero(self.owner >= 0)
@@ -349,7 +349,7 @@ class StaticRun(Rollout):
             self._insert(slots[part], states, source, hidden)
 
     def _shrink(self) -> None:
-        """Compute fewer slots where no completion waits and half of them are free."""
+        """Compute fewer slots once no completion is waiting and half of the slots are free."""
         held = np.flatnonzero(self.owner >= 0)
         size = _power_of_two(len(held))
         if self.next < self.count or not len(held) or size > self.state.size // 2:
@@ -361,7 +361,7 @@ class StaticRun(Rollout):
 
 
 def mask_form(parts: ModelParts) -> MaskForm | None:
-    """Return how a trunk takes masks of static slots, found by asking once; None if in no way.
+    """Return the form in which a trunk takes masks of static slots, found by one trial; None if no form works.
 
     As in `verified_parts`: a wrong mask does not fail, it gives other hidden states.
     """
@@ -380,7 +380,7 @@ def _find_form(parts: ModelParts) -> MaskForm | None:
 
 @torch.inference_mode()
 def _through_static_slots(parts: ModelParts, form: MaskForm) -> Tensor:
-    """Return the states of `probe` by prefill and single steps on two slots and a third that is not live."""
+    """Return the states of `probe` by prefill and single steps, on two slots and a third that is not live."""
     tokens, lengths, new = probe(parts)
     device, rows = tokens.device, torch.arange(2, device=tokens.device)
     cache, hidden = prefill(parts, tokens[:, :-new], lengths)
@@ -413,5 +413,5 @@ def _sliding_window(parts: ModelParts) -> int | None:
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest power of two that is not below `n`."""
+    """Return the smallest power of two that is at least `n`."""
     return 1 << (n - 1).bit_length() if n > 0 else 0

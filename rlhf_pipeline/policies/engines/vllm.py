@@ -1,7 +1,7 @@
-"""vLLM in this process: its engine stepped by us, so that weights change between two tokens and never within one.
+"""vLLM in this process, stepped token by token, so that weights change between two tokens and never within one.
 
-Needs the extra `vllm`. vLLM keeps a copy of the model of its own, in the layout of its kernels; `load_weights` fills it
-from a folder or from the learner's state dict, without a disk between them.
+Needs the extra `vllm`. vLLM keeps its own copy of the model, in the layout of its kernels; `load_weights` fills it from
+a folder, or directly from the learner's state dict.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class VLLMEngine:
     """Samples with vLLM in this process.
 
     Args:
-        model: a checkpoint folder; its config is what counts, as `load_weights` brings the weights.
-        num_slots: the most completions that are live at once.
-        vocab: the model's tokens.
+        model: a checkpoint folder, read for its config: `load_weights` loads the weights.
+        num_slots: the most live completions.
+        vocab: the model's vocabulary size.
         max_positions: the longest sequence; None takes the config's.
-        dtype: what the model computes in, for example `float32`.
+        dtype: the model's compute dtype, for example `float32`.
         memory: share of a GPU's memory for weights and cache. On a CPU vLLM reads `VLLM_CPU_KVCACHE_SPACE`, in GiB.
-        eager: take no time to compile or capture; for a CPU and for tests.
+        eager: do not compile or capture; for a CPU and for tests.
 
     Attributes:
         name: `vllm`.
@@ -78,7 +78,7 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs",
                 gpu_memory_utilization=memory,
                 enforce_eager=eager,
-                # Else a step returns the tokens of the step before, which other weights may have sampled.
+                # Otherwise a step returns the previous step's tokens, which other weights may have sampled.
                 async_scheduling=False,
                 seed=0,
             )
@@ -111,7 +111,7 @@ class VLLMEngine:
         steps = 0
         try:
             while engine.has_unfinished_requests():
-                # One token of each completion that is live; all of them of the weights in use.
+                # One token of each live completion, all sampled with the weights in use.
                 for output in engine.step():
                     for part in output.outputs:
                         self._add(rows[first_of[output.request_id] + part.index], part)
@@ -122,12 +122,12 @@ class VLLMEngine:
                 if time.monotonic() > end or self._aborts != aborts:
                     break
         finally:
-            # Also where an error ends the call: nothing of it goes on in the next one.
+            # Also after an error: no request of this call continues in the next one.
             if engine.has_unfinished_requests():
                 engine.abort_request(list(first_of))
 
     def _add(self, row: Row, part: Any) -> None:
-        """Take in what a step gave."""
+        """Record the output of a step."""
         tokens = list(part.token_ids)
         row.tokens += tokens
         row.log_probs += [entry[token].logprob for token, entry in zip(tokens, part.logprobs, strict=True)]
@@ -144,7 +144,7 @@ class VLLMEngine:
         self._gate.open()
 
     def load_weights(self, weights: Weights, version: int) -> None:
-        """Load weights; completions in progress are computed again with them, up to the token where they are.
+        """Load weights; completions in progress are recomputed with them up to their current token.
 
         Raises:
             EngineError: vLLM cannot load them.
@@ -166,11 +166,11 @@ class VLLMEngine:
             self.version = version
 
     def abort(self) -> None:
-        """End what is in progress; see `Engine.abort`."""
+        """End the completions in progress; see `Engine.abort`."""
         self._aborts += 1
 
     def close(self) -> None:
-        """Stop vLLM and give its memory back."""
+        """Stop vLLM and release its memory."""
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
@@ -178,7 +178,7 @@ class VLLMEngine:
 
 @contextmanager
 def _in_this_process() -> Iterator[None]:
-    """Have vLLM run its core where it is made, and not in a process that goes on between our steps."""
+    """Make vLLM run its core in this process, not in one that continues between our steps."""
     name = "VLLM_ENABLE_V1_MULTIPROCESSING"
     before = os.environ.get(name)
     os.environ[name] = "0"
