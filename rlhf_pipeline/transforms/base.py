@@ -1,7 +1,7 @@
-"""What the transforms of the write path share.
+"""Shared parts of the transforms of the write path.
 
-TensorDicts are taken apart at the door, the work is on flat columns; and a model scores ragged trajectories by token
-budget, sorted by length, from stored token ids.
+TensorDicts are flattened to columns on entry, and the work is done on columns. Models score ragged trajectories from
+stored token ids, sorted by length, within a token budget.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ class ColumnTransform(Transform):
 
     @abstractmethod
     def new_columns(self, batch: Trajectories, *, writing: bool) -> dict[Key, Flat]:
-        """The columns that a batch gets.
+        """Return the columns to add to a batch.
 
         Args:
             batch: trajectories; it is not changed.
-            writing: whether the batch is on the write path, and not in an environment or read from a store.
+            writing: whether the batch is on the write path, rather than in an environment or read from a store.
         """
 
     def prepared(self, td: TensorDictBase) -> TensorDictBase:
-        """A TensorDict `[n]` that can be taken apart; a place to encode what is no column yet."""
+        """Return a TensorDict `[n]` ready to be flattened; subclasses may encode histories or text here."""
         return td
 
     def is_done(self, td: TensorDictBase) -> bool:
-        """Whether a TensorDict has all the columns, so that it need not be taken apart."""
+        """Return whether a TensorDict has all the columns already, so that it need not be flattened."""
         del td
         return False
 
     def write(self, batch: Trajectories) -> Trajectories | None:
-        """The batch on its way to the store, with the new columns."""
+        """Return the batch, on its way to the store, with the new columns."""
         return Trajectories(batch.n, batch | self.new_columns(batch, writing=True))
 
     def inv(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The batch with the new columns, in its form; the input is not changed."""
+        """Return the batch with the new columns, in its own form; the input is not changed."""
         return self._inv_call(tensordict)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -70,13 +70,13 @@ class ColumnTransform(Transform):
         return self._fill(tensordict, writing=True)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Set the new columns of a batch that has not been through the transform, in the batch itself.
+        """Set the new columns in place, unless the batch has been through the transform already.
 
         Args:
             tensordict: trajectories in any of the forms of the write path, or a sampled batch.
 
         Returns:
-            The batch that was passed, with the columns in its form.
+            The given batch, with the columns in its form.
         """
         if tensordict is None:  # pyright: ignore[reportUnnecessaryComparison]
             return tensordict
@@ -92,20 +92,20 @@ class ColumnTransform(Transform):
 
 
 def in_environment(transform: Transform) -> bool:
-    """Whether a transform belongs to an environment, whose actions are no trajectories to write."""
+    """Return whether a transform belongs to an environment, whose actions are not trajectories to write."""
     try:
         return transform.container is not None
-    except ValueError:  # a Compose that belongs to none
+    except ValueError:  # a Compose without an environment
         return False
 
 
 def declare_per_token(output_spec: Composite, observed: Sequence[Key], rewards: Sequence[Key] = ()) -> Composite:
-    """Declare observations and rewards with one value per token, as an environment that samples whole completions has.
+    """Declare observations and rewards with one value per token, for an environment that samples whole completions.
 
     Args:
-        output_spec: of the environment; it is changed.
-        observed: keys as they are inside `next`.
-        rewards: the same.
+        output_spec: the environment's; changed in place.
+        observed: keys of observations, inside `next`.
+        rewards: keys of rewards, inside `next`.
     """
     shape: Any = (*output_spec.shape, -1)
     spec: Any = Unbounded(shape=shape, device=output_spec.device, dtype=torch.float32)  # pyright: ignore[reportArgumentType]
@@ -118,22 +118,22 @@ def declare_per_token(output_spec: Composite, observed: Sequence[Key], rewards: 
 
 
 def in_next(key: Key) -> Key:
-    """A key as a step of an environment calls it inside `next`."""
+    """Return a key as it is called inside `next`."""
     if isinstance(key, str) or key[0] != "next":
         return key
     return key[1] if len(key) == 2 else key[1:]
 
 
 class Scorer(Protocol):
-    """What gives log-probs of tokens; `CausalLMPolicy` does."""
+    """Scores tokens, as `CausalLMPolicy` does."""
 
     def log_probs(self, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None = None) -> Tensor:
-        """float32 `[B, T]`, 0 where not scored."""
+        """Return log-probs, float32 `[B, T]`, 0 where not scored."""
         ...
 
 
 def as_scorer(model: Any, owner: str) -> Scorer:
-    """Return a model with `log_probs`; a transformers model, or a wrapper of TorchRL, is taken as a policy.
+    """Return the model as a scorer; a transformers model or a wrapper of TorchRL becomes a policy.
 
     Raises:
         DefinitionError: if the model cannot score tokens.
@@ -150,16 +150,16 @@ def as_scorer(model: Any, owner: str) -> Scorer:
 
 
 def scored_positions(batch: Trajectories, like: Flat, assistant_only: bool) -> Tensor:
-    """bool, flat: the tokens that have or get a log-prob.
+    """Return which tokens have or get a log-prob, bool, flat.
 
     Raises:
-        DataError: if nothing tells the assistant's tokens from the prompt's.
+        DataError: if the assistant's tokens cannot be told from the prompt's.
     """
     lengths = like.lengths
     if lengths is None:
         raise MissingKeyError(f"the batch has no ragged token column to score: pass {TOKENS!r} per trajectory")
     starts = lengths.cumsum(0) - lengths
-    first = starts[lengths > 0]  # no token has a log-prob without one before it
+    first = starts[lengths > 0]  # the first token of a row has no log-prob
     mask = per_token(batch, ASSISTANT_MASK, like) if assistant_only else None
     if mask is not None:
         out = mask.values.to(torch.bool, copy=True)
@@ -172,7 +172,7 @@ def scored_positions(batch: Trajectories, like: Flat, assistant_only: bool) -> T
 
 
 def _responses(batch: Trajectories, like: Flat, starts: Tensor, lengths: Tensor) -> Tensor:
-    """The assistant's tokens where no mask tells them."""
+    """Return the assistant's tokens for a batch without an assistant mask."""
     prompt = batch.get(NUM_PROMPT_TOKENS)
     if isinstance(prompt, Flat):
         response = starts + prompt.values.reshape(-1)
@@ -195,15 +195,15 @@ def score(
     fill: float = float("nan"),
     device: torch.device | None = None,
 ) -> Tensor:
-    """Log-probs of the scored tokens.
+    """Return the log-probs of the scored tokens.
 
     Args:
         model: the scorer.
         tokens: ragged token ids.
-        scored: bool, flat, where a log-prob is wanted.
-        token_budget: padded tokens of one forward pass; a longer trajectory passes alone.
+        scored: bool, flat, the tokens to score.
+        token_budget: padded tokens of one forward pass; a longer trajectory gets a pass of its own.
         fill: value of the other positions.
-        device: where the model runs; None asks the model.
+        device: where the model runs; None uses the model's own device.
 
     Returns:
         float32, flat, on the tokens' device.
@@ -213,15 +213,15 @@ def score(
         raise DataError("token ids must be ragged or padded, one row per trajectory")
     home = tokens.values.device
     if isinstance(model, TokenPolicy):
-        device = None  # it decides on the host what it computes, and moves that
+        device = None  # it plans its work on the host and moves the inputs itself
     elif device is None:
         device = _device_of(model) or home
     out = torch.full(tokens.values.shape, fill, dtype=torch.float32, device=home)
     starts = lengths.cumsum(0) - lengths
     for rows in plan_batches(lengths, max(token_budget, int(lengths.max()))):
         real = length_mask(lengths[rows])
-        at = torch.where(real, starts[rows, None] + torch.arange(real.shape[1]), 0)  # where each place is in the ids
-        targets = scored[at]  # padding is at the first place, which is never scored
+        at = torch.where(real, starts[rows, None] + torch.arange(real.shape[1]), 0)  # index of each position in the ids
+        targets = scored[at]  # padding points at index 0, which is never scored
         if not bool(targets.any()):
             continue
         ids = torch.where(real, tokens.values[at], 0).to(torch.int64)

@@ -1,4 +1,4 @@
-"""Groups of trajectories: who arrived and who failed, who waits, when a group closes, and its advantages."""
+"""Groups of trajectories: arrivals, failures, waiting, when a group closes, and its advantages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from trajectory_store import BufferPool
 Ints = npt.NDArray[np.int64]
 
 MOST_LATE = 4096
-"""Groups that closed early and are remembered, so that their stragglers do not begin a new group."""
+"""The number of early-closed groups to remember, so that their stragglers do not begin a new group."""
 
 _NUMBERS = 1 << 61
 
@@ -45,13 +45,13 @@ _log = logging.getLogger("rlhf_pipeline")
 
 
 class Scores(NamedTuple):
-    """What advantages are formed from, one number per trajectory.
+    """The inputs of advantages, one number per trajectory.
 
     Attributes:
         returns: float64 `[k]`.
         lengths: int64 `[k]`, completion tokens (or steps).
         task: float64 `[k]`, the reward without a KL penalty.
-        rounding: float64 `[k]`, how far the return may be from its exact value because of the penalty; 0 without one.
+        rounding: float64 `[k]`, the rounding error that the penalty may add to the return; 0 without a penalty.
     """
 
     returns: Tensor
@@ -60,24 +60,24 @@ class Scores(NamedTuple):
     rounding: Tensor
 
     def take(self, index: Tensor) -> Scores:
-        """Those of some trajectories."""
+        """Return the scores of the given trajectories."""
         return Scores(*(values[index] for values in self))
 
     @classmethod
     def join(cls, parts: Sequence[Scores]) -> Scores:
-        """Those of several, one after the other."""
+        """Concatenate several scores."""
         return cls(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
 def scores_of(batch: Trajectories, reward: Flat, bounds: Sequence[int], how: str | None, eps: float) -> Scores:
-    """The scores of trajectories; without any reward the return is 0.
+    """Return the scores of trajectories; a trajectory without rewards has return 0.
 
     Args:
         batch: their steps.
         reward: per token or per step, one row per step.
-        bounds: the first step of each trajectory, and one past the last of all.
+        bounds: the first step of each trajectory, then the number of steps.
         how: `sum`, `mean` or `max` of a trajectory's rewards; None is `sum`.
-        eps: of the dtype that log-probs were computed in.
+        eps: machine epsilon of the dtype that log-probs were computed in.
     """
     n, k = bounds[-1], len(bounds) - 1
     values = reward.values.detach().double()
@@ -100,7 +100,7 @@ def scores_of(batch: Trajectories, reward: Flat, bounds: Sequence[int], how: str
 
 
 def with_penalty(batch: Trajectories, returns: Tensor, lengths: Tensor, eps: float) -> Scores:
-    """Scores; with a KL penalty in the returns, what they were before it, and how it was rounded."""
+    """Return scores; if returns include a KL penalty, with the rewards before it and its rounding error."""
     coef, task, log_probs = batch.get(KL_COEF), batch.get(TASK_REWARD), batch.get(LOG_PROBS)
     if (
         isinstance(coef, Flat)
@@ -118,16 +118,16 @@ def with_penalty(batch: Trajectories, returns: Tensor, lengths: Tensor, eps: flo
 
 @dataclass(slots=True, eq=False)
 class Arrived:
-    """Whole trajectories that came together.
+    """Whole trajectories that arrived in one call.
 
     Attributes:
-        batch: their steps; on the path of language models every trajectory is one step. Empty where a store holds them.
+        batch: their steps; for language models every trajectory is one step. Without columns if a store holds them.
         bounds: `k + 1` step offsets of the `k` trajectories.
         groups: the identity of each trajectory's group.
-        reward_key: where the steps have the reward.
+        reward_key: the key of the reward.
         scores: of each trajectory.
-        names: the `trajectory_id` of each, below 0 where one has none; None where none has one.
-        rows: int64 `[k]`, their ids in the store; None where they are in memory.
+        names: the `trajectory_id` of each, negative for one without; None if none has one.
+        rows: int64 `[k]`, their row ids in the store; None while they are in memory.
     """
 
     batch: Trajectories
@@ -139,18 +139,18 @@ class Arrived:
     rows: Ints | None = None
 
     def owners(self) -> Tensor:
-        """The trajectory of each step, int64."""
+        """Return the trajectory of each step, int64."""
         return spread(torch.arange(len(self.groups)), torch.tensor(self.bounds).diff())
 
     def steps_of(self, trajectories: Sequence[int]) -> Tensor:
-        """Step indices of some trajectories, int64."""
+        """Return the step indices of the given trajectories, int64."""
         b = self.bounds
         if len(b) == b[-1] + 1:
             return torch.tensor(trajectories, dtype=torch.int64)
         return torch.tensor([s for i in trajectories for s in range(b[i], b[i + 1])], dtype=torch.int64)
 
     def take(self, trajectories: Sequence[int]) -> Arrived:
-        """Only some trajectories; keeps none of the others alive."""
+        """Return the given trajectories only, without references to the others."""
         if list(trajectories) == list(range(len(self.groups))):
             return self
         steps = self.steps_of(trajectories)
@@ -169,7 +169,7 @@ class Arrived:
         )
 
     def owned(self, source: Arrived) -> Arrived:
-        """The trajectories, taken from `source`, in memory that nobody else writes to while they wait."""
+        """Return these trajectories, taken from `source`, in memory of their own, so that they can wait."""
         batch = Trajectories(self.batch.n)
         for key, column in self.batch.items():
             if isinstance(column, Text):
@@ -182,13 +182,13 @@ class Arrived:
         return replace(self, batch=batch)
 
     def stored(self, rows: Ints) -> Arrived:
-        """The trajectories, which a store holds under these ids; one row each."""
+        """Return these trajectories as rows of a store with the given ids."""
         return replace(self, batch=Trajectories(len(rows)), bounds=list(range(len(rows) + 1)), rows=rows)
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A trajectory of a group: number `index` of those it came with."""
+    """A trajectory of a group: number `index` of `arrived`."""
 
     arrived: Arrived
     index: int
@@ -205,12 +205,12 @@ class Member:
 
     @property
     def name(self) -> int:
-        """Its `trajectory_id`; below 0 where it has none."""
+        """Its `trajectory_id`; negative if it has none."""
         return -1 if self.arrived.names is None else self.arrived.names[self.index]
 
     @property
     def row(self) -> int:
-        """Its id in the store."""
+        """Its row id in the store."""
         assert self.arrived.rows is not None
         return int(self.arrived.rows[self.index])
 
@@ -222,8 +222,8 @@ class Waiting:
     Attributes:
         members: its trajectories in the order of arrival.
         failed: members that will never arrive.
-        since: when the first of them came, seconds.
-        overdue: whether its time is up, so that it closes as soon as it has enough members.
+        since: when the first of them arrived, seconds.
+        overdue: whether its timeout has passed, so that it closes as soon as it has enough members.
     """
 
     members: list[Member] = field(default_factory=list)
@@ -233,11 +233,11 @@ class Waiting:
 
 
 class Closed(NamedTuple):
-    """A group that waits no longer.
+    """A closed group.
 
     Attributes:
         members: the trajectories to learn from.
-        left: the others.
+        left: the trajectories left out.
         early: whether members were still missing.
     """
 
@@ -247,12 +247,12 @@ class Closed(NamedTuple):
 
 
 class Closing(NamedTuple):
-    """Groups that close together, one after the other.
+    """Several groups that close together, in order.
 
     Attributes:
         sizes: trajectories of each.
         groups: their identities.
-        early: whether members were missing; None where all came.
+        early: whether each group had members missing; None if all groups are complete.
     """
 
     sizes: list[int]
@@ -261,7 +261,7 @@ class Closing(NamedTuple):
 
     @classmethod
     def of(cls, closed: Sequence[Closed]) -> Closing:
-        """Closed groups with members."""
+        """Describe closed groups, each with members."""
         early = [group.early for group in closed]
         return cls(
             [len(group.members) for group in closed],
@@ -272,16 +272,16 @@ class Closing(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloseRules:
-    """When a group closes.
+    """The rules by which a group closes.
 
     Attributes:
         size: trajectories of a complete group.
-        most: wait for up to so many, to choose from.
-        enough: close with so many, arrived or failed.
-        least: close with so many once the time is up.
-        timeout_s: after how many seconds it is up; None never.
-        batch_groups: groups that close together; None where each closes alone.
-        choose: which of the members to learn from, or None where the group is left out; None takes the first `size`.
+        most: wait for up to this many, to choose from.
+        enough: close with this many, arrived or failed.
+        least: close with this many after the timeout.
+        timeout_s: seconds until a group is overdue; None for never.
+        batch_groups: groups that close together; None if each closes alone.
+        choose: returns which members to learn from, or None to leave the group out; None takes the first `size`.
     """
 
     size: int
@@ -294,17 +294,17 @@ class CloseRules:
 
 
 class GroupQueue:
-    """Incomplete groups by identity, in the order in which their first member came.
+    """Incomplete groups by identity, in the order in which their first member arrived.
 
     Args:
-        rules: when they close.
-        stats: counters, which go on.
+        rules: when groups close.
+        stats: counters, continued from their current values.
 
     Attributes:
         waiting: the groups.
-        late: of groups that closed early: how many members may still come.
-        unique: whether no two groups have one identity, so that a straggler is known from a new group.
-        recovered: whether groups may be complete already: the process died before it wrote them, or wants fewer now.
+        late: the number of members that may still arrive, for groups that closed early.
+        unique: whether group identities are unique, so that a straggler can be told from a new group.
+        recovered: whether groups may be complete already, after a crash before their update or with changed rules.
     """
 
     def __init__(self, rules: CloseRules, stats: dict[str, float]) -> None:
@@ -317,7 +317,7 @@ class GroupQueue:
         self._count = 0
 
     def open(self, group: Hashable, since: float) -> Waiting:
-        """Begin to wait for a group."""
+        """Start to wait for a group."""
         waiting = self.waiting[group] = Waiting(since=since)
         if self.rules.timeout_s is not None:
             self._count += 1
@@ -325,14 +325,14 @@ class GroupQueue:
         return waiting
 
     def whole(self, arrived: Arrived, now: float) -> list[list[int]] | None:
-        """The members of each group of a call, in the order in which the groups became complete.
+        """Return the members of each group of a call if all of them arrived complete.
 
         Args:
             arrived: the trajectories of the call.
             now: seconds.
 
         Returns:
-            None if a group did not come whole in this call, or a member twice, or another one may close at it.
+            Groups in the order of completion; None if one is incomplete or has a member twice, or others may close now.
         """
         rules = self.rules
         overdue = bool(self._deadlines) and self._deadlines[0][0] <= now
@@ -359,10 +359,10 @@ class GroupQueue:
         return [members[group] for batch in together for group in sorted(batch)]
 
     def arrive(self, arrived: Arrived, now: float) -> list[Closed]:
-        """Take in trajectories; returns the groups that close, the overdue ones last.
+        """Add trajectories and return the groups that close, overdue groups last.
 
         Raises:
-            DataError: a member comes twice, or waits already: it would take the place of one that is still to come.
+            DataError: a member arrives twice, or is waiting already: it would take the place of a missing member.
         """
         if arrived.names is not None:
             waiting = (self.waiting[group].members for group in dict.fromkeys(arrived.groups) if group in self.waiting)
@@ -388,7 +388,7 @@ class GroupQueue:
         return closed + self.close_overdue(now)
 
     def _close_due(self, group: Hashable, waiting: Waiting) -> list[Closed]:
-        """Close a group if it is due, and with it the groups that have to come together."""
+        """Close a group if it is due; groups of one batch close together, once all are due."""
         if not self._is_due(waiting):
             return []
         if self.rules.batch_groups is None:
@@ -402,12 +402,12 @@ class GroupQueue:
     def _is_due(self, waiting: Waiting) -> bool:
         rules, arrived = self.rules, len(waiting.members)
         if rules.batch_groups is not None and waiting.failed >= rules.most:
-            return True  # nothing of it will come, and the rest of its batch need not wait for it
+            return True  # all its members failed, so the rest of its batch need not wait for it
         enough = rules.least if waiting.overdue else rules.enough
         return arrived > 0 and (arrived >= enough or arrived + waiting.failed >= rules.enough)
 
     def close_overdue(self, now: float) -> list[Closed]:
-        """Close the groups whose time is up and that have enough members; the others close when they have."""
+        """Close the overdue groups that have enough members; the others close once they do."""
         found: list[Hashable] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, group, waiting = heapq.heappop(self._deadlines)
@@ -418,12 +418,12 @@ class GroupQueue:
             self.recovered, found = False, list(self.waiting)
         closed: list[Closed] = []
         for group in found:
-            if group in self.waiting:  # else it has left with its batch
+            if group in self.waiting:  # otherwise it closed with its batch
                 closed += self._close_due(group, self.waiting[group])
         return closed
 
     def complete(self, group: Hashable, *, close: bool = False) -> list[Closed]:
-        """Take a group that may be complete out of the queue; empty where it goes on waiting."""
+        """Remove a group that may be complete from the queue and return it; empty if it must keep waiting."""
         rules, waiting = self.rules, self.waiting[group]
         members, failed = waiting.members, waiting.failed
         early = len(members) + failed < rules.enough
@@ -447,10 +447,10 @@ class GroupQueue:
         return [Closed([members[i] for i in chosen], left, early)]
 
     def fail(self, group: Hashable, count: int, now: float) -> tuple[Waiting | None, list[Closed]]:
-        """Take in that `count` members of a group will never come.
+        """Record that `count` members of a group will never arrive.
 
         Returns:
-            The group, None if it was closed without them before; and what closes.
+            The group, or None if it had closed without them; and the groups that close.
         """
         waiting = self.waiting.get(group)
         if waiting is None and self.late:
@@ -463,13 +463,13 @@ class GroupQueue:
         return waiting, self._close_due(group, waiting)
 
     def _expect_late(self, group: Hashable, missing: int) -> None:
-        """Remember that members of a closed group may still come; only the newest groups are remembered."""
+        """Remember that members of a closed group may still arrive; only the newest groups are remembered."""
         self.late[group] = missing
         if len(self.late) > MOST_LATE:
             del self.late[next(iter(self.late))]
 
     def is_late(self, group: Hashable) -> bool:
-        """Whether a trajectory comes after its group was closed; counts it."""
+        """Return whether a trajectory arrives after its group has closed, and count it."""
         missing = self.late.get(group)
         if missing is None:
             return False
@@ -480,19 +480,19 @@ class GroupQueue:
         return True
 
     def members(self) -> Iterator[Member]:
-        """All waiting trajectories, group by group."""
+        """Yield all waiting trajectories, group by group."""
         for waiting in self.waiting.values():
             yield from waiting.members
 
     def parts(self) -> list[tuple[Arrived, list[Member]]]:
-        """What waiting trajectories came with, each with those trajectories, in the order of arrival."""
+        """Return each batch of arrivals that has waiting trajectories, with these in the order of arrival."""
         found: dict[int, tuple[Arrived, list[Member]]] = {}
         for member in self.members():
             found.setdefault(id(member.arrived), (member.arrived, []))[1].append(member)
         return [(arrived, sorted(members, key=lambda m: m.index)) for arrived, members in found.values()]
 
     def shrink(self, arrived: Arrived) -> None:
-        """Forget the completed trajectories of what just arrived."""
+        """Release the completed trajectories of a call's arrivals."""
         groups = (self.waiting.get(group) for group in dict.fromkeys(arrived.groups))
         kept = [m for waiting in groups if waiting is not None for m in waiting.members if m.arrived is arrived]
         if kept:
@@ -500,7 +500,7 @@ class GroupQueue:
             repoint(kept, arrived.take([m.index for m in kept]).owned(arrived))
 
     def copy(self) -> GroupQueue:
-        """The same groups, which change on their own."""
+        """Return an independent copy."""
         out = GroupQueue(self.rules, self.stats)
         out.late, out.unique = dict(self.late), self.unique
         for group, waiting in self.waiting.items():
@@ -510,10 +510,10 @@ class GroupQueue:
 
 
 def batch_of(group: Hashable, batch_groups: int) -> int:
-    """The batch of a group.
+    """Return the batch of a group.
 
     Raises:
-        DataError: the group has no number.
+        DataError: the group's identity is not an integer.
     """
     if not isinstance(group, int):
         raise DataError(
@@ -524,13 +524,13 @@ def batch_of(group: Hashable, batch_groups: int) -> int:
 
 
 def repoint(members: Sequence[Member], arrived: Arrived) -> None:
-    """Let members be the trajectories of `arrived`, in order."""
+    """Make the members point to the trajectories of `arrived`, in order."""
     for i, member in enumerate(members):
         member.arrived, member.index = arrived, i
 
 
 def _parts(members: Iterable[Member]) -> tuple[list[tuple[Arrived, list[int]]], list[int]]:
-    """What members came with, each with those trajectories, and the place of each member among all of these."""
+    """Return the arrivals of members, each with the indices of these, and each member's position among all of them."""
     parts: dict[int, tuple[Arrived, list[int]]] = {}
     places: list[tuple[int, int]] = []
     for member in members:
@@ -544,13 +544,13 @@ def _parts(members: Iterable[Member]) -> tuple[list[tuple[Arrived, list[int]]], 
 
 
 def scores_together(members: Iterable[Member]) -> Scores:
-    """The scores of members, in the given order."""
+    """Return the scores of members, in the given order."""
     parts, order = _parts(members)
     return Scores.join([arrived.scores.take(torch.tensor(taken)) for arrived, taken in parts]).take(torch.tensor(order))
 
 
 def gather(members: Iterable[Member], pool: BufferPool) -> Arrived:
-    """The members together, in the given order; they are in memory, and go to memory of the pool."""
+    """Concatenate members that are in memory, in the given order, into memory of the pool."""
     parts, order = _parts(members)
     if len(parts) == 1:
         return parts[0][0].take(parts[0][1])
@@ -571,12 +571,12 @@ def gather(members: Iterable[Member], pool: BufferPool) -> Arrived:
 
 
 class Graded(NamedTuple):
-    """Trajectories of whole groups.
+    """The advantages of the trajectories of whole groups.
 
     Attributes:
         advantages: float64 `[k]`.
         degenerate: bool `[k]`, whether the group has no spread, or the return is not finite.
-        codes: int64 `[k]`, the group.
+        codes: int64 `[k]`, each trajectory's group.
     """
 
     advantages: Tensor
@@ -585,15 +585,15 @@ class Graded(NamedTuple):
 
     @classmethod
     def nothing(cls) -> Graded:
-        """No trajectories."""
+        """Return the advantages of no trajectories."""
         return cls(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.bool), torch.zeros(0).long())
 
     def take(self, index: Tensor) -> Graded:
-        """Some of them."""
+        """Return the given trajectories."""
         return Graded(*(values[index] for values in self))
 
     def followed_by(self, more: int) -> Graded:
-        """With trajectories behind them that have no advantage yet."""
+        """Append `more` trajectories that have no advantage yet."""
         code = int(self.codes.max()) + 1 if self.codes.numel() else 0
         return Graded(
             torch.cat([self.advantages, torch.full((more,), torch.nan, dtype=torch.float64)]),
@@ -603,13 +603,13 @@ class Graded(NamedTuple):
 
 
 def graded_groups(scores: Scores, codes: Tensor, estimator: str, batches: Tensor | None) -> Graded:
-    """The advantages of groups; a return that is not finite counts for nobody.
+    """Return the advantages of groups; returns that are not finite are ignored.
 
     Args:
         scores: of each trajectory.
-        codes: int64 `[n]`, its group.
+        codes: int64 `[n]`, the group of each trajectory.
         estimator: one of `functional.advantage.ESTIMATORS`.
-        batches: int64 `[n]`, the batch of each, where the estimator looks at batches; None for one of all.
+        batches: int64 `[n]`, the batch of each trajectory, for estimators that use batches; None is one batch.
     """
     finite = scores.returns.isfinite()
     if batches is None and bool(finite.all()):
@@ -626,15 +626,15 @@ def graded_groups(scores: Scores, codes: Tensor, estimator: str, batches: Tensor
 
 
 class Grader:
-    """Gives closed groups their advantages.
+    """Computes the advantages of closed groups.
 
     Args:
         estimator: one of `functional.advantage.ESTIMATORS`.
-        zero_variance: what becomes of groups without spread: `keep`, `mark` or `drop`.
+        zero_variance: the treatment of groups without spread: `keep`, `mark` or `drop`.
         trajectory_return: how rewards become returns; None whitens them step by step instead.
-        advantage_key: where advantages go.
+        advantage_key: the key of the advantages.
         batch_groups: see `CloseRules`.
-        stats: counters, which go on.
+        stats: counters, continued from their current values.
         verbose: log a line for every batch of groups.
     """
 
@@ -658,14 +658,14 @@ class Grader:
         self.verbose = verbose
 
     def grade(self, scores: Scores, closing: Closing) -> tuple[Graded, Tensor | None]:
-        """The advantages of groups.
+        """Compute the advantages of groups.
 
         Args:
             scores: of their members, group after group.
             closing: the groups.
 
         Returns:
-            What is learned from, and where it stands among the members, int64; None where that is all of them.
+            The trajectories to learn from, and their indices among the members, int64; None if all are kept.
         """
         stats, sizes = self.stats, closing.sizes
         codes, batches = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)), None
@@ -694,7 +694,7 @@ class Grader:
         return graded.take(kept), kept
 
     def columns(self, arrived: Arrived, graded: Graded) -> dict[Key, Flat]:
-        """The columns that trajectories get, by step."""
+        """Return the new columns of trajectories, one row per step."""
         batch, bounds, reward = arrived.batch, arrived.bounds, arrived.batch[arrived.reward_key]
         assert isinstance(reward, Flat)
         mask, returns, degenerate = batch.get(ASSISTANT_MASK), arrived.scores.returns, graded.degenerate
@@ -715,15 +715,15 @@ class Grader:
         return columns
 
     def values(self, reward: Flat, mask: Flat | None, advantages: Tensor, codes: Tensor) -> Tensor:
-        """The advantage in the shape of the rewards, float32, 0 outside the assistant's tokens.
+        """Return the advantages in the shape of the rewards, float32, 0 outside the assistant's tokens.
 
-        A trajectory without any has it at its last token, where its reward stands.
+        A trajectory without assistant tokens has its advantage at the last token, as its reward.
 
         Args:
             reward: of `n` steps.
-            mask: the assistant's tokens; used where it has the rewards' lengths.
+            mask: the assistant's tokens; used if it has the rewards' lengths.
             advantages: `[n]`, of each step's trajectory.
-            codes: int64 `[n]`, its group.
+            codes: int64 `[n]`, the group of each step's trajectory.
         """
         shape, lengths = reward.values.shape, reward.lengths
         if self.trajectory_return is None:
@@ -748,13 +748,13 @@ class Grader:
 
 
 def group_ids(column: Flat | Text, first: Sequence[int], key: Key, *, numbers: bool) -> list[Hashable]:
-    """Hashable identities of the groups of the trajectories whose first steps are `first`.
+    """Return hashable identities of the groups of the trajectories whose first steps are `first`.
 
     Args:
         column: the identity of each step's group.
-        first: steps.
-        key: the column's, for messages.
-        numbers: give the numbers under which a store knows the groups.
+        first: the first step of each trajectory.
+        key: the column's key, for messages.
+        numbers: return the numbers by which a store identifies groups.
 
     Raises:
         DataError: if an identity is neither a string, nor a number, nor a tensor.
@@ -789,12 +789,12 @@ def group_ids(column: Flat | Text, first: Sequence[int], key: Key, *, numbers: b
 
 
 def hashable(group: Any) -> Hashable:
-    """The identity of a group that went through JSON or a checkpoint: lists are tuples again."""
+    """Restore the identity of a group from JSON or a checkpoint: lists become tuples again."""
     return tuple(hashable(item) for item in group) if isinstance(group, list) else group
 
 
 def number_of_group(group: Hashable) -> int:
-    """The number under which a store knows a group: an identity from 0 to 2^61 itself, of any other a hash.
+    """Return the number by which a store identifies a group: an identity from 0 to 2^61 as it is, of others a hash.
 
     >>> number_of_group(7), number_of_group("a prompt") >= 2**61
     (7, True)

@@ -19,7 +19,7 @@ class KLController(KLControllerBase):
     """Holds the coefficient of the KL penalty, a plain float, as `coef`.
 
     Args:
-        coef: where to start.
+        coef: the initial value.
         model: anything with an attribute `kl_coef`, which is kept equal to `coef`.
 
     Raises:
@@ -42,14 +42,14 @@ class KLController(KLControllerBase):
 
     @abc.abstractmethod
     def update(self, kl_values: Sequence[float] | Tensor | None = None) -> float:
-        """Take in the measured KL of each trajectory, in nats, and return the new coefficient."""
+        """Update from the measured KL of each trajectory, in nats, and return the new coefficient."""
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient, ready for JSON."""
+        """Return the coefficient, ready for JSON."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Put back what `state_dict` returned.
+        """Restore what `state_dict` returned.
 
         Raises:
             RunMismatchError: if the state has no coefficient.
@@ -60,14 +60,14 @@ class KLController(KLControllerBase):
 
 
 class ConstantKLController(KLController):
-    """A coefficient that stays.
+    """A constant coefficient.
 
     Args:
         kl_coef: the coefficient; None takes the model's.
-        model: anything with an attribute `kl_coef`, which is set to it.
+        model: anything with an attribute `kl_coef`, which is set to the coefficient.
 
     Raises:
-        DefinitionError: neither gives a coefficient.
+        DefinitionError: neither argument gives a coefficient.
 
     >>> controller = ConstantKLController(kl_coef=0.1)
     >>> controller.update([3.0, 5.0])
@@ -81,7 +81,7 @@ class ConstantKLController(KLController):
         super().__init__(kl_coef, model)
 
     def update(self, kl_values: Sequence[float] | Tensor | None = None) -> float:
-        """Return the coefficient; the values do not matter."""
+        """Return the coefficient; the values are ignored."""
         self._set(self.coef)
         return self.coef
 
@@ -90,14 +90,14 @@ class AdaptiveKLController(KLController):
     """Steers the mean KL of a trajectory to a target.
 
     `coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon`, where `kl` is the mean over the `n` trajectories
-    of one update; more trajectories than the horizon count as one horizon, so the sign never turns. Unlike
-    TorchRL's, the coefficient stays a float, and `kl_values` are KLs as measured, neither negated nor multiplied by
-    the coefficient.
+    of one update; `n` is capped at the horizon, so the coefficient never changes sign. Unlike TorchRL's controller,
+    this one keeps the coefficient a float, and `kl_values` are KLs as measured, neither negated nor multiplied by the
+    coefficient.
 
     Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2.
 
     Args:
-        init_kl_coef: where to start; above 0, because a product never leaves 0.
+        init_kl_coef: the initial value; above 0, because multiplication never leaves 0.
         target: the KL to steer to, nats per trajectory.
         horizon: trajectories over which the coefficient adapts.
         model: anything with an attribute `kl_coef`, which is kept equal to the coefficient.
@@ -122,7 +122,7 @@ class AdaptiveKLController(KLController):
         """Adapt the coefficient.
 
         Args:
-            kl_values: the KL of each trajectory, nats. Values that are not finite do not count.
+            kl_values: the KL of each trajectory, nats. Values that are not finite are ignored.
 
         Returns:
             The new coefficient.

@@ -36,12 +36,12 @@ from rlhf_pipeline.transforms.kl_controllers import ConstantKLController, KLCont
 
 
 class KLRewardTransform(ColumnTransform):
-    """Takes the KL to a reference model off the reward of every assistant token.
+    """Subtracts the KL to a reference model from the reward of every assistant token.
 
     `r_t = [t is the last assistant token] * task_reward - coef * k1_t`, with `k1_t = log_prob_t - ref_log_prob_t`
     at the behaviour policy's log-probs: the form whose policy gradient is unbiased. Runs on the write path (as an
-    inverse transform) and as a forward transform. A batch that carries `("next", "kl_penalty")` has been through
-    it already and passes unchanged, so a sampled batch is not penalised twice.
+    inverse transform) and as a forward transform. A batch with `("next", "kl_penalty")` has been through the transform
+    already and passes unchanged, so a sampled batch is not penalised twice.
 
     Writes, in the form of the batch: the shaped reward and `k1` per token (0 outside the assistant's tokens), the
     coefficient used as `kl_coef`, and the reference log-probs if it computed them. Tokens whose log-prob is not
@@ -59,20 +59,20 @@ class KLRewardTransform(ColumnTransform):
         in_keys: the reward, in `next` unless a full key is given. Per token, or one per trajectory. Where missing,
             `task_reward` is used.
         out_keys: the reward, and optionally the penalty and the reference log-probs.
-        actor: the reference, under the older name.
+        actor: the older name of `ref_model`.
         ref_model_factory: a function that returns the reference.
         log_prob_key: behaviour log-probs.
         ref_log_prob_key: reference log-probs, used if present.
         add_to_reward: False leaves the reward as it is and only measures.
         assistant_only: penalise the assistant's tokens only. False takes every token that has a log-prob.
-        controller: gives the coefficient, and is updated after every batch of the write path with the KL of each
+        controller: sets the coefficient, and is updated after every batch of the write path with the KL of each
             trajectory. Overrides `coef`.
-        action_key: of the general form; here the actions are the token ids, whatever it says.
-        tokenizer: no effect, as in TorchRL's: token ids are scored as they are.
+        action_key: for the general form; ignored here, where the actions are the token ids.
+        tokenizer: no effect, as in TorchRL: token ids are scored as they are.
         padding_side: no effect: the result has the form of the batch.
-        requires_grad: of the general form; here a reference is scored without gradient, so True is refused.
+        requires_grad: for the general form; here the reference is scored without gradient, so True is refused.
         device: where to run the reference; None leaves it where it is.
-        **unknown: refused, with the reason for those of TorchRL; `use_ray_service=False` is taken.
+        **unknown: refused, with a reason for TorchRL's arguments; `use_ray_service=False` is accepted.
         token_budget: padded tokens of one forward pass of the reference.
 
     Attributes:
@@ -100,10 +100,10 @@ class KLRewardTransform(ColumnTransform):
     """
 
     on_write_path = True
-    """It runs where trajectories are written; `rb.append_transform(..., invert=True)` has nothing to turn round."""
+    """The transform runs on the write path already, so `rb.append_transform(..., invert=True)` changes nothing."""
 
     def __new__(cls, ref_model: Any = None, *args: Any, actor: Any = None, **kwargs: Any) -> Self:
-        """Choose another form for a reference of another kind, see `register_form`."""
+        """Choose the form registered for this kind of reference, see `register_form`."""
         del args, kwargs
         model = ref_model if ref_model is not None else actor
         found: Any = next((kind for matches, kind in _forms if cls is KLRewardTransform and matches(model)), cls)
@@ -166,7 +166,7 @@ class KLRewardTransform(ColumnTransform):
 
     @property
     def coef(self) -> float:
-        """The coefficient that the next batch gets."""
+        """The coefficient for the next batch."""
         return self.controller.coef
 
     @coef.setter
@@ -185,24 +185,24 @@ class KLRewardTransform(ColumnTransform):
 
     @property
     def _observed(self) -> list[Key]:
-        """The keys of a step of an environment that it gains beside the reward."""
+        """Return the keys, besides the reward, that the transform adds to a step of an environment."""
         shaped = self.reward_out_key != self.reward_key and self.add_to_reward
         found = [self.kl_key, *([self.ref_out_key] if self.ref_model is not None else [])]
         return [in_next(key) for key in (*found, *([self.reward_out_key] if shaped else []))]
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
-        """Declare what a step of an environment gains: a reward and a penalty per token, and reference log-probs."""
+        """Declare the keys added to a step of an environment: reward, penalty and reference log-probs per token."""
         shaped = self.add_to_reward and self.reward_out_key == self.reward_key
         rewards = [in_next(self.reward_key)] if shaped else []
         return declare_per_token(output_spec, self._observed, rewards)
 
     def is_done(self, td: TensorDictBase) -> bool:
-        """Whether a batch has been through the transform: it has the penalty, or was read from a store."""
+        """Return whether a batch has been through the transform: it has the penalty, or was read from a store."""
         return holds(td, self.kl_key) or (holds(td, ROW_ID) and holds(td, self.ref_log_prob_key))
 
     @torch.no_grad()
     def new_columns(self, batch: Trajectories, *, writing: bool) -> dict[Key, Flat]:
-        """The shaped reward, the penalty and its coefficient; nothing for a batch that has them."""
+        """Return the shaped reward, the penalty and its coefficient; nothing for a batch that has them."""
         if self.kl_key in batch:
             return {}
         if ROW_ID in batch and self.ref_log_prob_key in batch:
@@ -237,14 +237,14 @@ class KLRewardTransform(ColumnTransform):
 
     @torch.no_grad()
     def observe(self, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, lengths: Tensor) -> None:
-        """Measure trajectories that went through the write path before, and advance the controller as they did then.
+        """Measure trajectories that were written earlier, and advance the controller as writing them did.
 
-        A resumed run calls this for what it finds in the store, so that the coefficient goes on where it was.
+        A resumed run calls this for trajectories in the store, so that the coefficient continues from where it was.
 
         Args:
             log_probs: behaviour log-probs, flat float32 `[sum T]`, in the order in which they were written.
-            ref_log_probs: reference log-probs, the same form.
-            mask: assistant tokens, bool, the same form.
+            ref_log_probs: reference log-probs, in the same form.
+            mask: assistant tokens, bool, in the same form.
             lengths: int64 `[n]`.
         """
         lp, lr, valid, k1 = _k1(log_probs, ref_log_probs, mask)
@@ -266,7 +266,7 @@ class KLRewardTransform(ColumnTransform):
         return Flat(values, like.lengths)
 
     def _base(self, batch: Trajectories, like: Flat, mask: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """The reward before the penalty, float64 per token, and the shape that it had."""
+        """Return the reward before the penalty, float64 per token, and its original shape."""
         lengths = like.lengths
         if lengths is None:
             raise DataError("log-probs must be ragged or padded, one row per trajectory")
@@ -292,11 +292,11 @@ class KLRewardTransform(ColumnTransform):
         self.stats = {**kl_figures(lp, lr), "kl": float(kl.mean()), "coef": coef, "tokens": float(lp.numel())}
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The controller's state and the last measurements."""
+        """Return the controller's state and the last measurements."""
         return {"controller": dict(self.controller.state_dict()), "stats": dict(self.stats)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Put back what `get_extra_state` returned."""
+        """Restore what `get_extra_state` returned."""
         self.controller.load_state_dict(state["controller"])
         self.stats = dict(state["stats"])
 
@@ -309,7 +309,7 @@ _REASONS = {
 
 
 def refuse_arguments(kind: type, unknown: dict[str, Any]) -> None:
-    """Refuse arguments that a KL transform does not take; one of TorchRL's that is off says nothing."""
+    """Refuse arguments that a KL transform does not take; TorchRL's `use_ray_service=False` is allowed."""
     given = [name for name, value in unknown.items() if not (name == "use_ray_service" and value is False)]
     known = set(kind.__init__.__annotations__) - {"unknown", "return"}
     refuse_unknown("KLRewardTransform", given, known, _REASONS)
@@ -319,15 +319,15 @@ _forms: list[tuple[Callable[[object], bool], Any]] = []
 
 
 def register_form(matches: Callable[[object], bool], kind: type[KLRewardTransform]) -> None:
-    """Let `KLRewardTransform(model, ...)` give a subclass where the model is of another kind."""
+    """Make `KLRewardTransform(model, ...)` construct a subclass for models of another kind."""
     _forms.append((matches, kind))
 
 
 def constant_controller(coef: Any) -> KLController:
-    """The controller of a plain coefficient.
+    """Return a controller for a plain coefficient.
 
     Raises:
-        DefinitionError: it is none.
+        DefinitionError: the coefficient is a controller itself.
     """
     if isinstance(coef, KLController):
         raise DefinitionError(f"coef is a {type(coef).__name__}; pass controller=.")
@@ -335,15 +335,15 @@ def constant_controller(coef: Any) -> KLController:
 
 
 def _k1(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both log-probs in float64, where they count, and k1 there (0 elsewhere)."""
+    """Return both log-probs in float64, the mask of positions where both are finite, and k1 (0 elsewhere)."""
     lp, lr = log_probs.detach().double(), ref_log_probs.detach().double()
     k1 = kl_k1(lp, lr)
-    valid = mask & k1.isfinite()  # where both are
+    valid = mask & k1.isfinite()  # finite where both log-probs are
     return lp, lr, valid, torch.where(valid, k1, 0.0)
 
 
 def _as_keys(keys: Key | Sequence[Key] | None, default: list[Key]) -> list[Key]:
-    """A list of full keys; a plain name means a key in `next`."""
+    """Return a list of full keys; a plain name means a key in `next`."""
     if keys is None:
         return list(default)
     one = isinstance(keys, str) or (isinstance(keys, tuple) and keys[:1] == ("next",))

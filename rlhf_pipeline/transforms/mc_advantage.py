@@ -96,7 +96,7 @@ _STATS = (
     "early_closed_tokens",
     "late_trajectories",
 )
-"""The counters, under TorchRL's names where it has them."""
+"""The counters, under TorchRL's names where those exist."""
 
 _log = logging.getLogger("rlhf_pipeline")
 
@@ -105,29 +105,29 @@ class MCAdvantage(Transform):
     """Computes the advantage of complete groups of trajectories; incomplete groups wait.
 
     An inverse transform: `ReplayBuffer.extend` runs it before anything is written. A group passes as soon as its
-    `grpo_size` trajectories have arrived or failed, in one call or over several. In a `TrajectoryReplayBuffer` the
-    trajectories that wait are rows of its store when `extend` returns, without an advantage, which one update gives
-    them later; samplers pass over them until then. Whichever process writes to the store, before or after a `kill -9`,
-    goes on with every group. Elsewhere they wait in memory and are part of `state_dict()`.
+    `grpo_size` trajectories have arrived or failed, in one call or over several. In a `TrajectoryReplayBuffer`, waiting
+    trajectories are rows of the store when `extend` returns, without an advantage; a later update adds it, and samplers
+    skip them until then. Any process that writes to the store, before or after a `kill -9`, continues with every group.
+    Elsewhere they wait in memory and are part of `state_dict()`.
 
-    A group whose members straggle closes early if `group_timeout_s` and `min_group_size` are given: at the first call
-    after its time is up at which that many members have arrived. Its advantages use the number that arrived, and
-    stragglers that come later are counted (`late_trajectories`) and left out. `get_stats()` says how much that favours
-    short trajectories (`early_closed_length_bias`).
+    A group with stragglers closes early if `group_timeout_s` and `min_group_size` are given: at the first call after
+    the timeout at which that many members have arrived. Its advantages use the number that arrived; later stragglers
+    are counted (`late_trajectories`) and left out. `get_stats()` reports how much that favours short trajectories
+    (`early_closed_length_bias`).
 
     The batch may be a lazy stack `[n]`, a TensorDict `[n]` with jagged leaves, a padded one, or TorchRL's `[B, T]`
-    and multi-step forms whose trajectories end where `done_key` is set. What comes out has the form that came in
-    and, beside the advantage, `return` (float32, the sum of the rewards), `degenerate` (bool).
+    and multi-step forms whose trajectories end where `done_key` is set. The output has the form of the input. Besides
+    the advantage it has `return` (float32, the sum of the rewards) and `degenerate` (bool).
 
-    A member counts once: a trajectory with the `trajectory_id` of one that waits for the same group, or that comes in
-    the same call, is refused.
+    A member counts once: a trajectory is refused if its `trajectory_id` is already waiting in the same group, or occurs
+    twice in the call.
 
-    A trajectory whose return is not finite has failed: it counts as arrived, the advantages of its group are those
-    of the others, and its own is 0 with `degenerate` True.
+    A trajectory whose return is not finite has failed: it counts as arrived, but is ignored in its group's advantages,
+    and its own advantage is 0 with `degenerate` True.
 
-    The advantage has the shape of the reward: one value per trajectory where the reward is one per trajectory;
-    where the reward is per token it is broadcast, zero outside the assistant mask if there is one. A trajectory without
-    any assistant token has it at its last token, as its reward.
+    The advantage has the shape of the reward: one value per trajectory where the reward is one per trajectory. Where
+    the reward is per token, the advantage is broadcast, zero outside the assistant mask if there is one. A trajectory
+    without assistant tokens has it at its last token, as its reward.
 
     Source: GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2; the other estimators are in
     `rlhf_pipeline.functional.advantage`.
@@ -136,29 +136,29 @@ class MCAdvantage(Transform):
         grpo_size: trajectories of a complete group.
         prompt_key: identity of the group where no `group_id` is present: a string, a number or a tensor. None tries
             the usual names.
-        rewards_key: rewards. Where the key is missing, `task_reward` is used.
-        advantage_key: where the advantage goes.
-        done_key: True at the last step of a trajectory. Where missing, every row is a whole trajectory.
+        rewards_key: key of the rewards. If missing, `task_reward` is used.
+        advantage_key: key of the advantage.
+        done_key: True at the last step of a trajectory. If missing, every row is a whole trajectory.
         verbose: log a line for every batch of complete groups.
         trajectory_return: how the rewards of one trajectory become its return. None normalises every reward over
             all rewards of the group instead, as TorchRL does by default.
         keep_return_bounds: groups whose mean return is not strictly inside are left out (dynamic sampling).
         candidate_group_size: wait for up to this many trajectories and choose `grpo_size` of them.
         candidate_selection_min_size: start choosing when this many have arrived.
-        candidate_selector: chooses; TorchRL's `MCAdvantageSelector` by default.
+        candidate_selector: chooses trajectories; TorchRL's `MCAdvantageSelector` by default.
         estimator: `grpo`, `dr_grpo`, `mean`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline` or `opo`. The two
             `reinforce_pp` divide by the spread of a whole batch, and need `batch_groups`.
-        group_key: identity of the group. None takes `group_id` where present, else `prompt_key`.
+        group_key: identity of the group. None takes `group_id` if present, otherwise `prompt_key`.
         zero_variance: `keep` writes groups without spread (advantage 0, `degenerate` True); `mark` also sets their
-            `priority` to 0, so that the samplers pass over them; `drop` leaves them out.
-        min_group_size: members that are enough once the timeout is over; None waits for all.
-        group_timeout_s: seconds from a group's first member until it may close early; None never.
-        clock: tells the time in seconds. Waiting outlives a process, so the default is the time of day.
-        batch_groups: groups of one batch: those whose `group_id`, an integer, gives the same whole number divided by
-            this. They wait for each other, so the batch is the same however its trajectories arrive. None for
-            estimators that need no batch.
-        scored_in: the dtype that the models compute log-probs in. With a KL penalty in the reward, a group whose task
-            rewards are equal and whose returns differ by its rounding only is without spread.
+            `priority` to 0, so that samplers skip them; `drop` leaves them out.
+        min_group_size: the members that suffice after the timeout; None waits for all.
+        group_timeout_s: seconds from a group's first member until it may close early; None for never.
+        clock: returns the time in seconds. Waiting outlives a process, so the default is the time of day.
+        batch_groups: groups per batch. The integer `group_id` divided by this, rounded down, is the number of the
+            batch. Groups of a batch wait for each other, so the batch is the same in whatever order its trajectories
+            arrive. None for estimators that need no batch.
+        scored_in: the dtype that the models compute log-probs in. With a KL penalty in the reward, a group has no
+            spread if its task rewards are equal and its returns differ only by the penalty's rounding.
 
     Raises:
         DefinitionError: if an argument is out of range or two arguments contradict each other.
@@ -249,15 +249,15 @@ class MCAdvantage(Transform):
             verbose=verbose,
         )
         self.rows: WaitingRows | None = None
-        """The rows of a store that wait, or None where trajectories wait in memory."""
+        """The waiting rows of a store, or None if trajectories wait in memory."""
         self._is_writing = False
-        """Whether a buffer is in the middle of a call over the store."""
+        """Whether a buffer's call on the store is in progress."""
         self._num_written: int | None = None
         self._store_call: StoreCall | None = None
-        """What the call does to groups that wait; None where it met none."""
+        """The current call's work on waiting groups; None if it involves none."""
 
     def _check_arguments(self, *, both: bool) -> None:
-        """Refuse what is out of range or contradicts itself; `both` or neither of the close policy's were given."""
+        """Refuse arguments out of range or in conflict; `both`: the two close-policy arguments were given together."""
         size, most, least = self.grpo_size, self.candidate_group_size, self.candidate_selection_min_size
         bounds = self.keep_return_bounds
         rules = [
@@ -315,13 +315,13 @@ class MCAdvantage(Transform):
     # -- the write path ----------------------------------------------------------------------------------------
 
     def write(self, batch: Trajectories) -> Trajectories | None:
-        """The trajectories of a batch that go on to the store.
+        """Return the trajectories of a batch to write to the store.
 
-        Without a store (`attach`) those are the complete groups; the others wait in memory. With one, all of them:
-        the members of incomplete groups have no advantage yet, and `settle` gives it to them later.
+        Without an attached store (`attach`) these are the complete groups; the others wait in memory. With one, they
+        are all trajectories: members of incomplete groups have no advantage yet, and `settle` adds it later.
 
         Returns:
-            The rows, or None where there are none.
+            The rows, or None if there are none.
         """
         with self._lock:
             self._current()
@@ -332,7 +332,7 @@ class MCAdvantage(Transform):
         return None if done is None else done.batch
 
     def inv(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The complete groups, or None. The input is not changed, so nothing is cloned first."""
+        """Return the complete groups, or None. The input is not changed, so nothing is cloned first."""
         return self._inv_call(tensordict)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -347,18 +347,18 @@ class MCAdvantage(Transform):
                 return None if done is None else done.in_form_of(tensordict)
             batch = some_steps_of(tensordict, self._needed(tensordict))
             arrived = self._arrived(batch)
-            if ROWS in batch:  # the rest is in the rows
+            if ROWS in batch:  # the rest stays in the rows
                 for key in [key for key in batch if key not in (ROWS, ASSISTANT_MASK, PRIORITY, arrived.reward_key)]:
                     del batch[key]
             done = self._in_memory(arrived, self._now())
         if done is None:
             return None
         if done.source is batch and tensordict.batch_dims == 1:
-            return attach(tensordict, done.columns)  # all rows, in their order: nothing else changes
+            return attach(tensordict, done.columns)  # all rows in their order, so nothing else changes
         return done.in_form_of(tensordict)
 
     def _in_memory(self, arrived: Arrived, now: float) -> _Finished | None:
-        """The groups that are complete with what arrived; the others wait in memory."""
+        """Return the groups that these arrivals complete; the others wait in memory."""
         queue = self._queue
         whole = queue.whole(arrived, now)
         closed = queue.arrive(arrived, now) if whole is None else []
@@ -370,19 +370,19 @@ class MCAdvantage(Transform):
         return done
 
     def _needed(self, td: TensorDictBase) -> list[Key]:
-        """The keys that are read of a batch."""
+        """Return the keys to read from a batch."""
         identities = (self.group_key,) if self.group_key is not None else (GROUP_ID, self.prompt_key, *_PROMPT_KEYS)
         named = [*identities, TRAJECTORY_ID, self.rewards_key, TASK_REWARD, ASSISTANT_MASK]
         named += [self.done_key, PRIORITY, KL_COEF]
         if not is_stack(td) or holds(td, KL_COEF):
-            named.append(LOG_PROBS)  # what the rounding of a penalty is told from
+            named.append(LOG_PROBS)  # for the rounding error of the penalty
         return list(dict.fromkeys(key for key in named if key is not None))
 
     def _now(self) -> float:
         return self.clock() if self.group_timeout_s is not None or self.rows is not None else 0.0
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Set the advantage from the groups as they are in the batch; a batch that has one passes unchanged.
+        """Set the advantages of the groups in the batch; a batch that has advantages passes unchanged.
 
         Args:
             tensordict: whole trajectories, in one of the forms of the write path.
@@ -457,7 +457,7 @@ class MCAdvantage(Transform):
         return chosen
 
     def _trajectory(self, member: Member) -> TensorDictBase:
-        """A waiting trajectory as a TensorDict `[steps]`."""
+        """Return a waiting trajectory as a TensorDict `[steps]`."""
         arrived = member.arrived
         if arrived.rows is None:
             return stack_of(whole(arrived.batch.select(arrived.steps_of([member.index]))))
@@ -465,14 +465,14 @@ class MCAdvantage(Transform):
         return stack_of(self.rows.columns(self.rows.store.schema.names, np.array([member.row])))
 
     def report_failed(self, group: Hashable, count: int = 1) -> TensorDictBase | None:
-        """Say that `count` trajectories of a group will never arrive.
+        """Report that `count` trajectories of a group will never arrive.
 
         Args:
             group: the group's identity.
             count: how many failed.
 
         Returns:
-            The group, if that completes it (write it with `TrajectoryReplayBuffer.extend_raw`), else None.
+            The group if this completes it (write it with `TrajectoryReplayBuffer.extend_raw`), otherwise None.
         """
         with self._lock:
             queue, group = self._begin("report_failed"), self._name(group)
@@ -487,11 +487,11 @@ class MCAdvantage(Transform):
         return None
 
     def close(self, group: Hashable | None = None, min_size: int = 1) -> TensorDictBase | None:
-        """Close waiting groups early; the advantage uses the number that arrived.
+        """Close waiting groups early; the advantages use the number that arrived.
 
         Args:
             group: only this group; None closes all.
-            min_size: groups with fewer trajectories go on waiting.
+            min_size: groups with fewer trajectories keep waiting.
 
         Returns:
             The trajectories of the closed groups, or None.
@@ -504,7 +504,7 @@ class MCAdvantage(Transform):
             return self._out([closed for name in due for closed in queue.complete(name, close=True)])
 
     def close_overdue(self) -> TensorDictBase | None:
-        """Close the groups whose time is up, as every call of the write path does.
+        """Close the overdue groups that have enough members, as every call of the write path does.
 
         Returns:
             The trajectories of the closed groups, or None.
@@ -516,7 +516,7 @@ class MCAdvantage(Transform):
         return group if self.rows is None else number_of_group(group)
 
     def _begin(self, method: str) -> GroupQueue:
-        """Get ready to close groups."""
+        """Return the queue, prepared for closing groups."""
         queue = self._current()
         if self.rows is None:
             return queue
@@ -525,7 +525,7 @@ class MCAdvantage(Transform):
         return self._meet()
 
     def _elsewhere(self, called: str, instead: str) -> DefinitionError:
-        """What to say where the groups wait in a store and no buffer writes to it."""
+        """Return the error for groups that wait in a store while no buffer is writing to it."""
         where = None if self.rows is None else self.rows.store.path
         return DefinitionError(
             f"the groups of this MCAdvantage wait in {where}, where MCAdvantage.{called} cannot write. Call {instead} "
@@ -533,7 +533,7 @@ class MCAdvantage(Transform):
         )
 
     def _out(self, closed: list[Closed]) -> TensorDictBase | None:
-        """What closing groups outside the write path gives; with a store, `settle` does it."""
+        """Return groups closed outside the write path; with a store, leave them to `settle`."""
         if self._store_call is not None:
             self._store_call.closed += closed
             return None
@@ -543,7 +543,7 @@ class MCAdvantage(Transform):
     # -- advantages --------------------------------------------------------------------------------------------
 
     def _finish(self, closed: Sequence[Closed]) -> _Finished | None:
-        """The trajectories of closed groups that are in memory, with their advantages; None where there are none."""
+        """Return the trajectories of closed groups in memory, with their advantages; None if there are none."""
         groups = [group for group in closed if group.members]
         if not groups:
             return None
@@ -551,7 +551,7 @@ class MCAdvantage(Transform):
         return self._finished(arrived, Closing.of(groups))
 
     def _finish_whole(self, arrived: Arrived, groups: list[list[int]]) -> _Finished | None:
-        """The same for groups that came whole in one call, each given by its members."""
+        """Return the same for groups that arrived complete in one call, each given by its members."""
         if not groups:
             return None
         self._stats["completed_groups"] += len(groups)
@@ -570,10 +570,10 @@ class MCAdvantage(Transform):
     # -- groups that wait in a store ---------------------------------------------------------------------------
 
     def attach(self, rows: WaitingRows | None) -> None:
-        """Let incomplete groups wait as rows of a store; `TrajectoryReplayBuffer` does this.
+        """Make incomplete groups wait as rows of a store; called by `TrajectoryReplayBuffer`.
 
         Raises:
-            DefinitionError: trajectories wait in memory.
+            DefinitionError: trajectories are waiting in memory.
         """
         with self._lock:
             if self.rows is None and self._queue.waiting:
@@ -588,9 +588,9 @@ class MCAdvantage(Transform):
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """One call of the write path with what it does to the groups: if it raises, the same call may be made again.
+        """Enclose one call of the write path and its changes to groups; a call that raises may be repeated.
 
-        What the store did not take is forgotten, and what it took waits there.
+        Trajectories that the store did not take are forgotten; those that it took wait there.
         """
         with self._lock:
             stats, late = dict(self._stats), dict(self._queue.late)
@@ -616,18 +616,18 @@ class MCAdvantage(Transform):
         return GroupQueue(self._rules, self._stats)
 
     def _current(self) -> GroupQueue:
-        """The queue; the first time, of what waits in the store."""
+        """Return the queue, filled from the store if its waiting rows are not known."""
         if self.rows is not None and not self.rows.is_known:
             self._recover(self.rows, self.rows.look())
         return self._queue
 
     def _waiting(self) -> dict[Hashable, Waiting]:
-        """The groups that wait."""
+        """Return the waiting groups."""
         with self._lock:
             return self._current().waiting
 
     def _meet(self) -> GroupQueue:
-        """Take in what other processes did to the groups, and keep them from doing more until the call ends."""
+        """Lock the groups until the call ends, and pick up other processes' changes to them."""
         rows = self.rows
         assert rows is not None
         if self._store_call is None:
@@ -638,7 +638,7 @@ class MCAdvantage(Transform):
         return self._queue
 
     def _recover(self, rows: WaitingRows, found: np.ndarray) -> None:
-        """Let the rows of the store that wait be the groups; failures of groups without a row are kept."""
+        """Rebuild the groups from the store's waiting rows; failures of groups without a row are kept."""
         before, queue = self._queue, self._new_queue()
         queue.late, queue.unique = before.late, self.group_key in (None, GROUP_ID)
         rows.fill(queue, found)
@@ -648,7 +648,7 @@ class MCAdvantage(Transform):
         self._queue = queue
 
     def _write_rows(self, arrived: Arrived, now: float) -> Trajectories | None:
-        """The rows to append: groups that came whole with their advantages, then the trajectories that wait."""
+        """Return the rows to append: complete groups with their advantages, then the trajectories that wait."""
         if not self._is_writing:
             raise self._elsewhere("write", "extend")
         whole = self._queue.whole(arrived, now)
@@ -663,10 +663,10 @@ class MCAdvantage(Transform):
         return None if done is None else done.batch
 
     def settle(self, rows: np.ndarray) -> list[Later]:
-        """What the call does to rows that the store holds, once what it wrote is there.
+        """Return the updates of stored rows that the call makes, once its own rows are stored.
 
         Args:
-            rows: int64, the ids of the rows that `write` gave and the store took, in order; empty if there were none.
+            rows: int64, the ids that the store gave to the rows from `write`, in order; empty if there were none.
 
         Raises:
             DataError: the store took another number of rows.
@@ -696,12 +696,12 @@ class MCAdvantage(Transform):
         self._stats.update(dict.fromkeys(_STATS, 0), trajectory_return_max=float("-inf"))
 
     def get_stats(self) -> dict[str, float]:
-        """The counters, the size of the queue, and how much closing groups early favours short trajectories.
+        """Return the counters, the size of the queue, and how much closing groups early favours short trajectories.
 
         `mean_length_full` and `mean_length_early_closed` are completion tokens per written trajectory of complete
         groups and of groups that closed early; `early_closed_length_bias` is the second over the first. Short
-        trajectories arrive first, so a figure well below 1 says that the timeout teaches the policy to be brief. The
-        three are NaN where there is nothing to divide.
+        trajectories arrive first, so a value well below 1 means that the timeout teaches the policy to be brief. The
+        three are NaN without data.
         """
         stats = self._stats
         full = _ratio(stats["full_tokens"], stats["full_trajectories"])
@@ -739,7 +739,7 @@ class MCAdvantage(Transform):
     # -- state -------------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The trajectories that wait in memory, in the order of arrival, the failures reported and the counters."""
+        """Return the trajectories waiting in memory, in the order of arrival, reported failures and the counters."""
         with self._lock:
             queue, chunks = self._current(), []
             for arrived, members in queue.parts() if self.rows is None else ():
@@ -754,10 +754,10 @@ class MCAdvantage(Transform):
             return {"chunks": chunks, "failed": failed, "late": late, "stats": dict(self._stats)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Replace the waiting trajectories by those of a checkpoint; those that wait in a store stay as they are.
+        """Replace the trajectories waiting in memory by a checkpoint's; rows waiting in a store are not changed.
 
         Raises:
-            DataError: the checkpoint holds trajectories, and this transform keeps them in a store.
+            DataError: the checkpoint holds trajectories, but this transform keeps them in a store.
         """
         with self._lock:
             self._stats.update(state["stats"])
@@ -788,7 +788,7 @@ class MCAdvantage(Transform):
         state = super().__getstate__()
         for name in ("_lock", "_pool"):
             state.pop(name, None)
-        if self.rows is not None:  # a process that gets a copy finds what waits in the store
+        if self.rows is not None:  # a process that gets a copy finds the waiting rows in the store
             state |= {"rows": None, "_queue": self._new_queue()}
         return state
 
@@ -798,11 +798,11 @@ class MCAdvantage(Transform):
 
     @property
     def queues(self) -> dict[Hashable, list[TensorDictBase]]:
-        """The waiting trajectories of each incomplete group, for inspection; in a store, by the group's number."""
+        """Return the waiting trajectories of each incomplete group; in a store, by the group's number."""
         return {g: [self._trajectory(m) for m in w.members] for g, w in self._waiting().items() if w.members}
 
     def waiting_values(self, key: Key = TRAJECTORY_ID) -> list[Any]:
-        """One value of each waiting trajectory, that of its last step; trajectories without it are left out."""
+        """Return one value of each waiting trajectory, from its last step; trajectories without it are left out."""
         out: list[Any] = []
         with self._lock:
             for arrived, members in self._current().parts():
@@ -823,14 +823,14 @@ class MCAdvantage(Transform):
 
     @property
     def is_shared(self) -> bool:
-        """Whether processes share the groups: they do where they wait in a store."""
+        """Return whether processes share the groups: they do if groups wait in a store."""
         return self.rows is not None
 
     def share_memory_(self) -> Self:
-        """Refused: TorchRL's shared queues live in a manager process and die with it.
+        """Refuse: TorchRL's shared queues live in a manager process and die with it.
 
         Raises:
-            DefinitionError: always, with what to do instead.
+            DefinitionError: always, with the alternative.
         """
         raise DefinitionError(
             "groups are shared through a store, where they outlive a kill, and not through memory. Let each process "
@@ -838,7 +838,7 @@ class MCAdvantage(Transform):
         )
 
     def clear_queues(self) -> None:
-        """Forget the trajectories that wait in memory.
+        """Discard the trajectories that wait in memory.
 
         Raises:
             DefinitionError: they wait in a store, which forgets nothing.
@@ -854,7 +854,7 @@ class MCAdvantage(Transform):
 
 @dataclass(slots=True)
 class _Finished:
-    """Complete groups: their steps as they were, the columns that they get, and how many trajectories they are."""
+    """Complete groups: their original steps, their new columns, and the number of trajectories."""
 
     source: Trajectories
     columns: dict[Key, Flat]
@@ -866,7 +866,7 @@ class _Finished:
         return Trajectories(self.source.n, whole(self.source) | self.columns)
 
     def in_form_of(self, td: TensorDictBase) -> TensorDictBase:
-        """Both together, in the form of a TensorDict."""
+        """Return steps and new columns together, in the form of a TensorDict."""
         rows = self.source.get(ROWS)
         if isinstance(rows, Text) and (is_stack(td) or td.batch_dims != 1):
             return stack_with(rows.items, self.columns)

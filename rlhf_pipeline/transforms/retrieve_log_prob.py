@@ -27,32 +27,32 @@ from rlhf_pipeline.transforms.base import (
 class RetrieveLogProb(ColumnTransform):
     """Writes the log-probs of a reference model for every completed trajectory.
 
-    Works from the stored token ids. Only trajectories without any, that exist as chat histories or text, are encoded
-    here, and keep the ids and masks; what a policy sampled never is, as that would change it. Trajectories are sorted
-    by length and scored by token budget; only response positions reach the head; no autograd graph is kept. A batch
-    that has the log-probs already passes unchanged, so each trajectory is scored once.
+    Works from the stored token ids. Only trajectories without token ids, which exist as chat histories or text, are
+    encoded here, and keep the ids and masks; sampled trajectories are never encoded, as that would change them.
+    Trajectories are sorted by length and scored within a token budget; only response positions reach the head; no
+    autograd graph is kept. A batch that has the log-probs already passes unchanged, so each trajectory is scored once.
 
     Positions without a score are NaN on the write path and 0 when called as a forward transform.
 
     Args:
         model: the reference, a `CausalLMPolicy` or anything with
             `log_probs(input_ids [B, T], attention_mask [B, T], score_mask [B, T]) -> [B, T]`.
-        actor: the same, under the older name.
-        log_probs_full_key: where the result goes; `("next", "ref_log_probs", "full")` by default. As in TorchRL, a key
+        actor: the older name of `model`.
+        log_probs_full_key: key of the result; `("next", "ref_log_probs", "full")` by default. As in TorchRL, a key
             that does not begin with `next` is in `next` where the batch has one.
-        log_prob_key: the same, under the older name, in `next` unless it says so itself.
-        history_key: where conversations are that have no token ids; `("history", "full")` by default.
+        log_prob_key: the older name of `log_probs_full_key`; always in `next`.
+        history_key: key of conversations without token ids; `("history", "full")` by default.
         assistant_only: score the assistant's tokens only. False scores every token but the first.
-        tokenizer_kwargs: `chat_template` or `chat_template_name` for those; nothing else of it changes tokens here.
-        tokenizer: for those; the model's by default.
+        tokenizer_kwargs: `chat_template` or `chat_template_name` for conversations; no other option changes tokens.
+        tokenizer: for conversations and text; the model's by default.
         detach: False keeps the graph when called as a forward transform. The write path never does.
         device: where to run the model; None leaves it where it is.
-        padding_side: of rows encoded here by a model with `pad_output`; else the result has the form of the batch.
-        behaviour_model: fills `("log_probs", "full")` where the collector gave none, at its own temperature.
+        padding_side: of rows encoded here for a model with `pad_output`; otherwise the result has the batch's form.
+        behaviour_model: fills `("log_probs", "full")` where the collector set none, at its own temperature.
         token_budget: padded tokens of one forward pass.
 
     Raises:
-        DefinitionError: if no model, or two, or one that cannot score tokens is given.
+        DefinitionError: if no model or two models are given, or the model cannot score tokens.
 
     >>> import torch
     >>> from tensordict import TensorDict, lazy_stack
@@ -93,7 +93,7 @@ class RetrieveLogProb(ColumnTransform):
             log_prob_key = ("next", log_prob_key) if isinstance(log_prob_key, str) else ("next", *log_prob_key)
         out_key = log_probs_full_key or log_prob_key or REF_LOG_PROBS
         super().__init__(in_keys=[TOKENS], out_keys=[out_key])
-        # As TorchRL's wrappers: rows that come as text come out padded if the model says so.
+        # As in TorchRL's wrappers, rows given as text are returned padded if the model says so.
         pads = getattr(model if model is not None else actor, "pad_output", False)
         # Kept out of the submodules: a checkpoint of the buffer must not carry the reference's weights.
         self.__dict__["model"] = as_scorer(model if model is not None else actor, "RetrieveLogProb")
@@ -125,11 +125,11 @@ class RetrieveLogProb(ColumnTransform):
         return tensordict_reset
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
-        """Declare the log-probs, one per token, that a step of an environment gains."""
+        """Declare the log-probs, one per token, that are added to a step of an environment."""
         return declare_per_token(output_spec, [in_next(self.log_probs_full_key)])
 
     def is_done(self, td: TensorDictBase) -> bool:
-        """Whether a batch has the log-probs already."""
+        """Return whether a batch has the log-probs already."""
         scored = self.behaviour_model is None or holds(td, LOG_PROBS)
         return scored and holds(td, self._key(td.get("next", None) is not None))
 
@@ -140,13 +140,13 @@ class RetrieveLogProb(ColumnTransform):
         return td
 
     def _key(self, has_next: bool) -> Key:
-        """Where the log-probs go: in `next` where the batch has one, unless the key says so itself."""
+        """Return the key of the log-probs: in `next` if the batch has one, unless the key begins with `next`."""
         key = self.log_probs_full_key
         inner: tuple[str, ...] = (key,) if isinstance(key, str) else key
         return ("next", *inner) if has_next and inner[0] != "next" else key
 
     def new_columns(self, batch: Trajectories, *, writing: bool) -> dict[Key, Flat]:
-        """The log-probs that are missing; NaN on the write path, else 0, where nothing is scored."""
+        """Return the missing log-probs; unscored positions are NaN on the write path, otherwise 0."""
         fill, out = math.nan if writing else 0.0, dict[Key, Flat]()
         with torch.set_grad_enabled(not writing and not self.detach and torch.is_grad_enabled()):
             if self.behaviour_model is not None and LOG_PROBS not in batch:

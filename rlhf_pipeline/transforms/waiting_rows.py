@@ -1,4 +1,4 @@
-"""Groups that wait in a trajectory store: rows whose advantage is NaN, and the later values that complete them."""
+"""Groups that wait in a trajectory store: rows whose advantage is NaN, and the updates that complete them."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ from rlhf_pipeline.transforms.groups import (
 from trajectory_store import TrajectoryStore
 
 _SCORED = ("task_reward", "kl_coef", "log_probs")
-"""Columns that tell how far a return may be from its exact value."""
+"""Columns from which the rounding error of a return follows."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Later(NamedTuple):
-    """Later values of rows that a store holds.
+    """New values for rows that a store holds.
 
     Attributes:
-        rows: int64 `[n]`.
-        columns: by column name.
-        complete: whether the rows may be learned from now.
+        rows: int64 `[n]`, row ids.
+        columns: the values by column name.
+        complete: whether the rows can now be learned from.
     """
 
     rows: Ints
@@ -65,21 +65,21 @@ class Later(NamedTuple):
 
     @classmethod
     def left_out(cls, rows: Ints) -> Later:
-        """Rows that waited and are not learned from."""
+        """Return the update of rows that waited and are left out of learning."""
         return cls(rows, {"waiting": np.full(len(rows), LEFT_OUT)}, complete=False)
 
 
 class WaitingRows:
-    """The rows of a store that wait for their group. All processes that write to the store share them.
+    """The rows of a store that wait for their group, shared by all processes that write to the store.
 
     Args:
         store: open for appending, with the column `waiting`.
-        look: brings the store up to date and returns the ids of the rows that wait, int64, in order.
+        look: refreshes the store and returns the ids of the waiting rows, int64, in order.
 
     Attributes:
-        eps: of the dtype that log-probs were computed in.
-        held: the rows that are known to wait.
-        is_known: False where what waits has to be looked up again.
+        eps: machine epsilon of the dtype that log-probs were computed in.
+        held: the rows known to be waiting.
+        is_known: False if the waiting rows must be looked up again.
     """
 
     def __init__(self, store: TrajectoryStore, look: Callable[[], Ints]) -> None:
@@ -91,7 +91,7 @@ class WaitingRows:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other processes from completing groups; only where the store is a local folder."""
+        """Lock out other processes that complete groups; only if the store is a local folder."""
         folder = Path(self.store.path)
         if not folder.is_dir():
             yield
@@ -101,18 +101,18 @@ class WaitingRows:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             except OSError as error:
-                if error.errno not in _NO_LOCKS:  # there one process has to write
+                if error.errno not in _NO_LOCKS:  # without locks, only one process may write
                     raise
             yield
         finally:
             os.close(descriptor)
 
     def are(self, found: Ints) -> bool:
-        """Whether these are the rows that are known to wait."""
+        """Return whether these are exactly the rows known to be waiting."""
         return self.is_known and len(found) == len(self.held) and self.held.issuperset(found.tolist())
 
     def fill(self, queue: GroupQueue, rows: Ints) -> None:
-        """Let some rows that wait be the members of the groups of a new queue, known by their numbers."""
+        """Add waiting rows to a new queue as members of their groups, identified by number."""
         read: Any = self.columns(["assistant_mask", *_SCORED, "return", "waiting", "created_at", "trajectory_id"], rows)
         mask, returns = read[ASSISTANT_MASK], read[RETURN].values.double()
         tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
@@ -135,12 +135,12 @@ class WaitingRows:
         self.held, self.is_known, queue.recovered = set(rows.tolist()), True, len(rows) > 0
 
     def column_of(self, key: Key) -> str | None:
-        """The column that holds a key, or None."""
+        """Return the column that holds a key, or None."""
         name = column_name(key)
         return name if name in self.store.schema else None
 
     def columns(self, names: Sequence[str], rows: Ints) -> Trajectories:
-        """Those of some columns that the store has, of some rows, by key."""
+        """Read columns of the given rows, by key; columns that the store lacks are left out."""
         out = Trajectories(len(rows))
         for name in (name for name in names if name in self.store.schema):
             key, column = key_of(name), self.store.schema[name]
@@ -156,17 +156,17 @@ class WaitingRows:
 
 
 class StoreCall:
-    """One call of the write path that meets groups that wait: what it appends, and what to do when its rows are there.
+    """One call of the write path that involves waiting groups: the rows it appends, and the updates that follow.
 
-    Other processes keep their hands off the groups until it ends.
+    Other processes cannot change the groups until it ends.
 
     Args:
-        rows: those that wait.
-        grader: gives closed groups their advantages.
+        rows: the waiting rows.
+        grader: computes the advantages of closed groups.
 
     Attributes:
-        closed: groups that close and of which the store holds members, from before or from this call.
-        failed: groups of which members failed.
+        closed: groups that close and have members in the store, from earlier calls or from this one.
+        failed: groups with failed members.
     """
 
     def __init__(self, rows: WaitingRows, grader: Grader) -> None:
@@ -176,24 +176,24 @@ class StoreCall:
         self._grader = grader
         self._num_whole = 0
         self.num_rows: int | None = None
-        """Rows that `write` gave; None before."""
+        """The number of rows that `write` returned; None before."""
         self._part: Arrived | None = None
         self._waiting: list[Member] = []
         self._alone = ExitStack()
         self._alone.enter_context(rows.alone())
 
     def end(self) -> None:
-        """Let other processes go on."""
+        """Release the lock."""
         self._alone.close()
 
     def write(self, arrived: Arrived, queue: GroupQueue, now: float) -> Trajectories | None:
-        """The rows of a call of which some trajectories wait, or complete groups that waited."""
+        """Return the rows to append in a call with trajectories that wait, or that complete waiting groups."""
         grader = self._grader
         ready = queue.arrive(arrived, now)
         inside = [g for g in ready if g.members and all(m.arrived is arrived for m in (*g.members, *g.left))]
         outside = [g for g in ready if any(m.arrived is not arrived for m in (*g.members, *g.left))]
         if grader.batch_groups is not None and outside:
-            inside, outside = [], ready  # a batch is graded as one, so all of it waits for the update
+            inside, outside = [], ready  # a batch is graded as a whole, so all of it waits for the update
         self.closed += outside
         chosen, graded = [m.index for g in inside for m in g.members], Graded.nothing()
         if inside:
@@ -210,14 +210,14 @@ class StoreCall:
         return self._with_waiting(part, graded, queue, now)
 
     def _members_that_wait(self, arrived: Arrived, queue: GroupQueue) -> list[Member]:
-        """Those that came with this call and wait, be it for the update that completes them."""
+        """Return the members of this call that are stored as waiting, if only until the update that completes them."""
         groups = (queue.waiting.get(group) for group in dict.fromkeys(arrived.groups))
         found = [m for waiting in groups if waiting is not None for m in waiting.members if m.arrived is arrived]
         found += [m for group in self.closed for m in group.members if m.arrived is arrived]
         return sorted(found, key=lambda member: member.index)
 
     def _with_waiting(self, part: Arrived, graded: Graded, queue: GroupQueue, now: float) -> Trajectories:
-        """Rows of which the last ones wait, with no advantage, the exact return and the number of their group."""
+        """Return rows; the last ones wait, without an advantage, with the exact return and their group's number."""
         k, more = len(part.groups) - len(self._waiting), len(self._waiting)
         columns = self._grader.columns(part, graded.followed_by(more))
         owner = part.owners()
@@ -241,7 +241,7 @@ class StoreCall:
         return Trajectories(part.batch.n, part.batch | columns)
 
     def settle(self, rows: Ints) -> list[Later]:
-        """What the call does to rows that the store holds, once what it wrote is there; see `MCAdvantage.settle`."""
+        """Return the updates of stored rows, once the call's own rows are stored; see `MCAdvantage.settle`."""
         held = self._rows.held
         if self._part is not None:
             late = rows[self._num_whole :]
@@ -264,7 +264,7 @@ class StoreCall:
         return out
 
     def _completed(self, groups: Sequence[Closed]) -> list[Later]:
-        """The one update that completes groups whose members the store holds."""
+        """Return the updates that complete groups whose members are in the store."""
         if not groups:
             return []
         members = [member for group in groups for member in group.members]
@@ -291,7 +291,7 @@ class StoreCall:
         return [*out, Later(rows, columns, complete=True)]
 
     def _stored_advantage(self, name: str, rows: Ints, graded: Graded) -> Any:
-        """Advantages in the form of their column."""
+        """Return the advantages in the form of their column."""
         store, by_step = self._rows.store, self._grader.trajectory_return is None
         ragged = store.schema[name].ragged
         if not by_step and not ragged:
