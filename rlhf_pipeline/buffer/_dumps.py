@@ -1,4 +1,4 @@
-"""Copies of a store: dumps that are whole or not there, and loads into an empty store."""
+"""Copies of a store: atomic dumps, and loads into an empty store."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _POINTER = "current.json"
 
 
 def copy_rows(source: TrajectoryStore, target: TrajectoryStore, ids: np.ndarray) -> None:
-    """Append rows of one store to another, in the given order; rows come in turn, whatever slot they had."""
+    """Append rows of one store to another, in the given order; they take the next slots, whatever slots they had."""
     for start in range(0, len(ids), _CHUNK):
         batch = source.read_batch(ids[start : start + _CHUNK], target.schema)
         batch.values.pop(SLOT, None)
-        if WAITING.name in batch.values:  # what waited before is complete, and comes in turn
+        if WAITING.name in batch.values:  # rows that waited and are complete take the next slots
             waiting = batch.values[WAITING.name]
             batch.values[WAITING.name] = np.where(waiting < LEFT_OUT, -1, waiting)
         target.append_batch(batch)
@@ -33,8 +33,8 @@ def copy_rows(source: TrajectoryStore, target: TrajectoryStore, ids: np.ndarray)
 def dump_store(store: TrajectoryStore, ids: np.ndarray, path: Path) -> None:
     """Write a copy under `path`.
 
-    The copy gets a folder of its own and a pointer file is replaced when it is complete, so a kill at any moment
-    leaves either the former dump or the new one.
+    The copy gets a folder of its own, and a pointer file is replaced once it is complete, so a kill at any moment
+    leaves either the old dump or the new one.
     """
     path.mkdir(parents=True, exist_ok=True)
     folder = path / f"store-{uuid.uuid4().hex[:12]}"
@@ -52,7 +52,7 @@ def dump_store(store: TrajectoryStore, ids: np.ndarray, path: Path) -> None:
 
 
 def find_dump(path: Path) -> Path:
-    """The folder of the store in a dump.
+    """Return the folder of the store in a dump.
 
     Raises:
         MissingPathError: if there is no complete dump.

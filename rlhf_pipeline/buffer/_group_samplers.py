@@ -14,10 +14,10 @@ from rlhf_pipeline.errors import DefinitionError
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups of a view of which the limits allow every trajectory.
+    """The groups of a view whose trajectories are all allowed by the limits.
 
     Attributes:
-        order: int64 `[n]`, positions in the view by group, within a group in the order of arrival.
+        order: int64 `[n]`, positions in the view by group, in the order of arrival within a group.
         starts: int64 `[g]`, where each group begins in `order`.
         sizes: int64 `[g]`, trajectories of each group.
     """
@@ -30,15 +30,15 @@ class Groups:
         return len(self.sizes)
 
     def rows(self, group: int) -> Ints:
-        """Positions in the view of one group."""
+        """Return the positions of one group in the view."""
         return self.order[self.starts[group] : self.starts[group] + self.sizes[group]]
 
     def mean(self, values: Floats) -> Floats:
-        """Mean of each group, float64 `[g]`, over the finite ones of the values `[n]` of the view; NaN without one."""
+        """Return each group's mean, float64 `[g]`, over the finite values of `[n]` in the view; NaN without any."""
         return self._mean(np.asarray(values, np.float64)[self.order])
 
     def variance(self, values: Floats) -> Floats:
-        """Variance of each group, float64 `[g]`, over the finite ones, divided by their number; NaN without one."""
+        """Return each group's variance, float64 `[g]`, the mean square deviation of finite values; NaN without any."""
         given = np.asarray(values, np.float64)[self.order]
         return self._mean((given - np.repeat(self._mean(given), self.sizes)) ** 2)
 
@@ -53,10 +53,10 @@ class Groups:
 
 
 def whole_groups(view: StoreView, allowed: Ints, group_size: int | None = None) -> Groups:
-    """The groups of which every trajectory in the view is allowed; rows without a group are groups of their own.
+    """Return the groups whose trajectories in the view are all allowed; a row without a group is its own group.
 
     Args:
-        view: the rows there are.
+        view: the rows to choose from.
         allowed: positions that the limits allow.
         group_size: only groups of exactly this size; None takes any.
     """
@@ -87,10 +87,10 @@ class GroupStrategy(TrajectorySampler):
 
     @abc.abstractmethod
     def _rank(self, view: StoreView, groups: Groups, rng: np.random.Generator) -> Ints:
-        """The groups in the order in which they are taken; those left out are not drawn."""
+        """Return the groups to draw, in order; groups left out are never drawn."""
 
     def _members(self, view: StoreView, rows: Ints) -> Ints:
-        """The trajectories of a group that is drawn; all of them."""
+        """Return the trajectories to take from a drawn group: all of them by default."""
         del view
         return rows
 
@@ -101,7 +101,7 @@ class GroupStrategy(TrajectorySampler):
         for group in self._rank(view, groups, rng).tolist():
             rows = self._members(view, groups.rows(group))
             if len(rows) > left and parts:
-                break  # at least one group comes, however small the batch
+                break  # at least one group is drawn, however small the batch
             parts.append(rows)
             left -= len(rows)
             if left <= 0:
@@ -113,11 +113,11 @@ class GroupStrategy(TrajectorySampler):
 class GroupSampler(GroupStrategy):
     """Whole groups: all trajectories of a `group_id`, or none.
 
-    A group counts only if the limits allow every trajectory of it that is in the view.
+    A group is drawn only if the limits allow all its trajectories in the view.
 
     Args:
-        order: `uniform` draws groups by chance, `fresh` takes them in the order in which they were completed.
-        group_size: as of every strategy of groups, see `GroupStrategy`; likewise the limits.
+        order: `uniform` draws groups at random, `fresh` takes them in the order in which they were completed.
+        group_size: see `GroupStrategy`; likewise the limits.
 
     Raises:
         DefinitionError: if the order is not known.
@@ -143,19 +143,18 @@ class SuccessSampler(GroupStrategy):
     """Whole groups by their success rate, those of medium difficulty most often.
 
     Groups are put into buckets of equal width by the share of their trajectories whose task reward reaches
-    `threshold`. A bucket's chance follows a normal curve of its middle around `target`, and within a bucket all groups
-    have the same chance, so that a flood of easy groups does not drown the rest. Groups in which all or none succeeded
+    `threshold`. A bucket's probability follows a normal curve of its middle around `target`, and within a bucket all
+    groups are equally likely, so that many easy groups do not crowd out the rest. Groups in which all or none succeeded
     teach nothing and are left out. Source: ExGRPO, https://arxiv.org/abs/2510.02245.
 
     Args:
         buckets: number of buckets, at least 1.
         target: the success rate that is drawn most often.
         spread: standard deviation of the normal curve, above 0; infinity draws all buckets equally.
-        threshold: task reward from which on a trajectory counts as a success. One without a finite reward is left
-            out of the rate.
-        extremes: draw groups in which all or none succeeded, too.
-        tau: age in versions at which the chance of a group has fallen to 1/e; infinity ignores the age.
-        group_size: as of every strategy of groups, see `GroupStrategy`; likewise the limits.
+        threshold: the least task reward of a success. A trajectory without a finite reward is left out of the rate.
+        extremes: also draw groups in which all or none succeeded.
+        tau: age in versions at which the probability of a group has fallen to 1/e; infinity ignores the age.
+        group_size: see `GroupStrategy`; likewise the limits.
 
     Raises:
         DefinitionError: if a number is out of range.
@@ -180,11 +179,11 @@ class SuccessSampler(GroupStrategy):
             )
 
     def success_buckets(self, rates: Floats) -> Ints:
-        """The bucket of each success rate, int64 `[g]`; the last one holds 1 too."""
+        """Return the bucket of each success rate, int64 `[g]`; the last bucket includes 1."""
         return np.minimum((rates * self.buckets).astype(np.int64), self.buckets - 1)
 
     def log_weights(self, view: StoreView, groups: Groups) -> Floats:
-        """Logarithm of the unnormalised chance of each group, `[g]`; -inf where it is never drawn."""
+        """Return the log of each group's unnormalised probability, `[g]`; -inf if it is never drawn."""
         reward = view.column("task_reward").astype(np.float64)
         rates = groups.mean(np.where(np.isfinite(reward), reward >= self.threshold, np.nan))
         keep = np.isfinite(rates)
@@ -203,17 +202,17 @@ class SuccessSampler(GroupStrategy):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class VarianceSampler(GroupStrategy):
-    """Whole groups with chances of `variance^alpha * exp(-age / tau)` of their task rewards.
+    """Whole groups with probability proportional to `variance^alpha * exp(-age / tau)`, of their task rewards.
 
-    Groups without any spread have no advantage and are never drawn. With `members`, only the trajectories of a group
-    come whose rewards vary most: some of the lowest and some of the highest. Source: the variance-driven replay of
+    Groups without spread have no advantage and are never drawn. With `members`, only the trajectories of a group whose
+    rewards vary most are taken: some of the lowest and some of the highest. Source: the variance-driven replay of
     RePO, https://arxiv.org/abs/2506.09340.
 
     Args:
-        alpha: how much the variance counts.
-        tau: age in versions at which the chance has fallen to 1/e; infinity ignores the age.
+        alpha: exponent of the variance.
+        tau: age in versions at which the probability has fallen to 1/e; infinity ignores the age.
         members: trajectories of each group, at least 2; None takes all.
-        group_size: as of every strategy of groups, see `GroupStrategy`; likewise the limits.
+        group_size: see `GroupStrategy`; likewise the limits.
 
     Raises:
         DefinitionError: if a number is out of range.
@@ -229,7 +228,7 @@ class VarianceSampler(GroupStrategy):
             raise DefinitionError(f"tau ({self.tau}) must be above 0, and members ({self.members}) at least 2 or None.")
 
     def log_weights(self, view: StoreView, groups: Groups) -> Floats:
-        """Logarithm of the unnormalised chance of each group, `[g]`; -inf where it is never drawn."""
+        """Return the log of each group's unnormalised probability, `[g]`; -inf if it is never drawn."""
         spread = groups.variance(view.column("task_reward"))
         out = np.full(len(groups), -np.inf)
         keep = np.nan_to_num(spread) > 0
@@ -246,10 +245,10 @@ class VarianceSampler(GroupStrategy):
 
 
 def most_varied(rewards: Floats, count: int) -> Ints:
-    """The subset of `count` values with the largest variance: the lowest and the highest, in some proportion.
+    """Return the subset of `count` values with the largest variance: some of the lowest and some of the highest.
 
     Args:
-        rewards: `[n]`; those that are not finite come last.
+        rewards: `[n]`; values that are not finite come last.
         count: size of the subset, at most n.
 
     Returns:
@@ -269,7 +268,7 @@ def most_varied(rewards: Floats, count: int) -> Ints:
 
 
 def _aged(log_weights: Floats, view: StoreView, groups: Groups, tau: float) -> Floats:
-    """The weights times `exp(-age / tau)`, with the mean age of a group's trajectories."""
+    """Return the weights times `exp(-age / tau)`, with the mean age of a group's trajectories."""
     if not math.isfinite(tau):
         return log_weights
     return log_weights - groups.mean(view.age.astype(np.float64)) / tau

@@ -1,4 +1,4 @@
-"""What `storage[:]` gives: one value per trajectory, and TorchRL's in-place writes that reach the store."""
+"""The result of `storage[:]`: values per trajectory, and TorchRL's in-place writes, which reach the store."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from rlhf_pipeline.errors import DataError, MissingKeyError
 
 
 class ScalarView(TensorDict):
-    """The values of a storage that are one per trajectory, `[n]`.
+    """The values of a storage that exist once per trajectory, `[n]`.
 
-    `set_`, `set_at_` and `update_` write to the store, so TorchRL's `rb.set_("priority", ...)` does what it says.
-    Whatever is made of a view (a clone, a selection, a slice) is a TensorDict of its own, which nothing connects to the
-    store.
+    `set_`, `set_at_` and `update_` write to the store, so TorchRL's `rb.set_("priority", ...)` works. A clone, a
+    selection or a slice of a view is a separate TensorDict without a connection to the store.
     """
 
     _home: tuple[Any, np.ndarray] | None = None
@@ -40,11 +39,11 @@ class ScalarView(TensorDict):
         return out
 
     def get(self, key: Any, *args: Any, as_list: bool = False, as_padded_tensor: bool = False, **kwargs: Any) -> Any:
-        """A value per trajectory; or, read when it is asked for, one per token, ragged.
+        """Return a value per trajectory, or a ragged value per token, which is read on demand.
 
         Args:
             key: a key of a batch; also `("tokens", "prompt")`, `("tokens", "response")` and the same of the log-probs,
-                and `("next", name)` for a value that has its column under `name`.
+                and `("next", name)` for a value whose column is `name`.
             *args: the default.
             as_list: one tensor per trajectory.
             as_padded_tensor: padded, on `padding_side` with `padding_value`; a jagged tensor otherwise.
@@ -74,7 +73,7 @@ class ScalarView(TensorDict):
         return super().__getitem__(index)
 
     def _per_token(self, key: Key) -> list[torch.Tensor] | None:
-        """The rows of a value that is one per token, or None where it is none."""
+        """Return the rows of a per-token value, or None if the key has no such value."""
         if self._home is None or not len(self):
             return None
         storage, ids = self._home
@@ -96,7 +95,7 @@ class ScalarView(TensorDict):
         """Set the value of every trajectory, here and in the store.
 
         Raises:
-            MissingKeyError: there is no such value, or it is not one per trajectory.
+            MissingKeyError: there is no such value, or it is per token.
         """
         if self._home is not None:
             self._write({key: item})
@@ -113,7 +112,7 @@ class ScalarView(TensorDict):
         if self._home is not None:
             wanted = kwargs.get("keys_to_update")
             self._write(dict(_leaves(input_dict_or_td)), keys=wanted)
-        home, self._home = self._home, None  # TensorDict may come back through `set_`
+        home, self._home = self._home, None  # TensorDict may call `set_`
         try:
             super().update_(input_dict_or_td, *args, **kwargs)
         finally:
@@ -159,7 +158,7 @@ _RAGGED: dict[Key, Key] = {
     ("log_probs", "prompt"): LOG_PROBS,
     ("log_probs", "response"): LOG_PROBS,
 }
-"""Parts of a trajectory before and after its prompt's end, and what they are parts of."""
+"""Keys of the prompt and response parts of a value, and the key of the whole."""
 
 
 def _flat(key: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which row of the store a TorchRL slot means."""
+"""Maps TorchRL slots to rows of the store."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ UNBOUNDED = int(np.iinfo(np.int64).max)
 class SlotMap:
     """Slots of a ring of `max_size`, filled in the order of arrival.
 
-    Rows are never overwritten: a slot that is written again means a newer row. Every process that reads the store
-    derives the same map, as it follows from the order of arrival, except for rows written to a slot on purpose
-    (`storage[3] = td`), whose slot is a column. A row that waits for its group has no slot; it gets the next one when
-    the group is complete, and the column `waiting` says in which turn that was. The limit of a
-    store counts rows without a slot as well, so fewer than `max_size` rows may have one: the slots then move up to fill
-    the gaps, and a process that opens the store later numbers them afresh.
+    Rows are never overwritten: writing a slot again makes it refer to a newer row. Every process that reads the store
+    derives the same map from the order of arrival; only rows written to a chosen slot (`storage[3] = td`) have theirs
+    in a column. A row that waits for its group has no slot; it gets the next one when the group is complete, and the
+    column `waiting` records its number in that order. The limit of a store also counts rows without a slot, so fewer
+    than `max_size` rows may have one: the slots then move up to fill the gaps, and a process that opens the store later
+    numbers them anew.
 
     Args:
         max_size: slots of the ring.
@@ -36,7 +36,7 @@ class SlotMap:
         self._left = np.empty(0, np.int64)
         self._before = 0
         self._chosen = self._had_aside = False
-        """Whether rows were written to slots on purpose, and whether there ever were rows without a slot."""
+        """Whether rows were ever written to chosen slots, and whether there ever were rows without a slot."""
 
     def __len__(self) -> int:
         return self._size
@@ -58,39 +58,39 @@ class SlotMap:
 
     @property
     def aside(self) -> np.ndarray:
-        """int64: the ids of the rows that have no slot: they wait, or waited and are not learned from."""
+        """int64: the ids of the rows without a slot: they wait, or waited and were left out of learning."""
         return np.concatenate([self._waits, self._left]) if len(self._left) else self._waits
 
     @property
     def turn(self) -> int:
-        """How many rows have come in turn."""
+        """The number of rows that have taken the next slot so far."""
         return self._before + self._count
 
     @property
     def next_slot(self) -> int:
-        """The slot of the next row that comes in turn."""
+        """The next slot."""
         return self._count % self.max_size
 
     def expected(self, n: int) -> np.ndarray:
-        """The slots of the next `n` rows that come in turn."""
+        """Return the next `n` slots."""
         first = self._count % self.max_size
         slots = np.arange(first, first + n, dtype=np.int64)
         return slots if first + n <= self.max_size else slots % self.max_size
 
     def of(self, ids: np.ndarray) -> np.ndarray:
-        """The slots of some rows, as far as they have one."""
+        """Return the slots of the given rows; rows without a slot are left out."""
         order = np.argsort(self.rows)
         return order[np.searchsorted(self.rows, ids[np.isin(ids, self.rows)], sorter=order)]
 
     def clear(self) -> None:
-        """Forget the rows that are there now; later ones start again at slot 0."""
+        """Forget the current rows; later rows start again at slot 0."""
         self._floor = self._mark
         self._size = self._count = 0
 
     def drop_evicted(self, store: TrajectoryStore) -> bool:
-        """Take the slots of rows that have left the store, so that there is a row in each; returns whether any had.
+        """Free the slots of rows that have left the store and close the gaps; return whether there were any.
 
-        Rows leave in the order of arrival, which is not that of the slots where some have waited.
+        Rows leave in the order of arrival, which differs from the order of slots if some rows have waited.
         """
         num = len(store)
         counts = self.max_size == UNBOUNDED or not (self._chosen or self._had_aside)
@@ -101,7 +101,7 @@ class SlotMap:
         empty = np.flatnonzero(~np.isin(self.rows, ids))
         if not len(empty):
             return False
-        if not self._chosen:  # rows that are there gave way to newer ones, while older ones kept their slots
+        if not self._chosen:  # stored rows had lost their slots to newer ones, while evicted rows kept theirs
             ids = ids[max(self._floor - (store.watermark - num), 0) :]
             others = ids[~np.isin(ids, np.concatenate([self.rows, self.aside]))]
             num = min(len(others), len(empty))
@@ -115,7 +115,7 @@ class SlotMap:
         return True
 
     def sync(self, store: TrajectoryStore) -> None:
-        """Take in the rows that the store has shown since the last call."""
+        """Add the rows that have appeared in the store since the last call."""
         mark = store.watermark
         fresh = mark - self._mark
         if fresh == 0 and not len(self._waits):
@@ -124,7 +124,7 @@ class SlotMap:
         known = len(ids) - fresh
         in_order = known >= 0 and (known == 0 or ids[known - 1] == self._newest) and self._mark > 0
         if not in_order:
-            # Another writer's earlier commit came to light, or more rows came than the store keeps: start over.
+            # Another writer's earlier commit has appeared, or more rows arrived than the store keeps: start over.
             hidden = mark - len(ids)
             known = max(self._floor - hidden, 0)
             self._size, self._before = 0, 0
@@ -136,11 +136,11 @@ class SlotMap:
         self.drop_evicted(store)
 
     def push(self, ids: np.ndarray, slots: np.ndarray, in_turn: bool, mark: int) -> bool:
-        """Take in rows that this process just appended; False if others came in between and `sync` must look.
+        """Add rows that this process just appended; False if other rows arrived first, so that `sync` must be called.
 
         Args:
-            ids: the new rows; those beyond the slots wait.
-            slots: where they go.
+            ids: the new rows; rows beyond the number of slots wait.
+            slots: the slots of the other rows.
             in_turn: whether these are the next slots.
             mark: the store's watermark after the append.
         """
@@ -161,7 +161,7 @@ class SlotMap:
         return True
 
     def complete(self, ids: np.ndarray) -> np.ndarray:
-        """Give the next slots to rows that waited; returns them."""
+        """Give the next slots to rows that waited, and return these slots."""
         slots = self.expected(len(ids))
         self._waits = self._waits[~np.isin(self._waits, ids)]
         self._count += len(ids)
@@ -169,12 +169,12 @@ class SlotMap:
         return slots
 
     def leave_out(self, ids: np.ndarray) -> None:
-        """Rows that waited are not learned from."""
+        """Mark rows that waited as left out of learning."""
         self._waits = self._waits[~np.isin(self._waits, ids)]
         self._left = np.concatenate([self._left, ids])
 
     def _take(self, store: TrajectoryStore, ids: np.ndarray) -> None:
-        # All rows of a long run are read without looking each of them up.
+        # All rows of a long run are read at once, without looking up each id.
         some = ids if len(ids) < len(store) else None
         slots = _column(store, SLOT, some).copy()
         waiting = _column(store, WAITING.name, some)
@@ -191,12 +191,12 @@ class SlotMap:
             later = np.concatenate([later, ids[waiting < -2]])
             turns = np.concatenate([turns, -3 - waiting[waiting < -2]])
             ids, slots = ids[waiting == -1], slots[waiting == -1]
-        del waiting  # of a long run each of these is tens of megabytes
+        del waiting  # in a long run these arrays have tens of megabytes each
         in_turn = slots < 0
         n = int(in_turn.sum())
         self._chosen |= n < len(slots)
         if len(later):
-            # Those that came later stand where their turn was; the others fill the places between.
+            # Rows completed later take the places recorded for them; the others fill the places between.
             order = np.lexsort((later, turns))
             count = np.arange(len(later))
             at = np.maximum.accumulate(turns[order] - self.turn - count).clip(0, n) + count
@@ -217,12 +217,12 @@ class SlotMap:
             grown[: self._size] = self._rows[: self._size]
             self._rows = grown
         self._rows[self._size : size] = -1
-        self._rows[slots] = ids  # of several rows for one slot the last wins
+        self._rows[slots] = ids  # the last of several rows for one slot wins
         self._size = size
 
 
 def _column(store: TrajectoryStore, name: str, ids: np.ndarray | None) -> np.ndarray:
-    """int64 `[n]`: a column of some rows, or of all; -1 where the store has none."""
+    """Return a column of the given rows, or of all, int64 `[n]`; -1 if the store lacks the column."""
     if name not in store.schema:
         return np.full(len(store) if ids is None else len(ids), -1, np.int64)
     return store.read_scalars(name, ids).astype(np.int64, copy=False)

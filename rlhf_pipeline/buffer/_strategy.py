@@ -1,8 +1,8 @@
 """The base of the sampling strategies.
 
-A strategy is a pure function of a snapshot, a seed and a step: `strategy.select(snapshot, n, seed=, step=)`. Nothing
-remembers where it was, so a step drawn again draws the same rows. Wrapped as a TorchRL sampler, the number of draws
-takes the place of the step.
+A strategy is a pure function of a snapshot, a seed and a step: `strategy.select(snapshot, n, seed=, step=)`. It has no
+cursor, so drawing a step again gives the same rows. Used as a TorchRL sampler, the number of draws takes the place of
+the step.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass
 class StoreView:
-    """The rows that a strategy may choose from, with their scalars read when they are first needed.
+    """The rows that a strategy may choose from; scalars are read when first needed.
 
     Attributes:
-        store: where the scalars are, now or as of a snapshot.
+        store: the source of the scalars, now or as of a snapshot.
         ids: int64 `[n]`, row ids in the order of arrival.
         version: the learner's version; None takes the newest policy version in the view.
         uses: how often each row has been used, `[n]`; None reads the column `use_count`.
@@ -47,7 +47,7 @@ class StoreView:
         return len(self.ids)
 
     def column(self, name: str) -> Any:
-        """A scalar column of the rows, `[n]`."""
+        """Return a scalar column of the rows, `[n]`."""
         if name not in self._cache:
             self._cache[name] = self.store.read_scalars(name, self.ids)
         return self._cache[name]
@@ -66,13 +66,13 @@ class StoreView:
 
 
 def gumbel_order(log_weights: Floats, rng: np.random.Generator) -> Ints:
-    """A weighted random permutation; items of weight 0 are dropped."""
+    """Return a weighted random permutation; items of weight 0 are dropped."""
     order = np.argsort(-(log_weights + rng.gumbel(size=len(log_weights))), kind="stable")
     return order[np.isfinite(log_weights[order])]
 
 
 def step_generator(seed: int, step: int) -> np.random.Generator:
-    """The random numbers of one step: a counter-based generator, the same on every machine.
+    """Return the random generator of one step: counter-based, and the same on every machine.
 
     >>> bool(step_generator(1, 7).random() == step_generator(1, 7).random())
     True
@@ -87,9 +87,9 @@ class TrajectorySampler(Sampler):
     Rows of priority 0 are never drawn (`MCAdvantage(zero_variance="mark")` sets it).
 
     Args:
-        max_staleness: pass over trajectories whose policy is more than so many versions behind. Trajectories newer
-            than the learner have age 0.
-        max_uses: pass over trajectories that have been used this many times.
+        max_staleness: skip trajectories whose policy is more than this many versions behind. Trajectories newer than
+            the learner have age 0.
+        max_uses: skip trajectories that have been used this many times.
         seed: of the TorchRL interface; `select` gets its own.
 
     Attributes:
@@ -112,7 +112,7 @@ class TrajectorySampler(Sampler):
             raise DefinitionError(f"max_uses is {self.max_uses}; it must be at least 1.")
 
     def eligible(self, view: StoreView) -> Ints:
-        """Positions in the view that the limits allow, in the order of arrival."""
+        """Return the positions in the view that the limits allow, in the order of arrival."""
         keep = np.ones(len(view), bool)
         if "priority" in view.store.schema:
             keep &= view.column("priority") > 0
@@ -126,8 +126,8 @@ class TrajectorySampler(Sampler):
         """Choose rows.
 
         Args:
-            view: the rows there are.
-            batch_size: how many; fewer come where fewer are allowed. None takes all that are allowed.
+            view: the rows to choose from.
+            batch_size: how many; fewer if fewer are allowed. None takes all that are allowed.
             seed: of the run.
             step: number of the optimizer step.
 
@@ -142,7 +142,7 @@ class TrajectorySampler(Sampler):
 
     @abc.abstractmethod
     def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
-        """Choose at most so many of the allowed positions, of which there is one at least."""
+        """Choose at most `most` of the allowed positions; there is at least one."""
 
     # -- TorchRL's interface -----------------------------------------------------------------------------------
 
@@ -165,12 +165,12 @@ class TrajectorySampler(Sampler):
         return torch.from_numpy(slots[found]), self.info(view, found)
 
     def info(self, view: StoreView, chosen: Ints) -> dict[str, Any]:
-        """What goes into TorchRL's batch beside the rows: importance weights under `_weight`, if there are any."""
+        """Return extra entries for TorchRL's batch: importance weights under `_weight`, if there are any."""
         weights = self.weights(view, chosen)
         return {} if weights is None else {"_weight": torch.from_numpy(weights).float()}
 
     def weights(self, view: StoreView, chosen: Ints) -> Floats | None:
-        """Importance weights of chosen rows; None where the strategy has none."""
+        """Return importance weights of the chosen rows; None if the strategy has none."""
         del view, chosen
         return None
 
@@ -182,11 +182,11 @@ class TrajectorySampler(Sampler):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of draws and the seed."""
+        """Return the number of draws and the seed."""
         return {"draws": self._draws, "seed": self.seed, "version": self.version}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._draws, self.seed = int(state_dict["draws"]), int(state_dict["seed"])
         self.version = state_dict["version"]
 
@@ -207,7 +207,7 @@ class TrajectorySampler(Sampler):
 
 
 class UniformSampler(TrajectorySampler):
-    """Every allowed trajectory with the same chance, none twice in a batch."""
+    """All allowed trajectories with equal probability, none twice in a batch."""
 
     def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
         del view

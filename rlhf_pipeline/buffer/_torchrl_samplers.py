@@ -1,8 +1,8 @@
-"""Our own in the place of TorchRL samplers that do not work on a store.
+"""Replacements for TorchRL samplers that do not work on a store.
 
-`torchrl.data.replay_buffers.samplers.StalenessAwareSampler` 0.14 divides by zero where data are one version newer than
-the learner and draws with negative weights beyond that. `ConsumingSampler` refuses every storage but TorchRL's lists
-and tensors, frees slots for overwriting, and forgets what was consumed with the process.
+`torchrl.data.replay_buffers.samplers.StalenessAwareSampler` 0.14 divides by zero when data are one version newer than
+the learner, and draws with negative weights beyond that. `ConsumingSampler` accepts only TorchRL's list and tensor
+storages, frees slots for overwriting, and loses its counts when the process ends.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 from trajectory_store import TrajectoryStore
 
 LOCK = "claims.lock"
-"""The file in the store's folder that is locked; it holds nothing and may be deleted while nobody reads."""
+"""The lock file in the store's folder; it is empty, and may be deleted while no process reads the store."""
 
 
 @contextmanager
 def claiming(store: TrajectoryStore) -> Iterator[None]:
-    """Keep out all other processes that claim rows of the store, and the other threads of this one.
+    """Lock out all other processes, and other threads, that claim rows of the store.
 
-    The kernel drops the lock when its holder dies. Where the store is not in a local folder there is no lock, and only
-    one process may claim. On a network file system `flock` must reach all of them, as for writers.
+    The kernel releases the lock when its holder dies. A store outside a local folder has no lock, and only one process
+    may claim its rows. On a network file system, `flock` must work across machines, as for writers.
     """
     folder = Path(str(store.path))
     if not folder.is_dir():
         yield
         return
-    # A descriptor of its own for each claim: processes and threads that share one would share the lock.
+    # Each claim has its own descriptor: processes and threads that share one would share the lock.
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -49,14 +49,14 @@ def claiming(store: TrajectoryStore) -> Iterator[None]:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class StalenessAwareSampler(TrajectorySampler):
-    """Newer trajectories more often, those too old never; the names are TorchRL's.
+    """Newer trajectories more often, stale ones never; the names are TorchRL's.
 
-    Chances follow `staleness_weight_fn(consumer_version - policy_version)`, none twice in a batch. Trajectories that
-    are newer than the learner have staleness 0.
+    Probabilities follow `staleness_weight_fn(consumer_version - policy_version)`; no row is drawn twice in a batch.
+    Trajectories newer than the learner have staleness 0.
 
     Args:
         max_staleness: largest staleness in versions; None or -1 sets no limit.
-        staleness_weight_fn: from staleness, int64 `[n]`, to weights `[n]`, at least 0; `1 / (staleness + 1)` by
+        staleness_weight_fn: maps staleness, int64 `[n]`, to weights `[n]`, at least 0; `1 / (staleness + 1)` by
             default.
         max_uses: uses after which a trajectory is spent.
         seed: of the TorchRL interface.
@@ -89,7 +89,7 @@ class StalenessAwareSampler(TrajectorySampler):
         self.version = int(version)
 
     def increment_consumer_version(self) -> None:
-        """The learner has made a new version."""
+        """Record that the learner has made a new version."""
         self.version = self.consumer_version + 1
 
     def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
@@ -104,18 +104,18 @@ class StalenessAwareSampler(TrajectorySampler):
         return allowed[gumbel_order(np.log(weights), rng)[:most]]
 
     def info(self, view: StoreView, chosen: Ints) -> dict[str, Any]:
-        """The staleness of each row drawn, float32 `[n]`, as TorchRL's sampler gives it."""
+        """Return the staleness of each drawn row, float32 `[n]`, as TorchRL's sampler does."""
         return {"staleness": torch.from_numpy(view.age[chosen].astype(np.float32))}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ConsumingSampler(UniformSampler):
-    """Every trajectory at most so many times: what is drawn counts as used, in the store.
+    """Each trajectory at most `max_sample_count` times: the store counts every draw as a use.
 
-    The count is the column `use_count`, so it outlives the process, and rows stay on disk when they are consumed.
-    `ran_out` tells when nothing is left, which also ends an iteration over the buffer. Any number of processes may
-    consume one store in a local folder: each draws under a lock, from what all of them have written and left, and the
-    count is raised before the rows are handed out. A process that dies in between takes its last batch with it.
+    The count is the column `use_count`, so it outlives the process, and consumed rows stay on disk. `ran_out` is True
+    when nothing is left, which also ends an iteration over the buffer. Any number of processes may consume one store in
+    a local folder: each draws under a lock, from all rows that are written and not used up, and the count is raised
+    before the rows are returned. If a process dies in between, its last batch is lost.
 
     Args:
         max_sample_count: how often a trajectory may be drawn.
@@ -140,7 +140,7 @@ class ConsumingSampler(UniformSampler):
 
     @property
     def ran_out(self) -> bool:
-        """Whether the last draw took what was left."""
+        """Whether the last draw took the remaining rows."""
         return self._ran_out
 
     @ran_out.setter
@@ -153,7 +153,7 @@ class ConsumingSampler(UniformSampler):
         Raises:
             DataError: if nothing is left.
         """
-        # Prefetching threads and other processes draw one after the other.
+        # Prefetching threads and other processes take turns.
         with self._lock, claiming(storage.store):
             storage.refresh()
             try:
@@ -173,14 +173,14 @@ class ConsumingSampler(UniformSampler):
         return len(self.eligible(StoreView(storage.store, ids[ids >= 0], version=self.version)))
 
     def extend(self, index: Any) -> None:
-        """There is something new to draw."""
+        """Record that there are new rows to draw."""
         del index
         self._ran_out = False
 
     add = extend
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` returned; the counts are in the store."""
+        """Restore what `state_dict` returned; the counts are in the store."""
         super().load_state_dict(state_dict)
         self._ran_out = False
 
@@ -197,10 +197,10 @@ class ConsumingSampler(UniformSampler):
 
 
 def check_consuming(sampler: Any) -> None:
-    """Refuse TorchRL's own consuming sampler with a reason.
+    """Refuse TorchRL's own consuming sampler, with the alternative.
 
     Raises:
-        DefinitionError: if it is one.
+        DefinitionError: if the sampler is TorchRL's.
     """
     kind = type(sampler)
     if kind.__name__ == "ConsumingSampler" and not isinstance(sampler, TrajectorySampler):

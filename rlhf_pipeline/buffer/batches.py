@@ -1,8 +1,8 @@
-"""From rows of the store to one batch: what is on disk, and reward, penalty and advantage per token beside it.
+"""Batches from rows of the store: the columns on disk, and derived reward, penalty and advantage per token.
 
 A batch is padded, or has `torch.jagged` leaves, for which no padding is read, made or moved. Padded arrays are mostly
-padding, and fresh memory costs more than the arithmetic, so everything works in place or in reused buffers, positions
-outside the response are reached through their indices, and constant runs are repeated.
+padding, and allocating memory costs more than the arithmetic, so everything works in place or in reused buffers,
+positions outside the response are addressed by index, and constant runs are repeated.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from trajectory_store.reads import StoreReads
 
 _INT64, _FLOAT = np.dtype(np.int64), np.dtype(np.float32)
 _GAPS: tuple[Key, ...] = (ASSISTANT_MASK, NUM_PROMPT_TOKENS)
-"""What tells where log-probs may be missing; with the prompt's length the mask need not be searched."""
+"""Keys that show where log-probs may be missing; with the prompt's length the mask need not be searched."""
 
 _NEEDS: dict[Key, tuple[Key, ...]] = {
     REWARD: (LOG_PROBS, REF_LOG_PROBS, KL_COEF, TASK_REWARD, *_GAPS),
@@ -57,9 +57,9 @@ _NEEDS: dict[Key, tuple[Key, ...]] = {
 
 @lru_cache(maxsize=64)
 def columns_for(schema: Schema, keys: tuple[Key, ...] | None, *, text: bool) -> dict[str, tuple[Key, bool]]:
-    """The columns to read for some keys (or column names), each with its key and whether that was asked for.
+    """Return the columns to read for keys (or column names), each with its key and whether it was requested.
 
-    None means all that are numbers, and text if asked.
+    None means all numeric columns, and text on request.
     """
     if keys is None:
         every = (column for column in schema if column.name not in INTERNAL and (text or not column.is_text))
@@ -77,7 +77,7 @@ def columns_for(schema: Schema, keys: tuple[Key, ...] | None, *, text: bool) -> 
 
 
 def padded_batch(store: StoreReads, ids: np.ndarray, **options: Any) -> TensorDict:
-    """Read rows into one TensorDict `[B]`, right padded; `options` as of `padded_columns`, and text comes as stacks."""
+    """Read rows into one TensorDict `[B]`, right padded, text as stacks; `options` are those of `padded_columns`."""
     return nest(padded_columns(store, ids, **options), len(ids))
 
 
@@ -93,16 +93,16 @@ def padded_columns(
     """Read rows, right padded.
 
     Args:
-        store: where to read.
+        store: the store to read from.
         ids: int64 `[B]`, the row ids.
         keys: TensorDict keys or column names; None reads all numbers and derives reward, penalty and masks.
-        text: read the text columns too.
+        text: also read the text columns.
         pad_to_multiple_of: round the padded length up.
-        pool: where derived columns get their memory; None takes fresh memory.
+        pool: provides the memory of derived columns; None allocates it.
 
     Returns:
         By key, token columns `[B, T]` and scalars `[B]` as tensors, text as lists, `row_id` int64 `[B]`. Log-probs are
-        0 at padding and where no score exists outside the assistant mask; one that is missing inside it stays NaN.
+        0 at padding, and where they are missing outside the assistant mask; inside it, missing log-probs stay NaN.
     """
     pool = pool or BufferPool()
     plan = columns_for(store.schema, None if keys is None else tuple(keys), text=text)
@@ -124,7 +124,7 @@ def padded_columns(
         derive(flat, places, pool, keys, spread_advantage=advantage is not None and advantage.ndim == 1)
         if keys is not None and KL_PENALTY not in keys:
             spare.add(KL_PENALTY)
-    if RETURN in flat:  # exact on disk, so that a group that waits can be completed later
+    if RETURN in flat:  # float64 on disk, so that a waiting group can be completed later
         flat[RETURN] = flat[RETURN].astype(np.float32)
     flat[ROW_ID] = np.array(ids, dtype=np.int64)
     out: dict[Key, Any] = {}
@@ -140,7 +140,7 @@ def padded_columns(
 
 
 def scalar_batch(store: StoreReads, ids: np.ndarray, *, text: bool = False) -> TensorDict:
-    """Only what is one value per row, `[B]`: cheap for whole stores."""
+    """Read only the values that exist once per row, `[B]`: cheap for whole stores."""
     flat: dict[Key, Any] = {ROW_ID: np.array(ids, dtype=np.int64)}
     for column in store.schema:
         if column.ragged or column.name in INTERNAL or (column.is_text and not text):
@@ -157,7 +157,7 @@ def scalar_batch(store: StoreReads, ids: np.ndarray, *, text: bool = False) -> T
 
 
 def single(store: StoreReads, row_id: int) -> TensorDict:
-    """One trajectory with an empty batch size, not padded, with its text."""
+    """Read one trajectory with an empty batch size, not padded, with its text."""
     out: Any = padded_batch(store, np.array([row_id]))[0]
     names = [column.name for column in store.schema if column.is_text]
     for name, value in store.read([row_id], names).items():
@@ -166,7 +166,7 @@ def single(store: StoreReads, row_id: int) -> TensorDict:
 
 
 def nest(flat: dict[Key, Any], n: int) -> TensorDict:
-    """Nest the keys; the shapes are right by construction, so TensorDict need not check them again."""
+    """Build a TensorDict with nested keys; shapes are right by construction, so TensorDict need not check them."""
     tree: dict[str, Any] = {}
     for key, value in flat.items():
         leaf = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
@@ -177,14 +177,14 @@ def nest(flat: dict[Key, Any], n: int) -> TensorDict:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the tokens of a batch are in arrays with one value per position.
+    """The positions of a batch's tokens in arrays with one value per position.
 
     Attributes:
-        first: int64, the flat index of each row's first token, which has no penalty: nothing comes before it.
-        last: int64 `[B]`, the flat index of each row's last assistant token, of its last token where there is none.
+        first: int64, the flat index of each row's first token, which has no penalty: no token precedes it.
+        last: int64 `[B]`, the flat index of each row's last assistant token, or of its last token if there is none.
         other: int64, the flat indices of the real tokens that are not the assistant's.
-        each: makes of one value per row, `[B]`, an array that broadcasts over all positions.
-        said: makes of one value per row an array with it at the assistant's tokens, and 0 elsewhere.
+        each: turns one value per row, `[B]`, into an array that broadcasts over all positions.
+        said: turns one value per row into an array with that value at the assistant's tokens, and 0 elsewhere.
     """
 
     first: npt.NDArray[np.int64]
@@ -197,23 +197,23 @@ class Places:
 def derive(
     flat: dict[Key, Any], places: Places, pool: BufferPool, keys: Sequence[Key] | None, *, spread_advantage: bool
 ) -> None:
-    """Fill the gaps of the log-probs and add what is per token, in place.
+    """Fill the gaps of the log-probs and add the derived per-token columns, in place.
 
-    Log-probs that do not exist become 0 outside the assistant mask; inside it they stay NaN, so that whoever divides
-    by a count sees them. The reward is `task_reward` on the last assistant token minus `kl_coef * k1`, the
-    advantage of the trajectory stands on every assistant token.
+    Missing log-probs become 0 outside the assistant mask; inside it they stay NaN, so that code that divides by a count
+    can exclude them. The reward is `task_reward` on the last assistant token minus `kl_coef * k1`; the advantage of the
+    trajectory is set on every assistant token.
 
     Args:
-        flat: columns with one value per position, and scalars `[B]`, by key; changed.
-        places: of the tokens.
-        pool: where the memory of the new columns comes from.
-        keys: what is asked for; None for all. The penalty is derived where it is asked for, or a row's reward has one.
-        spread_advantage: the advantage is one per trajectory.
+        flat: columns with one value per position, and scalars `[B]`, by key; changed in place.
+        places: positions of the tokens.
+        pool: provides the memory of the new columns.
+        keys: the requested keys; None for all. The penalty is derived if requested, or if a row's reward includes one.
+        spread_advantage: whether the advantage is one per trajectory.
     """
     mask: npt.NDArray[np.bool_] = flat[ASSISTANT_MASK]
     log_probs, ref = flat.get(LOG_PROBS), flat.get(REF_LOG_PROBS)
     if ref is not None and bool(np.isnan(ref.reshape(-1)[places.last]).all()) and not np.isfinite(ref[mask]).any():
-        del flat[REF_LOG_PROBS]  # no row of the batch was ever scored by a reference
+        del flat[REF_LOG_PROBS]  # no row of the batch was scored by a reference
         ref = None
     for values in (log_probs, ref):
         if values is not None:
@@ -244,18 +244,18 @@ def derive(
         reward.reshape(-1)[places.last] += task if np.isfinite(task).all() else np.nan_to_num(task)
         flat[REWARD] = reward
     if spread_advantage and np.isnan(flat[ADVANTAGE]).all():
-        del flat[ADVANTAGE]  # nothing computed one
+        del flat[ADVANTAGE]  # no advantage was computed
     elif spread_advantage:
         flat[ADVANTAGE] = places.said(flat[ADVANTAGE])
 
 
 def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], prompt: Any) -> Places:
-    """Return where the tokens are of a right padded batch.
+    """Return the positions of the tokens of a right padded batch.
 
     Args:
         mask: `[B, T]`, the assistant's tokens.
         lengths: `[B]`, tokens of each row.
-        prompt: int `[B]`, tokens of each prompt, where they are known: the mask then need not be searched.
+        prompt: int `[B]`, tokens of each prompt, if known: the mask then need not be searched.
     """
     starts = np.arange(0, mask.size, mask.shape[1]) if mask.size else np.zeros(len(lengths), np.int64)
     other = head = None
@@ -265,7 +265,7 @@ def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], p
         total = int(ends[-1])
         index = np.repeat(starts - ends + heads, heads)
         index += np.arange(total)
-        # As many as the responses have, none in a prompt and none in the padding: they are the responses.
+        # The mask has as many tokens as the responses, and none in a prompt or padding: it is exactly the responses.
         if np.count_nonzero(mask) == int(lengths.sum()) - total and not mask.reshape(-1)[index].any():
             other, head = index, heads
     if other is None:
@@ -274,7 +274,7 @@ def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], p
     def said(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if head is None:
             return np.where(mask, values[:, None], _FLOAT.type(0.0))
-        runs = np.empty((len(lengths), 3), np.int64)  # of each row its prompt, its response, its padding
+        runs = np.empty((len(lengths), 3), np.int64)  # per row: prompt, response, padding
         runs[:, 0] = head
         np.subtract(lengths, head, out=runs[:, 1])
         np.subtract(mask.shape[1], lengths, out=runs[:, 2])
@@ -291,14 +291,14 @@ def jagged_batch(
     """Read rows into one TensorDict `[B]` whose token columns are jagged `[B, j]`.
 
     Args:
-        store: where to read.
+        store: the store to read from.
         ids: int64 `[B]`, the row ids.
         keys: TensorDict keys or column names; None reads all numbers and derives reward and penalty.
-        text: read the text columns too.
+        text: also read the text columns.
 
     Returns:
-        The values that `padded_batch` has at the real tokens, and its scalars; there is no attention mask, as there is
-        no padding. Leaves of equal lengths share their offsets.
+        The values of `padded_batch` at the real tokens, and its scalars; without padding there is no attention mask.
+        Leaves of equal lengths share their offsets.
     """
     flat: dict[Key, Any] = {ROW_ID: np.array(ids, dtype=np.int64)}
     known: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -347,12 +347,12 @@ def _flat_places(mask: npt.NDArray[np.bool_], lengths: torch.Tensor) -> Places:
 
 
 def _widened(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a copy, int32 as int64."""
+    """Return a copy, widening int32 to int64."""
     return np.array(values, dtype=np.int64 if values.dtype == np.int32 else values.dtype)
 
 
 def attention_mask(shape: tuple[int, int], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Bool `[B, T]`: True at the real tokens of a right padded batch.
+    """Return the attention mask of a right padded batch, bool `[B, T]`: True at real tokens.
 
     >>> attention_mask((2, 3), np.array([1, 3])).tolist()
     [[True, False, False], [True, True, True]]
@@ -366,7 +366,7 @@ def attention_mask(shape: tuple[int, int], lengths: npt.NDArray[np.int64]) -> np
 
 
 def last_assistant(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Column of the last assistant token of each row of `[B, T]`; the last token where there is none.
+    """Return the column of the last assistant token of each row of `[B, T]`; the last token if there is none.
 
     >>> mask = np.array([[False, True, False], [False, True, True], [False, False, False]])
     >>> last_assistant(mask, np.array([3, 3, 2])).tolist()

@@ -1,4 +1,4 @@
-"""`TrajectoryReplayBuffer`: the write path in front of a store, and samples that can be drawn again."""
+"""`TrajectoryReplayBuffer`: the write path in front of a store, and reproducible samples."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from trajectory_store import MissingRowError, Snapshot, TrajectoryStore
 
 
 class TrajectoryWriter(RoundRobinWriter):
-    """TorchRL's round-robin writer, with the cursor that the storage has, also after it was reopened."""
+    """TorchRL's round-robin writer with the storage's cursor, which is right after reopening as well."""
 
     def register_storage(self, storage: Any) -> None:
-        """Take over the storage's next slot."""
+        """Register the storage and continue at its next slot."""
         super().register_storage(storage)
         self._follow()
 
@@ -50,7 +50,7 @@ class TrajectoryWriter(RoundRobinWriter):
             self._cursor = self._storage.next_slot
 
     def extend(self, data: Any) -> torch.Tensor:
-        """Write trajectories in one commit; returns their slots."""
+        """Write trajectories in one commit and return their slots."""
         if not isinstance(self._storage, TrajectoryStorage):
             return super().extend(data)
         index = torch.from_numpy(self._storage.extend(data))
@@ -61,13 +61,13 @@ class TrajectoryWriter(RoundRobinWriter):
         return index
 
     def completed(self, index: torch.Tensor) -> None:
-        """Take in slots of rows that were written before and may be drawn now."""
+        """Count the slots of rows that were written earlier and may be drawn now."""
         self._follow()
         self._write_count += len(index)
         self._mark_update_entities(index)
 
     def add(self, data: Any) -> int | torch.Tensor:
-        """Write one trajectory; returns its slot."""
+        """Write one trajectory and return its slot."""
         self._follow()
         return super().add(data)
 
@@ -75,20 +75,20 @@ class TrajectoryWriter(RoundRobinWriter):
 class TrajectoryReplayBuffer(TensorDictReplayBuffer):
     """A replay buffer of trajectories on disk.
 
-    `extend` runs the inverse transforms, last of the list first, and commits what comes out at once; `sample` gives
-    padded batches; `sample_step` gives the batch of an optimizer step as a pure function of the rows there are, the
-    seed and the step.
+    `extend` runs the inverse transforms, last in the list first, and commits the result in one commit; `sample` returns
+    padded batches; `sample_step` returns the batch of an optimizer step as a pure function of the stored rows, the seed
+    and the step.
 
     Args:
-        storage: a `TrajectoryStorage`, or a path or store to make one of.
+        storage: a `TrajectoryStorage`, or a path or store to make one from.
         batch_size: of `sample()`.
         transform: the write path, `Compose(MCAdvantage(...), KLRewardTransform(...), RetrieveLogProb(...))`.
         sampler: of `sample()`: a TorchRL sampler, or a strategy of `rlhf_pipeline.buffer.samplers` or its name. None
             draws uniformly with replacement, as TorchRL does.
         seed: of all draws.
-        writer: a TorchRL `Writer`, or a function that makes one. None appends, which is what this storage is made for.
-        device: where `sample`, `sample_step` and `read` put batches; a CUDA device is fed through pinned memory with
-            one asynchronous copy. None leaves batches on the CPU.
+        writer: a TorchRL `Writer`, or a function that makes one. None appends, as this storage is designed for.
+        device: where `sample`, `sample_step` and `read` put batches; batches reach a CUDA device through pinned memory
+            in one asynchronous copy. None leaves them on the CPU.
         **kwargs: passed to TorchRL's `TensorDictReplayBuffer` (`prefetch`, `pin_memory`, ...).
 
     Raises:
@@ -188,16 +188,16 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def batch_groups(self) -> int | None:
-        """Groups that the write path writes together only, as one batch; None where each group is written alone."""
+        """The number of groups that the write path writes together, as one batch; None if each is written alone."""
         advantage = self._advantage()
         return None if advantage is None else advantage.batch_groups
 
     def append_transform(self, transform: Transform, *, invert: bool = False) -> TrajectoryReplayBuffer:
-        """Add a transform to the write path; a stack that is written to runs from the last to the first.
+        """Add a transform to the write path, which runs from the last transform to the first.
 
         Args:
-            transform: it goes to the end, before one that makes trajectories of the turns that come in.
-            invert: as in TorchRL; a transform of this package has its inverse already, so True changes nothing for it.
+            transform: goes to the end, but before one that turns incoming turns into trajectories.
+            invert: as in TorchRL; True changes nothing for a transform of this package, which has an inverse already.
 
         Returns:
             The buffer.
@@ -227,15 +227,15 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         Args:
             tensordicts: whole trajectories, in any of the forms of the write path, or flat columns.
             update_priority: ignored; a `priority` key is stored with the row.
-            write: False runs the write path alone, whose state depends on all that passes: for whole groups that the
-                store has, or that it once left out.
+            write: False runs the write path without writing, to update its state: for whole groups that the store has
+                already, or that the write path once dropped.
 
         Returns:
             The slots written, int64 `[n]`; `[0, 1]`-shaped and empty where every group still waits.
 
         Raises:
             DataError: if a trajectory is not complete, or does not fit the schema.
-            StoreError: if the store could not take the rows; then none of them is there.
+            StoreError: if the store could not take the rows; then none of them is stored.
         """
         del update_priority
         if not isinstance(tensordicts, (TensorDictBase, Trajectories)):
@@ -246,11 +246,11 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             return self._settle(advantage, self._write(rows)) if write else self._write(None)
 
     def extend_raw(self, tensordicts: TensorDictBase | None) -> torch.Tensor:
-        """Commit trajectories as they are, past the write path."""
+        """Commit trajectories as they are, bypassing the write path."""
         return self._write(tensordicts)
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Write one trajectory; where it completes a group, every trajectory of the group gets its own row.
+        """Write one trajectory; if it completes a group, every trajectory of the group gets its own row.
 
         Args:
             data: a trajectory with an empty batch size, or the steps of one.
@@ -262,7 +262,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         return int(index) if index.numel() == 1 else index
 
     def _through(self, td: TensorDictBase | Trajectories, transforms: Sequence[Transform]) -> Any:
-        """What comes out of the write path: TensorDicts for transforms that know no better, else flat columns."""
+        """Run the write path; returns flat columns, or TensorDicts after a transform of another library."""
         data: Any = td
         for transform in reversed(transforms):
             if isinstance(transform, (ColumnTransform, MCAdvantage)):
@@ -278,12 +278,12 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         return data
 
     def _columns(self, td: TensorDictBase, transforms: Sequence[Transform]) -> Trajectories:
-        """Take trajectories apart: several steps are one row, unless a transform needs the steps' rewards."""
+        """Flatten trajectories: several steps become one row, unless a transform needs the steps' rewards."""
         columns = steps_of(td)
         return columns if any(_needs_steps(t) for t in transforms) else merge_steps(columns)
 
     def _write(self, data: TensorDictBase | Trajectories | None) -> torch.Tensor:
-        """Commit rows; returns the slots of those that need not wait."""
+        """Commit rows and return the slots of those that need not wait."""
         self.trajectories.appended = np.empty(0, np.int64)
         if data is None or (data.n == 0 if isinstance(data, Trajectories) else 0 in data.batch_size):
             return torch.zeros((0, 1), dtype=torch.int64)
@@ -298,7 +298,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         return ReplayBuffer._extend(self, cast(Any, rows))
 
     def _settle(self, advantage: MCAdvantage | None, written: torch.Tensor) -> torch.Tensor:
-        """Complete the groups whose last members have just been written; returns all slots that may be drawn now."""
+        """Complete the groups whose last members were just written; return all slots that may be drawn now."""
         if advantage is None or advantage.rows is None:
             return written
         storage, found = self.trajectories, [written] if written.numel() else []
@@ -313,7 +313,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         return torch.cat(found) if found else written
 
     def report_failed(self, group: Hashable, count: int = 1) -> torch.Tensor:
-        """Say that trajectories of a group will never arrive; writes the group if that completes it.
+        """Report that trajectories of a group will never arrive, and write the group if that completes it.
 
         Returns:
             The slots written.
@@ -329,7 +329,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         return self._close(lambda advantage: advantage.close(min_size=min_size))
 
     def close_overdue(self) -> torch.Tensor:
-        """Close the waiting groups whose time is up and that have enough members, as every `extend` does.
+        """Close the overdue groups that have enough members, as every `extend` does.
 
         Returns:
             The slots written.
@@ -337,7 +337,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         return self._close(lambda advantage: advantage.close_overdue())
 
     def _close(self, how: Callable[[MCAdvantage], TensorDictBase | None]) -> torch.Tensor:
-        """Write the groups that a call of the group transform closes."""
+        """Write the groups that the group transform closes."""
         transforms, advantage = self._transforms(), self._group_transform()
         self._keep_groups()
         with advantage.call():
@@ -347,16 +347,16 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             return self._settle(advantage, written)
 
     def waiting(self, key: Key = TRAJECTORY_ID) -> list[Any]:
-        """One value of each trajectory that waits for its group.
+        """Return one value of each trajectory that waits for its group.
 
         Raises:
             DefinitionError: if the write path has no `MCAdvantage`.
         """
-        self.close_overdue()  # groups that are complete do not wait
+        self.close_overdue()  # complete groups do not wait
         return self._group_transform().waiting_values(key)
 
     def _keep_groups(self) -> MCAdvantage | None:
-        """Let incomplete groups wait in the store, where it can hold them; returns the group transform."""
+        """Make incomplete groups wait in the store, if it can hold them; return the group transform."""
         advantage = self._advantage()
         if advantage is None:
             return None
@@ -373,18 +373,18 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         return advantage
 
     def update_priority(self, index: Any, priority: Any) -> None:
-        """Give trajectories their priorities, which are a column of the store, whatever the sampler.
+        """Set the priorities of trajectories, which are a column of the store, whatever the sampler.
 
         Args:
-            index: slots, as `sample` gives them under `index`.
+            index: slots, as `sample` returns them under `index`.
             priority: one number each, or one for all.
         """
         self.trajectories.set_priority(index, priority)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Take the priorities of a sampled batch from its `priority_key` (`td_error`), the largest of each trajectory.
+        """Set priorities from a sampled batch's `priority_key` (`td_error`), the largest value of each trajectory.
 
-        Trajectories that have left the store since are passed over, whoever has their slots now.
+        Trajectories that have left the store are skipped, even if another trajectory has their slot.
 
         Raises:
             MissingKeyError: the batch has no such key, or no `row_id`.
@@ -402,11 +402,11 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             self.trajectories.prioritize(ids[there], priority[torch.from_numpy(there)])
 
     def refresh(self) -> int:
-        """Take in what other processes wrote; returns the watermark."""
+        """Show rows written by other processes; return the watermark."""
         return self.trajectories.refresh()
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Write trajectories to slots, or with a key the value of every trajectory, see `set_`."""
+        """Write trajectories to slots; with a key, set a value of every trajectory, see `set_`."""
         if isinstance(index, str) or (isinstance(index, tuple) and all(isinstance(part, str) for part in index)):
             self.set_(index, value)
             return
@@ -422,17 +422,17 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         start: int = 0,
         uses: Any = None,
     ) -> StoreView:
-        """The rows that a step may choose from, in the order of arrival.
+        """Return the rows that a step may choose from, in the order of arrival.
 
         Args:
             version: the learner's version.
-            at: a snapshot of the store, whose values count as well; or a watermark, of which the rows are those of then
-                (where one process writes) and the values those of now; None is now.
+            at: a snapshot, which fixes rows and values; or a watermark, which fixes the rows (if one process writes),
+                with their current values; None is the current state.
             start: leave out rows that arrived before this watermark.
             uses: row ids that count as used, once for each time they are named (a ledger); None reads `use_count`.
 
         Raises:
-            DataError: if the store has not reached the watermark, or has dropped rows that were there then.
+            DataError: if the store has not reached the watermark, or rows have left it since.
         """
         store, values = self.store, self.store
         if isinstance(at, Snapshot):
@@ -472,7 +472,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         seed: int | None = None,
         **view: Any,
     ) -> Ints:
-        """The row ids of an optimizer step, int64; see `sample_step`."""
+        """Return the row ids of an optimizer step, int64; see `sample_step`."""
         return self._drawn(self.view(**view), step, batch_size, strategy, seed)
 
     def _drawn(
@@ -500,21 +500,21 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         layout: Layout | None = None,
         **view: Any,
     ) -> TensorDict:
-        """The batch of an optimizer step: a pure function of the rows there are, the seed and the step.
+        """Return the batch of an optimizer step: a pure function of the stored rows, the seed and the step.
 
-        No cursor moves and nothing is remembered, so the same call gives the same batch again, in another process
-        too, as long as `at` is the same snapshot. With a watermark only the rows are those of then: their values are
-        those of now, and so is which rows wait for their group (name the ledger in `uses`, else the store's `use_count`
-        decides, which `ConsumingSampler` changes).
+        There is no cursor and no other state, so the same call returns the same batch again, in any process, as long as
+        `at` is the same snapshot. A watermark fixes only the rows: their values are current, and so is which rows wait
+        for their group (pass the ledger as `uses`; otherwise the store's `use_count` decides, which `ConsumingSampler`
+        changes).
 
         Args:
             step: number of the step.
-            batch_size: rows; fewer come where fewer are allowed. None takes the buffer's, or else all allowed.
-            strategy: a sampler or its name; None takes the buffer's own strategy, or else `uniform`.
+            batch_size: rows; fewer if fewer are allowed. None takes the buffer's, or all that are allowed.
+            strategy: a sampler or its name; None takes the buffer's own strategy, or `uniform`.
             seed: None takes the buffer's.
             keys: what to read, see `TrajectoryStorage.read`.
             text: whether to read text.
-            layout: `padded` or `jagged`; None as the storage was made.
+            layout: `padded` or `jagged`; None takes the storage's.
             **view: `version`, `at`, `start`, `uses`, see `view`.
 
         Returns:
@@ -522,7 +522,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
 
         Raises:
             DataError: if nothing may be drawn, or the store has not reached the watermark.
-            SnapshotGoneError: if the values of then were folded into later ones.
+            SnapshotGoneError: if the snapshot's values were folded into later ones.
         """
         rows = self.view(**view)
         ids = self._drawn(rows, step, batch_size, strategy, seed)
@@ -544,13 +544,13 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         text: bool | None = None,
         layout: Layout | None = None,
     ) -> TensorDict:
-        """A batch of given rows, as a ledger names them; see `TrajectoryStorage.read`."""
+        """Read a batch of the given rows, as a ledger names them; see `TrajectoryStorage.read`."""
         return self._to_device(self.trajectories.read(row_ids=row_ids, keys=keys, text=text, layout=layout))
 
     # -- sharing -----------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """TorchRL hands the generator over in a tensor that is gone before a spawned process can take it."""
+        """Carry the generator's state as bytes: TorchRL's tensor is gone before a spawned process receives it."""
         state = super().__getstate__()
         rng = state.get("_rng")
         if rng is not None:
@@ -569,10 +569,10 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
 
 
 def _writer(given: Any, storage: TrajectoryStorage) -> Writer:
-    """The writer of a buffer.
+    """Return the writer of a buffer.
 
     Raises:
-        DefinitionError: it is none, or cannot do its work on a store that only appends.
+        DefinitionError: the argument is not a writer, or cannot work on a store that only appends.
     """
     if given is None:
         return TrajectoryWriter()
@@ -590,12 +590,12 @@ def _writer(given: Any, storage: TrajectoryStorage) -> Writer:
             "newest and overwrites none. Keep all, and draw by value: sampler='priority' with the column 'priority'."
         )
     if isinstance(writer, RoundRobinWriter):
-        writer._cursor = storage.next_slot  # after what the store holds already
+        writer._cursor = storage.next_slot  # after the rows in the store
     return writer
 
 
 def _refreshed(storage: TrajectoryStorage) -> Ints:
-    """The rows that wait now, whoever wrote them."""
+    """Refresh the storage and return the waiting rows of all processes."""
     storage.refresh()
     return storage.waits
 

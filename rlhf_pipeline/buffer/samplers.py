@@ -1,9 +1,4 @@
-"""Which trajectories the learner sees next.
-
-A strategy is a pure function of a snapshot, a seed and a step: `strategy.select(snapshot, n, seed=, step=)`. Nothing
-remembers where it was, so a step drawn again draws the same rows. Wrapped as a TorchRL sampler, the number of draws
-takes the place of the step.
-"""
+"""The sampling strategies, which choose the trajectories that the learner sees next; `_strategy` has their base."""
 
 from __future__ import annotations
 
@@ -52,7 +47,7 @@ __all__ = [
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class FreshSampler(TrajectorySampler):
-    """The oldest trajectories that are fresh enough and not used up, in the order of arrival. Deterministic.
+    """The oldest trajectories within the limits, in the order of arrival. Deterministic.
 
     Args:
         max_staleness: largest age in versions.
@@ -73,20 +68,20 @@ class FreshSampler(TrajectorySampler):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PrioritySampler(TrajectorySampler):
-    """Chances of `(|priority| + eps)^alpha * exp(-age / tau)`, none twice in a batch.
+    """Probability proportional to `(|priority| + eps)^alpha * exp(-age / tau)`, no row twice in a batch.
 
-    Drawn by Gumbel top-k, which is sampling without replacement one by one. Source for the age factor, without which
-    priority degrades: https://arxiv.org/abs/2604.16918.
+    Drawn by Gumbel top-k, which equals sampling one by one without replacement. Source for the age factor, without
+    which priority degrades: https://arxiv.org/abs/2604.16918.
 
     Args:
-        alpha: how much the priority counts.
-        tau: age in versions at which the chance has fallen to 1/e; infinity ignores the age.
+        alpha: exponent of the priority.
+        tau: age in versions at which the probability has fallen to 1/e; infinity ignores the age.
         eps: added to the priority.
-        column: the scalar that is the priority: `priority`, which may be changed, or for example `advantage`, which
-            may not, so that a step drawn again later is the same.
-        beta: how far importance weights undo the chances, `(N p)^-beta` over the largest of the batch; TorchRL's
-            `sample` puts them under `_weight`. None gives no weights.
-        max_staleness: as of every strategy, see `TrajectorySampler`; likewise `max_uses` and `seed`.
+        column: the scalar column with the priority: `priority`, which can be changed, or one such as `advantage`, which
+            cannot, so that drawing a step again later gives the same rows.
+        beta: exponent of the importance weights, `(N p)^-beta` over the largest of the batch; TorchRL's `sample` puts
+            them under `_weight`. None gives no weights.
+        max_staleness: see `TrajectorySampler`; likewise `max_uses` and `seed`.
 
     Raises:
         DefinitionError: if `tau` or `eps` is not above 0.
@@ -104,7 +99,7 @@ class PrioritySampler(TrajectorySampler):
             raise DefinitionError(f"tau ({self.tau}) and eps ({self.eps}) must be above 0.")
 
     def log_weights(self, view: StoreView, allowed: Ints) -> Floats:
-        """Logarithm of the unnormalised chances."""
+        """Return the logarithm of the unnormalised probabilities."""
         out = np.zeros(len(allowed))
         if self.alpha and self.column in view.store.schema:
             priority = np.abs(view.column(self.column)[allowed].astype(np.float64))
@@ -117,10 +112,10 @@ class PrioritySampler(TrajectorySampler):
         return allowed[gumbel_order(self.log_weights(view, allowed), rng)[:most]]
 
     def weights(self, view: StoreView, chosen: Ints) -> Floats | None:
-        """Importance weights of chosen rows, the largest 1; None without `beta`.
+        """Return importance weights of the chosen rows, the largest 1; None without `beta`.
 
         Args:
-            view: what they were chosen from.
+            view: the rows that they were chosen from.
             chosen: positions in the view.
         """
         if self.beta is None or not len(chosen):
@@ -134,12 +129,12 @@ class PrioritySampler(TrajectorySampler):
 
 @dataclass(eq=False, repr=False)
 class MixSampler(TrajectorySampler):
-    """A part of every batch by one strategy, the rest by another, no row twice.
+    """One part of every batch by one strategy, the rest by another, no row twice.
 
     Args:
         fresh: draws first.
-        replay: fills up.
-        fraction: part of the batch that `fresh` draws.
+        replay: draws the rest.
+        fraction: share of the batch that `fresh` draws.
         seed: of the TorchRL interface.
 
     Raises:
@@ -175,11 +170,11 @@ class MixSampler(TrajectorySampler):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RecencySampler(PrioritySampler):
-    """Newer trajectories more often: chances of `exp(-age / tau)`.
+    """Newer trajectories more often: probability proportional to `exp(-age / tau)`.
 
     Args:
-        tau: age in versions at which the chance has fallen to 1/e.
-        max_staleness: as of every strategy, see `TrajectorySampler`; likewise `max_uses` and `seed`.
+        tau: age in versions at which the probability has fallen to 1/e.
+        max_staleness: see `TrajectorySampler`; likewise `max_uses` and `seed`.
     """
 
     alpha: float = field(default=0.0, init=False)
@@ -200,12 +195,12 @@ def _consuming(*, max_uses: int | None = None, max_sample_count: int = 1, **limi
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """What a name means, in a definition and in `sample_step` alike.
+    """The meaning of a strategy's name, in a definition and in `sample_step` alike.
 
     Attributes:
-        make: builds it from the limits (`max_staleness`, `max_uses`, `seed`) and from settings of its own.
+        make: builds the strategy from the limits (`max_staleness`, `max_uses`, `seed`) and its own settings.
         settings: the fields of `config.Sample`, and of the run, that it takes.
-        more: arguments of the class that only a program may give.
+        more: arguments of the class that only programs can set.
     """
 
     make: Callable[..., TrajectorySampler]
@@ -233,18 +228,18 @@ _LIMITS = ("max_staleness", "max_uses", "seed")
 
 
 def as_sampler(strategy: str | TrajectorySampler, **arguments: Any) -> TrajectorySampler:
-    """A strategy as it is, or by name.
+    """Return the strategy of a name; a strategy itself is returned as it is.
 
-    A name means the same here as in a definition. The classes may be given more: `priority`, for example, weighs by the
-    advantage, which does not change, and `PrioritySampler()` by the column `priority`, which may.
+    A name means the same here as in a definition. The classes may have other defaults: `priority`, for example, weighs
+    by the advantage, which does not change, and `PrioritySampler()` by the column `priority`, which may.
 
     Args:
         strategy: a name in `STRATEGIES`: `fresh`, `uniform`, `recency`, `priority`, `group`, `success`, `variance`,
-            `mix`, `staleness` or `consuming`; or a strategy, which comes back.
-        **arguments: `max_staleness`, `max_uses`, `seed`, and what the strategy takes beside.
+            `mix`, `staleness` or `consuming`; or a strategy.
+        **arguments: `max_staleness`, `max_uses`, `seed`, and the strategy's own arguments.
 
     Raises:
-        DefinitionError: if the name is not known, or the strategy takes no such argument.
+        DefinitionError: if the name is unknown, or the strategy takes no such argument.
 
     >>> as_sampler("uniform", max_uses=2)
     UniformSampler(max_staleness=None, max_uses=2)

@@ -83,38 +83,38 @@ Index = int | slice | Sequence[int] | np.ndarray | torch.Tensor | range | tuple[
 
 
 class TrajectoryCheckpointer(StorageCheckpointerBase):
-    """Copies the rows of a store into a folder, so that a dump is whole or not there at all."""
+    """Copies the rows of a store into a folder, atomically."""
 
     def dumps(self, storage: TrajectoryStorage, path: str | Path) -> None:
         """Write a copy of the store under `path`."""
         dump_store(storage.store, storage.kept_rows(), Path(path))
 
     def loads(self, storage: TrajectoryStorage, path: str | Path) -> None:
-        """Bring the rows of a dump into an empty storage."""
+        """Load the rows of a dump into an empty storage."""
         storage.import_rows(find_dump(Path(path)))
 
 
 class TrajectoryStorage(Storage):
     """Trajectories on disk: ragged, durable, append-only, one row each.
 
-    `set` appends one atomic commit, durable on return; nothing is overwritten, a slot that is written again means a
-    newer row. `get` of several indices gives a padded TensorDict with masks (`rlhf_pipeline.buffer.batches`); of one
-    index, that trajectory without padding; of a slice, only the values that are one per trajectory, so that
+    `set` appends one atomic commit, durable on return; nothing is overwritten: writing a slot again makes it refer to a
+    newer row. `get` of several indices returns a padded TensorDict with masks (`rlhf_pipeline.buffer.batches`); of one
+    index, that trajectory without padding; of a slice, only the values that exist once per trajectory, so that
     samplers may scan whole storages. Reopening a path shows all rows again. Several processes may write: each
-    opens the path itself, and `refresh()` shows what the others wrote.
+    opens the path itself, and `refresh()` shows the rows of the others.
 
-    It works in TorchRL's own `ReplayBuffer` too. In a `torch.utils.data.DataLoader`, which reads the storage as a
-    map-style dataset, pass `collate_fn=collated`, as batches are collated already. Another process that gets the
-    storage opens the store again, with this process's slots; buffers that use it do not travel with it.
+    It also works in TorchRL's own `ReplayBuffer`. In a `torch.utils.data.DataLoader`, which reads the storage as a
+    map-style dataset, pass `collate_fn=collated`, as batches are collated already. A copy of the storage in another
+    process reopens the store, with this process's slots, but without the buffers attached to it.
 
     Args:
-        path_or_store: folder or URL of the store (made if it is not there), or an open `TrajectoryStore`.
-        max_size: keep at most so many trajectories; the oldest go first. None keeps all.
+        path_or_store: folder or URL of the store (made if it does not exist), or an open `TrajectoryStore`.
+        max_size: keep at most this many trajectories; the oldest are evicted first. None keeps all.
         backend: `memmap` or `zarr`; only for a new store.
         durability: `process` survives kill -9, `power` and `group` a power loss as well.
         schema: columns of a new store; `trajectory_schema()` by default.
         extra: further keys to keep, each with its dtype: `{"step_count": "int64", ("next", "score"): "float32"}`; or
-            columns, see `trajectory_schema`. An existing store gains those that it has not.
+            columns, see `trajectory_schema`. An existing store gains the columns that it lacks.
         mode: `r` opens an existing store for reading only.
         text: also read the text columns into batches (they cost more than all numbers together).
         pad_to_multiple_of: round padded lengths up.
@@ -122,7 +122,7 @@ class TrajectoryStorage(Storage):
 
     Raises:
         DefinitionError: if the arguments contradict each other or an existing store.
-        StoreError: if the store cannot be opened or made.
+        StoreError: if the store cannot be opened or created.
 
     >>> import tempfile, torch
     >>> from tensordict import TensorDict, lazy_stack
@@ -179,9 +179,9 @@ class TrajectoryStorage(Storage):
     # -- TorchRL's interface -----------------------------------------------------------------------------------
 
     def attach(self, buffer: Any) -> None:
-        """Take up a buffer that reads from here; one without a `collate_fn` gets batches as they are read."""
+        """Register a buffer that reads from here; one without a `collate_fn` gets batches as they are read."""
         super().attach(buffer)
-        if getattr(buffer, "_init_collate_fn", collated) is None:  # TorchRL knows defaults for its own storages only
+        if getattr(buffer, "_init_collate_fn", collated) is None:  # TorchRL has defaults for its own storages only
             buffer._init_collate_fn = collated
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -194,7 +194,7 @@ class TrajectoryStorage(Storage):
 
         Raises:
             DataError: if the data are not whole trajectories, or do not fit the cursor or the schema.
-            StoreError: if the store could not take them; then none of them is there.
+            StoreError: if the store could not take them; then none of them is stored.
         """
         if isinstance(data, (list, tuple)):
             data = lazy_stack(list(data))
@@ -208,7 +208,7 @@ class TrajectoryStorage(Storage):
                 self._set_last_cursor(int(slots[-1]))
 
     def extend(self, data: TensorDictBase | Trajectories) -> np.ndarray:
-        """Append trajectories to the next slots, which are returned, int64 `[n]`; see `set`."""
+        """Append trajectories to the next slots and return these, int64 `[n]`; see `set`."""
         n, rows = append_data(data, self.store.schema)
         waiting = rows.get(WAITING.name)
         slots = self._slots.expected(n if waiting is None else int(np.count_nonzero(np.asarray(waiting) < 0)))
@@ -219,10 +219,10 @@ class TrajectoryStorage(Storage):
         return slots
 
     def settle(self, later: Later) -> np.ndarray:
-        """Give rows that waited their later values.
+        """Write the new values of rows that waited.
 
         Returns:
-            The slots of those that are complete now, int64.
+            The slots of the rows that are complete now, int64.
         """
         try:
             return self._settle(later)
@@ -256,11 +256,11 @@ class TrajectoryStorage(Storage):
         return self._slots.waits
 
     def ready(self, row_ids: np.ndarray, then: StoreReads | None = None) -> np.ndarray | None:
-        """Bool `[n]`: which rows neither wait for their group nor were left out of it; None where all may be drawn.
+        """Return which rows neither wait for their group nor were left out of it, bool `[n]`; None if all may be drawn.
 
         Args:
             row_ids: int64 `[n]`.
-            then: says it as of a snapshot; None is now.
+            then: the store as of a snapshot; None is the current state.
         """
         if then is not None:
             waiting = then.read_scalars(WAITING.name, row_ids) if WAITING.name in then.schema else np.full(1, -1)
@@ -269,7 +269,7 @@ class TrajectoryStorage(Storage):
         return ~np.isin(row_ids, aside) if len(aside) else None
 
     def _append(self, rows: dict[str, Any], slots: np.ndarray, *, in_turn: bool) -> bool:
-        """Append rows; returns whether slots have changed that were not asked for."""
+        """Append rows; return whether slots other than the given ones have changed."""
         if not in_turn:
             if SLOT not in self.store.schema:
                 raise DataError(
@@ -290,8 +290,8 @@ class TrajectoryStorage(Storage):
         """Read trajectories.
 
         Args:
-            index: an int gives one trajectory without padding; a slice the values that are one per trajectory;
-                anything else a padded batch.
+            index: an int reads one trajectory without padding; a slice reads the values that exist once per trajectory;
+                anything else reads a padded batch.
 
         Raises:
             IndexError: if a slot was never written.
@@ -317,17 +317,17 @@ class TrajectoryStorage(Storage):
 
         Args:
             index: slots; or
-            row_ids: ids that the store gave.
+            row_ids: ids of the store.
             keys: TensorDict keys or column names; None reads all numbers.
-            text: whether to read text; None as the storage was made.
-            layout: `padded` or `jagged`; None as the storage was made.
-            then: the store as of a snapshot (`store.as_of(snapshot)`); None is now.
+            text: whether to read text; None takes the storage's setting.
+            layout: `padded` or `jagged`; None takes the storage's.
+            then: the store as of a snapshot (`store.as_of(snapshot)`); None is the current state.
 
         Returns:
             A TensorDict `[B]`, see `padded_batch` and `jagged_batch` in `rlhf_pipeline.buffer.batches`.
 
         Raises:
-            DefinitionError: if the layout is not known.
+            DefinitionError: if the layout is unknown.
             IndexError: if a slot was never written.
             StoreError: if a row id is not in the store.
         """
@@ -343,25 +343,25 @@ class TrajectoryStorage(Storage):
         )
 
     def columns(self, row_ids: np.ndarray, keys: Sequence[Key]) -> dict[Key, Any]:
-        """The padded tensors of rows by key, as `read` gives them in a TensorDict."""
+        """Return the padded tensors of rows by key, as `read` puts them into a TensorDict."""
         return padded_columns(
             self.store, row_ids, keys=keys, pad_to_multiple_of=self.pad_to_multiple_of, pool=self._pool
         )
 
     def __getitems__(self, indices: Sequence[int]) -> TensorDict:
-        """A batch at once, for `torch.utils.data.DataLoader(storage, batch_size=, collate_fn=collated)`."""
+        """Return a whole batch, for `torch.utils.data.DataLoader(storage, batch_size=, collate_fn=collated)`."""
         return self.read(indices)
 
     def read_text(self, column: str, row_ids: Any) -> list[str]:
-        """One text column of some rows."""
+        """Return one text column of the given rows."""
         return self.store.read(np.asarray(row_ids, dtype=np.int64), [column])[column]
 
     def update(self, row_ids: Any, **values: Any) -> None:
-        """Give columns later values for some rows; other processes see them at their next refresh.
+        """Set new values of columns for the given rows; other processes see them at their next refresh.
 
         Args:
             row_ids: the rows.
-            **values: by column name: one value per row, one for all, or ragged ones as `TrajectoryStore.update` takes.
+            **values: by column name: one value per row, one for all, or ragged values as in `TrajectoryStore.update`.
         """
         arrays = {k: v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
         self.store.update(np.asarray(row_ids, dtype=np.int64).reshape(-1), **arrays)
@@ -369,15 +369,15 @@ class TrajectoryStorage(Storage):
             self._bump_mutation_revision()
 
     def set_priority(self, index: Any, priority: Any) -> None:
-        """Give trajectories their priorities, one number each or one for all; `index` names their slots.
+        """Set the priorities of the trajectories in slots `index`, one number each or one for all.
 
         Raises:
-            DataError: a priority is negative or not finite, or they are not as many as the slots.
+            DataError: a priority is negative or not finite, or their number differs from the number of slots.
         """
         self.prioritize(self.row_ids(index), priority)
 
     def prioritize(self, ids: np.ndarray, priority: Any) -> None:
-        """The same by the ids of the rows."""
+        """Set the priorities of rows by their ids, as `set_priority` does by slot."""
         values = torch.as_tensor(priority, dtype=torch.float32).detach().cpu().reshape(-1)
         if values.numel() not in (1, len(ids)):
             raise DataError(f"{values.numel()} priorities do not fit {len(ids)} rows; give one each, or one for all")
@@ -386,10 +386,10 @@ class TrajectoryStorage(Storage):
         self.update(ids, priority=values.expand(len(ids)))
 
     def row_ids(self, index: Any = None) -> np.ndarray:
-        """The store's ids of some slots, int64 `[B]`; of all slots when None.
+        """Return the row ids of the given slots, int64 `[B]`; of all slots when None.
 
-        A slot beyond the last one is looked for once more after a `refresh`, so that the workers of a data loader
-        follow a storage that grows.
+        If a slot is beyond the last one, the storage is refreshed once, so that the workers of a data loader follow a
+        growing storage.
 
         Raises:
             IndexError: if a slot was never written.
@@ -400,7 +400,7 @@ class TrajectoryStorage(Storage):
         try:
             found = self._slots.rows[index].reshape(-1)
         except IndexError:
-            self.refresh()  # who hands out the indices may have seen rows that came later
+            self.refresh()  # the process that chose the indices may have seen newer rows
             rows = self._slots.rows
             try:
                 found = rows[index].reshape(-1)
@@ -413,16 +413,16 @@ class TrajectoryStorage(Storage):
         return found
 
     def mapped_rows(self) -> np.ndarray:
-        """The ids that slots mean now, in slot order."""
+        """Return the row ids of all slots, in slot order."""
         rows = self._slots.rows
         return rows[rows >= 0]
 
     def kept_rows(self) -> np.ndarray:
-        """The ids of a copy's rows: in slot order, then those that wait for their group."""
+        """Return the row ids to copy: in slot order, then the rows that wait for their group."""
         return np.concatenate([self.mapped_rows(), self._slots.waits])
 
     def _cursor_slots(self, cursor: Any) -> np.ndarray:
-        """The slots that a write names, int64 `[n]`."""
+        """Return the slots that a write names, int64 `[n]`."""
         cursor = _plain(cursor)
         if isinstance(cursor, slice):
             return np.arange(*cursor.indices(len(self)), dtype=np.int64)
@@ -440,16 +440,16 @@ class TrajectoryStorage(Storage):
 
     @property
     def next_slot(self) -> int:
-        """The slot that the next trajectory takes."""
+        """The slot of the next trajectory."""
         return self._slots.next_slot
 
     @property
     def floor(self) -> int:
-        """The watermark at which the storage was emptied; rows before it are on disk but not drawn any more."""
+        """The watermark at which the storage was emptied; rows before it stay on disk but are no longer drawn."""
         return self._slots.floor
 
     def contains(self, item: Any) -> Any:
-        """Whether slots hold a trajectory; a bool for one, a bool tensor for several."""
+        """Return whether slots hold a trajectory; a bool for one, a bool tensor for several."""
         index = np.atleast_1d(np.asarray(item.cpu() if isinstance(item, torch.Tensor) else item))
         inside = (index >= -len(self)) & (index < len(self))
         return bool(inside[0]) if _is_one(item) else torch.from_numpy(inside)
@@ -461,7 +461,7 @@ class TrajectoryStorage(Storage):
     # -- the store ---------------------------------------------------------------------------------------------
 
     def refresh(self) -> int:
-        """Take in what other processes wrote; returns the watermark."""
+        """Show rows written by other processes; return the watermark."""
         mark = self.store.refresh()
         before = len(self._slots), self._slots.next_slot
         self._slots.sync(self.store)
@@ -470,7 +470,7 @@ class TrajectoryStorage(Storage):
         return mark
 
     def flush(self) -> None:
-        """Wait until everything written is on the disk."""
+        """Wait until all rows are on disk."""
         self.store.flush()
 
     def close(self) -> None:
@@ -478,7 +478,7 @@ class TrajectoryStorage(Storage):
         self.store.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the rows are and how many; the rows themselves are on disk already."""
+        """Return the location and number of the rows; the rows themselves are on disk already."""
         return {
             "path": self._address,
             "watermark": self.store.watermark,
@@ -488,10 +488,10 @@ class TrajectoryStorage(Storage):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Return to a saved state.
 
-        The same path needs nothing but a look at what is there; another, empty storage gets a copy of the rows.
+        For the same path only the number of rows is checked; another, empty storage gets a copy of the rows.
 
         Raises:
-            RunMismatchError: if the store has fewer rows than the state says.
+            RunMismatchError: if the store has fewer rows than the state.
             MissingPathError: if the state's store is gone.
         """
         source = str(state_dict["path"])
@@ -531,14 +531,14 @@ class TrajectoryStorage(Storage):
 
     @property
     def _address(self) -> str:
-        """Where the store is found from anywhere: its URL, or its folder, absolute."""
+        """The store's URL, or its absolute folder."""
         path = self.store.path
         return str(path.absolute() if isinstance(path, Path) else path)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         del state["_pool"]
-        state["_attached_entities_list"] = []  # a buffer attaches itself again; a data loader needs none of them
+        state["_attached_entities_list"] = []  # a buffer attaches itself again; a data loader needs none
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -552,7 +552,7 @@ class TrajectoryStorage(Storage):
 
 
 def collated(batch: Any) -> Any:
-    """The `collate_fn` of TorchRL's buffers and PyTorch's loaders over a `TrajectoryStorage`: batches come ready.
+    """Return the batch as it is: the `collate_fn` for TorchRL buffers and PyTorch loaders over a `TrajectoryStorage`.
 
     >>> collated([1, 2])
     [1, 2]
@@ -566,7 +566,7 @@ def _check_layout(layout: str) -> None:
 
 
 def _plain(index: Any) -> Any:
-    """An index as numpy understands it: a slice or an array."""
+    """Return an index for numpy: a slice or an array."""
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
     if index is Ellipsis or isinstance(index, slice):
@@ -595,7 +595,7 @@ def _open(
     try:
         if mode == "r":
             return TrajectoryStore.open(path, mode=mode)
-        # Stores that are older than these columns gain them.
+        # Stores made before these columns existed gain them.
         gained = [WAITING, FAILED_MEMBERS, NEWEST_VERSION, POLICY_DIGEST, *extra]
         return TrajectoryStore.open(path, mode=mode, durability=durability, add_columns=gained)
     except StoreNotFoundError:
@@ -609,7 +609,7 @@ def _open(
     except StoreExistsError:
         if not isinstance(path, str):
             raise
-        return TrajectoryStore.open(path, mode=mode, durability=durability, add_columns=extra)  # another was faster
+        return TrajectoryStore.open(path, mode=mode, durability=durability, add_columns=extra)  # another process has just made it
 
 
 def _check_columns(store: TrajectoryStore, wanted: Iterable[Column]) -> None:
@@ -628,11 +628,11 @@ _DERIVED: frozenset[Key] = frozenset(
     | {("next", "truncated"), "done", "terminated", "truncated", ("masks", "all_attention_mask")}
     | {("tokens", "prompt"), ("tokens", "response"), ("log_probs", "prompt"), ("log_probs", "response")}
 )
-"""Keys that a batch may carry and that are not stored: they are derived on read or belong to TorchRL."""
+"""Keys that a batch may have but that are not stored: they are derived on read or belong to TorchRL."""
 
 
 def append_data(data: Any, schema: Schema) -> tuple[int, dict[str, Any]]:
-    """What `TrajectoryStore.append` takes of a batch.
+    """Return the arguments of `TrajectoryStore.append` for a batch.
 
     Args:
         data: trajectories in any of the forms of the write path.
@@ -673,10 +673,10 @@ def append_data(data: Any, schema: Schema) -> tuple[int, dict[str, Any]]:
 
 
 def _check_per_token(columns: Trajectories, lengths: torch.Tensor) -> None:
-    """Refuse what is not checked by the store, because no column holds it as it came: lengths, and places in a row.
+    """Check lengths and positions that the store cannot check, because no column holds them unchanged.
 
     Raises:
-        DataError: a value per token does not belong to the tokens.
+        DataError: a per-token value does not fit the tokens.
     """
     for key in (ADVANTAGE, REWARD, KL_PENALTY):
         value = columns.get(key)
@@ -701,7 +701,7 @@ def _check_per_token(columns: Trajectories, lengths: torch.Tensor) -> None:
 
 
 def _derive(columns: Trajectories, tokens: Flat, schema: Schema) -> None:
-    """Fill in what follows from the rest."""
+    """Fill in columns that follow from the others."""
     mask, prompt = columns.get(ASSISTANT_MASK), columns.get(NUM_PROMPT_TOKENS)
     lengths = tokens.lengths
     assert lengths is not None  # append_data checked it
@@ -729,10 +729,10 @@ def _derive(columns: Trajectories, tokens: Flat, schema: Schema) -> None:
 
 
 def _derive_reward(columns: Trajectories, schema: Schema) -> None:
-    """Keep what the store can of rewards: their sum before the penalty, read back at the last token.
+    """Reduce rewards to what the store keeps: their sum before the penalty, read back at the last token.
 
     Raises:
-        DataError: they say something else, and the store has no column for them.
+        DataError: the sum would not restore the rewards, and the store has no column for them.
     """
     reward, task = columns.get(REWARD), columns.get(TASK_REWARD)
     if not isinstance(reward, Flat) or (REWARD_COLUMN in schema and task is not None):
@@ -775,15 +775,15 @@ def _derive_reward(columns: Trajectories, schema: Schema) -> None:
 
 
 def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: dict[int, RaggedArray]) -> Any:
-    """What `append` takes for one column.
+    """Return the argument of `append` for one column.
 
     Args:
         column: of the store.
         key: of the batch.
         value: the values.
-        n: trajectories.
-        alike: the ragged columns made before, by the id of their lengths, which they keep: who shares lengths shares
-            them in the store's form too.
+        n: the number of trajectories.
+        alike: the ragged columns converted so far, by the id of their lengths, so that columns which share lengths
+            share them in the store's form as well.
 
     Raises:
         DataError: if the values do not fit the column.
@@ -800,7 +800,7 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: di
         return list(map(str, plain))
     if column.is_text:
         raise DataError(f"{key!r} is a tensor, and the column '{column.name}' holds text")
-    if column.ragged and value.values.ndim >= 2:  # rows of one length, in a batch where all have it
+    if column.ragged and value.values.ndim >= 2:  # all rows of the batch have one length
         value = as_ragged(value, n)
     values = value.values
     if values.requires_grad or values.is_cuda:
@@ -836,7 +836,7 @@ _reported: set[Key] = set()
 
 
 def _report_unknown(key: Key, value: Flat | Text, schema: Schema) -> None:
-    """Say once per key that it has no column and is not stored."""
+    """Log, once per key, that it has no column and is not stored."""
     if key not in _reported:
         _reported.add(key)
         hint = did_you_mean(str(key), schema.names)

@@ -1,4 +1,4 @@
-"""Rows that were committed since a look, and the rows of some groups, without looking at the whole store."""
+"""Finds newly committed rows, and the rows of given groups, without scanning the whole store."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Ints = npt.NDArray[np.int64]
 
 _BLOCK_ROWS = 4096
 _READ_ROWS = 16 * _BLOCK_ROWS
-"""Looked at in one go when a long run is taken up."""
+"""Rows read at once when a long run is resumed."""
 
 
 class NewIds:
-    """Gives the ids of rows that were committed since the last look, each once.
+    """Returns the ids of rows committed since the last call, each once.
 
     Args:
         store: open, refreshed by its owner.
-        seen: whether the rows that are there now count as given.
+        seen: whether to skip the rows that are in the store now.
     """
 
     def __init__(self, store: TrajectoryStore, *, seen: bool = False) -> None:
@@ -27,7 +27,7 @@ class NewIds:
         self._before: Snapshot | None = store.snapshot() if seen else None
 
     def take(self) -> Ints:
-        """Return the new ids, int64, in the order of arrival; those that were evicted since are left out."""
+        """Return the new ids, int64, in the order of arrival; rows evicted since are left out."""
         before, watermark = self._before, self._store.watermark
         if before is not None and watermark == before.watermark:
             return np.empty(0, np.int64)
@@ -37,14 +37,14 @@ class NewIds:
             return ids
         num = watermark - before.watermark
         new = before.later(ids[-2 * num :])
-        return new if len(new) >= num else before.later(ids)  # a slow writer's rows stand further back
+        return new if len(new) >= num else before.later(ids)  # a slow writer's rows are further back
 
 
 class StoredGroups:
-    """Finds the rows of neighbouring groups; new rows are looked at once.
+    """Finds the rows of neighbouring groups; each row is read once.
 
-    Rows are remembered in blocks of up to 4096, each with its least and its greatest group. Groups arrive roughly in
-    order, so that few blocks hold those asked for.
+    Rows are remembered in blocks of up to 4096, each with its smallest and its largest group. Groups arrive roughly in
+    order, so that few blocks hold the requested ones.
 
     Args:
         store: open, refreshed by its owner.
@@ -54,7 +54,7 @@ class StoredGroups:
         self._store = store
         self._new = NewIds(store)
         self._blocks = np.empty((0, 4), np.int64)
-        """First row id, number of rows (without a gap), least group, greatest group."""
+        """First row id, number of consecutive rows, smallest group, largest group."""
 
     def rows(self, first: int, last: int) -> Ints:
         """Return the row ids of groups `first` to `last`, int64, in the order of arrival."""
@@ -63,7 +63,7 @@ class StoredGroups:
         if not len(near):
             return np.empty(0, np.int64)
         ids = np.concatenate([np.arange(start, start + num) for start, num, *_ in near.tolist()])
-        if len(self._store) < self._store.watermark:  # a ring has let some of them go
+        if len(self._store) < self._store.watermark:  # a ring has evicted some of them
             ids = ids[np.isin(ids, self._store.ids())]
         groups = self._store.read_scalars("group_id", ids)
         return ids[(groups >= first) & (groups <= last)]
@@ -78,7 +78,7 @@ class StoredGroups:
                 self._add(int(ids_part[0]), groups_part)
 
     def _add(self, start: int, groups: npt.NDArray[np.int64]) -> None:
-        """Add rows without a gap between them, to the last block as far as it has room."""
+        """Add consecutive rows, to the last block as long as it has room."""
         added: list[tuple[int, int, int, int]] = []
         if len(self._blocks):
             block = self._blocks[-1]

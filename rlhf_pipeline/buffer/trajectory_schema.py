@@ -11,32 +11,32 @@ from rlhf_pipeline.data.keys import REWARD_COLUMN, Key, column_name, key_of
 from trajectory_store import Column, Schema
 
 SLOT = "slot"
-"""Column of the TorchRL slot that a row was written to on purpose; -1 where it simply came next."""
+"""Column of the TorchRL slot that the writer of a row chose; -1 for a row that took the next slot."""
 
 NEWEST_VERSION = Column("newest_policy_version", "int64", fill=-1)
-"""Column of the newest version that sampled a token, where weights were replaced in the middle; else -1."""
+"""Column of the newest version that sampled a token if weights were replaced during sampling; otherwise -1."""
 
 POLICY_DIGEST = Column("policy_digest", "int64", fill=0)
 """Column of the digest of the published weights that sampled the first token; 0 where none were published."""
 
 WAITING = Column("waiting", "int64", fill=-1)
-"""Column that says whether a row waits for the rest of its group; see `rlhf_pipeline.data.keys.WAITING`."""
+"""Column with the state of a row that waits or waited for its group; see `rlhf_pipeline.data.keys.WAITING`."""
 
 FAILED_MEMBERS = Column("failed_members", "int32", fill=0)
-"""Column of the members reported failed, on one row of each group that waits."""
+"""Column of the number of members reported failed, on one row of each waiting group."""
 
 INTERNAL = frozenset({SLOT, WAITING.name, FAILED_MEMBERS.name})
-"""Columns that batches do not hold unless they are asked for."""
+"""Columns that batches hold only on request."""
 
 
 @lru_cache(maxsize=16)
 def column_of_key(schema: Schema) -> dict[Key, Column]:
-    """The column of each key that a batch may hold."""
+    """Return the column of each key that a batch may hold."""
     return {key_of(column.name): column for column in schema if column.name != SLOT}
 
 
 def extra_columns(extra: Mapping[Key, str] | Iterable[Column]) -> list[Column]:
-    """The columns of further keys.
+    """Return the columns of further keys.
 
     Args:
         extra: columns, or a dtype per key (`"int64"`, `"float32"`, `"bool"`, `"str"`), one value per trajectory.
@@ -65,16 +65,16 @@ PROVENANCE: tuple[Column, ...] = (
     Column("parent_id", "int64", fill=-1),
     Column("branch", "int32", fill=0),
 )
-"""Where a trajectory comes from, as far as its engine and environment say: `trajectory_schema(PROVENANCE)`.
+"""The origin of a trajectory, as far as its engine and environment report it: `trajectory_schema(PROVENANCE)`.
 
 Spans are `[n, 2]`: the first token of a span, and the version of the weights or the role of the turn. `log_prob_mode`
-is `processed` or `raw`; `parent_id` and `branch` tell the conversation that this one was continued from. A column that
-nobody gives takes no space: a segment has only the columns that its rows were given.
+is `processed` or `raw`; `parent_id` and `branch` identify the conversation that this one continues. An unused column
+takes no space: a segment has only the columns for which its rows have values.
 """
 
 
 def trajectory_schema(extra: Mapping[Key, str] | Iterable[Column] = (), *, token_rewards: bool = False) -> Schema:
-    """The default columns: 13 bytes per token (ids, mask, two log-probs), scalars and text per trajectory.
+    """Return the default columns: 13 bytes per token (ids, mask, two log-probs), scalars and text per trajectory.
 
     Only the token ids, the mask and the behaviour log-probs grow with the tokens; the advantage is one number per
     trajectory and broadcast on read, and the shaped reward is derived on read.

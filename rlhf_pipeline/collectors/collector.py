@@ -35,33 +35,33 @@ class Rollout:
     num_tokens: int
     """Completion tokens sampled; 0 if the rollout was in the store already."""
     task_reward: float | None
-    """Mean over the rollout's graded trajectories, unshaped; None where that is not known any more."""
+    """Mean over the rollout's graded trajectories, unshaped; None if it is no longer known."""
     num_failed: int
     """Trajectories whose reward call failed."""
     first_error: str | None
     seconds: float
     from_store: bool
-    """True if a run that was killed had stored this rollout before, so nothing was sampled."""
+    """True if the rollout was in the store already, from a run that was killed, so nothing was sampled."""
 
 
 class Collector:
     """Turns prompts into completed trajectories and writes them through the buffer's write path.
 
     Rollout `r` takes the prompts from cursor `r * prompts_per_rollout` on. The prompt's cursor is its `group_id` and
-    seeds its completions, so a rollout that a crash cut short is sampled again token for token, and a rollout that is
-    in the store already is not sampled at all: no prompt is lost or repeated.
+    seeds its completions, so a rollout that a crash interrupts is sampled again token for token, and a rollout that is
+    in the store already is not sampled again: no prompt is lost or repeated.
 
     Args:
-        policy: samples the completions. A wrapper of TorchRL works too, see `interop.torchrl.wrappers`; around an
-            engine elsewhere (vLLM) a rollout is not a pure function of the seed.
+        policy: samples the completions. A TorchRL wrapper works too, see `interop.torchrl.wrappers`; with an external
+            engine (vLLM) a rollout is not a pure function of the seed.
         prompts: a pure source of prompts.
         reward: `(prompt, completion, answer, meta) -> float`; a call that raises fails its trajectory only.
         buffer: its `extend` runs the write path and commits.
         config: sizes and temperature.
         seed: the run's seed.
-        kl_reward: the write path's KL penalty; told of rollouts that were in the store already.
-        hand_over: given a version, returns the policy's weights for the policy's engine, which holds a copy of its own;
-            None where it samples with the policy's modules, or where others give it weights.
+        kl_reward: the write path's KL penalty; rollouts already in the store are reported to it.
+        hand_over: maps a version to the policy's weights, for an engine with its own copy; None if the engine samples
+            with the policy's modules, or gets its weights elsewhere.
 
     Raises:
         DefinitionError: the write path takes batches of another size than a rollout.
@@ -103,7 +103,7 @@ class Collector:
         self.kl_reward = kl_reward
         self.hand_over = hand_over
         self.stored = StoredGroups(buffer.store)
-        """Where to find the groups that are in the store already."""
+        """Finds groups that are in the store already."""
         if buffer.batch_groups not in (None, config.prompts_per_rollout):
             raise DefinitionError(
                 f"MCAdvantage has batch_groups={buffer.batch_groups} and a rollout {config.prompts_per_rollout} "
@@ -124,16 +124,16 @@ class Collector:
         Args:
             rollout: 0, 1, 2, ...
             policy_version: optimizer steps behind the policy's weights.
-            refresh: takes up newer weights on the way; only with a `CausalLMPolicy`.
-            digests: of the published weights by version, read when all is sampled; None where none are published.
-            is_first: nobody has tried it before, so that nothing of it is in the store; it is not looked for there.
+            refresh: loads newer weights during sampling; only with a `CausalLMPolicy`.
+            digests: of the published weights by version, read after sampling; None if none are published.
+            is_first: this is the first attempt at the rollout, so the store is not searched for it.
 
         Returns:
             The summary of the rollout, read from the store if it was there already.
 
         Raises:
             RewardError: every reward call failed. Nothing was stored.
-            EngineError: the engine is out of reach, or gave up a completion. Nothing was stored.
+            EngineError: the engine is out of reach, or aborted a completion. Nothing was stored.
             StoreError: the store could not take the rollout; none of it was acknowledged.
         """
         started = time.perf_counter()
@@ -142,15 +142,15 @@ class Collector:
         # Looked up each time: a ring may have evicted part of what a resumed run replays.
         store, size = self.buffer.store, len(cursors) * self.config.group_size
         rows = np.empty(0, np.int64) if is_first else self._rows_of(cursors)
-        # A rollout is one commit. Of one that was stored before, rows are lacking because the write path dropped
-        # groups, or because a ring is letting go of it: the rows that are left are its oldest, and go now.
+        # A rollout is one commit. A stored rollout lacks rows if the write path dropped groups, or if a ring is
+        # evicting it: then its remaining rows are the oldest in the store, and are evicted next.
         cut = 0 < len(rows) < size and len(store) < store.watermark and rows[0] == store.ids()[0]
         if len(rows) >= size or (
             len(rows) and not cut and (refresh is not None or not self._by_these_weights(rows, policy_version, digests))
         ):
             self.observe(cursors)
             found = self._summary(rollout, store.read_scalars("task_reward", rows), 0, None, started, from_store=True)
-            # What the dropped groups earned is in no store, and other weights would sample others.
+            # The rewards of dropped groups are not stored, and other weights would sample other groups.
             lost = {} if len(rows) >= size else {"num_trajectories": size, "task_reward": None}
             return replace(found, **lost)
 
@@ -172,8 +172,8 @@ class Collector:
         if completions.aborted is not None:
             raise EngineError(
                 f"the engine {self.policy.engine.name} aborted {int(completions.aborted.sum())} of {len(completions)} "
-                "completions of this rollout; none of it was stored. Did somebody else stop them? Go on with the same "
-                "command and --resume: the rollout is sampled again."
+                "completions of this rollout; none of it was stored. Did another client of the engine stop them? Type "
+                "the same command with --resume: the rollout is sampled again."
             )
         texts = [decode_completion(self.policy.tokenizer, completion.token_ids) for completion in completions]
         grades = grade(self.reward, [prompts[index] for index in completions.prompt_index], texts)
@@ -189,7 +189,7 @@ class Collector:
                 policy_version=policy_version,
                 digests=digests,
             ),
-            write=len(rows) == 0 or cut,  # else the write path dropped some of it, and would again
+            write=len(rows) == 0 or cut,  # otherwise the write path dropped part of it, and would again
         )
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
         error = next((item.error for item in grades if item.error is not None), None)
@@ -199,7 +199,7 @@ class Collector:
         """Advance the KL controller over stored groups as the write path did when it wrote them.
 
         Args:
-            cursors: int64 [n], the groups' ids, one after another.
+            cursors: int64 [n], the groups' ids, consecutive.
         """
         if self.kl_reward is None:
             return
@@ -215,7 +215,7 @@ class Collector:
         )
 
     def _by_these_weights(self, rows: np.ndarray, version: int, digests: Mapping[int, int] | None) -> bool:
-        """Whether the weights of this version sampled the rows, so that they would sample the rollout again."""
+        """Return whether the weights of this version sampled the rows, so that they would sample the same rollout."""
         read = self.buffer.store.read_scalars
         same = read("policy_version", rows) == version
         return bool(same.all() and (digests is None or (read("policy_digest", rows) == digests.get(version, 0)).all()))
@@ -255,8 +255,8 @@ def trajectories(
 ) -> Trajectories:
     """Return `n` completed trajectories.
 
-    Token ids are the sampler's own, prompt first; nothing is decoded and encoded again. Log-probs are NaN on prompt
-    tokens: no behaviour policy produced those.
+    Token ids are the sampler's own, prompt first; text is never re-encoded. Log-probs are NaN on prompt tokens, which
+    no behaviour policy produced.
 
     Args:
         prompts: the prompts that were sampled from, [P].
@@ -266,8 +266,8 @@ def trajectories(
         grades: the rewards, [n].
         cursors: int64 [P], the cursor of each prompt; it is the group's id.
         group_size: members of a whole group; makes `trajectory_id` unique.
-        policy_version: optimizer steps behind the behaviour policy's weights, where the completions do not say it.
-        digests: of the published weights, by version; one that is not there is not known.
+        policy_version: optimizer steps behind the behaviour policy's weights, if the completions do not record it.
+        digests: of the published weights, by version; a missing digest is unknown.
     """
     owner = completions.prompt_index
     prompt_lengths = np.array([len(ids) for ids in prompt_ids])[owner]

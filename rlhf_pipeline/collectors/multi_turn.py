@@ -1,4 +1,4 @@
-"""Conversations of several turns: a policy, and a function that answers it (a tool, a user, an environment)."""
+"""Conversations of several turns between a policy and a function that answers it (a tool, a user, an environment)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rlhf_pipeline.policies.chat import Message, decode_completion, encode_promp
 __all__ = ["Conversation", "Respond", "conversation_rows", "converse"]
 
 Respond = Callable[[Sequence[Message]], Sequence[Message] | None]
-"""Given a conversation whose last message is the assistant's, the messages that answer it, or None at the end."""
+"""Maps a conversation that ends with the assistant's message to the messages that answer it, or None at the end."""
 
 _LARGEST_ID = 2**63 - 1
-# Streams of one turn and of one member must not meet those of another.
+# Random streams must differ between turns and between members.
 _TURN, _MEMBER = 1 << 48, 1 << 40
 
 
@@ -43,10 +43,10 @@ class Conversation:
         finish_reason: "stop" (nothing more to answer), "length" (a turn or the row was cut), "turns" (the limit of
             turns), "failed" (`respond` raised, or its reply cannot be encoded).
         error: one line about that failure, or None.
-        policy_versions: of the weights that sampled its first and its last token; None where the engine names none.
-        group_id: of its group; drawn at random by each call of `converse`, so no two calls give the same one.
+        policy_versions: of the weights that sampled its first and its last token; None if the engine reports none.
+        group_id: of its group; drawn at random by each call of `converse`, so that no two calls share one.
         group_size: conversations of its prompt in that call.
-        num_prompts: prompts of that call.
+        num_prompts: prompts in that call.
     """
 
     prompt_index: int
@@ -85,25 +85,25 @@ def converse(
     stream_ids: Sequence[int] | None = None,
     tools: Sequence[Any] | None = None,
 ) -> list[Conversation]:
-    """Run conversations between a policy and `respond`, side by side, until each has ended.
+    """Run conversations between a policy and `respond` in parallel until each has ended.
 
-    A sampled turn keeps its tokens and log-probs for good; only replies are encoded, with what the chat template puts
-    around them. So the mask of the assistant's tokens is the sampler's own, over all turns, and no row is ever
-    tokenized again. The result is a pure function of the weights, the seed and the stream ids, but for the group ids,
-    which are drawn at random so that the groups of another call, or of another process, have others.
+    A sampled turn keeps its tokens and log-probs; only replies are encoded, with the text that the chat template puts
+    around them. So the assistant mask is the sampler's own over all turns, and no row is tokenized again. The result is
+    a pure function of the weights, the seed and the stream ids, except for the group ids, which are drawn at random so
+    that groups of different calls and processes have different ids.
 
     Args:
         policy: with a tokenizer that has a chat template.
-        prompts: chat messages; a string is one of the user.
-        respond: called with the conversation so far. What it raises ends that conversation only.
+        prompts: chat messages; a string is a user message.
+        respond: called with the conversation so far. An exception ends that conversation only.
         group_size: conversations per prompt.
-        max_turns: turns of the assistant at most.
+        max_turns: the most turns of the assistant.
         max_new_tokens: of one turn; the policy's own when None.
         max_tokens: of a whole row; the model's positions when None.
         temperature: of sampling; the policy's own when None.
         seed: of sampling.
-        stream_ids: one per prompt, for example its cursor; the index when None. They choose what is sampled, not the
-            ids of what is stored.
+        stream_ids: one per prompt, for example its cursor; the index when None. They select the random stream, not the
+            stored ids.
         tools: handed to the chat template.
 
     Returns:
@@ -193,12 +193,12 @@ def converse(
 
 
 def _new_group(size: int) -> int:
-    """Return a group id that no other call draws; the ids of its members follow from it, see `_member_id`."""
+    """Draw a group id that no other call draws; the ids of its members follow from it, see `_member_id`."""
     return secrets.randbelow((_LARGEST_ID - size) // size)
 
 
 def _member_id(group: int, size: int, member: int) -> int:
-    """Return the trajectory id of a member: as for a rollout of one turn, `group * size + member`."""
+    """Return the trajectory id of a member, `group * size + member`, as in a single-turn rollout."""
     return group * size + member
 
 
@@ -228,7 +228,7 @@ def _group(
 
 
 def _answer(talk: Conversation, respond: Respond) -> list[dict[str, Any]]:
-    """Return what answers the last turn, empty at the end of the conversation."""
+    """Return the messages that answer the last turn; empty at the end of the conversation."""
     try:
         replies = respond(tuple(talk.messages))
         return [] if replies is None else [dict(reply) for reply in replies]
@@ -245,20 +245,20 @@ def conversation_rows(
     policy_version: int = 0,
     tokenizer: Any = None,
 ) -> TensorDict:
-    """Return conversations as the write path takes them: one row per trajectory, batch size `[n]`.
+    """Return conversations in the form of the write path: one row per trajectory, batch size `[n]`.
 
     Args:
         conversations: as `converse` returns them, whole groups or some of their members.
-        rewards: one each, for the whole conversation; NaN for one that failed.
-        group_ids: one per prompt of the call of `converse`, for example its cursor; no other group of the store may
-            have it. None takes the conversations' own, which are unique. A trajectory's id is
-            `group_id * group_size + member`, so that the rows of a group may be made in several calls.
-        policy_version: optimizer steps behind the weights that sampled them, where the engine has named no versions.
+        rewards: one per conversation; NaN for a failed one.
+        group_ids: one per prompt of the call of `converse`, for example its cursor, unique in the store. None takes
+            the conversations' own, which are unique. A trajectory's id is `group_id * group_size + member`, so the
+            rows of a group may be made in several calls.
+        policy_version: optimizer steps behind the weights that sampled them, if the engine reports no versions.
         tokenizer: writes `prompt` and `completion` as text, special tokens included; without one they are empty.
 
     Raises:
-        DefinitionError: there is not one reward each or not one group id per prompt, an id is out of range, or two
-            conversations would have the same one.
+        DefinitionError: the number of rewards or group ids is wrong, an id is out of range, or two conversations would
+            have the same id.
     """
     n = len(conversations)
     if len(rewards) != n:
@@ -299,7 +299,7 @@ def conversation_rows(
     )
     texts = {key: column.items for key, column in rows.items() if isinstance(column, Text)}
     data = td_of(Trajectories(n, {key: column for key, column in rows.items() if key not in texts}))
-    for key, items in texts.items():  # one list per key: a stack of single strings costs 20 times as much
+    for key, items in texts.items():  # one list per key: stacking single strings costs 20 times as much
         data.set_non_tensor(key, items)
     return cast(TensorDict, data)
 

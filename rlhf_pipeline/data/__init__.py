@@ -1,3 +1,3 @@
-"""What travels: trajectories as flat columns, the names of their columns, and where prompts and rewards come from."""
+"""Trajectories as flat columns, the names of their columns, and the sources of prompts and rewards."""
 
 from rlhf_pipeline.data import keys as keys

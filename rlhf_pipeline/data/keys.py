@@ -1,7 +1,7 @@
 """The one table of names: TensorDict keys, columns on disk, and how they map.
 
-A TensorDict key is TorchRL's where TorchRL has one. Everything that reads or writes a trajectory imports
-its names from here, so a key is spelled once.
+A TensorDict key is TorchRL's where TorchRL has one. All code that reads or writes trajectories imports its names from
+here, so each key is spelled once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ KL_COEF: Final[Key] = "kl_coef"
 GROUP_ID: Final[Key] = "group_id"
 POLICY_VERSION: Final[Key] = "policy_version"
 NEWEST_POLICY_VERSION: Final[Key] = "newest_policy_version"
-"""Where weights were replaced in the middle of a trajectory: the last ones' version; else -1."""
+"""The version of the last weights if weights were replaced within the trajectory; otherwise -1."""
 POLICY_DIGEST: Final[Key] = "policy_digest"
-"""Of the published weights whose version `policy_version` is; 0 where none were published."""
+"""The digest of the published weights of version `policy_version`; 0 if none were published."""
 NUM_PROMPT_TOKENS: Final[Key] = "num_prompt_tokens"
 DONE: Final[Key] = ("next", "done")
 FINISH_REASON: Final[Key] = "finish_reason"
@@ -43,14 +43,14 @@ PROMPT: Final[Key] = "prompt"
 COMPLETION: Final[Key] = "completion"
 META: Final[Key] = "meta"
 WAITING: Final[Key] = "waiting"
-"""-1 where a trajectory's group came whole; the number of its group while it waits for the rest; -2 where it waited and
-is not learned from; `-3 - i` where it waited and then came as number `i` of those that may be learned from."""
+"""-1: the trajectory's group arrived complete; >= 0: it waits for the group of this number; -2: it waited and was left
+out of learning; `-3 - i`: it waited and then became trajectory number `i` that may be learned from."""
 LEFT_OUT: Final = -2
-"""Value of `waiting` of a trajectory that waited and is not learned from."""
+"""Value of `waiting` for a trajectory that waited and was left out of learning."""
 FAILED_MEMBERS: Final[Key] = "failed_members"
-"""On one row of a group that waits: how many of its members are reported failed."""
+"""The number of members reported failed, on one row of a waiting group."""
 
-# The row id that the store gave; present on everything that was read from a store.
+# The row id of the store; present in every batch read from a store.
 ROW_ID: Final[Key] = "row_id"
 
 COLUMN_OF_KEY: Final[dict[Key, str]] = {
@@ -80,19 +80,19 @@ COLUMN_OF_KEY: Final[dict[Key, str]] = {
     WAITING: "waiting",
     FAILED_MEMBERS: "failed_members",
 }
-"""Which column on disk holds which key. `("next", "reward")` has none: it is derived on read."""
+"""The column on disk of each key. `("next", "reward")` has none: it is derived on read."""
 
 KEY_OF_COLUMN: Final[dict[str, Key]] = {column: key for key, column in COLUMN_OF_KEY.items()}
 
 REWARD_COLUMN: Final = "reward"
-"""Column of rewards per token, only where an environment gives them; otherwise the reward is derived on read."""
+"""Column of rewards per token, only for environments that return them; otherwise the reward is derived on read."""
 
 _NESTED = "__"
-"""Between the names of a nested key, in the name of its column."""
+"""Separates the parts of a nested key in the name of its column."""
 
 
 def column_name(key: Key) -> str:
-    """The column of a TensorDict key: that of the table, else its own name, with its parts joined.
+    """Return the column of a TensorDict key: the table's, or the key's own name with its parts joined.
 
     >>> column_name(("tokens", "full")), column_name("step_count"), column_name(("next", "step_count"))
     ('input_ids', 'step_count', 'next__step_count')
@@ -101,7 +101,7 @@ def column_name(key: Key) -> str:
 
 
 def key_of(column: str) -> Key:
-    """The TensorDict key of a column; an extra column has its name.
+    """Return the TensorDict key of a column; the key of an extra column is its name.
 
     >>> key_of("input_ids"), key_of("next__step_count")
     (('tokens', 'full'), ('next', 'step_count'))

@@ -1,6 +1,6 @@
-"""Ragged rows to a padded batch.
+"""Conversion of ragged rows to a padded batch.
 
-`rlhf_pipeline.data.trajectories` knows the forms of a TensorDict.
+The forms of a TensorDict are handled in `rlhf_pipeline.data.trajectories`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Side = Literal["left", "right"]
 
 
 def length_mask(lengths: torch.Tensor, length: int | None = None, *, side: Side = "right") -> torch.Tensor:
-    """The mask of the real positions of a padded batch.
+    """Return the mask of the real positions of a padded batch.
 
     Args:
         lengths: int64 [B].
@@ -29,7 +29,7 @@ def length_mask(lengths: torch.Tensor, length: int | None = None, *, side: Side 
         bool [B, T].
 
     Raises:
-        DefinitionError: there is no such side.
+        DefinitionError: the side is unknown.
 
     >>> length_mask(torch.tensor([1, 2]), side="left").tolist()
     [[False, True], [True, True]]
@@ -43,15 +43,15 @@ def length_mask(lengths: torch.Tensor, length: int | None = None, *, side: Side 
 
 
 def under_mask(mask: torch.Tensor, values: torch.Tensor, fill: float = 0) -> torch.Tensor:
-    """Values, row after row, where a mask is True.
+    """Place values, row by row, where a mask is True.
 
     Args:
         mask: bool, of any shape and on any device.
         values: [number of True, ...], differentiable.
-        fill: what stands elsewhere.
+        fill: the value elsewhere.
 
     Returns:
-        [*mask.shape, ...] in the dtype of the values, where they are.
+        [*mask.shape, ...] in the dtype and on the device of the values.
 
     >>> under_mask(torch.tensor([[True, False], [True, True]]), torch.tensor([1, 2, 3]), fill=9).tolist()
     [[1, 9], [2, 3]]
@@ -68,11 +68,11 @@ def pad_rows(
     side: Side = "right",
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A list of rows to a padded batch.
+    """Pad a list of rows to a batch.
 
     Args:
         rows: tensors [T, ...] or sequences of numbers.
-        pad_value: what stands at padded positions.
+        pad_value: the value at padded positions.
         side: where the padding goes.
         dtype: of the result; that of the first row by default.
 

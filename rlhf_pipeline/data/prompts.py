@@ -1,8 +1,8 @@
-"""Where prompts come from: a source is a pure function from a cursor to a prompt.
+"""Sources of prompts: a source is a pure function from a cursor to a prompt.
 
-A collector asks for prompt 0, 1, 2, ... The order is shuffled by the seed, epoch by epoch, and never depends on
-anything but `(seed, cursor)`. So after a crash the number of prompts consumed says exactly which come next: none is
-lost and none is repeated.
+A collector asks for prompt 0, 1, 2, ... The order is shuffled by the seed, epoch by epoch, and depends on nothing but
+`(seed, cursor)`. So after a crash the number of consumed prompts determines which come next: none is lost and none is
+repeated.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from rlhf_pipeline.settings import Settings, setting
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One prompt with what its reward function needs to know."""
+    """One prompt and the inputs of its reward function."""
 
     text: str
-    """What the policy reads. With a chat template it becomes the user's message."""
+    """The policy's input. With a chat template it becomes the user's message."""
     answer: str | None = None
-    """The reference answer, handed to the reward function."""
+    """The reference answer, passed to the reward function."""
     meta: Mapping[str, object] = field(default_factory=dict[str, object])
-    """Anything else, JSON-ready, stored with every trajectory."""
+    """Further JSON data, stored with every trajectory."""
 
 
 class PromptSource(Protocol):
@@ -46,7 +46,7 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoPrompts:
-    """No prompts: for definitions that learn from stores alone."""
+    """No prompts: for definitions that learn from stores only."""
 
     as_chat: bool = False
     """Unused."""
@@ -86,8 +86,8 @@ class CopyDigits(Settings):
 class JsonlPrompts(Settings):
     """Prompts from a JSONL file: one object per line, a question and its reference answer.
 
-    The defaults read GSM8K's `train.jsonl`. The file is read once and checked whole before the first rollout, so a
-    broken line stops the run at the start and not after a day.
+    The defaults read GSM8K's `train.jsonl`. The file is read once and checked completely before the first rollout, so a
+    broken line stops the run at the start, not after a day.
     """
 
     path: str = setting(help="The file. Relative paths are taken from the working directory.")
@@ -99,7 +99,7 @@ class JsonlPrompts(Settings):
     limit: int | None = setting(None, min=1, help="Use only the first `limit` lines.")
 
     def all_prompts(self) -> tuple[Prompt, ...]:
-        """Return every prompt of the file, in its order, the first `limit` lines only where that is set.
+        """Return every prompt of the file in order, or of its first `limit` lines if that is set.
 
         Raises:
             MissingPathError: the file is not there.

@@ -1,7 +1,7 @@
 """Reward functions: `(prompt, completion, answer, meta) -> float`.
 
-They see text, return one number, and import nothing heavy, so a stored trajectory can be graded again by `inspect`
-without loading a model.
+They take text, return one number and import nothing heavy, so `inspect` can grade a stored trajectory again without
+loading a model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def no_reward(prompt: str, completion: str, answer: str | None, meta: Mapping[str, object]) -> float:
-    """Refuse: for definitions that learn from stores, where the rewards are stored.
+    """Refuse: for definitions that learn from stores, which hold the rewards.
 
     Raises:
         DefinitionError: always.
@@ -31,9 +31,9 @@ def no_reward(prompt: str, completion: str, answer: str | None, meta: Mapping[st
 
 
 def token_match(prompt: str, completion: str, answer: str | None, meta: Mapping[str, object]) -> float:
-    """Return the share of the answer's characters that stand at the right place, in [0, 1].
+    """Return the share of the answer's characters that are in the right place, in [0, 1].
 
-    Characters past the answer's length count as wrong, so running on is not rewarded.
+    Characters beyond the answer's length count as wrong, so running on is not rewarded.
 
     >>> token_match("12=", "13", "12", {})
     0.5
@@ -48,7 +48,7 @@ def token_match(prompt: str, completion: str, answer: str | None, meta: Mapping[
 
 
 def final_number(text: str) -> str | None:
-    r"""Return the final number of a solution: the one after the last `####`, else the last in the text.
+    r"""Return the final number of a solution: the one after the last `####`, or the last one in the text.
 
     Thousands separators and a trailing `.0` are dropped, so `1,000.00` equals `1000`.
 
@@ -83,7 +83,7 @@ LARGEST: Final = 3.4028234663852886e38
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grade:
-    """What a reward function said about one completion."""
+    """The result of a reward function for one completion."""
 
     reward: float
     """The reward; NaN if the call failed."""
@@ -92,7 +92,7 @@ class Grade:
 
 
 def grade(reward: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Grade]:
-    """Grade each completion with its prompt; a call that raises or returns no finite number gives NaN.
+    """Grade each completion with its prompt; a call that raises or does not return a finite number gives NaN.
 
     Args:
         reward: `(prompt, completion, answer, meta) -> float`.
@@ -135,7 +135,7 @@ def called(
 
 
 def describe_error(error: BaseException) -> str:
-    """Return one line that can be stored and printed, whatever the user's exception says or fails to say."""
+    """Return one line about an exception that can be stored and printed, even if its message cannot be read."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001 - its own __str__ is user code as well

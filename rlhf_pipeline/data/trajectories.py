@@ -1,4 +1,4 @@
-"""THE batch of trajectories: flat columns and lengths, from and to every form of a TensorDict.
+"""The batch of trajectories: flat columns and lengths, converted from and to every form of a TensorDict.
 
 A batch of trajectories reaches the write path in one of three forms: a lazy stack with ragged leaves, a
 TensorDict with `torch.jagged` leaves, or a padded TensorDict with an attention mask. Reading a leaf per
@@ -52,7 +52,7 @@ TOKEN_KEYS: tuple[Key, ...] = (TOKENS, ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS)
 """Keys that always hold one value per token."""
 
 RAGGED_KEYS: tuple[Key, ...] = (*TOKEN_KEYS, REWARD, KL_PENALTY, ADVANTAGE, ATTENTION_MASK)
-"""Keys that stay ragged even where every trajectory of a batch has the same length."""
+"""Keys that stay ragged even if all trajectories of a batch have the same length."""
 
 T = TypeVar("T", bound=TensorDict)
 
@@ -62,13 +62,13 @@ _NO_BATCH = torch.Size([])
 
 @dataclass(slots=True)
 class Flat:
-    """One column of a batch: `values` of all trajectories one after the other.
+    """One column of a batch: the `values` of all trajectories, concatenated.
 
     Attributes:
         values: `[sum(lengths), ...]` for a ragged column, `[n, ...]` where `lengths` is None.
         lengths: int64 `[n]`, or None for a column with one entry per trajectory.
-        shapes: the shape of every row, where rows differ in more than their first dimension; `values` is then
-            flat and `lengths` counts elements.
+        shapes: the shape of every row if rows differ in more than their first dimension; `values` is then flat and
+            `lengths` counts elements.
     """
 
     values: Tensor
@@ -76,7 +76,7 @@ class Flat:
     shapes: list[torch.Size] | None = None
 
     def select(self, index: Tensor, shared: dict[int, Tensor] | None = None) -> Flat:
-        """The rows `index` (int64 `[m]`), in that order; columns that share lengths share them again."""
+        """Return the rows `index` (int64 `[m]`), in that order; columns that shared lengths still do."""
         if self.lengths is None:
             return Flat(self.values.index_select(0, index))
         lengths = None if shared is None else shared.get(id(self.lengths))
@@ -89,7 +89,7 @@ class Flat:
         return Flat(values, lengths, None if self.shapes is None else [self.shapes[i] for i in order])
 
     def rows(self) -> list[Tensor]:
-        """One tensor per row."""
+        """Return one tensor per row."""
         if self.lengths is None:
             return list(self.values.unbind(0))
         rows = list(self.values.split(self.lengths.tolist()))
@@ -98,7 +98,7 @@ class Flat:
 
 @dataclass(slots=True)
 class Text:
-    """A non-tensor column: one Python object per trajectory, perhaps still wrapped as NonTensorData."""
+    """A non-tensor column: one Python object per trajectory, possibly still wrapped as NonTensorData."""
 
     items: list[Any]
 
@@ -106,7 +106,7 @@ class Text:
         """The unwrapped objects."""
         kinds = set(map(type, self.items))
         if kinds == {NonTensorData}:
-            # The attribute of a tensorclass costs 4 us to read; the object's own dict holds the same value.
+            # Reading an attribute of a tensorclass costs 4 us; the object's own dict holds the same value.
             try:
                 return [inner["_non_tensordict"]["data"] for inner in map(vars, self.items)]
             except (KeyError, TypeError):
@@ -114,7 +114,7 @@ class Text:
         return [unwrap(item) for item in self.items] if NonTensorData in kinds else list(self.items)
 
     def select(self, index: Tensor) -> Text:
-        """The rows `index` (int64 `[m]`), in that order."""
+        """Return the rows `index` (int64 `[m]`), in that order."""
         return Text([self.items[i] for i in index.tolist()])
 
 
@@ -143,15 +143,15 @@ class Trajectories(dict[Key, Flat | Text]):
         completions: Sequence[str],
         metas: Sequence[str],
     ) -> Trajectories:
-        """Trajectories as they leave a collector, each whole, created now.
+        """Build a collector's completed trajectories, with the current time as creation time.
 
         Args:
             lengths: `[n]`, tokens of each, prompt included.
-            tokens: `[sum(lengths)]`, the sampler's own; nothing is decoded and encoded again.
-            assistant: `[sum(lengths)]`, True at the sampled ones.
+            tokens: `[sum(lengths)]`, the sampler's own; text is never re-encoded.
+            assistant: `[sum(lengths)]`, True at sampled tokens.
             log_probs: `[sum(lengths)]`, NaN where no behaviour policy produced the token.
             num_prompt_tokens: `[n]`, tokens before the first sampled one.
-            rewards: `[n]`, unshaped; NaN for one that failed.
+            rewards: `[n]`, unshaped; NaN for a failed trajectory.
             group_ids: `[n]`.
             trajectory_ids: `[n]`.
             policy_versions: `[n]`, optimizer steps behind the weights that sampled them, or `[n, 2]`, behind those of
@@ -185,7 +185,7 @@ class Trajectories(dict[Key, Flat | Text]):
         )
 
     def select(self, index: Tensor) -> Trajectories:
-        """The rows `index` of every column."""
+        """Return the rows `index` of every column."""
         shared: dict[int, Tensor] = {}
         return Trajectories(
             int(index.numel()),
@@ -194,10 +194,10 @@ class Trajectories(dict[Key, Flat | Text]):
 
 
 def _rows_in_order(parts: Sequence[Flat], order: Sequence[int], pool: BufferPool | None = None) -> Tensor:
-    """The values of some rows of ragged columns, counted over all of them, one after the other.
+    """Concatenate the rows `order` of ragged columns; rows are numbered across all columns.
 
-    One copy of whole rows, into the memory of a pool if there is one: an index of every element is larger than most
-    columns. A slice of an array takes a tenth of the time of a tensor for it.
+    Whole rows are copied once, into a pool's memory if there is one: an index of every element would be larger than
+    most columns. Slicing an array takes a tenth of the time of slicing a tensor.
     """
     values = [part.values for part in parts]
     plain = all(v.dtype in _NUMPY and not v.requires_grad and v.is_cpu for v in values)
@@ -218,20 +218,20 @@ def _rows_in_order(parts: Sequence[Flat], order: Sequence[int], pool: BufferPool
 
 
 def unwrap(item: Any) -> Any:
-    """The object inside a wrapper of a non-tensor value, or the object itself."""
+    """Return the object inside a non-tensor wrapper, or the object itself."""
     return item.data if isinstance(item, NonTensorData) else item
 
 
 def is_jagged(leaf: object) -> bool:
-    """Whether `leaf` is a nested tensor, of either layout. Most leaves answer without a dispatch."""
+    """Return whether `leaf` is a nested tensor of either layout; for most leaves without a dispatch."""
     if not isinstance(leaf, Tensor):
         return False
-    # The attribute of a jagged tensor goes through two dispatchers; its own dict tells the same.
+    # Reading the attribute of a jagged tensor goes through two dispatchers; its own dict has the same answer.
     return "_offsets" in leaf.__dict__ or leaf.is_nested
 
 
 def unjagged(leaf: Tensor, shared: dict[int, Tensor] | None = None) -> Flat:
-    """Values and lengths of a nested tensor, whatever its layout, without its graph.
+    """Return values and lengths of a nested tensor of any layout, detached.
 
     Args:
         leaf: the nested tensor.
@@ -240,7 +240,7 @@ def unjagged(leaf: Tensor, shared: dict[int, Tensor] | None = None) -> Flat:
     inner = leaf.__dict__
     values, offsets = inner.get("_values"), inner.get("_offsets")
     if not isinstance(values, Tensor) or not isinstance(offsets, Tensor) or inner.get("_lengths") is not None:
-        rows = list(leaf.detach().unbind())  # strided, or holes between the rows
+        rows = list(leaf.detach().unbind())  # strided, or with gaps between the rows
         return Flat(torch.cat(rows), torch.tensor([row.shape[0] for row in rows]))
     lengths = None if shared is None else shared.get(id(offsets))
     if lengths is None:
@@ -264,12 +264,12 @@ def walk(td: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[Key, Any]]:
 
 
 def is_stack(td: object) -> bool:
-    """Whether `td` is a lazy stack along its only batch dimension."""
+    """Return whether `td` is a lazy stack along its only batch dimension."""
     return isinstance(td, LazyStackedTensorDict) and td.batch_dims == 1 and td.stack_dim == 0
 
 
 def rows_of(td: Any) -> list[TensorDictBase]:
-    """The TensorDicts of a lazy stack, not copied."""
+    """Return the TensorDicts of a lazy stack, not copied."""
     return td.tensordicts
 
 
@@ -281,10 +281,10 @@ def columns_of(td: TensorDictBase) -> Trajectories:
             TensorDict `[n, T]`, or one trajectory with an empty batch size.
 
     Returns:
-        One column per key. Padding is gone and the attention mask with it.
+        One column per key, without padding and attention mask.
 
     Raises:
-        DataError: if the trajectories do not hold the same keys, or a leaf's shapes do not fit together.
+        DataError: if the trajectories do not have the same keys, or a leaf's shapes do not match.
     """
     if td.batch_dims == 0:
         columns = _from_rows([td])
@@ -295,7 +295,7 @@ def columns_of(td: TensorDictBase) -> Trajectories:
     else:
         columns = _from_dense(td)
     for column in columns.values():
-        # The store, and the bookkeeping of groups and lengths, live on the CPU.
+        # The store and the bookkeeping of groups and lengths are on the CPU.
         if isinstance(column, Flat) and column.values.is_cuda:
             column.values = column.values.cpu()
             column.lengths = None if column.lengths is None else column.lengths.cpu()
@@ -303,7 +303,7 @@ def columns_of(td: TensorDictBase) -> Trajectories:
 
 
 def is_token_level(td: Any) -> bool:
-    """Whether the second dimension of a TensorDict `[n, T]` is the token, and not the step of an environment."""
+    """Return whether the second dimension of a TensorDict `[n, T]` is the token, not the step of an environment."""
     try:
         tokens = td.get(TOKENS, None)
     except RuntimeError:  # ragged steps in a lazy stack of lazy stacks
@@ -347,11 +347,11 @@ def _from_rows(rows: Sequence[Any]) -> Trajectories:
 
 
 def _transpose(rows: Sequence[Any], prefix: tuple[str, ...]) -> Iterator[tuple[Key, list[Any]]]:
-    """Yield each key with its leaf of every row. One look at each row's dict, not one `get` per leaf."""
-    # `items()` of a TensorDict is a method with checks; its dict is the same thing, ten times faster.
+    """Yield each key with its leaf of every row, from each row's dict instead of one `get` per leaf."""
+    # `items()` of a TensorDict checks its entries; its dict gives the same ten times faster.
     plain = set(map(type, rows)) == {TensorDict}
     entries: list[dict[str, Any]] = [row._tensordict for row in rows] if plain else [entries_of(row) for row in rows]
-    # As many keys everywhere, and each of them everywhere: the same keys, in whatever order.
+    # Rows have the same keys, in any order, if all have as many keys as the first and each of its keys.
     if sum(map(len, entries)) != len(entries[0]) * len(entries):
         _check_same_keys(entries, prefix)
     for name, leaf in entries[0].items():
@@ -380,12 +380,12 @@ def _check_same_keys(entries: Sequence[dict[str, Any]], prefix: tuple[str, ...])
 
 
 def entries_of(row: Any) -> dict[str, Any]:
-    """The top-level entries of a TensorDict or tensorclass, not to be changed."""
+    """Return the top-level entries of a TensorDict or tensorclass; do not change them."""
     return row._tensordict if type(row) is TensorDict else dict(row.items())
 
 
 def copied_rows(rows: Sequence[Any]) -> list[Any]:
-    """TensorDicts in memory of their own; a leaf of all rows is copied at once, in a third of the time of one by one.
+    """Copy TensorDicts; each leaf is copied for all rows at once, in a third of the time of copying row by row.
 
     >>> row = TensorDict({"a": torch.tensor([1, 2]), "b": {"c": torch.tensor(3)}})
     >>> [copy] = copied_rows([row])
@@ -422,19 +422,19 @@ def _copied_leaves(leaves: list[Tensor]) -> Iterable[Tensor]:
 def unchecked(
     items: dict[str, Any], batch_size: torch.Size, *, device: torch.device | None = None, kind: type[T] = TensorDict
 ) -> T:
-    """A TensorDict of leaves that are known to have this batch size, and inner TensorDicts too: nothing is checked.
+    """Build a TensorDict, without checks, from leaves and inner TensorDicts known to have this batch size.
 
     Args:
-        items: by name.
-        batch_size: of all of them.
-        device: of all of them, where it is to be known.
+        items: the entries by name.
+        batch_size: of all entries.
+        device: of all entries, if it is to be recorded.
         kind: TensorDict, or a class derived from it.
     """
     return kind._new_unsafe(items, batch_size=batch_size, device=device)
 
 
 def on_device(batch: TensorDict, device: torch.device) -> TensorDict:
-    """A batch on a device; its dense leaves go to a GPU in one copy that the host does not wait for.
+    """Move a batch to a device; its dense leaves go to a GPU in one copy that the host does not wait for.
 
     >>> batch = TensorDict({"a": torch.arange(3)}, batch_size=[3])
     >>> on_device(batch, torch.device("cpu")) is batch
@@ -447,7 +447,7 @@ def on_device(batch: TensorDict, device: torch.device) -> TensorDict:
 
 
 def _with_leaves(batch: TensorDict, there: Mapping[int, Tensor], device: torch.device) -> TensorDict:
-    """A batch of leaves that are on a device, by the id of those that they were; the others are moved one by one."""
+    """Replace leaves by their copies on a device, found by the id of the original; move the other leaves one by one."""
     items: dict[str, Any] = {}
     for name, leaf in entries_of(batch).items():
         if type(leaf) is TensorDict:
@@ -460,7 +460,7 @@ def _with_leaves(batch: TensorDict, there: Mapping[int, Tensor], device: torch.d
 
 
 def leaves_of(rows: Sequence[Any], key: Key) -> list[Any] | None:
-    """One leaf of every row, or None where one of them lacks it."""
+    """Return one leaf of every row, or None if any row lacks it."""
     found: Sequence[Any] = rows
     for name in (key,) if isinstance(key, str) else key:
         if set(map(type, found)) == {TensorDict}:
@@ -476,12 +476,12 @@ def leaves_of(rows: Sequence[Any], key: Key) -> list[Any] | None:
 
 
 def holds(td: TensorDictBase, key: Key) -> bool:
-    """Whether all trajectories of a TensorDict `[n]` have a key."""
+    """Return whether all trajectories of a TensorDict `[n]` have a key."""
     return (leaves_of(rows_of(td), key) if is_stack(td) else td.get(key, None)) is not None
 
 
 def flatten_leaves(key: Key, column: list[Any], shared: dict[tuple[int, ...], Tensor] | None = None) -> Flat | Text:
-    """One column from a leaf of each row; `shared` lets columns of equal lengths share them."""
+    """Build one column from a leaf of each row; `shared` lets columns of equal lengths share them."""
     first = column[0]
     if not isinstance(first, Tensor):
         return Text(column)
@@ -489,7 +489,7 @@ def flatten_leaves(key: Key, column: list[Any], shared: dict[tuple[int, ...], Te
         return Flat(_stacked(column))
     if first.ndim == 1:
         try:
-            # For one dimension the number of elements is the length, and five times faster to ask for.
+            # In one dimension the number of elements is the length, and five times faster to read.
             sizes = tuple(map(Tensor.numel, column))
             if key not in RAGGED_KEYS and sizes.count(sizes[0]) == len(sizes):
                 return Flat(_stacked(column).unsqueeze(1) if sizes[0] == 1 else torch.stack(column))
@@ -499,7 +499,7 @@ def flatten_leaves(key: Key, column: list[Any], shared: dict[tuple[int, ...], Te
                 if shared is not None:
                     shared[sizes] = lengths
             return Flat(torch.cat(column), lengths)
-        except (RuntimeError, TypeError):  # not all of one dimension: the general way
+        except (RuntimeError, TypeError):  # not all one-dimensional: the general way
             pass
     shapes = [leaf.shape for leaf in column]
     if key not in RAGGED_KEYS and shapes.count(first.shape) == len(shapes):
@@ -511,7 +511,7 @@ def flatten_leaves(key: Key, column: list[Any], shared: dict[tuple[int, ...], Te
 
 
 def _stacked(column: list[Tensor]) -> Tensor:
-    """One element of each row, `[n]`; as Python numbers they come faster than `torch.stack` makes a view of each."""
+    """Return one element of each row, `[n]`; going through Python numbers is faster than `torch.stack`."""
     dtype = _NUMPY.get(column[0].dtype)
     items = list(map(Tensor.item, column)) if dtype is not None and column[0].is_cpu else []
     return torch.from_numpy(np.array(items, dtype)) if len(set(map(type, items))) == 1 else torch.stack(column).view(-1)
@@ -531,7 +531,7 @@ def _collect(td: Any, prefix: tuple[str, ...], out: Trajectories, shared: dict[i
         elif isinstance(leaf, NonTensorStack):
             out[key] = Text(list(leaf.tensordicts))
         elif isinstance(leaf, NonTensorData) or not is_tensor_collection(leaf):
-            # One list with an item per row is a column too, far cheaper to build than a stack of wrapped strings.
+            # One list with an item per row is also a column, far cheaper to build than a stack of wrapped strings.
             plain = unwrap(leaf)
             out[key] = Text(list(plain) if isinstance(plain, list) and len(plain) == out.n else [plain] * out.n)
         elif isinstance(leaf, LazyStackedTensorDict):
@@ -542,7 +542,7 @@ def _collect(td: Any, prefix: tuple[str, ...], out: Trajectories, shared: dict[i
 
 
 def _drop_padding(columns: Trajectories) -> Trajectories:
-    """Turn padded or dense token columns ragged, with the lengths that the attention mask tells."""
+    """Make padded or dense token columns ragged, with the lengths of the attention mask."""
     mask = columns.pop(ATTENTION_MASK, None)
     if isinstance(mask, Flat) and mask.lengths is None:
         _unpad(columns, mask.values.to(torch.bool))
@@ -552,7 +552,7 @@ def _drop_padding(columns: Trajectories) -> Trajectories:
 
 
 def ragged_tokens(columns: Trajectories) -> Trajectories:
-    """Give every token column lengths, also where all trajectories of the batch are equally long; in place."""
+    """Give every token column lengths, even if all trajectories of the batch are equally long; in place."""
     for key in RAGGED_KEYS:
         column = columns.get(key)
         if isinstance(column, Flat) and column.lengths is None and column.values.ndim >= 2:
@@ -579,7 +579,7 @@ def _strip(columns: Trajectories, keep: Tensor, padded: Tensor) -> None:
 
 
 def as_ragged(column: Flat, n: int) -> Flat:
-    """The column with lengths, whatever it has."""
+    """Return the column with lengths, adding them if it has none."""
     if column.lengths is not None:
         return column
     if column.values.ndim < 2:
@@ -589,7 +589,7 @@ def as_ragged(column: Flat, n: int) -> Flat:
 
 
 def jagged(flat: Flat, offsets: Tensor | None = None) -> Tensor:
-    """A `torch.jagged` nested tensor over the values of a ragged column."""
+    """Return a `torch.jagged` nested tensor over the values of a ragged column."""
     if flat.lengths is None:
         raise DataError("a column with one entry per trajectory has no jagged form")
     if offsets is None:
@@ -599,15 +599,15 @@ def jagged(flat: Flat, offsets: Tensor | None = None) -> Tensor:
 
 
 def text_stack(items: Sequence[Any]) -> Any:
-    """A NonTensorStack of one object per row, wrapped or not."""
+    """Return a NonTensorStack of one object per row, wrapped or not."""
     stack: Any = NonTensorStack
     return stack(*items)
 
 
 def td_of(columns: Trajectories) -> TensorDictBase:
-    """A TensorDict of batch size `[n]` with jagged leaves, the fast form of the write path.
+    """Return a TensorDict of batch size `[n]` with jagged leaves, the fast form of the write path.
 
-    Rows that differ in more than their first dimension cannot be jagged: those batches come back as a lazy stack.
+    Rows that differ in more than their first dimension cannot be jagged: such batches become a lazy stack.
     """
     if any(isinstance(column, Flat) and column.shapes is not None for column in columns.values()):
         return stack_of(columns)
@@ -628,7 +628,7 @@ def td_of(columns: Trajectories) -> TensorDictBase:
 
 
 def stack_of(columns: Trajectories) -> TensorDictBase:
-    """A lazy stack `[n]`, one TensorDict per row."""
+    """Return a lazy stack `[n]`, one TensorDict per row."""
     trees: list[dict[str, Any]] = [{} for _ in range(columns.n)]
     texts: list[tuple[Key, Text]] = []
     for key, column in columns.items():
@@ -645,7 +645,7 @@ def stack_of(columns: Trajectories) -> TensorDictBase:
 
 
 def unchecked_tree(tree: dict[str, Any], batch_size: torch.Size) -> TensorDict:
-    """The TensorDict of a tree that `plant` has made, of leaves that have this batch size."""
+    """Return the TensorDict of a tree made by `plant`, whose leaves have this batch size."""
     items = {name: unchecked_tree(leaf, batch_size) if type(leaf) is dict else leaf for name, leaf in tree.items()}
     return unchecked(items, batch_size)
 
@@ -661,15 +661,15 @@ def plant(tree: dict[str, Any], key: Key, leaf: Any) -> None:
 def concat(
     parts: Sequence[Trajectories], order: Sequence[int] | None = None, pool: BufferPool | None = None
 ) -> Trajectories:
-    """Put several batches one after the other, and then in an order of all their rows.
+    """Concatenate batches, optionally selecting and reordering their rows.
 
     Args:
-        parts: with the same keys.
-        order: of the rows of all parts; as they come by default.
-        pool: where the memory of ragged columns comes from; None takes fresh memory.
+        parts: batches with the same keys.
+        order: indices into the rows of all parts; all rows in order by default.
+        pool: provides the memory of ragged columns; None allocates it.
 
     Raises:
-        DataError: if the parts do not hold the same keys.
+        DataError: if the parts do not have the same keys.
     """
     if len({ROWS in part for part in parts}) == 2:
         parts = [whole(part) for part in parts]
@@ -699,7 +699,7 @@ def _concat_flat(
     shared: dict[tuple[int, ...], Tensor],
     pool: BufferPool | None,
 ) -> Flat:
-    """The rows of several columns; trajectories whose parts share their lengths share them when put together, too."""
+    """Concatenate the rows of several columns; columns whose parts shared lengths share them in the result."""
     if all(c.lengths is None for c in flats) and len({c.values.shape[1:] for c in flats}) == 1:
         return Flat(torch.cat([c.values for c in flats])[torch.tensor(order, dtype=torch.int64)])
     ragged = [as_ragged(c, n) for c, n in zip(flats, counts, strict=True)]
@@ -718,7 +718,7 @@ def _concat_flat(
 
 
 def columns_state(columns: Trajectories) -> dict[str, Any]:
-    """Plain tensors, lists and strings that `torch.load(weights_only=True)` reads back.
+    """Return plain tensors, lists and strings that `torch.load(weights_only=True)` reads back.
 
     Raises:
         DataError: if a non-tensor value is not plain data.
@@ -770,10 +770,10 @@ def _check_plain(items: Iterable[Any], key: Key) -> None:
 
 
 def along_one_dimension(td: TensorDictBase) -> TensorDictBase:
-    """The trajectories, or steps, of a TensorDict of any batch size along one dimension.
+    """Return the trajectories, or steps, of a TensorDict of any batch size along one dimension.
 
     Raises:
-        IncompleteError: a row of steps does not end with the end of a trajectory.
+        IncompleteError: a row of steps ends within a trajectory.
     """
     if td.batch_dims == 0:
         return lazy_stack([td])  # pyright: ignore[reportReturnType]
@@ -794,7 +794,7 @@ def along_one_dimension(td: TensorDictBase) -> TensorDictBase:
 
 
 def trajectories_of(td: TensorDictBase) -> Trajectories:
-    """One row per trajectory, whatever the form: steps are merged.
+    """Return one row per trajectory, from any form; steps are merged.
 
     Raises:
         IncompleteError: if the last trajectory is not complete.
@@ -803,18 +803,18 @@ def trajectories_of(td: TensorDictBase) -> Trajectories:
 
 
 def steps_of(td: TensorDictBase) -> Trajectories:
-    """One row per step or trajectory, whatever the form, with lengths on every token column."""
+    """Return one row per step or trajectory, from any form, with lengths on every token column."""
     return ragged_tokens(columns_of(along_one_dimension(td)))
 
 
 ROWS: Key = ("", "rows")
-"""Key of a column of whole TensorDicts, one per trajectory: what of a lazy stack was not taken apart."""
+"""Key of a column of whole TensorDicts, one per trajectory: the rows of a lazy stack that were not flattened."""
 
 
 def some_steps_of(td: TensorDictBase, keys: Iterable[Key]) -> Trajectories:
-    """As `steps_of`, but of a lazy stack only some keys, with the rest as it is under `ROWS`.
+    """Like `steps_of`, but flatten only some keys of a lazy stack, and keep its rows under `ROWS`.
 
-    Who needs a few columns and gives the rows back takes nothing else apart. `whole` does that where it is needed.
+    This saves work for code that needs a few columns and returns the rows. `whole` flattens the rest on demand.
     """
     td = along_one_dimension(td)
     if not is_stack(td) or not len(rows := rows_of(td)):
@@ -826,12 +826,12 @@ def some_steps_of(td: TensorDictBase, keys: Iterable[Key]) -> Trajectories:
             out[key] = flatten_leaves(key, leaves, shared)
     mask = leaves_of(rows, ATTENTION_MASK)
     if mask is not None or any(isinstance(column, Flat) and column.values.is_cuda for column in out.values()):
-        return ragged_tokens(columns_of(td))  # rows that are padded, or on a device
+        return ragged_tokens(columns_of(td))  # padded rows, or rows on a device
     return ragged_tokens(out)
 
 
 def whole(batch: Trajectories) -> Trajectories:
-    """All columns of a batch, of which some may still be together under `ROWS`."""
+    """Return all columns of a batch, flattening the rows under `ROWS` if there are any."""
     rows = batch.get(ROWS)
     if not isinstance(rows, Text):
         return batch
@@ -839,7 +839,7 @@ def whole(batch: Trajectories) -> Trajectories:
 
 
 def attach(td: TensorDictBase, columns: Mapping[Key, Flat]) -> TensorDictBase:
-    """A shallow copy of `td` (any form, `[n]`) with these columns set, each in the form of the batch."""
+    """Return a shallow copy of `td` (any form, `[n]`) with these columns set, each in the form of the batch."""
     if not columns:
         return td
     if is_stack(td):
@@ -864,7 +864,7 @@ def attach(td: TensorDictBase, columns: Mapping[Key, Flat]) -> TensorDictBase:
 
 
 def stack_with(rows: Sequence[TensorDictBase], columns: Mapping[Key, Flat]) -> TensorDictBase:
-    """A lazy stack of shallow copies of some TensorDicts with these columns set."""
+    """Return a lazy stack of shallow copies of the TensorDicts, with these columns set."""
     masks = leaves_of(rows, ATTENTION_MASK)
     split = [_padded_rows(column, masks) for column in columns.values()]
     news = (dict(zip(columns, leaves, strict=True)) for leaves in zip(*split, strict=True))
@@ -872,7 +872,7 @@ def stack_with(rows: Sequence[TensorDictBase], columns: Mapping[Key, Flat]) -> T
 
 
 def _padded_rows(column: Flat, masks: list[Any] | None) -> list[Tensor]:
-    """The rows of a column; a row that came with padding of its own, under its attention mask, has it again."""
+    """Return the rows of a column, padding each again as its attention mask has it."""
     rows = column.rows()
     if masks is None or column.lengths is None:
         return rows
@@ -883,9 +883,9 @@ def _padded_rows(column: Flat, masks: list[Any] | None) -> list[Tensor]:
 
 
 def put(td: TensorDictBase, filled: TensorDictBase) -> TensorDictBase:
-    """Set in `td` what `filled`, made from it by `attach`, has more or other; `td` comes back.
+    """Set in `td` the leaves that `attach` added or changed in `filled`, and return `td`.
 
-    A batch that `attach` could only answer in another form comes back in that form, and is not changed.
+    If `attach` had to change the form of the batch, return `filled` and leave `td` unchanged.
     """
     if filled is td or filled.batch_size != td.batch_size:
         return filled
@@ -902,7 +902,7 @@ def put(td: TensorDictBase, filled: TensorDictBase) -> TensorDictBase:
 
 
 def in_form_of(td: TensorDictBase, batch: Trajectories) -> TensorDictBase:
-    """A TensorDict `[m]` of other trajectories in the form of `td`: lazy stack, padded, dense or jagged."""
+    """Return a TensorDict `[m]` of other trajectories in the form of `td`: lazy stack, padded, dense or jagged."""
     if is_stack(td) or td.batch_dims != 1:
         return stack_of(batch)
     if td.get(ATTENTION_MASK, None) is not None and not _has_jagged(td):
@@ -915,7 +915,7 @@ def in_form_of(td: TensorDictBase, batch: Trajectories) -> TensorDictBase:
 
 
 def padded_of(batch: Trajectories) -> TensorDictBase:
-    """A TensorDict `[n]` whose token columns are padded on the right, with the attention mask."""
+    """Return a TensorDict `[n]` whose token columns are padded on the right, with the attention mask."""
     tokens = batch.get(TOKENS)
     lengths = tokens.lengths if isinstance(tokens, Flat) else None
     if lengths is None:
@@ -930,7 +930,7 @@ def padded_of(batch: Trajectories) -> TensorDictBase:
 
 
 def _dense(column: Flat) -> Tensor | None:
-    """Rows of one length as one tensor `[n, T, ...]`; None where their lengths differ."""
+    """Return rows of equal length as one tensor `[n, T, ...]`; None if lengths differ."""
     lengths = column.lengths
     if lengths is None or column.shapes is not None or not lengths.numel() or not bool((lengths == lengths[0]).all()):
         return None
@@ -942,7 +942,7 @@ def _has_jagged(td: TensorDictBase) -> bool:
 
 
 def _with(td: Any, new: Mapping[Key, Tensor]) -> TensorDictBase:
-    """A copy with more leaves, which shares all other leaves and every container that no new key goes through.
+    """Return a copy with new leaves; all other leaves, and containers without a new leaf, are shared.
 
     `clone(recurse=False)` copies stacks of strings item by item, which costs more than all the rest.
     """
@@ -965,10 +965,10 @@ def _with(td: Any, new: Mapping[Key, Tensor]) -> TensorDictBase:
 
 
 def per_token(batch: Trajectories, key: Key, like: Flat | None = None) -> Flat | None:
-    """A column with one value per token, or None where missing; trailing dimensions of 1 are dropped.
+    """Return a column with one value per token, or None if missing; trailing dimensions of 1 are dropped.
 
     Raises:
-        DataError: if its lengths are not those of `like`.
+        DataError: if its lengths differ from those of `like`.
     """
     column = batch.get(key)
     if not isinstance(column, Flat):
@@ -990,14 +990,14 @@ def per_token(batch: Trajectories, key: Key, like: Flat | None = None) -> Flat |
 
 
 def merge_steps(columns: Trajectories) -> Trajectories:
-    """One row per trajectory of rows that may be steps.
+    """Merge rows that may be steps into one row per trajectory.
 
     Raises:
         DataError: if the last trajectory is not complete.
     """
     done = columns.get(DONE)
     if isinstance(done, Flat) and done.lengths is None and bool(done.values.all()):
-        return columns  # every row ends a trajectory, as is the rule
+        return columns  # the usual case: every row ends a trajectory
     ended = ends(columns)
     if ended is None or bool(ended.all()):
         return columns
@@ -1012,7 +1012,7 @@ def merge_steps(columns: Trajectories) -> Trajectories:
 
 
 def ends(columns: Trajectories, done_key: Key = DONE) -> torch.Tensor | None:
-    """Bool `[n]`: whether a trajectory ends with each row; None where nothing says so."""
+    """Return whether a trajectory ends with each row, bool `[n]`; None if unknown."""
     done = columns.get(done_key)
     if not isinstance(done, Flat) or columns.n == 0:
         return None
@@ -1023,7 +1023,7 @@ def ends(columns: Trajectories, done_key: Key = DONE) -> torch.Tensor | None:
 
 
 def _merge(columns: Trajectories, last: torch.Tensor) -> Trajectories:
-    """Multi-step trajectories: the last step holds the whole conversation, rewards of the steps add up."""
+    """Merge multi-step trajectories: keep the last step, which holds the whole conversation, and add up rewards."""
     first = torch.cat([last.new_zeros(1), last[:-1] + 1])
     out = columns.select(last)
     if "prompt" in columns:
@@ -1038,7 +1038,7 @@ def _merge(columns: Trajectories, last: torch.Tensor) -> Trajectories:
     if isinstance(log_probs, Flat) and isinstance(whole, Flat) and log_probs.lengths is not None:
         rows, merged = log_probs.rows(), [row.clone() for row in whole.rows()]
         for target, start, stop in zip(merged, first.tolist(), last.tolist(), strict=True):
-            for step in rows[start:stop]:  # earlier turns, where the last step holds no score
+            for step in rows[start:stop]:  # earlier turns, where the last step has no score
                 head = target[: step.shape[0]]
                 target[: step.shape[0]] = torch.where(head.isnan(), step[: head.shape[0]], head)
         out[LOG_PROBS] = Flat(torch.cat(merged), whole.lengths)
@@ -1049,7 +1049,7 @@ def _merge(columns: Trajectories, last: torch.Tensor) -> Trajectories:
 
 
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sum of each row in float64.
+    """Return the sum of each row in float64.
 
     Args:
         values: flat, any number of elements per position; `lengths` counts elements.
@@ -1074,7 +1074,7 @@ def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, lengths: Tensor) -> Tensor:
-    """One value per row to one per element, `[sum(lengths)]`; a quarter of the time of `repeat_interleave`.
+    """Repeat one value per row for each element, `[sum(lengths)]`, in a quarter of the time of `repeat_interleave`.
 
     >>> spread(torch.tensor([7, 8]), torch.tensor([2, 1])).tolist()
     [7, 7, 8]
@@ -1083,7 +1083,7 @@ def spread(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def step_sum(values: Tensor, bounds: Sequence[int]) -> Tensor:
-    """Sum of the steps of each trajectory, in the dtype of the values.
+    """Return the sum over the steps of each trajectory, in the dtype of the values.
 
     Args:
         values: `[n]`, one per step.
@@ -1098,7 +1098,7 @@ def step_sum(values: Tensor, bounds: Sequence[int]) -> Tensor:
 
 
 def segment_any(flags: Tensor, lengths: Tensor) -> Tensor:
-    """Whether any flag of each row is set, bool `[n]`.
+    """Return whether any flag of each row is set, bool `[n]`.
 
     >>> segment_any(torch.tensor([False, True, False]), torch.tensor([2, 1])).tolist()
     [True, False]
@@ -1107,15 +1107,15 @@ def segment_any(flags: Tensor, lengths: Tensor) -> Tensor:
 
 
 def one_advantage(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-    """The one advantage of each trajectory that has it on every token.
+    """Return the advantage of each trajectory from its per-token values, which must be equal.
 
     Args:
         values: flat, one per token.
-        mask: bool, flat, the tokens that have it.
+        mask: bool, flat, the tokens that have an advantage.
         lengths: int64 `[n]`, all at least 1.
 
     Raises:
-        DataError: the tokens of a trajectory have different ones.
+        DataError: the advantages differ between the tokens of a trajectory.
 
     >>> one_advantage(torch.tensor([0.0, 2.0, 2.0]), torch.tensor([False, True, True]), torch.tensor([3]))
     tensor([2.])
@@ -1131,7 +1131,7 @@ def one_advantage(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
 
 
 def last_position(mask: Tensor, lengths: Tensor) -> Tensor:
-    """Flat index of the last True of each row; the row's last position where there is none.
+    """Return the flat index of the last True of each row; the row's last position if there is none.
 
     Args:
         mask: bool, flat.

@@ -1,4 +1,4 @@
-"""Between the host and a device: there without a wait, back with one."""
+"""Copies between the host and a device: uploads do not wait, downloads wait once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _ALIGN = 64
 
 
 def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return tensors on a device, those of the host through pinned memory in one copy that the host does not wait for.
+    """Copy tensors from the host to a device, through pinned memory in one copy that the host does not wait for.
 
     Args:
-        tensors: of any dtypes, on the host; or on the device, and then returned as they are.
-        device: where to.
+        tensors: of any dtypes; tensors that are on a device already are returned as they are.
+        device: the target.
 
     >>> upload([torch.arange(2), torch.tensor([True])], torch.device("cpu"))
     [tensor([0, 1]), tensor([True])]
@@ -32,7 +32,7 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     for tensor, place in zip(tensors, places, strict=True):
         if place is not None:
             _view(memory, place, tensor).copy_(tensor)
-    # The pinned memory goes back to torch's pool, which does not hand it out before the copy is over.
+    # The pinned memory returns to torch's pool, which does not reuse it before the copy is complete.
     there = memory.to(device, non_blocking=True)
     return [
         tensor.to(device) if place is None else _view(there, place, tensor)
@@ -41,7 +41,7 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors on the host, and wait once for those that are on a device."""
+    """Return tensors on the host, waiting once for those on a device."""
     found = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
     if any(tensor.is_cuda for tensor in tensors):
         torch.cuda.synchronize()
