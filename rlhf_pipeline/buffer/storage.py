@@ -609,7 +609,7 @@ def _open(
     except StoreExistsError:
         if not isinstance(path, str):
             raise
-        return TrajectoryStore.open(path, mode=mode, durability=durability, add_columns=extra)  # another process has just made it
+        return TrajectoryStore.open(path, mode=mode, durability=durability, add_columns=extra)  # another process did
 
 
 def _check_columns(store: TrajectoryStore, wanted: Iterable[Column]) -> None:

@@ -1,7 +1,7 @@
 """The `rlhf-pipeline` command.
 
-One file per command: its options, its help, what it does. Every command answers before anything heavy is imported:
-help and mistakes need neither NumPy nor torch, and the commands that look need no torch.
+One file per command, with its options, its help and its action. Help and usage errors need neither NumPy nor torch,
+and read-only commands need no torch, so that they answer at once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0 is success, 1 damage found (`verify`, `inspect`, `doctor`), 2 a mistake in what was asked, 130 and 143 a run that
-    was stopped by SIGINT or SIGTERM and saved.
+    0 is success, 1 a finding (damage, a difference, a problem), 2 a user error, 3 a failure that a retry may overcome
+    (`collect`, `learn`), 130 and 143 a run that was stopped by SIGINT or SIGTERM and saved.
     """
     debug = False
     try:
@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes, not a traceback
-        # Read when torch is first imported. By default its CPU threads spin while they wait; where another process
-        # wants a core (a second run, a collector beside a learner) generation is then 9 times slower, measured on two
+        # Read when torch is first imported. By default its CPU threads spin while they wait. If another process needs
+        # a core (a second run, a collector beside a learner), this makes generation 9 times slower, measured on two
         # cores.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from rlhf_pipeline.cli.parser import module_of, parse
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         from rlhf_pipeline.cli.output import leave_standard_output
 
-        leave_standard_output()  # the reader of a pipe (head, less) has left
+        leave_standard_output()  # the reader of a pipe (head, less) has exited
         return 141
     except KeyboardInterrupt:
         if debug:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _message(error: Exception) -> str | None:
-    """Return the message for an error that a user can act on; None for a bug of ours."""
+    """Return the message for an error that a user can act on; None for an internal error."""
     from rlhf_pipeline.errors import PipelineError
 
     store = sys.modules.get("trajectory_store")
@@ -71,13 +71,13 @@ def _message(error: Exception) -> str | None:
     if _lacks_memory(error):
         return (
             "there is not enough memory. Lower learn.token_budget, collect.num_slots or collect.prompts_per_rollout, "
-            "or raise the limit of this process (`ulimit -v`, the container's). What was acknowledged is kept: a run "
-            "goes on with --resume. (--debug shows where.)"
+            "or raise the limit of this process (`ulimit -v`, the container's). Acknowledged trajectories are kept: "
+            "--resume continues a run. (--debug shows where.)"
         )
     if isinstance(error, UnicodeEncodeError) and any("\udc80" <= letter <= "\udcff" for letter in str(error.object)):
         return (
-            f"Python reads file names as {sys.getfilesystemencoding()} here, which does not know one of the names that "
-            "were typed. Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ..."
+            f"Python reads file names as {sys.getfilesystemencoding()} here, which cannot encode one of the names on "
+            "the command line. Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ..."
         )
     if not isinstance(error, OSError) or error.strerror is None or error.filename is None:
         return None
@@ -85,7 +85,7 @@ def _message(error: Exception) -> str | None:
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Whether memory ran out: Python's own error, or how torch and C++ libraries say it."""
+    """Return whether memory ran out, by Python's own error or by those of torch and C++ libraries."""
     said = ("can't allocate memory", "out of memory", "bad_alloc")
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in said)

@@ -1,4 +1,4 @@
-"""The last lines of a run: the result, and what to type next."""
+"""The last lines of a run: the result, and the next commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_pipeline.run.folder import RunFolder
 
 
 def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
-    """Write the report and print the result of the run and what to type next."""
+    """Write the report, and print the result of the run and the next commands."""
     from rlhf_pipeline.report.html import write_report
     from rlhf_pipeline.report.samples import before_and_after
 
@@ -23,7 +23,7 @@ def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
     else:
         view.say(result_sentence(finished, resumed=plan.resume))
     if finished.reason == "interrupted" and not run.metrics:  # there may be no store yet
-        view.say(f"next:\n  {plan.again}\n      go on where it stopped")
+        view.say(f"next:\n  {plan.again}\n      continue where it stopped")
         return
     if plan.pipeline.replay is None:
         for line in before_and_after(run, shutil.get_terminal_size((110, 24)).columns):
@@ -36,7 +36,7 @@ def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
 
 
 def result_sentence(finished: RunFinished, *, resumed: bool = False) -> str:
-    """Return what a run reached, for example `reward 0.10 -> 0.98 in 180 steps (21 s), 23,040 trajectories stored`."""
+    """Return the result of a run, for example `reward 0.10 -> 0.98 in 180 steps (21 s), 23,040 trajectories stored`."""
     steps = (
         f"{count(finished.steps, 'step')} ({duration(finished.seconds)}{' since it was resumed' if resumed else ''})"
     )
@@ -50,7 +50,7 @@ def result_sentence(finished: RunFinished, *, resumed: bool = False) -> str:
 
 
 def replay_sentence(finished: RunFinished, run: RunFolder, *, resumed: bool = False) -> str:
-    """Return what a run learned from: `50 steps (21 s) on 3,824 trajectories of 1 store; 0.84 uses of each`."""
+    """Return the result of a replay: `50 steps (21 s) on 3,824 trajectories of 1 store; 0.84 uses of each`."""
     if finished.reason == "interrupted" and not run.metrics:
         return f"stopped while it gathered: {count(finished.num_trajectories, 'trajectory')} are in its store"
     since = " since it was resumed" if resumed else ""
@@ -63,12 +63,12 @@ def replay_sentence(finished: RunFinished, run: RunFolder, *, resumed: bool = Fa
 
 
 def next_commands(finished: RunFinished, plan: Plan) -> list[tuple[str, str]]:
-    """Return commands worth typing now, each with its meaning."""
+    """Return useful next commands, each with its meaning."""
     folder = typed(finished.run_dir)
     more = {
-        "interrupted": (f"{plan.again}", "go on where it stopped"),
-        "steps": (f"{plan.again} --steps {2 * finished.steps}", "go on for as many steps again"),
-        "target": (f"{plan.again} --set learn.stop_at_reward=none", "go on beyond the target"),
+        "interrupted": (f"{plan.again}", "continue where it stopped"),
+        "steps": (f"{plan.again} --steps {2 * finished.steps}", "continue for as many steps again"),
+        "target": (f"{plan.again} --set learn.stop_at_reward=none", "continue beyond the target"),
     }
     looks = [(f"rlhf-pipeline inspect {folder}", "count what is stored and grade it again")]
     if finished.num_trajectories:
@@ -76,5 +76,5 @@ def next_commands(finished: RunFinished, plan: Plan) -> list[tuple[str, str]]:
     again = more[finished.reason]
     replay, early = plan.pipeline.replay, finished.steps < plan.pipeline.learn.steps
     if finished.reason == "steps" and replay is not None and (replay.recorded_order or early):
-        return looks  # more steps have nothing to learn from
+        return looks  # there is nothing left for more steps to learn from
     return [again, *looks] if finished.reason == "interrupted" else [*looks, again]

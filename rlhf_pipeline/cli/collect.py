@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 HELP = "collect rollouts into a run, in a process of its own"
 DETAILS = """\
-Claims one rollout after the other, samples it with the newest weights that the learner has published, and
-stores it. Any number of collectors may work for one run on one machine; each may be stopped and killed
-at any time, and no prompt is lost or repeated. A collector waits when a rollout would be too old
+Claims rollouts one at a time, samples each with the newest weights that the learner has published, and
+stores it. Any number of collectors may work for one run; each may be stopped or killed at any time,
+and no prompt is lost or repeated. A collector waits when a rollout would be too old
 (buffer.max_staleness) by the time it is learned from.
 
 examples:
-  rlhf-pipeline collect long_running --run runs/mine     in one terminal,
-  rlhf-pipeline learn --run runs/mine                    in another: whichever starts first creates the run
+  rlhf-pipeline collect long_running --run runs/mine     in one terminal: creates the run
+  rlhf-pipeline learn --run runs/mine                    in another
   rlhf-pipeline collect --run runs/mine                  in a third: one more collector
 
 `rlhf-pipeline run long_running --collectors 2` starts all of them and keeps them alive.
@@ -33,7 +33,7 @@ Exit code 3: a failure that a retry may overcome (the reward function, the disk)
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
+    """Add the command's options."""
     add_process_options(command)
     command.add_argument(
         "--name",
@@ -60,7 +60,7 @@ def execute(args: argparse.Namespace) -> int:
         view,
         work,
         device=plan.device,
-        stopped=lambda: f"stopped at once; the rollout is taken up by another collector, or again by: {plan.again}",
+        stopped=lambda: f"stopped at once; another collector takes over the rollout, or type: {plan.again}",
         retryable=(RewardError, RunExistsError, RunStorageError, StoreError),
         debug=args.debug,
     )
@@ -78,9 +78,9 @@ def _closing(event: CollectorFinished, plan: Plan) -> Iterator[str]:
     folder = typed(event.run_dir)
     yield "next:"
     if event.reason == "finished":
-        yield f"  rlhf-pipeline learn --run {folder} --steps N    go on learning; then start collectors"
+        yield f"  rlhf-pipeline learn --run {folder} --steps N    continue learning; then start collectors"
     else:
-        yield f"  {plan.again}    collect on"
+        yield f"  {plan.again}    continue collecting"
     yield f"  rlhf-pipeline inspect {folder}    count what is stored and grade it again"
 
 

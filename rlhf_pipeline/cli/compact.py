@@ -1,4 +1,4 @@
-"""`rlhf-pipeline compact`: merge the segments of a store that nobody writes to."""
+"""`rlhf-pipeline compact`: merge the segments of a store that no process writes to."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from rlhf_pipeline.run.medium import Address
     from trajectory_store import CompactReport
 
-HELP = "merge the segments of a store that nobody writes to"
+HELP = "merge the segments of a store that no process writes to"
 DETAILS = """\
-Merges finished segments into few, keeps only the newest of updated values, and frees the space of the
+Merges finished segments into a few, keeps only the newest of updated values, and frees the space of the
 others. Ids, order and values stay, so a run resumes and replays as before. A zarr store becomes sharded,
-zstd-compressed groups. While it works, both old and new segments are on the disk; it may be stopped at
-any time. Readers are not disturbed; a run, an import or a recorder that writes is refused.
+zstd-compressed groups. Meanwhile both old and new segments are on disk; it may be stopped at any time.
+Readers are not disturbed. It refuses a store that a run, an import or a recorder is writing to.
 
 examples:
   rlhf-pipeline compact runs/copy_digits
@@ -33,7 +33,7 @@ examples:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
+    """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE")
 
 
@@ -54,14 +54,14 @@ def execute(args: argparse.Namespace) -> int:
     with alone(run, path), TrajectoryStore.open(path, mode="a") as store:
         if store.being_written():
             raise RunExistsError(
-                f"a process writes to {path}: it merges small segments itself, and what it writes to would stay as it "
-                "is. Stop it first. (In the zarr backend a writer that was killed counts as living for an hour.)"
+                f"a process writes to {path}: it merges small segments itself, and its open segment would not be "
+                "merged. Stop it first. (In the zarr backend a killed writer counts as running for an hour.)"
             )
         with said_now_and_then("compacting for {}; stopping it loses nothing"):
             report = store.compact()
         num = len(store)
     if report.skipped:
-        raise RunExistsError(f"nothing was done at {path}: {report.skipped}. Try again when it is done.")
+        raise RunExistsError(f"nothing was done at {path}: {report.skipped}. Try again later.")
     say("\n".join(_lines(report, path, num, (before, disk_usage(path)), time.perf_counter() - started)))
     say(f"check it:  rlhf-pipeline verify {typed(args.path)}")
     return 0
@@ -72,13 +72,13 @@ def alone(run: RunFolder | None, store: Address) -> Iterator[None]:
     """Keep runs, imports and recorders out of a store.
 
     Raises:
-        RunExistsError: one of them is there.
+        RunExistsError: one of them is running.
     """
     from rlhf_pipeline.exchange.target import held
 
     with ExitStack() as stack:
         if isinstance(store, Path):  # imports and recorders write to folders
-            refusal = f"an import or a recorder writes to {store}. Wait for it, or stop it first."
+            refusal = f"an import or a recorder is writing to {store}. Wait for it, or stop it first."
             stack.enter_context(held(store, refusal=refusal))
         if run is not None:
             stack.enter_context(run.lock(advice="Stop that first."))
@@ -86,7 +86,7 @@ def alone(run: RunFolder | None, store: Address) -> Iterator[None]:
             if at_work:
                 raise RunExistsError(
                     f"the run {run.address} is in use by its own processes ({', '.join(sorted(at_work))}). Stop them "
-                    "first. (At a URL one that was killed counts as living for the length of its lease.)"
+                    "first. (At a URL a killed process counts as running until its lease ends.)"
                 )
         yield
 

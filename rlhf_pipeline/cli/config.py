@@ -1,4 +1,4 @@
-"""`rlhf-pipeline config`: every setting: its meaning, its bounds, its default, and its value in a definition."""
+"""`rlhf-pipeline config`: the meaning, bounds and default of every setting, and its value in a definition."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 
 from rlhf_pipeline.cli.output import say
 
-HELP = "show what can be set: meaning, bounds, default"
+HELP = "show all settings: meaning, bounds, default"
 DETAILS = """\
-Every field of a definition, as it is checked: from Python when it is made, and from --set. The name of a
-pipeline, or a file of yours, shows what it sets; a field or group of fields shows what it means.
+Every field of a definition, with the bounds that are checked, in Python and for --set. With the name of a
+pipeline, or a file of yours, shows its values; with a field or group of fields, shows the meaning.
 
 examples:
   rlhf-pipeline config                       all settings and their defaults
-  rlhf-pipeline config learn.lr              what it means, and what it may be
+  rlhf-pipeline config learn.lr              the meaning and bounds of one setting
   rlhf-pipeline config sample                all settings of a group
-  rlhf-pipeline config copy_digits           what a pipeline sets, and what it leaves as it is
+  rlhf-pipeline config copy_digits           the values in a pipeline, and which are not the default
   rlhf-pipeline config ./my_task.py learn.lr
-  rlhf-pipeline config metrics               what each figure of metrics.jsonl means, and its unit
+  rlhf-pipeline config metrics               the meaning and unit of each figure of metrics.jsonl
 
 `rlhf-pipeline run NAME --set learn.lr=3e-4` changes one."""
 
@@ -31,7 +31,7 @@ _VALUE_WIDTH = 24
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
+    """Add the command's options."""
     command.add_argument(
         "names", nargs="*", metavar="PIPELINE|FIELD", help="a definition, a field, or both; or metrics"
     )
@@ -41,7 +41,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print the settings that were asked for."""
+    """Print the requested settings."""
     from rlhf_pipeline import definitions
     from rlhf_pipeline.config import Pipeline
     from rlhf_pipeline.errors import DefinitionError, did_you_mean
@@ -94,7 +94,7 @@ def _all_paths() -> Iterator[tuple[str, Any]]:
 
 
 def _paths_in(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the paths and values of a definition, groups before what is in them."""
+    """Yield the paths and values of a definition, each group before its fields."""
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         yield f"{prefix}{item.name}", value

@@ -12,10 +12,9 @@ from rlhf_pipeline.report.words import count, duration
 
 HELP = "copy a store, whole or in part, to either backend"
 DETAILS = """\
-Copies trajectories in the order of arrival, all columns, later values folded in. The copy is a
-store of its own with new ids, not a run; trajectory_id stays. With --backend zarr it is sealed: sharded,
-zstd-compressed Zarr groups, read by plain Zarr too, and half the size or less. A filter is written as for
-`export`.
+Copies all columns of trajectories in the order of arrival, with updated values folded in. The copy is a
+separate store with new ids, not a run; trajectory_id stays. With --backend zarr it is sealed: sharded,
+zstd-compressed Zarr groups that plain Zarr reads, at half the size or less. Filters are those of `export`.
 
 examples:
   rlhf-pipeline copy runs/copy_digits --to archive --backend zarr
@@ -24,20 +23,20 @@ examples:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
+    """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE")
     command.add_argument("--to", required=True, metavar="STORE", help="the new folder; must not exist")
     command.add_argument(
         "--backend",
         choices=("memmap", "zarr"),
         default="memmap",
-        help="memmap: raw, for training; zarr: compressed, for keeping (default: %(default)s)",
+        help="memmap: raw, for training; zarr: compressed, for archives (default: %(default)s)",
     )
     add_filter(command)
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Copy the store and report what was written."""
+    """Copy the store and report the result."""
     from rlhf_pipeline.exchange.copier import copy_store
     from rlhf_pipeline.report.inspect import disk_usage
     from rlhf_pipeline.report.stored import Stored

@@ -23,9 +23,9 @@ _FIELDS = 30
 
 HELP = "show how two runs, or two stores, differ"
 DETAILS = """\
-Compares the trajectories, by trajectory_id where each has one, else in the order of arrival. Of two runs
-also config.json, and the first optimizer step at which batch, loss, reward or gradient norm differ.
-NaN equals NaN; created_at, the time of writing, is not compared.
+Compares the trajectories, by trajectory_id if each has one, otherwise in the order of arrival. For two
+runs also compares config.json, and finds the first optimizer step at which batch, loss, reward or gradient
+norm differ. NaN equals NaN; created_at, the time of writing, is not compared.
 
 examples:
   rlhf-pipeline diff runs/copy_digits runs/again
@@ -33,11 +33,11 @@ examples:
   rlhf-pipeline diff runs/copy_digits/store copy --json | jq .trajectories.columns
 
 Exit code 0 if the trajectories and the learning are the same, 1 if not, 2 if they cannot be compared.
-Settings that made no difference, and columns that one side has besides, are listed and are no difference."""
+Settings that made no difference, and columns that only one side has, are listed but do not count."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
+    """Add the command's options."""
     command.add_argument("left", metavar="LEFT", help="a run or a store")
     command.add_argument("right", metavar="RIGHT", help="another one")
     command.add_argument(
@@ -47,7 +47,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print what differs; 0 if the trajectories and the learning are the same, else 1."""
+    """Print the differences; return 0 if the trajectories and the learning are the same, otherwise 1."""
     from rlhf_pipeline.report.diff import Comparison, compare_rows
     from rlhf_pipeline.report.diff_steps import compare_configs, compare_steps
     from rlhf_pipeline.report.stored import Stored

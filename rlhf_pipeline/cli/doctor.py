@@ -1,4 +1,4 @@
-"""`rlhf-pipeline doctor`: what this machine and this folder can do, and what is missing."""
+"""`rlhf-pipeline doctor`: check whether this machine and this folder have what a run needs."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _SELF_TEST_SECONDS = 2.0
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse", "lustre", "gpfs", "ceph", "afs", "beegfs")
 _FREE_GB = 2.0
 
-HELP = "show what this machine and this folder can do, and what is missing"
+HELP = "check whether this machine and this folder have what a run needs"
 DETAILS = """\
 example:
   rlhf-pipeline doctor          in the folder where your runs go"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
+    """Add the command's options."""
     del command
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print each check as it is done; 1 if something is missing."""
+    """Print each check as it completes; return 1 if something is missing."""
     del args
     say(f"python {platform.python_version()} ({sys.executable}), {platform.system()} {platform.release()}")
     bad = _report(_packages())
@@ -93,7 +93,7 @@ def _disk(folder: Path) -> Iterator[Check]:
 
 
 def _file_system_type(folder: Path) -> str | None:
-    """Return the type of the mount that a folder is on, where the system tells (Linux)."""
+    """Return the file system type of a folder's mount, if the system reports it (Linux)."""
     try:
         mounts = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
@@ -108,7 +108,7 @@ def _file_system_type(folder: Path) -> str | None:
 
 
 def _file_system(folder: Path) -> Iterator[Check]:
-    """Test what the store relies on, in this folder."""
+    """Test the file system features that the store relies on, in this folder."""
     try:
         with tempfile.TemporaryDirectory(prefix=".rlhf-doctor-", dir=folder) as scratch:
             for name, trial in _TRIALS.items():
@@ -117,7 +117,7 @@ def _file_system(folder: Path) -> Iterator[Check]:
                 except (OSError, ValueError) as error:
                     yield False, f"{name}: {error}. The store needs it; put runs on a local disk (--out)."
     except OSError as error:
-        yield False, f"cannot write here: {error}. Go to a folder of yours, or use --out."
+        yield False, f"cannot write here: {error}. Change to a folder of yours, or use --out."
 
 
 def _sparse(path: Path) -> str:
@@ -136,7 +136,7 @@ def _map_sees_writes(path: Path) -> str:
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 8192, access=mmap.ACCESS_READ) as view:
         os.pwrite(file.fileno(), b"seen", 4096)
         if view[4096:4100] != b"seen":
-            raise ValueError("a memory map does not show what was written to its file")
+            raise ValueError("a memory map does not show data written to its file")
     return ""
 
 
@@ -205,7 +205,7 @@ def _store(folder: Path) -> Check:
     except (StoreError, OSError) as error:
         return False, f"store: {error}"
     if not same or not report.ok or report.rows != appended:
-        return False, f"store: what was read is not what was written. {report}"
+        return False, f"store: the data read back differ from the data written. {report}"
     rate = appended / seconds
     return True, f"store: {appended:,} trajectories written ({rate:,.0f} per s), read back and verified"
 

@@ -12,7 +12,7 @@ from rlhf_pipeline.report.words import count, duration
 
 HELP = "write a store as Parquet, JSONL or a Hugging Face dataset"
 DETAILS = """\
-Writes every column, ragged ones as lists of numbers; `import` makes an equal store of it again.
+Writes every column, ragged columns as lists of numbers; `import` makes an equal store from it.
 A filter is a column (reward, version, date and group are short names; num_tokens and
 num_completion_tokens exist too), one of >= <= == != > <, and a value.
 
@@ -23,7 +23,7 @@ examples:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
+    """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE")
     command.add_argument(
         "--to", required=True, metavar="FILE.parquet|FILE.jsonl|FOLDER", help="must not exist; a folder is a dataset"
@@ -33,7 +33,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Export the store and report what was written and how to read it."""
+    """Export the store, and report the result and how to read it."""
     from rlhf_pipeline.exchange import export_store
     from rlhf_pipeline.run.folder import open_run_or_store
 

@@ -32,7 +32,7 @@ examples:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
+    """Add the command's options."""
     command.add_argument("files", nargs="+", metavar="FILE", help="files, saved datasets, or folders of files")
     command.add_argument("--into", required=True, metavar="STORE", help="the store's folder; made if it is not there")
     command.add_argument(

@@ -1,4 +1,4 @@
-"""`rlhf-pipeline inspect`: what is stored, and whether the rewards can be reproduced."""
+"""`rlhf-pipeline inspect`: count what is stored, and check that the rewards can be reproduced."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ stored prompt and completion: do the stored rewards, and the curve in metrics.js
 examples:
   rlhf-pipeline inspect runs/copy_digits
   rlhf-pipeline inspect runs/copy_digits --json | jq .reward_check
-  rlhf-pipeline inspect runs/mine --definition ./my_task.py      where the file has moved
+  rlhf-pipeline inspect runs/mine --definition ./my_task.py      if the file has moved
 
 Exit code 1 if a reward does not agree."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
+    """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE")
     command.add_argument("--definition", metavar="NAME|FILE.py[:function]", help="take the reward function from here")
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print what is stored; 1 if a reward cannot be reproduced."""
+    """Print counts and the reward check; return 1 if a reward cannot be reproduced."""
     from rlhf_pipeline.report.inspect import inspect_store
     from rlhf_pipeline.report.stored import Stored
     from rlhf_pipeline.run.folder import open_run_or_store
@@ -56,7 +56,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _reward(run: RunFolder | None, typed: str | None) -> tuple[RewardFunction | None, str | None]:
-    """Return the reward function, or why there is none. A definition that was asked for must load."""
+    """Return the reward function, or why there is none. A definition given by option must load."""
     from rlhf_pipeline import definitions
     from rlhf_pipeline.data.rewards import no_reward
 

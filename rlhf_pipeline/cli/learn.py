@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 HELP = "learn from what collectors store, in a process of its own"
 DETAILS = """\
-Learns from the rollouts that `rlhf-pipeline collect` stores, in the order of their arrival, and publishes
-the weights after each step. Killed, it is started again with the same command, and takes the steps
-after its last checkpoint again as the ledger says.
+Learns from the rollouts that `rlhf-pipeline collect` stores, in the order of arrival, and publishes the
+weights after each step. After a kill, start it again with the same command: it repeats the steps after
+its last checkpoint with the batches in the ledger.
 
 examples:
   rlhf-pipeline learn long_running --run runs/mine
-  rlhf-pipeline learn --run runs/mine                    definition and seed are the recorded ones
-  rlhf-pipeline learn --run runs/mine --steps 5000       go on with a run that has ended
+  rlhf-pipeline learn --run runs/mine                    with the recorded definition and seed
+  rlhf-pipeline learn --run runs/mine --steps 5000       continue a run that has ended
   torchrun --nproc-per-node 2 -m -- rlhf_pipeline learn --run runs/mine  two processes share each step
 
 Exit code 3: a failure that a retry may overcome (the disk, a live learner)."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
+    """Add the command's options."""
     add_process_options(command)
     add_steps(command)
 
@@ -59,12 +59,12 @@ def execute(args: argparse.Namespace) -> int:
             view,
             work,
             device=plan.device,
-            stopped=lambda: f"stopped at once. Go on from the last checkpoint: {plan.again}",
+            stopped=lambda: f"stopped at once. Continue from the last checkpoint: {plan.again}",
             retryable=(RunExistsError, RunStorageError, StoreError),
             debug=args.debug,
         )
     finally:
         sharded.leave()
-    if finished is not None and args.parent is None:  # else the supervisor says it
+    if finished is not None and args.parent is None:  # otherwise the supervisor reports it
         finish(finished, plan, view)
     return code

@@ -1,4 +1,4 @@
-"""`rlhf-pipeline list`: what can be run."""
+"""`rlhf-pipeline list`: the pipelines that can be run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ examples:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
+    """Add the command's options."""
     command.add_argument("files", nargs="*", metavar="FILE.py", help="list the definitions in these files instead")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print name, description and needs of each definition; a broken file is one line, not the end."""
+    """Print name, description and requirements of each definition; a broken file becomes one line of output."""
     from rlhf_pipeline import definitions
 
     files = [Path(name).expanduser() for name in args.files] or definitions.builtin_files()

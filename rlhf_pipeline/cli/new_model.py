@@ -1,4 +1,4 @@
-"""`rlhf-pipeline new-model`: a small untrained checkpoint, for trying things out without a download."""
+"""`rlhf-pipeline new-model`: make a small untrained checkpoint, to try things out without a download."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ example:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
-    command.add_argument("folder", metavar="FOLDER", help="where to; must not exist")
-    command.add_argument("--text", required=True, metavar="FILE", help="the text that the tokenizer is made from")
+    """Add the command's options."""
+    command.add_argument("folder", metavar="FOLDER", help="the checkpoint folder; must not exist")
+    command.add_argument("--text", required=True, metavar="FILE", help="the text that trains the tokenizer")
     command.add_argument("--vocab-size", type=positive, default=4096, metavar="N", help="tokens (default: %(default)s)")
     command.add_argument("--hidden-size", type=positive, default=256, metavar="N", help="(default: %(default)s)")
     command.add_argument("--num-layers", type=positive, default=4, metavar="N", help="(default: %(default)s)")
@@ -34,7 +34,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Make the model; what can be checked without torch is checked first."""
+    """Make the model, after all checks that need no torch."""
     text, folder = Path(args.text).expanduser(), Path(args.folder).expanduser()
     if not text.is_file():
         raise MissingPathError(f"there is no text file at {text}. Any text will do, for example your prompts' JSONL.")

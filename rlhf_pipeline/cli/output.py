@@ -24,8 +24,8 @@ def say(text: str = "", end: str = "\n") -> None:
     """Print to standard output.
 
     Raises:
-        BrokenPipeError: its reader has left.
-        OutputError: it cannot be written: a full disk.
+        BrokenPipeError: the reader of the pipe has exited.
+        OutputError: the output cannot be written, for example to a full disk.
     """
     try:
         print(plain(text), end=end, flush=True)
@@ -45,7 +45,7 @@ class Ticker:
     """Prints a command's progress every few seconds; pass it as a progress callback.
 
     Args:
-        what: what is done with the trajectories, for example `compared`.
+        what: the action in progress, for example `compared`.
     """
 
     def __init__(self, what: str = "") -> None:
@@ -53,7 +53,7 @@ class Ticker:
         self._next = time.perf_counter() + _EVERY_S
 
     def __call__(self, done: int, total: int | None = None) -> None:
-        """Print the progress, if it is time."""
+        """Print the progress if it is due."""
         now = time.perf_counter()
         if now < self._next:
             return

@@ -1,6 +1,6 @@
-"""What can be typed: commands and options with "did you mean" for slips. Each command's own options are in its file.
+"""The command line: commands and options, with "did you mean" for typos. Each command's own options are in its file.
 
-argparse, because the whole `--help` then costs 0.1 s less than with the libraries built on click.
+argparse is used because `--help` then takes 0.1 s less than with libraries built on click.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ COMMANDS = (
 """In the order of `--help`; each command has a file of the same name."""
 
 _DESCRIPTION = """\
-The data path of RL post-training: collect rollouts, keep every one of them, learn, look.
+The data path of RL post-training: collect rollouts, keep all of them, learn, inspect.
 
 Start here (CPU, nothing to download, about a minute):
   rlhf-pipeline run copy_digits"""
 
 _EXAMPLES = """\
 examples:
-  rlhf-pipeline list                              what can be run, and what each needs
+  rlhf-pipeline list                              all pipelines, and what each needs
   rlhf-pipeline run copy_digits                   learn to copy digits, into runs/copy_digits
   rlhf-pipeline run my_task.py:my_pipeline        your own: a function that returns a Pipeline
-  rlhf-pipeline run copy_digits --resume          go on where a run stopped
-  rlhf-pipeline config learn.lr                   what a setting means, and what it may be
+  rlhf-pipeline run copy_digits --resume          continue where a run stopped
+  rlhf-pipeline config learn.lr                   the meaning and bounds of a setting
   rlhf-pipeline inspect runs/copy_digits          counts, lengths, rewards graded again
   rlhf-pipeline show runs/copy_digits --id 17     one trajectory, token by token
   rlhf-pipeline tail runs/copy_digits -f          watch what a run stores and learns
@@ -48,11 +48,11 @@ class Parser(argparse.ArgumentParser):
     """argparse with "did you mean" for commands and options."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print help or an error; argparse itself ignores an output that cannot be written."""
+        """Print help or an error and report a failed write, which argparse would ignore."""
         say(message, end="") if file is sys.stdout else warn(message.rstrip("\n"))
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong and where to find help, and exit with code 2."""
+        """Print the error and where to find help, and exit with code 2."""
         wrong = re.match(
             r"argument (?P<where>.+): invalid choice: '(?P<typed>[^']*)' \(choose from (?P<known>.+)\)", message
         )
@@ -86,7 +86,7 @@ def build_parser(only: str | None = None) -> tuple[Parser, dict[str, Parser]]:
     """Return the parser, and the parser of each command by name.
 
     Args:
-        only: the one command that is needed; the others are then not imported.
+        only: the only command to import; None imports all.
     """
     main = Parser(
         prog="rlhf-pipeline", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=_Help, allow_abbrev=False
@@ -112,10 +112,10 @@ def build_parser(only: str | None = None) -> tuple[Parser, dict[str, Parser]]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return what was typed, `command` among it.
+    """Parse the command line; `command` is one of the attributes.
 
     Raises:
-        SystemExit: after `--help`, `--version`, and (with code 2) after a mistake.
+        SystemExit: after `--help`, `--version`, and (with code 2) after a usage error.
     """
     main, commands = build_parser(argv[0] if argv and argv[0] in COMMANDS else None)
     args, unknown = main.parse_known_args(argv)
@@ -153,7 +153,7 @@ def add_filter(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="CONDITION",
-        help="only trajectories that meet it; may be given several times",
+        help="only matching trajectories; may be given several times",
     )
 
 
@@ -178,19 +178,19 @@ def add_steps(command: argparse.ArgumentParser) -> None:
 
 
 def add_process_options(command: argparse.ArgumentParser) -> None:
-    """Add what `collect` and `learn` both take."""
+    """Add the options of both `collect` and `learn`."""
     command.add_argument(
         "definition",
         nargs="?",
         metavar="NAME|FILE.py[:function]",
-        help="a built-in pipeline or your own; may be left out where the run is there",
+        help="a built-in pipeline or your own; may be left out if the run exists",
     )
-    command.add_argument("--run", required=True, metavar="DIR", help="the run folder; made if it is not there")
-    command.add_argument("--seed", type=natural, metavar="N", help="of a new run (default: 0)")
+    command.add_argument("--run", required=True, metavar="DIR", help="the run folder; created if missing")
+    command.add_argument("--seed", type=natural, metavar="N", help="seed of a new run (default: 0)")
     command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
     add_overrides(command)
     command.add_argument(
-        "--parent", type=positive, metavar="PID", help="stop when this process, which started this one, is gone"
+        "--parent", type=positive, metavar="PID", help="stop when this parent process has exited"
     )
 
 
@@ -236,5 +236,5 @@ def seconds(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """Read how many of something, also a part of one."""
+    """Read a count that may be a fraction."""
     return 0.0 if text == "0" else above_zero(text, "number, at least 0")

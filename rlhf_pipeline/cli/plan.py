@@ -1,4 +1,4 @@
-"""What to run, from the options that were typed and a run's record; all of it is checked without torch."""
+"""What to run, from the command line and a run's record; all of it is checked without torch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rlhf_pipeline.run.medium import Address, address_of
 _POLL_S = 0.25
 _DEFAULT_REPLAY = "offline_replay"
 Overrides = tuple[tuple[str, str], ...]
-"""What `--set` says: a field's path and its text."""
+"""The values of `--set`: each a field's path and its text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What to run; all of it has been checked."""
+    """What to run, fully checked."""
 
     pipeline: Pipeline
     definition: str
@@ -35,9 +35,9 @@ class Plan:
     device: str
     resume: bool = False
     command: str
-    """What to type to start this run, without `--resume`."""
+    """The command that starts this run, without `--resume`."""
     collectors: int = 0
-    """Processes that collect beside a learner, under a supervisor; 0 runs all in this process."""
+    """Collector processes under a supervisor, besides a learner; 0 runs everything in this process."""
     learners: int = 1
     """Processes that share each step of that learner."""
     joins: bool = False
@@ -45,20 +45,20 @@ class Plan:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What every kind of run takes beside its pipeline, by name."""
+        """The arguments of every kind of run besides its pipeline, by name."""
         names = ("seed", "device", "definition", "overrides")
         return {"run_dir": self.out, **{name: getattr(self, name) for name in names}}
 
     @property
     def again(self) -> str:
-        """What to type to go on."""
+        """The command that continues this run."""
         return self.command if self.joins else f"{self.command} --resume"
 
 
 def plan_of(
     definition: definitions.Definition, overrides: Overrides, out: Address, *, seed: int, device: str, **more: Any
 ) -> Plan:
-    """Return the plan of a definition with overrides; `more` are the further fields of a `Plan`."""
+    """Return the plan of a definition with overrides; `more` are further fields of the `Plan`."""
     return Plan(
         pipeline=definition.pipeline(overrides),
         definition=definition.name,
@@ -103,10 +103,10 @@ def make_joining_plan(args: argparse.Namespace) -> Plan:
 
 
 def _wait_for_run(out: Address) -> None:
-    """Wait until a collector has said what the run is; a learner may be typed first.
+    """Wait until a collector has created the run; a learner may be started first.
 
     Raises:
-        RunExistsError: there is something else.
+        RunExistsError: the folder holds something else.
     """
     said = False
     while not is_run(out):
@@ -114,7 +114,7 @@ def _wait_for_run(out: Address) -> None:
             raise RunExistsError(f"{out} exists and is not a run. Choose another folder: --run OTHER_FOLDER.")
         if not said:
             example = f"rlhf-pipeline collect long_running --run {typed(out)}"
-            warn(f"{out} is not a run yet; waiting for a collector to begin it, for example: {example}")
+            warn(f"{out} is not a run yet; waiting for a collector to create it, for example: {example}")
             said = True
         time.sleep(_POLL_S)
 
@@ -125,10 +125,10 @@ def _overrides(args: argparse.Namespace) -> Overrides:
 
 
 def checked(plan: Plan) -> Plan:
-    """Check everything a plan names, without torch.
+    """Check everything that a plan names, without torch.
 
     Raises:
-        PipelineError: something is not there, or cannot be.
+        PipelineError: something is missing or invalid.
     """
     preflight.check_device(plan.device)
     if plan.joins or plan.collectors:
@@ -144,7 +144,7 @@ def _new(args: argparse.Namespace, overrides: Overrides) -> Plan:
         raise DefinitionError("name what to run, for example: rlhf-pipeline run copy_digits (`rlhf-pipeline list`)")
     if is_run(address_of(args.definition)):
         again = f"rlhf-pipeline run {typed(args.definition)} --resume"
-        raise DefinitionError(f"{args.definition} is a run, not a definition. Go on with it: {again}")
+        raise DefinitionError(f"{args.definition} is a run, not a definition. Continue it: {again}")
     definition = definitions.find(args.definition)
     out = address_of(args.out) if args.out else Path("runs") / definition.function
     command = _command(args.definition, args.out, args)
@@ -162,7 +162,7 @@ def _new(args: argparse.Namespace, overrides: Overrides) -> Plan:
 
 
 def _resumed(args: argparse.Namespace, overrides: Overrides) -> Plan:
-    """Take definition, overrides, seed and device from the run; options that were typed win."""
+    """Take definition, overrides, seed and device from the run; options on the command line win."""
     named = args.definition
     if named is not None and not args.out and is_run(address_of(named)):
         out, named = address_of(named), None  # `run runs/copy_digits --resume`
@@ -189,23 +189,23 @@ def recorded_plan(
     command: str,
     otherwise: str = "leave --resume out and choose another --out",
 ) -> Plan:
-    """Return the plan that continues a run: its record, and the options that were typed.
+    """Return the plan that continues a run, from its record and the command line.
 
     Args:
-        args: what was typed.
+        args: the command line.
         out: the run folder.
-        named: the definition that was typed, if any.
-        overrides: those that were typed.
-        command: what starts the run.
-        otherwise: what else to do where another seed was typed.
+        named: the definition on the command line, if any.
+        overrides: the overrides on the command line.
+        command: the command that starts the run.
+        otherwise: the alternative if the command line has another seed, for the message.
 
     Raises:
-        RunMismatchError: another definition or seed than the recorded one.
+        RunMismatchError: the definition or the seed differs from the recorded one.
     """
     config = RunFolder.open(out).config
     if args.seed is not None and args.seed != config.seed:
         raise RunMismatchError(
-            f"{out} was started with seed {config.seed}, not {args.seed}. Leave --seed out to go on with it, "
+            f"{out} was started with seed {config.seed}, not {args.seed}. Leave --seed out to continue it, "
             f"or {otherwise}."
         )
     moved = f"name its new place: rlhf-pipeline run FILE.py:function --resume --out {typed(out)}"
@@ -222,10 +222,10 @@ def recorded_definition(run: Address, moved: str) -> definitions.Definition:
 
     Args:
         run: its folder.
-        moved: what to do where its file has moved, for the message.
+        moved: the advice if its file has moved, for the message.
 
     Raises:
-        MissingPathError: it is gone.
+        MissingPathError: the definition is gone.
     """
     try:
         return definitions.find(RunFolder.open(run).config.definition)
@@ -242,17 +242,17 @@ def _command(definition: str | None, out: str | None, args: argparse.Namespace) 
 
 
 def _options(given: Mapping[str, object]) -> Iterator[str]:
-    """Yield options as they are typed, without those that are None."""
+    """Yield options in command-line form, leaving out those that are None."""
     for name, value in given.items():
         if value is not None:
             yield f"--{name} {typed(value)}"
 
 
 def make_replay_plan(args: argparse.Namespace) -> Plan:
-    """Plan a run over stores: a new one, or one to go on with.
+    """Plan a run over stores, new or continued.
 
     Raises:
-        PipelineError: as `make_plan`, or a store is not there.
+        PipelineError: as `make_plan`, or a store does not exist.
     """
     return checked(_resumed_replay(args) if args.resume else _new_replay(args))
 
@@ -261,7 +261,7 @@ def _resumed_replay(args: argparse.Namespace) -> Plan:
     out = _replay_folder(args)
     if args.paths and not is_run(out):
         raise MissingPathError(
-            f"there is no replay to go on with at {out}. Start it: leave --resume out. Or name its folder: --out DIR."
+            f"there is no replay to continue at {out}. Start it: leave --resume out. Or name its folder: --out DIR."
         )
     preflight.check_resumable(out)
     return recorded_plan(args, out, args.definition, _typed_for_replay(args), _replay_command(args))
@@ -271,7 +271,7 @@ def _new_replay(args: argparse.Namespace) -> Plan:
     if not args.paths:
         raise DefinitionError("name what to learn from, for example: rlhf-pipeline replay runs/copy_digits")
     for path in args.paths:
-        open_run_or_store(path)  # or an error that names what is there
+        open_run_or_store(path)  # raises an error that names what is there instead
     out, first = _replay_folder(args), address_of(args.paths[0])
     preflight.check_new_folder(out, _replay_command(args))
     definition, overrides, seed, device = definitions.find(args.definition or _DEFAULT_REPLAY), (), 0, "cpu"
@@ -290,7 +290,7 @@ def _new_replay(args: argparse.Namespace) -> Plan:
 
 
 def _of_a_run(args: argparse.Namespace, run: RunFolder) -> Overrides:
-    """Return a run's overrides, and its order unless another was asked for."""
+    """Return a run's overrides, and its recorded order unless the command line asks for another."""
     overrides = [pair for pair in run.config.overrides if not pair[0].startswith("replay.")]
     collected = run.config.pipeline.get("replay") is None
     if collected and len(args.paths) == 1 and not (args.filters or args.weights or args.epochs):
@@ -301,7 +301,7 @@ def _of_a_run(args: argparse.Namespace, run: RunFolder) -> Overrides:
 
 
 def _typed_for_replay(args: argparse.Namespace) -> Overrides:
-    """Return the typed overrides, with the stores' folders as absolute paths."""
+    """Return the overrides of the command line, with the stores' folders as absolute paths."""
     places = [address_of(path) for path in args.paths]
     stores = [str(place.absolute() if isinstance(place, Path) else place) for place in places]
     for text in (*stores, *args.filters):
@@ -326,6 +326,6 @@ def _replay_folder(args: argparse.Namespace) -> Address:
 
 
 def _replay_command(args: argparse.Namespace) -> str:
-    """Return what to type to start the same again."""
+    """Return the command that starts the same replay."""
     options = {"definition": args.definition or None, "out": args.out or None}
     return " ".join(["rlhf-pipeline", "replay", *map(typed, args.paths), *_options(options)])

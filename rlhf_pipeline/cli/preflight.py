@@ -1,6 +1,6 @@
-"""Checks that need no torch, so that a mistake costs one second and not ten.
+"""Checks that need no torch, so that a mistake costs one second, not ten.
 
-Every check raises the error that the run itself would end with, or a better one.
+Every check raises the error that the run itself would raise, or a better one.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ _DEVICES = ("cpu", "cuda", "mps")
 
 
 def check_new_folder(out: Address, command: str, *, option: str = "--out") -> None:
-    """Refuse a run folder that holds something; an empty one, or one of a start that was killed, is fine.
+    """Refuse a run folder that holds something; an empty one, or one left by a killed start, is fine.
 
     Args:
-        out: where the run is to go.
-        command: what was typed up to the definition, for the hint.
-        option: the one that names the folder.
+        out: the new run's folder.
+        command: the command line up to the definition, for the hint.
+        option: the option that names the folder.
 
     Raises:
-        RunExistsError: there is a run or something else; says how to go on with it, and names a free folder.
-        RunStorageError: the folder cannot be made or written.
+        RunExistsError: there is a run or something else; the message says how to continue, and names a free folder.
+        RunStorageError: the folder cannot be created or written.
     """
     RunFolder(out).check_free_or_recorded(resume=False, again=f"{command} --resume", option=option)
     check_writable(out, option)
 
 
 def check_resumable(out: Address) -> None:
-    """Refuse to resume where there is no run.
+    """Refuse to resume if there is no run.
 
     Raises:
-        MissingPathError: no run at `out`; names the runs that are there.
+        MissingPathError: there is no run at `out`; the message names existing runs.
         RunStorageError: the folder cannot be written.
     """
     RunFolder(out).check_free_or_recorded(resume=True)
@@ -58,20 +58,20 @@ def check_resumable(out: Address) -> None:
 
 
 def check_writable(out: Address, option: str) -> None:
-    """Test whether a folder can be made and written, and leave nothing behind.
+    """Test whether a folder can be created and written, leaving nothing behind.
 
     Raises:
-        DefinitionError: its name cannot be handed to the libraries that write into it.
-        RunStorageError: it cannot.
+        DefinitionError: its name cannot be passed to the libraries that write into it.
+        RunStorageError: the folder cannot be created or written.
     """
     if not isinstance(out, Path):
-        return  # the first put tells
+        return  # the first put will show
     try:
         str(out).encode()
     except UnicodeEncodeError as error:
         encoding = sys.getfilesystemencoding()
         raise DefinitionError(
-            f"{option} {out}: Python reads file names as {encoding} here, which does not know this one. "
+            f"{option} {out}: Python reads file names as {encoding} here, which cannot encode this one. "
             f"{'Name another.' if encoding == 'utf-8' else 'Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...'}"
         ) from error
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
@@ -86,7 +86,7 @@ def check_writable(out: Address, option: str) -> None:
 
 
 def check_device(device: str) -> None:
-    """Refuse a string that cannot be the name of a device.
+    """Refuse a string that cannot be a device's name.
 
     Raises:
         DefinitionError: the name does not have the form `cuda` or `cuda:1`.
@@ -98,10 +98,10 @@ def check_device(device: str) -> None:
 
 
 def check_processes(pipeline: Pipeline) -> None:
-    """Refuse a definition that collectors and a learner in processes of their own cannot run.
+    """Refuse a definition that separate collector and learner processes cannot run.
 
     Raises:
-        DefinitionError: it collects nothing, or moves a reference model that other processes hold.
+        DefinitionError: the definition collects nothing, or updates a reference model that other processes hold.
     """
     if pipeline.replay is not None:
         raise DefinitionError(
@@ -116,11 +116,11 @@ def check_processes(pipeline: Pipeline) -> None:
 
 
 def check_pipeline(pipeline: Pipeline, seed: int) -> None:
-    """Check everything a definition names: the model's folder, the prompts, the reward function's arguments.
+    """Check everything that a definition names: the model's folder, the prompts, the reward function's arguments.
 
     Raises:
-        MissingPathError: the model folder or the prompt file is not there.
-        DataError: a prompt file is broken, or holds what the model cannot read.
+        MissingPathError: the model folder or the prompt file does not exist.
+        DataError: a prompt file is broken, or has characters that the model does not know.
         DefinitionError: the prompt source or the reward function does not have the required form.
     """
     if isinstance(pipeline.policy, PretrainedPolicy):
@@ -139,11 +139,11 @@ def check_pipeline(pipeline: Pipeline, seed: int) -> None:
 
 
 def check_stores(replay: Replay) -> None:
-    """Check that the stores which a definition learns from are there, and that its filters can be read.
+    """Check that the stores of a definition exist, and that its filters can be parsed.
 
     Raises:
-        DefinitionError: no store is named, or a filter cannot be read.
-        MissingPathError: a store is not there; names the runs that are.
+        DefinitionError: no store is named, or a filter cannot be parsed.
+        MissingPathError: a store does not exist; the message names existing runs.
     """
     for store in stores_of(replay):
         with Stored(store) as stored:
@@ -154,12 +154,12 @@ def check_reward(pipeline: Pipeline) -> None:
     """Refuse a reward function that cannot be called with `(prompt, completion, answer, meta)`.
 
     Raises:
-        DefinitionError: its arguments do not fit.
+        DefinitionError: its arguments do not match.
     """
     try:
         signature = inspect.signature(pipeline.reward)
     except (TypeError, ValueError):
-        return  # a builtin or an extension type; it is called as it is
+        return  # a builtin or an extension type; it cannot be checked
     try:
         signature.bind("", "", None, {})
     except TypeError as error:
@@ -171,11 +171,11 @@ def check_reward(pipeline: Pipeline) -> None:
 
 
 def first_prompt(pipeline: Pipeline, seed: int) -> Prompt:
-    """Return the run's first prompt; reading it checks a prompt file as a whole.
+    """Return the run's first prompt; reading it checks the whole prompt file.
 
     Raises:
-        DefinitionError: the source raises something of its own or returns something else.
-        PipelineError: what the source says is wrong with its data.
+        DefinitionError: the source raises another error, or does not return a prompt.
+        PipelineError: the source reports an error in its data.
     """
     source = type(pipeline.prompts).__name__
     try:

@@ -1,4 +1,4 @@
-"""What `run`, `collect` and `learn` have in common: torch, signals and exit codes."""
+"""Shared by `run`, `collect` and `learn`: torch, signals and exit codes."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def attend(
 
     Args:
         view: closed at the end.
-        work: what to do.
-        device: where models will be, for which torch is imported first; None of a process that needs none.
-        stopped: what to say when a signal stopped it at once.
+        work: the work.
+        device: the models' device, for which torch is imported first; None if the process needs no torch.
+        stopped: returns the message for a signal that stopped the work at once.
         retryable: errors that a retry may overcome; they are printed.
-        debug: raise them.
+        debug: raise retryable errors instead.
 
     Returns:
-        What the work ended with, None if it did not; and the exit code: 0, `TRY_AGAIN`, or that of a signal.
+        The result of the work, None if it did not finish; and the exit code: 0, `TRY_AGAIN`, or that of a signal.
     """
     seen: list[int] = []
     try:
@@ -85,7 +85,7 @@ def import_torch(device: str) -> None:
     Raises:
         DefinitionError: torch sees no such device.
     """
-    # torch warns through a logger about how libraries use its own internals; nobody who types a command can act on it.
+    # torch logs warnings about libraries' use of its internals, which the user of a command cannot act on.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     import torch
 
@@ -101,7 +101,7 @@ def import_torch(device: str) -> None:
 
 @contextmanager
 def signals_seen(seen: list[int]) -> Iterator[None]:
-    """Record which signals arrive, whoever handles them: the exit code depends on them."""
+    """Record which signals arrive, whatever handles them: the exit code depends on them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -27,11 +27,11 @@ class RunView:
     or every ten steps. A stream that breaks (a closed pipe, a lost terminal) never stops the run.
 
     Args:
-        out: where to write.
+        out: the stream to write to.
         live: draw one line in place; False prints lines.
-        clock: seconds, for tests.
-        columns: the terminal's width, for tests.
-        log_name: the file in the run folder that has every notice.
+        clock: returns seconds; for tests.
+        columns: returns the terminal's width; for tests.
+        log_name: the file in the run folder that receives every notice.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class RunView:
             self._write("  ".join(self._fields(event, graph=False)) + "\n")
 
     def _rollout(self, event: RolloutDone) -> None:
-        """Print what a collector has stored, at most one line a second."""
+        """Print a collector's stored rollout, at most one line a second."""
         if (now := self._clock()) - self._line_at < _SECONDS_BETWEEN_LINES:
             return
         self._line_at = now
@@ -124,7 +124,7 @@ class RunView:
         )
 
     def _notice(self, event: Notice) -> None:
-        """Print a notice; of notices that differ only in their numbers, print the first few, except for progress."""
+        """Print a notice; notices that differ only in numbers are printed a few times, progress always."""
         if event.level == "progress":
             self.say(event.message)
             return
@@ -144,7 +144,7 @@ class RunView:
         if self._rewards:
             curve = f" {sparkline(self._rewards, width=16, ascii_only=self._ascii)}" if graph else ""
             fields.append(f"reward {number(self._rewards[-1])}{curve}")
-        kl = "kl_k1" if "kl_k1" in self._latest else "kl_approx"  # to the reference, else to the behaviour policy
+        kl = "kl_k1" if "kl_k1" in self._latest else "kl_approx"  # to the reference, otherwise to the behaviour policy
         shown = (
             (kl, "kl {:.3f}" if kl == "kl_k1" else "kl_old {:.3f}"),
             ("clip_fraction", "clip {:.3f}"),
@@ -181,7 +181,7 @@ class RunView:
             self._out.write(text)
             self._out.flush()
         except (OSError, ValueError):
-            self._broken = True  # the terminal or the pipe is gone; the run must not be
+            self._broken = True  # the terminal or the pipe is gone; the run continues
 
 
 def _clock_time(seconds: float) -> str:

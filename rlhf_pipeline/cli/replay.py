@@ -1,4 +1,4 @@
-"""`rlhf-pipeline replay`: learn from stores; or take a run's steps again from a checkpoint, and compare."""
+"""`rlhf-pipeline replay`: learn from stores; or repeat a run's steps from a checkpoint and compare."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.medium import Address
 
-HELP = "learn from stores alone; or take a run's steps again and compare"
+HELP = "learn from stores only; or repeat a run's steps and compare"
 DETAILS = """\
-Learns from the trajectories of stores and runs, and samples nothing. They are copied into a new run
-folder, which keeps what any run keeps; what is missing (log-probs, advantages) is computed first.
+Learns from the trajectories of stores and runs, without sampling. They are copied into a new run folder,
+which has all files of a run; missing log-probs and advantages are computed first.
 
-A RUN alone is replayed with its own definition and seed and in its own order, and the result compared
-with it: on a CPU loss, reward, gradient norm and weights come out the same, bit for bit. A STORE is
-learned from by `offline_replay`, or by --definition. A filter is written as for `export`.
+A single RUN is replayed with its own definition, seed and order, and compared with the result: on a CPU
+loss, reward, gradient norm and weights are the same, bit for bit. For a STORE the definition is
+`offline_replay`, or that of --definition. Filters are those of `export`.
 
 examples:
   rlhf-pipeline replay runs/copy_digits                     the same learning curve, from the store alone
   rlhf-pipeline replay runs/solutions --set policy.path=model --epochs 2
   rlhf-pipeline replay runs/a runs/b --weight 3 --weight 1 --filter 'reward>=0.5' --steps 200
-  rlhf-pipeline replay runs/copy_digits --from-step 95      take steps again from the newest checkpoint
-                                                            before, as the ledger says; changes nothing
+  rlhf-pipeline replay runs/copy_digits --from-step 95      repeat steps 95 and later from a checkpoint
+                                                            and the ledger; changes nothing
 
-Exit code 1 if something should come out the same and does not."""
+Exit code 1 if a result that should be the same differs."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
-    command.add_argument("paths", nargs="*", metavar="STORE|RUN", help="what to learn from; only read")
+    """Add the command's options."""
+    command.add_argument("paths", nargs="*", metavar="STORE|RUN", help="the stores to learn from; never changed")
     command.add_argument(
         "--definition",
         metavar="NAME|FILE.py[:function]",
-        help="what learns (default: the definition of the first RUN, else offline_replay)",
+        help="the definition (default: that of the first RUN, otherwise offline_replay)",
     )
     command.add_argument("--out", metavar="DIR", help="the run folder (default: runs/NAME-replay)")
     add_steps(command)
@@ -55,7 +55,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="W",
-        help="share of each batch that comes from a store; one for each STORE, in their order",
+        help="share of each batch that comes from a store; one for each STORE, in order",
     )
     add_filter(command)
     command.add_argument("--seed", type=natural, metavar="N", help="seeds weights and batches (default: the run's)")
@@ -66,12 +66,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--from-step",
         type=positive,
         metavar="K",
-        help="of one RUN: take steps K and later again from its checkpoint, and compare; changes nothing",
+        help="repeat step K and later steps of one RUN from its checkpoint and compare; changes nothing",
     )
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Replay; 1 if a step differs from its record."""
+    """Replay; return 1 if a step differs from its record."""
     if args.from_step is None:
         from rlhf_pipeline.cli import sharded
         from rlhf_pipeline.cli.plan import make_replay_plan
@@ -90,20 +90,20 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _check_rerun(args: argparse.Namespace) -> None:
-    """Refuse options that do not go with `--from-step`, which takes everything from the run."""
+    """Refuse options that conflict with `--from-step`, which takes everything from the run."""
     if len(args.paths) != 1:
-        raise DefinitionError("--from-step takes the steps of one run again; name one run.")
+        raise DefinitionError("--from-step repeats the steps of one run; name one run.")
     values = {"--definition": args.definition, "--out": args.out, "--epochs": args.epochs, "--weight": args.weights}
     values |= {"--filter": args.filters, "--set": args.overrides, "--seed": args.seed, "--resume": args.resume}
     typed = [name for name, value in values.items() if value not in (None, False, [])]
     if typed:
         raise DefinitionError(
-            f"{typed[0]} does not go with --from-step, which takes the steps as they were. Leave one of them out."
+            f"{typed[0]} does not go with --from-step, which repeats the recorded steps. Leave one of them out."
         )
 
 
 def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device: str | None) -> int:
-    """Print each step's recorded and recomputed loss; 1 if one differs."""
+    """Print each step's recorded and recomputed loss; return 1 if any differs."""
     from rlhf_pipeline.cli import preflight
     from rlhf_pipeline.cli.plan import recorded_definition
     from rlhf_pipeline.cli.process import import_torch
@@ -156,7 +156,7 @@ def _figure(value: float | None) -> str:
 
 
 def _advice(run: RunFolder) -> str:
-    """Return what may have changed the last bits."""
+    """Return what may explain a difference."""
     moved = list(run.moved_versions())
     if moved:
         return f"Versions differ, and they may move the last bits: {'; '.join(moved)}."
@@ -168,7 +168,7 @@ def _advice(run: RunFolder) -> str:
 
 
 def _compare(plan: Plan, view: RunView) -> int:
-    """Compare the replay of a run in recorded order with the run; 1 if they should be equal and are not."""
+    """Compare the replay of a run in recorded order with the run; return 1 if they should be equal but are not."""
     from rlhf_pipeline.report.diff_steps import compare_figures, compare_weights
     from rlhf_pipeline.run.folder import RunFolder, is_run, run_of_store
     from rlhf_pipeline.run.medium import address_of
@@ -181,7 +181,7 @@ def _compare(plan: Plan, view: RunView) -> int:
     if source is None:
         return 0
     run, done = RunFolder.open(source), RunFolder.open(plan.out)
-    # Where the run dropped groups without spread, its store does not tell the mean reward.
+    # If the run dropped groups without spread, its mean reward cannot be computed from the store.
     dropped = run.config.pipeline.get("write", {}).get("zero_variance") == "drop"
     found = compare_figures(run, done, without=["task_reward"] if dropped else [])
     if not found.num_both:
@@ -230,9 +230,9 @@ def _what_was_changed(run: RunFolder, plan: Plan) -> str | None:
 
 
 def _why_not_exact(run: RunFolder) -> str | None:
-    """Return why a run cannot be expected to repeat bit for bit, or None where it can."""
+    """Return why a run cannot be expected to repeat bit for bit, or None if it can."""
     if any(row.get("processes", 1) != 1 for row in run.metrics):
-        return "several processes took its steps, and they add gradients up in another order."
+        return "several processes took its steps, and add gradients up in another order."
     if not run.config.device.startswith("cpu"):
-        return f"it ran on {run.config.device}, which does not repeat its bits."
+        return f"it ran on {run.config.device}, where results are not reproducible bit for bit."
     return None

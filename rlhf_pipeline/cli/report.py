@@ -16,10 +16,10 @@ examples:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
+    """Add the command's options."""
     command.add_argument("path", metavar="RUN")
     command.add_argument(
-        "--out", metavar="FILE.html", help="where to (default: RUN/report.html); reward.svg goes beside it"
+        "--out", metavar="FILE.html", help="the page (default: RUN/report.html); reward.svg goes beside it"
     )
 
 

@@ -1,4 +1,4 @@
-"""`rlhf-pipeline run`: check, run, and print the result and what to type next."""
+"""`rlhf-pipeline run`: check, run, and print the result and the next commands."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ examples:
   rlhf-pipeline run long_running --collectors 2
   rlhf-pipeline run long_running --collectors 8 --learners 2 --ray auto --out s3://bucket/run
 
-Ctrl-C finishes the step, saves, and says how to go on. After a crash, --resume goes on from the
-last checkpoint; trajectories that were stored since are used again and not resampled."""
+Ctrl-C finishes the step, saves, and prints how to continue. After a crash, --resume continues from the
+last checkpoint; trajectories stored since then are used again, not resampled."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
+    """Add the command's options."""
     command.add_argument(
         "definition",
         nargs="?",
@@ -49,9 +49,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: cpu)")
     command.add_argument("--resume", action="store_true", help="continue a run that stopped")
     add_overrides(command)
-    several = command.add_argument_group("collectors and learner as processes of their own (docs/long_running.md)")
+    several = command.add_argument_group("collectors and learner in separate processes (docs/long_running.md)")
     several.add_argument(
-        "--collectors", type=positive, metavar="N", help="supervise N collectors and a learner; dead ones start again"
+        "--collectors", type=positive, metavar="N", help="supervise N collectors and a learner; restart any that die"
     )
     several.add_argument(
         "--learners", type=positive, metavar="M", help="processes that share each step of the learner (default: 1)"
@@ -61,7 +61,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         nargs="?",
         const="local",
         metavar="ADDRESS",
-        help="place them with Ray: an address, auto for the cluster of this machine, nothing for a new one here",
+        help="place them with Ray: an address, auto for this machine's cluster, or no value for a new local one",
     )
     several.add_argument(
         "--collector-gpus",
@@ -74,7 +74,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         type=positive,
         default=5,
         metavar="N",
-        help="give up when a process fails N times in a row and nothing is learned (default: %(default)s)",
+        help="give up when a process fails N times in a row without a step in between (default: %(default)s)",
     )
     several.add_argument(
         "--hang-timeout",
@@ -87,7 +87,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--progress-timeout",
         type=seconds,
         metavar="S",
-        help="kill a process that is in one rollout or step for S seconds (default: never)",
+        help="kill a process that takes more than S seconds for one rollout or step (default: never)",
     )
 
 
@@ -110,11 +110,11 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def run_plan(plan: Plan, *, then: Callable[[RunView], int] = lambda view: 0) -> int:
-    """Run what was planned, in this process.
+    """Run a plan in this process.
 
     Args:
-        plan: what to run, all checked.
-        then: called when the run has come to its end; says more and returns the exit code.
+        plan: the checked plan.
+        then: called when the run has ended; prints more and returns the exit code.
 
     Returns:
         The exit code: 130 or 143 if a signal stopped it.
@@ -128,13 +128,13 @@ def run_plan(plan: Plan, *, then: Callable[[RunView], int] = lambda view: 0) -> 
 
     def stopped() -> str:
         if plan.resume or is_run(plan.out):
-            return f"stopped at once. Go on from the last checkpoint: {plan.again}"
+            return f"stopped at once. Continue from the last checkpoint: {plan.again}"
         return "stopped before the run began; nothing was written."
 
     def work() -> RunFinished:
         from rlhf_pipeline.run import start
 
-        view.say(f"torch is there ({duration(time.perf_counter() - began)}); building the model and the store ...")
+        view.say(f"imported torch ({duration(time.perf_counter() - began)}); building the model and the store ...")
         return start.run(plan.pipeline, resume=plan.resume, parent=sharded.parent(), on_event=view, **plan.inputs)
 
     try:
@@ -148,7 +148,7 @@ def run_plan(plan: Plan, *, then: Callable[[RunView], int] = lambda view: 0) -> 
 
 
 def _supervise(args: argparse.Namespace, plan: Plan) -> int:
-    """Keep collectors and a learner alive, each a process of its own."""
+    """Keep collector and learner processes alive."""
     from rlhf_pipeline.cli import sharded
     from rlhf_pipeline.cli.closing import finish
     from rlhf_pipeline.run.medium import below
@@ -185,9 +185,9 @@ def _supervise(args: argparse.Namespace, plan: Plan) -> int:
         view,
         work,
         device=None,
-        stopped=lambda: f"stopped at once. Go on from the last checkpoint: {plan.again}",
+        stopped=lambda: f"stopped at once. Continue from the last checkpoint: {plan.again}",
     )
     if finished is not None:
         finish(finished, plan, view)
-        view.say(f"what happened to the processes: {below(plan.out, 'supervisor.log')}")
+        view.say(f"the log of the processes: {below(plan.out, 'supervisor.log')}")
     return code

@@ -1,6 +1,6 @@
-"""A learner of several processes: the first one runs the pipeline or learns, the others learn along with it.
+"""A learner of several processes: the first one runs the command, the others follow it.
 
-torchrun starts them, or a supervisor (`run --learners`). Nothing here imports torch in a process that is alone.
+torchrun or a supervisor (`run --learners`) starts them. Nothing here imports torch in a single process.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def is_one_of_several() -> bool:
-    """Return True in a process that was started beside others.
+    """Return True in a process that belongs to a group.
 
     Raises:
-        DefinitionError: the environment says something else than numbers.
+        DefinitionError: WORLD_SIZE or RANK is not a number.
     """
     size, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK")
     if not size.isdecimal() or not (rank is None or rank.isdecimal()):
@@ -37,17 +37,17 @@ def is_one_of_several() -> bool:
 
 
 def is_follower() -> bool:
-    """Return True in one of several that is not the first."""
+    """Return True in a process of a group that is not the first."""
     return is_one_of_several() and os.environ["RANK"] != "0"
 
 
 def parent(supervisor: int | None = None) -> int | None:
-    """Return the process that this one must not outlive: who was said to be it, or torchrun."""
+    """Return the process that this one must not outlive: the given supervisor, or torchrun."""
     return os.getppid() if supervisor is None and is_one_of_several() else supervisor
 
 
 def joined(plan: Plan) -> Plan:
-    """Join the group in its first process and tell the others what is run; the plan itself in a process alone.
+    """In the first process of a group, join it and send the plan to the others; return the plan for this process.
 
     Raises:
         DefinitionError: the definition learns from stores, which takes one process.
@@ -76,7 +76,7 @@ def follow(args: argparse.Namespace) -> int:
     from rlhf_pipeline.run.medium import address_of
     from rlhf_pipeline.run.processes.heartbeat import Heartbeat
 
-    # The first process answers a signal: it finishes the step, saves, and says stop.
+    # Only the first process reacts to a signal: it finishes the step, saves, and stops the others.
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     joins = args.command == "learn"
@@ -91,7 +91,7 @@ def follow(args: argparse.Namespace) -> int:
 
     with ExitStack() as stack:
         meeting = None
-        if run is not None and joins and args.parent is not None:  # a supervisor watches it
+        if run is not None and joins and args.parent is not None:  # a supervisor watches this process
             heartbeat = stack.enter_context(Heartbeat(run.processes, f"learner-{os.environ['RANK']}"))
             heartbeat.beat("following")
             meeting = meeting_of(run, StopRequest(args.parent))
@@ -104,7 +104,7 @@ def follow(args: argparse.Namespace) -> int:
 
 
 def leave() -> None:
-    """Tell the others to stop, where there are any."""
+    """Tell the other processes to stop, if there are any."""
     if not is_one_of_several():
         return
     import torch.distributed as dist
@@ -115,5 +115,5 @@ def leave() -> None:
         try:
             send({"what": "stop"})
         except RuntimeError:
-            logging.getLogger(__name__).warning("a process of the group has left before the end")
+            logging.getLogger(__name__).warning("a process of the group exited before the end")
         dist.destroy_process_group()

@@ -18,13 +18,13 @@ examples:
   rlhf-pipeline show runs/copy_digits --id 17
   rlhf-pipeline show runs/copy_digits --group 3    all completions of one prompt
   rlhf-pipeline show runs/copy_digits --last 20
-  rlhf-pipeline show runs/copy_digits --step 12    what optimizer step 12 learned from
+  rlhf-pipeline show runs/copy_digits --step 12    the batch of optimizer step 12
 
-One trajectory is shown token by token, several as one line each; --full shows all of each."""
+One trajectory is shown token by token, several as one line each; --full shows every token of each."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
+    """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE")
     which = command.add_mutually_exclusive_group()
     which.add_argument("--id", type=natural, metavar="N", help="the trajectory with this id")
@@ -35,7 +35,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print one trajectory whole, or several as one line each."""
+    """Print one trajectory in full, or several as one line each."""
     from rlhf_pipeline.report.samples import read_trajectories
     from rlhf_pipeline.report.show import brief, choose, full
     from rlhf_pipeline.report.stored import Stored

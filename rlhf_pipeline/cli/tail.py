@@ -13,33 +13,33 @@ from rlhf_pipeline.cli.parser import add_filter, natural
 
 _POLL_S = 0.25
 _POLL_URL_S = 2.0
-"""Where each look costs a few requests."""
+"""The interval at a URL, where each poll costs a few requests."""
 
 HELP = "show the newest trajectories, and new ones as they arrive"
 DETAILS = """\
-One line per trajectory: id, policy version, group, reward, completion tokens, how it finished, and the
-start of the completion. Of a run also the newest optimizer step, and with --follow each new one.
+One line per trajectory: id, policy version, group, reward, completion tokens, finish reason, and the
+start of the completion. For a run also the newest optimizer step, and with --follow each new one.
 
 examples:
   rlhf-pipeline tail runs/copy_digits
-  rlhf-pipeline tail runs/copy_digits -f           watch a run that is under way
+  rlhf-pipeline tail runs/copy_digits -f           watch a running run
   rlhf-pipeline tail runs/copy_digits -f -n 0 --filter 'reward>=1'
   rlhf-pipeline tail runs/mine/store -n 50 --filter 'finish_reason==failed'
 
-A filter is written as for `export`. Following only reads and blocks nobody; the store may be
+Filters are those of `export`. Following only reads and blocks no other process; the store may be
 appended to, evicted from and compacted meanwhile."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
+    """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE")
     command.add_argument("-n", "--num", type=natural, default=10, metavar="N", help="how many (default: %(default)s)")
-    command.add_argument("-f", "--follow", action="store_true", help="go on as more are stored, until Ctrl-C")
+    command.add_argument("-f", "--follow", action="store_true", help="print new ones as they are stored, until Ctrl-C")
     add_filter(command)
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print the newest trajectories; with `--follow` go on until Ctrl-C, which ends it as quietly as `tail -f`."""
+    """Print the newest trajectories; with `--follow`, continue until Ctrl-C, which exits as quietly as `tail -f`."""
     from rlhf_pipeline.report.follow import Follower
     from rlhf_pipeline.report.stored import Stored
     from rlhf_pipeline.run.folder import open_run_or_store
@@ -62,7 +62,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _wait_for_store(folder: Path | str) -> None:
-    """Wait while a run that has just started has no store."""
+    """Wait until a run that has just started has a store."""
     from rlhf_pipeline.run.folder import RunFolder, is_run, is_store
 
     said = False

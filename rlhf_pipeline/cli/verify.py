@@ -1,4 +1,4 @@
-"""`rlhf-pipeline verify`: whether a run, or a store, is intact."""
+"""`rlhf-pipeline verify`: check whether a run, or a store, is intact."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rlhf_pipeline.report.words import count
 HELP = "check a run or a store for damage"
 DETAILS = """\
 Compares every checksum: of the store, and of a run's ledger, metrics, checkpoints, rollouts and published
-weights. Of a run also: these parts agree with each other, each trajectory that the ledger names is in the
-store, and no step is missing. A run may be at work meanwhile. Exit code 1 if something is damaged.
+weights. For a run, also checks that these parts agree, that each trajectory in the ledger is in the store,
+and that no step is missing. The run may be active meanwhile. Exit code 1 if something is damaged.
 
 examples:
   rlhf-pipeline verify runs/copy_digits
@@ -19,12 +19,12 @@ examples:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what can be typed."""
+    """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print what each check found; 1 if something is damaged."""
+    """Print the result of each check; return 1 if something is damaged."""
     from rlhf_pipeline.report.check import check_run, check_store
     from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, not_found
     from rlhf_pipeline.run.medium import address_of

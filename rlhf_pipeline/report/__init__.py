@@ -1,1 +1,1 @@
-"""Reading run folders: curves, pages, and rewards graded again from what is stored. Nothing here imports torch."""
+"""Reports on run folders: curves, pages, and stored rewards graded again. Nothing here imports torch."""

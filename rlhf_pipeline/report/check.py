@@ -1,4 +1,4 @@
-"""Whether a run is intact: the store's checksums, the ledger, the steps, the checkpoints."""
+"""Checks whether a run is intact: the store's checksums, the ledger, the steps, the checkpoints."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from trajectory_store import StoreError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     part: str
-    """What was checked: `store`, `metrics.jsonl`, ..."""
+    """The part that was checked: `store`, `metrics.jsonl`, ..."""
     ok: bool
     text: str
 
@@ -34,8 +34,8 @@ def check_store(path: Address, *, part: str = "store", what: str = "trajectory")
 
     Args:
         path: the store.
-        part: what the findings call it.
-        what: what its rows are, one of them.
+        part: its name in the findings.
+        what: the noun for one of its rows.
     """
     try:
         with Stored(path, whole=True) as stored:
@@ -57,7 +57,7 @@ def check_store(path: Address, *, part: str = "store", what: str = "trajectory")
 
 
 def check_run(run: RunFolder) -> Iterator[Finding]:
-    """Check a run: its store, and that ledger, metrics and checkpoints fit together. It may be at work meanwhile."""
+    """Check a run's store, and that ledger, metrics and checkpoints agree. The run may be active meanwhile."""
     if is_store(run.store_path):
         yield from check_store(run.store_path)
     elif run.came_to_nothing:
@@ -67,13 +67,13 @@ def check_run(run: RunFolder) -> Iterator[Finding]:
     for check in (_check_choice, _check_rows, _check_checkpoints, _check_weights):
         found = list(check(run))
         if not all(finding.ok for finding in found):
-            # A step, a checkpoint or weights may have come between two reads: damage is there at a second look, too.
+            # A step, a checkpoint or weights may have been written between two reads: damage shows in a second check.
             found = list(check(RunFolder(run.address)))
         yield from found
 
 
 def _check_choice(run: RunFolder) -> Iterator[Finding]:
-    """Check what a run over stores has written down about what it learns from."""
+    """Check a replay's record of the trajectories that it learns from."""
     try:
         choice = Choice.load(run)
     except DataError as error:
@@ -84,7 +84,7 @@ def _check_choice(run: RunFolder) -> Iterator[Finding]:
 
 
 def _check_rows(run: RunFolder) -> Iterator[Finding]:
-    """Check what has a line per step."""
+    """Check the files with one line per step."""
     try:
         yield from _check_parts(run)
         yield _check_steps(run.metrics)
@@ -123,7 +123,7 @@ def _check_ledger_ids(run: RunFolder) -> Iterator[Finding]:
         with Stored(run.store_path) as stored:
             ids = np.sort(stored.ids())
     except StoreError:
-        return  # the store's own check has said so
+        return  # the store's own check has reported it
     limited = run.config.pipeline.get("buffer", {}).get("max_trajectories") is not None
     wanted, evicted, missing = 0, 0, 0
     example = ""
@@ -132,7 +132,7 @@ def _check_ledger_ids(run: RunFolder) -> Iterator[Finding]:
         wanted += len(used)
         places = np.minimum(np.searchsorted(ids, used), max(len(ids) - 1, 0))
         absent = used[ids[places] != used] if len(ids) else used
-        # Whole segments leave from the old end, so what was evicted has smaller ids than anything that is left.
+        # The oldest segments are evicted first, so evicted rows have smaller ids than the remaining ones.
         gone = int((absent < ids[0]).sum()) if limited and len(ids) else 0
         evicted += gone
         if len(absent) > gone:
@@ -158,7 +158,7 @@ def _check_checkpoints(run: RunFolder) -> Iterator[Finding]:
 
 
 def _check_weights(run: RunFolder) -> Iterator[Finding]:
-    """Check what a run of several processes has published."""
+    """Check the weights that a run of several processes has published."""
     if not run.is_of_several:
         return
     published = read_published(run)

@@ -1,4 +1,4 @@
-"""Comparing two runs or two stores: their trajectories."""
+"""Comparison of the trajectories of two runs or two stores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trajectory_store import Column, SchemaError, diff
 
 KEY = "trajectory_id"
 CLOCKS = ("created_at",)
-"""Columns that say when something was written; they always differ and are not compared."""
+"""Columns with times of writing, which always differ and are not compared."""
 
 _EXAMPLES = 5
 _CHUNK_ROWS = 256
@@ -29,11 +29,11 @@ class ColumnDifference:
     num: int
     """Trajectories that differ."""
     first: tuple[tuple[int, int], ...]
-    """The first few ids, left and right."""
+    """The first few pairs of ids, left and right."""
     example: tuple[str, str]
-    """The values of the first one as text; of a ragged column the first place that differs."""
+    """The first pair's values as text; for a ragged column, at the first index that differs."""
     largest: float | None
-    """Of floating-point columns the largest difference between two values; None where lengths or NaNs differ only."""
+    """The largest difference between two floating-point values; None if only lengths or NaNs differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class RowsDifference:
     """How the trajectories of two stores differ."""
 
     key: str | None
-    """The column that names a trajectory; None where they are paired in the order of arrival."""
+    """The column by which trajectories are paired; None if they are paired in the order of arrival."""
     num_both: int
     num_only_left: int
     num_only_right: int
@@ -55,7 +55,7 @@ class RowsDifference:
 
     @property
     def same(self) -> bool:
-        """True if both hold the same trajectories with equal values in the columns that both have."""
+        """True if both have the same trajectories, with equal values in the shared columns."""
         return not (self.num_only_left or self.num_only_right or self.redefined or self.columns)
 
 
@@ -72,15 +72,15 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """True if what was collected and learned is the same.
+        """True if the trajectories and the learning are the same.
 
-        A configuration that made no difference to it, and columns that only one side has, are remarks.
+        Settings that made no difference, and columns that only one side has, count as remarks.
         """
         return (self.steps is None or self.steps.same) and self.trajectories.same
 
     @property
     def has_remarks(self) -> bool:
-        """True if something else differs."""
+        """True if there are other differences."""
         return bool(self.config or self.trajectories.columns_left or self.trajectories.columns_right)
 
     def to_json(self) -> dict[str, Any]:
@@ -95,13 +95,13 @@ def compare_rows(
     ignore: Collection[str] = (),
     on_rows: Callable[[int, int], None] | None = None,
 ) -> RowsDifference:
-    """Compare the trajectories of two stores, by `trajectory_id` where it names each one, else in order of arrival.
+    """Compare the trajectories of two stores, paired by `trajectory_id` if each has one, otherwise in order of arrival.
 
     Args:
         left: one store.
         right: the other.
-        ignore: columns that are not compared, besides `CLOCKS`.
-        on_rows: called with the number of trajectories compared and to compare.
+        ignore: columns to leave out, besides `CLOCKS`.
+        on_rows: called with the numbers of trajectories compared so far and in total.
 
     Raises:
         StoreError: a store is damaged, or its trajectories were evicted meanwhile.
@@ -110,7 +110,7 @@ def compare_rows(
     key = KEY if all(KEY in side.columns and side.columns[KEY].axis is None for side in (left, right)) else None
     try:
         found = diff(left.store, right.store, key, ignore=skip, on_rows=on_rows)
-    except SchemaError:  # trajectories without an id of their own
+    except SchemaError:  # trajectories without ids
         key = None
         found = diff(left.store, right.store, ignore=skip, on_rows=on_rows)
     return RowsDifference(
@@ -138,7 +138,7 @@ def compare_rows(
 
 
 def _example(left: Stored, right: Stored, column: Column, pair: Ids) -> tuple[str, str]:
-    """Return the values of one trajectory as text; of a ragged column the first place that differs."""
+    """Return the values of one pair as text; for a ragged column, at the first index that differs."""
     a, b = (side.store.read(pair[:, at], [column.name])[column.name][0] for at, side in enumerate((left, right)))
     if column.axis is None or column.is_text:
         return _text(a), _text(b)
@@ -157,7 +157,7 @@ def _unequal(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 
 def _largest(left: Stored, right: Stored, column: Column, pairs: Ids) -> float | None:
-    """Return the largest difference between finite values at the same place."""
+    """Return the largest difference between finite values at the same index."""
     if column.is_text or column.np_dtype.kind != "f":
         return None
     largest: float | None = None

@@ -1,4 +1,4 @@
-"""Comparing two runs: their definitions, and the optimizer steps that they took."""
+"""Comparison of the definitions and the optimizer steps of two runs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rows import Row, StepRows
 
 STEP_VALUES = {"loss": "loss", "task_reward": "reward", "grad_norm": "gradient norm"}
-"""The figures of a step that tell whether it was the same, each with its name in words."""
-_NOT_COMPARED = frozenset({"format", "overrides"})  # what the overrides do is in the pipeline
+"""The figures by which two steps are compared, each with its name in words."""
+_NOT_COMPARED = frozenset({"format", "overrides"})  # the effect of overrides shows in the pipeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldDifference:
-    """One field of `config.json`; None where a side lacks it."""
+    """One field of `config.json`; None if a side lacks it."""
 
     name: str
     left: Any
@@ -29,20 +29,20 @@ class FieldDifference:
 
 @dataclass(slots=True)
 class StepDifference:
-    """One thing about the optimizer steps, and how it differs."""
+    """The differences in one aspect of the optimizer steps."""
 
     what: str
     """`batch`, `loss`, `reward` or `gradient norm`."""
     first_step: int = 0
     num_steps: int = 0
-    """Steps that differ in it."""
+    """The number of steps that differ in this aspect."""
     num_both: int = 0
-    """Steps that both have taken."""
+    """The number of steps that both runs have taken."""
     left: Any = None
-    """At the first step: the value; of a batch the number of trajectories."""
+    """The values at the first step that differs; for a batch, the numbers of trajectories."""
     right: Any = None
     largest: float = 0.0
-    """The largest difference of two values, relative to the larger of the two; 0.0 of a batch."""
+    """The largest difference of two values, relative to the larger of the two; 0.0 for a batch."""
 
     def note(self, step: int, left: Any, right: Any, *, differs: bool) -> None:
         """Count a step."""
@@ -61,10 +61,10 @@ class StepsDifference:
     """How the optimizer steps of two runs differ."""
 
     only_left: tuple[int, int, int] | None = None
-    """The first and the last step that only the left run has taken, and how many."""
+    """The first and the last step that only the left run has taken, and their number."""
     only_right: tuple[int, int, int] | None = None
     num_both: int = 0
-    """Steps that both have taken."""
+    """The number of steps that both runs have taken."""
     differences: list[StepDifference] = field(default_factory=list[StepDifference])
 
     @property
@@ -85,7 +85,7 @@ def compare_configs(left: RunFolder, right: RunFolder) -> tuple[FieldDifference,
 
 
 def compare_steps(left: RunFolder, right: RunFolder) -> StepsDifference:
-    """Compare ledgers and metrics step by step; a few lines are in memory at once.
+    """Compare ledgers and metrics step by step, with a few lines in memory at a time.
 
     Raises:
         DataError: a line is damaged.
@@ -95,7 +95,7 @@ def compare_steps(left: RunFolder, right: RunFolder) -> StepsDifference:
         sizes = [None if row is None else len(row.get("row_ids", ())) for row in (mine, theirs)]
         if mine is not None and theirs is not None:
             batch.note(step, *sizes, differs=_batch(mine, theirs) != _batch(theirs, mine))
-        elif step <= taken:  # both took the step, and one does not say with what
+        elif step <= taken:  # both took the step, and one ledger lacks its batch
             batch.note(step, *sizes, differs=True)
     found = compare_figures(left, right)
     found.differences = _in_order([batch, *found.differences])
@@ -103,12 +103,12 @@ def compare_steps(left: RunFolder, right: RunFolder) -> StepsDifference:
 
 
 def compare_figures(left: RunFolder, right: RunFolder, *, without: Collection[str] = ()) -> StepsDifference:
-    """Compare the figures of the steps alone, as runs on different stores name different rows.
+    """Compare only the figures of the steps, because runs on different stores have different row ids.
 
     Args:
         left: a run.
-        right: another one.
-        without: names of `STEP_VALUES` that are not compared.
+        right: another run.
+        without: names of `STEP_VALUES` to leave out.
 
     Raises:
         DataError: a line is damaged.
@@ -129,7 +129,7 @@ def compare_figures(left: RunFolder, right: RunFolder, *, without: Collection[st
 
 
 def compare_weights(left: RunFolder, right: RunFolder) -> tuple[int, bool] | None:
-    """Return the newest step of which both have a checkpoint, and whether its weights are equal, byte for byte."""
+    """Return the newest step with a checkpoint in both runs, and whether its weights are equal, byte for byte."""
     names = {path.name for path in left.saved()} & {path.name for path in right.saved()}
     for name in sorted(names, reverse=True):
         for file in ("model.safetensors", "adapter_model.safetensors"):
@@ -140,12 +140,12 @@ def compare_weights(left: RunFolder, right: RunFolder) -> tuple[int, bool] | Non
 
 
 def _in_order(found: Iterable[StepDifference]) -> list[StepDifference]:
-    """Return those that differ, by their first steps."""
+    """Return the aspects that differ, ordered by their first steps."""
     return sorted((one for one in found if one.num_steps), key=lambda one: one.first_step)
 
 
 def _batch(row: Row, other: Row) -> Any:
-    """Return the batch's identity: trajectory ids where both rows have them, as row ids depend on the store."""
+    """Return the batch's identity: trajectory ids if both rows have them, because row ids depend on the store."""
     named = "trajectory_ids" in row and "trajectory_ids" in other
     return row.get("trajectory_ids" if named else "row_ids")
 
@@ -155,7 +155,7 @@ def _extended(span: tuple[int, int, int] | None, step: int) -> tuple[int, int, i
 
 
 def _joined(left: StepRows, right: StepRows) -> Iterator[tuple[int, Row | None, Row | None]]:
-    """Yield the rows of two files by step, None for a side that lacks it."""
+    """Yield the rows of two files by step, with None for a side that lacks the step."""
     mine, theirs = iter(left), iter(right)
     a, b = next(mine, None), next(theirs, None)
     while a is not None or b is not None:

@@ -1,4 +1,4 @@
-"""Every figure of `metrics.jsonl`: its unit and what it means. The page docs/metrics.md is printed from here."""
+"""The unit and meaning of every figure of `metrics.jsonl`. The page docs/metrics.md is generated from this module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One name of a line of `metrics.jsonl`."""
+    """One field of a line of `metrics.jsonl`."""
 
     name: str
     unit: str

@@ -1,4 +1,4 @@
-"""Following a store: what it holds, and what is added to it, as lines."""
+"""Follows a store: prints its newest trajectories, and new ones as they are added."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rlhf_pipeline.run.rows import NewRows, Row
 
 
 class Follower:
-    """Prints what a store holds and what is added to it.
+    """Prints a store's newest trajectories, and new ones as they are added.
 
     Args:
         run: the store's run, if it has one.
         stored: the store.
         filters: conditions that a trajectory must meet.
-        say: prints lines.
+        say: prints a line.
         columns: the terminal's width.
     """
 
@@ -39,7 +39,7 @@ class Follower:
         self._steps = NewRows(run.rows(run.metrics_file)) if run is not None else None
         choose = None
         if filters:
-            select(stored.store, filters, stored.ids()[:0])  # a slip is an error in an empty store, too
+            select(stored.store, filters, stored.ids()[:0])  # reports a mistyped filter in an empty store as well
             choose = lambda ids: select(stored.store, filters, ids)  # noqa: E731
         self._tail = Tail(stored, choose)
 
@@ -49,14 +49,14 @@ class Follower:
         self._print(self._tail.newest(num), steps, heading=True)
 
     def follow(self, every: float) -> None:
-        """Print new arrivals, polling at an interval in seconds. Ends when the reader has left.
+        """Print new arrivals, polling at an interval in seconds. Ends when the reader has exited.
 
         Raises:
-            MissingPathError: the store was removed, or another one was made in its place.
+            MissingPathError: the store was removed or replaced.
         """
         wait = _waiter()
         while not wait(every):
-            # Steps first: the trajectories that they know of are then there, too.
+            # Steps are read first, so that the trajectories they refer to are found afterwards.
             steps = self._steps.read() if self._steps is not None else []
             self._print(self._tail.fresh(), steps)
             if _root(self._path) != self._root:
@@ -82,7 +82,7 @@ class Follower:
 
 
 def _root(store: Address) -> bytes | None:
-    """Return the root file of a store, which never changes and names the store; None if there is none, or at a URL."""
+    """Return a store's root file, which never changes and identifies the store; None if it is missing, or at a URL."""
     if not isinstance(store, Path):
         return None
     try:
@@ -92,7 +92,7 @@ def _root(store: Address) -> bytes | None:
 
 
 def _waiter() -> Callable[[float], bool]:
-    """Return a function that waits and says whether the reader of a pipe (head, grep -q) has left."""
+    """Return a function that waits, and returns whether the reader of a pipe (head, grep -q) has exited."""
     try:
         poll = system.poll()
         poll.register(sys.stdout.fileno(), 0)  # errors and hang-ups only

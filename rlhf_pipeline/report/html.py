@@ -25,12 +25,12 @@ _VERSIONS = 8
 _PER_VERSION = 24
 _MAX_TOKENS = 1024
 _ALL_TOKENS = 100_000
-"""Tokens on the page at most, so that it opens fast: a token costs about 40 bytes."""
+"""The most tokens on the page, so that it opens fast: a token costs about 40 bytes."""
 _MAX_ROWS = 30
 _NARROW = 340
-"""The width of a picture on a phone, and of the small ones."""
+"""The width of the curve on a phone, and of the small curves."""
 _MOST_POINTS = 2_000
-"""Steps of a curve, spread evenly: more than a screen has columns."""
+"""Steps of a curve, evenly spaced: more than a screen has columns."""
 _CURVES = {
     "entropy": "entropy (nats per token)",
     "kl_k1": "KL to the reference (k1, nats)",
@@ -45,18 +45,18 @@ _COLUMNS = (
 )
 
 _OF_EACH = ("id", "group_id", "policy_version", "reward", "advantage", "answer", "error", "finish_reason")
-"""What the browser has of a trajectory as it is."""
+"""The fields of a trajectory that the browser gets unchanged."""
 
 
 def write_report(run: RunFolder, html_path: Path | None = None) -> list[Address]:
-    """Write `reward.svg` and `report.html`, each whole or not at all.
+    """Write `reward.svg` and `report.html`, each atomically.
 
     Args:
         run: the run.
-        html_path: where the page goes, and the curve beside it; `report.html` in the run folder if None.
+        html_path: the path of the page, with the curve beside it; `report.html` in the run folder if None.
 
     Returns:
-        Where they are.
+        The paths of both.
 
     Raises:
         StoreError: the store cannot be read.
@@ -86,7 +86,7 @@ def reward_curve(run: RunFolder, *, width: int = 720, height: int = 360) -> str:
 
     Args:
         run: the run.
-        width: of the picture, in which texts have 13 units: as wide as it is shown they have 13 pixels.
+        width: of the picture in units; text is 13 units high, so 13 pixels when shown at this width.
         height: of the picture.
     """
     points = _points(run, "task_reward")
@@ -103,13 +103,13 @@ def reward_curve(run: RunFolder, *, width: int = 720, height: int = 360) -> str:
 
 
 def _points(run: RunFolder, name: str) -> list[Point]:
-    """Return `(step, value)` of one metric where it is not null, in steps spread evenly over the run."""
+    """Return `(step, value)` of one metric where it is not null, in evenly spaced steps of the run."""
     rows = run.metrics.spread(_MOST_POINTS)
     return [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
 
 
 def _of_what(run: RunFolder) -> str:
-    """Return what a point of the curve stands for: in a run over stores, stored rewards."""
+    """Return the meaning of a point of the curve: in a run over stores, stored rewards."""
     replay = run.config.pipeline.get("replay")
     return "stored with each step's trajectories" if replay and not replay["recorded_order"] else "per rollout"
 
@@ -164,7 +164,7 @@ def choose(stored: Stored) -> Ids:
 
 
 def _spread(ids: Ids, groups: Ids, num: int) -> Ids:
-    """Return about `num` rows: whole groups, the first and the last that arrived among them; a large one is cut."""
+    """Return about `num` rows: whole groups, with the first and the last to arrive; a large group is cut."""
     _, first, sizes = np.unique(groups, return_index=True, return_counts=True)
     wanted = min(max(num // max(int(sizes.max()), 1), 1), len(first))
     places = np.sort(first)[np.linspace(0, len(first) - 1, wanted).round().astype(int)]
@@ -271,5 +271,5 @@ def _rounded(values: Sequence[float | None]) -> list[float | None]:
 
 
 def _inline(svg: str) -> str:
-    """Return an SVG document as a part of a page; a page needs no namespace."""
+    """Return an SVG document for inclusion in a page, which needs no namespace."""
     return svg.replace(' xmlns="http://www.w3.org/2000/svg"', "")

@@ -1,7 +1,7 @@
-"""What a run has stored, counted; and its rewards, graded again from the stored text.
+"""Counts of a run's trajectories, and its rewards graded again from the stored text.
 
-The reward function sees exactly what it saw during the run (prompt, completion, answer, meta). If the numbers in the
-store and in `metrics.jsonl` can be reproduced, the learning curve describes the trajectories that are stored.
+The reward function gets the same arguments as during the run (prompt, completion, answer, meta). If the numbers in the
+store and in `metrics.jsonl` can be reproduced, the learning curve describes the stored trajectories.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOLERANCE = 1e-5
 _EXAMPLES = 5
 _BARS = 8
 _MOST_APART = 65_536
-"""Numbers that a tally holds in the order of their arrival before it merges them."""
+"""Numbers that a tally buffers before it merges them."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -57,22 +57,22 @@ class RolloutDisagreement:
 
 @dataclass(kw_only=True, slots=True)
 class RewardCheck:
-    """Stored and recorded rewards against rewards graded again."""
+    """Comparison of stored and recorded rewards with rewards graded again."""
 
     function: str
     num_trajectories: int = 0
-    """With a stored reward; the others are not compared."""
+    """Trajectories with a stored reward; others are not compared."""
     num_different: int = 0
-    """Trajectories whose stored reward differs from the function's now."""
+    """Trajectories whose stored reward differs from the function's result now."""
     num_failed_before: int = 0
-    """Trajectories without a stored reward, as a rule because the call failed, that get one now."""
+    """Trajectories without a stored reward, usually because the call failed, that get one now."""
     first_different: list[Disagreement] = field(default_factory=list[Disagreement])
     num_rollouts: int = 0
-    """Rollouts that are whole in the store and have a line in `metrics.jsonl`."""
+    """Rollouts that are complete in the store and have a line in `metrics.jsonl`."""
     num_rollouts_different: int = 0
     first_rollouts_different: list[RolloutDisagreement] = field(default_factory=list[RolloutDisagreement])
     num_rollouts_partial: int = 0
-    """Rollouts that are recorded but not whole in the store (dropped groups, evicted segments)."""
+    """Rollouts that are recorded but incomplete in the store (dropped groups, evicted segments)."""
 
     @property
     def agrees(self) -> bool:
@@ -82,7 +82,7 @@ class RewardCheck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
-    """What is in a store, and in the run around it if there is one."""
+    """The contents of a store, and of its run if it has one."""
 
     path: str
     definition: str | None
@@ -94,9 +94,9 @@ class Inspection:
     num_prompt_tokens: int
     num_completion_tokens: int
     completion_lengths: tuple[tuple[int, int, int], ...]
-    """Histogram: least length, greatest length, trajectories."""
+    """Histogram: smallest length, largest length, trajectories."""
     policy_versions: tuple[int, int, int] | None
-    """First, last, and how many."""
+    """First, last, and their number."""
     finish_reasons: dict[str, int]
     num_failed: int
     first_failed_id: int | None
@@ -120,13 +120,13 @@ class Inspection:
 def inspect_store(
     stored: Stored, *, run: RunFolder | None, reward: RewardFunction | None, why_no_reward: str | None = None
 ) -> Inspection:
-    """Count what a store holds, and grade it again with the reward function.
+    """Count a store's trajectories, and grade them again with the reward function.
 
     Args:
         stored: the open store.
         run: the run that it belongs to, if any.
-        reward: the definition's reward function; None leaves the check out.
-        why_no_reward: what to say then.
+        reward: the definition's reward function; None skips the check.
+        why_no_reward: why there is no reward function.
 
     Raises:
         StoreError: the store is damaged.
@@ -191,17 +191,17 @@ def inspect_store(
 
 
 def _grade(check: RewardCheck, stored: Stored, reward: RewardFunction, ids: Ids, before: Floats) -> Floats:
-    """Grade some trajectories again, and note in the check how they differ from their stored rewards.
+    """Grade trajectories again, and record in the check how they differ from their stored rewards.
 
     Args:
-        check: filled in.
+        check: the check to fill in.
         stored: the open store.
         reward: the definition's reward function.
         ids: of the trajectories, [n].
         before: their stored rewards, [n]; NaN where the call failed.
 
     Returns:
-        What the function says now, [n]; NaN where it failed now or then.
+        The function's results now, [n]; NaN where it failed now or during the run.
     """
     texts = stored.texts("prompt", ids), stored.texts("completion", ids)
     found, errors = grade_again(reward, *texts, stored.contexts(ids))
@@ -228,7 +228,7 @@ def grade_again(
     """Call the reward function on each trajectory; a call that raises gives NaN, as in a run.
 
     Returns:
-        The rewards [N], and the errors by place.
+        The rewards [N], and the errors by index.
     """
     again = np.empty(len(prompts))
     errors: dict[int, str] = {}
@@ -243,10 +243,10 @@ def _check_curve(check: RewardCheck, run: RunFolder, groups: Ids, of_groups: Flo
     """Compare each rollout's mean with its line of `metrics.jsonl`; a group's id is its prompt's number in the run.
 
     Args:
-        check: filled in.
+        check: the check to fill in.
         run: the run with its `metrics.jsonl`.
         groups: the groups' ids, ascending, [G].
-        of_groups: of each its trajectories, the sum of their rewards now, and how many have one, [3, G].
+        of_groups: per group, the number of trajectories, the sum of their rewards now, and how many have one, [3, G].
     """
     collect = run.config.pipeline.get("collect", {})
     prompts, group_size = collect.get("prompts_per_rollout"), collect.get("group_size")
@@ -276,10 +276,10 @@ def _check_curve(check: RewardCheck, run: RunFolder, groups: Ids, of_groups: Flo
 
 
 class Tally:
-    """Distinct numbers, each with how often it occurred and sums of what came with it; needs no more memory than these.
+    """Counts of distinct numbers and sums of the values given with each, in memory proportional to the distinct ones.
 
     Args:
-        sums: how many values come with each number.
+        sums: how many values are given with each number.
 
     >>> tally = Tally(sums=1)
     >>> tally.add(np.array([7, 3, 7]), np.array([0.5, 1.0, 2.0]))
@@ -291,13 +291,13 @@ class Tally:
         self._parts = [(np.empty(0, np.int64), np.empty((1 + sums, 0)))]
 
     def add(self, numbers: npt.NDArray[Any], *values: npt.NDArray[Any]) -> None:
-        """Count numbers, [n], and sum what comes with them, [n] each."""
+        """Count numbers, [n], and sum the values given with them, [n] each."""
         self._parts.append(_reduced(numbers, np.array([np.ones(len(numbers)), *values])))
         if sum(len(part) for part, _ in self._parts[1:]) > max(len(self._parts[0][0]) // 2, _MOST_APART):
             self.found()
 
     def found(self) -> tuple[Ids, Floats]:
-        """Return the numbers, ascending, [k], and of each how often it occurred and the sums, [1 + sums, k]."""
+        """Return the numbers, ascending, [k], and the count and the sums of each, [1 + sums, k]."""
         if len(self._parts) > 1:
             numbers, values = zip(*self._parts, strict=True)
             self._parts = [_reduced(np.concatenate(numbers), np.concatenate(values, axis=1))]
@@ -307,9 +307,9 @@ class Tally:
 def _reduced(numbers: npt.NDArray[Any], values: Floats) -> tuple[Ids, Floats]:
     """Return the distinct numbers, ascending, with the sums of their values, [s, n].
 
-    `np.unique` does the first half and imports 10 ms of numpy.ma on the way.
+    `np.unique` would do the first half, but imports numpy.ma, which takes 10 ms.
     """
-    if (numbers[1:] > numbers[:-1]).all():  # as they arrive in most runs
+    if (numbers[1:] > numbers[:-1]).all():  # the order of arrival in most runs
         return numbers.astype(np.int64), values
     order = np.argsort(numbers, kind="stable")
     numbers = numbers[order]
@@ -318,10 +318,10 @@ def _reduced(numbers: npt.NDArray[Any], values: Floats) -> tuple[Ids, Floats]:
 
 
 def histogram(lengths: Ids, counts: Ids) -> tuple[tuple[int, int, int], ...]:
-    """Return at most eight buckets of equal width as `(least, greatest, how many)`.
+    """Return at most eight buckets of equal width as `(smallest, largest, how many)`.
 
     Args:
-        lengths: the lengths there are, ascending, [k].
+        lengths: the distinct lengths, ascending, [k].
         counts: how often each occurs, [k].
 
     >>> histogram(np.array([1, 2, 4]), np.array([2, 1, 1]))
@@ -339,7 +339,7 @@ def histogram(lengths: Ids, counts: Ids) -> tuple[tuple[int, int, int], ...]:
 
 
 def disk_usage(folder: Address) -> int:
-    """Return the bytes that a folder takes on disk, or the objects at a URL; sparse files count as what they hold."""
+    """Return the bytes that a folder takes on disk, or the objects at a URL; holes in sparse files do not count."""
     if not isinstance(folder, Path):
         from trajectory_store.objects.remote import ObstoreBucket, open_bucket
 

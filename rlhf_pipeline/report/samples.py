@@ -21,7 +21,7 @@ _WHOLES = ("group_id", "trajectory_id", "policy_version", "use_count")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """One trajectory with everything that is stored about it; None where the store has no such column."""
+    """One trajectory with all its stored values; None if the store has no such column."""
 
     id: int
     prompt: str
@@ -50,11 +50,11 @@ class Trajectory:
 
 
 def read_trajectories(stored: Stored, ids: Ids, texts: TokenTexts) -> list[Trajectory]:
-    """Read some trajectories whole.
+    """Read all values of the given trajectories.
 
     Args:
         stored: the open store.
-        ids: which, [N].
+        ids: of the trajectories, [N].
         texts: turns token ids into text.
 
     Raises:
@@ -106,10 +106,10 @@ def read_trajectories(stored: Stored, ids: Ids, texts: TokenTexts) -> list[Traje
 
 
 def typical_of_first_and_last(stored: Stored) -> tuple[int, int] | None:
-    """Return the ids of one typical trajectory of the first and of the last policy version.
+    """Return the ids of one typical trajectory each of the first and of the last policy version.
 
-    Typical is the one whose reward is nearest to the mean of its rollout; so neither the best nor the worst is shown
-    as if it were typical. None if there are no rewards, or only one version.
+    A typical trajectory is the one whose reward is nearest to the mean of its rollout, rather than the best or the
+    worst. None if there are no rewards, or only one version.
     """
     versions, rewards = stored.scalars("policy_version"), stored.scalars("task_reward")
     if versions is None or rewards is None:
@@ -127,7 +127,7 @@ def typical_of_first_and_last(stored: Stored) -> tuple[int, int] | None:
         found = rewards[places].astype(np.float64)  # in float32 the sum of large ones is infinite
         distance = np.abs(found - found.mean())
         nearest = ids[places[np.flatnonzero(distance <= distance.min() + 1e-6)[:_TIES]]]
-        # Of completions that are equally typical the first that says anything.
+        # Among equally typical completions, take the first that is not empty.
         texts = stored.texts("completion", nearest)
         return int(nearest[next((row for row, text in enumerate(texts) if text.strip()), 0)])
 
@@ -163,7 +163,7 @@ def _numbers(rows: Sequence[npt.NDArray[Any]] | None, row: int, num: int) -> tup
         return None
     values = tuple(_finite(value) for value in rows[row].tolist())
     known = len(values) == num and any(value is not None for value in values)
-    return values if known else None  # a column that was left out reads as NaN throughout
+    return values if known else None  # a column that was left out reads as NaN
 
 
 def _finite(value: float) -> float | None:

@@ -19,7 +19,7 @@ def brief(items: Sequence[Trajectory], width: int = 110) -> Iterator[str]:
     """Yield a table with one line per trajectory.
 
     Args:
-        items: what to show.
+        items: the trajectories to show.
         width: columns of the terminal; texts are cut to fit.
     """
     id_width = max([len(str(item.id)) for item in items] + [2])
@@ -37,11 +37,11 @@ def brief(items: Sequence[Trajectory], width: int = 110) -> Iterator[str]:
 
 
 def full(item: Trajectory, *, max_tokens: int | None = None) -> Iterator[str]:
-    """Yield everything that is stored about one trajectory.
+    """Yield all stored values of one trajectory.
 
     Args:
-        item: what to show.
-        max_tokens: rows of the token table at most; the completion comes first. None shows all.
+        item: the trajectory to show.
+        max_tokens: the most rows of the token table; the completion has priority. None shows all.
     """
     yield (
         f"trajectory {item.id}: group {_or_dash(item.group_id)}, policy version {_or_dash(item.policy_version)}, "
@@ -74,7 +74,7 @@ def _text(label: str, text: str) -> Iterator[str]:
 def _token_table(item: Trajectory, max_tokens: int | None) -> Iterator[str]:
     places = list(range(len(item.token_ids)))
     if max_tokens is not None and len(places) > max_tokens:
-        # The policy's own tokens matter most; a few of the prompt's before them show where they start.
+        # The policy's own tokens matter most; a few prompt tokens before them show where they start.
         start = max(0, item.num_prompt_tokens - 4)
         places = places[start : start + max_tokens]
     reference = item.ref_log_probs
@@ -122,13 +122,13 @@ def choose(
     Args:
         stored: the store.
         run: its run, if it has one.
-        id: the one with this id.
-        group: those of this group.
-        step: those that this optimizer step learned from.
-        last: the newest so many.
+        id: the trajectory with this id.
+        group: all trajectories of this group.
+        step: the trajectories that this optimizer step learned from.
+        last: how many of the newest.
 
     Raises:
-        DataError: there are none.
+        DataError: there are no such trajectories.
         MissingRowError: the id is not in the store (raised when it is read).
     """
     ids = stored.ids()
@@ -172,7 +172,7 @@ def _step(stored: Stored, run: RunFolder | None, ids: Ids, step: int) -> Ids:
     try:
         stored.lengths("input_ids", wanted)
         there = wanted
-    except MissingRowError:  # then all ids are looked at
+    except MissingRowError:  # search all ids instead
         there = wanted[np.isin(wanted, ids)]
     if not len(there):
         raise DataError(f"none of the {len(wanted)} trajectories of step {step} is in the store any more (evicted).")

@@ -10,12 +10,12 @@ _ASCII = "_.-=+*%#"
 
 
 def sparkline(values: Sequence[float], *, width: int = 20, ascii_only: bool = False) -> str:
-    """Return `values` as one character each, higher is fuller; more values than `width` are averaged in buckets.
+    """Return one character per value, fuller for higher values; more values than `width` are averaged in buckets.
 
     Args:
         values: in order, finite.
-        width: characters at most.
-        ascii_only: use ASCII, for terminals that show nothing else.
+        width: the most characters.
+        ascii_only: use ASCII, for terminals without Unicode.
 
     >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7], ascii_only=True)
     '_.-=+*%#'

@@ -1,4 +1,4 @@
-"""The trajectories of a run as arrays and text, whichever columns its store has."""
+"""The trajectories of a run as arrays and text, whatever columns its store has."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCK_ROWS = 8192
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """What was stored beside a trajectory for its reward function, from the column `meta`."""
+    """The further arguments of a trajectory's reward function, from the column `meta`."""
 
     answer: str | None
     prompt_meta: dict[str, object]
@@ -34,7 +34,7 @@ class Stored:
 
     Args:
         path: the store's folder, or its URL.
-        whole: all of it is read, and once: not through maps, which would count as memory of this process.
+        whole: all of it will be read once: do not use memory maps, which would count as memory of this process.
 
     Raises:
         StoreError: there is no store, or it is damaged.
@@ -56,7 +56,7 @@ class Stored:
         return np.asarray(self.store.ids())
 
     def blocks(self) -> Iterator[Ids]:
-        """Yield the ids of all trajectories, so many at a time that their texts take little memory."""
+        """Yield the ids of all trajectories in blocks, small enough that their texts take little memory."""
         for block in self.store.batches(_BLOCK_ROWS, []):
             yield block["ids"]
 
@@ -91,7 +91,7 @@ class Stored:
         return list(self.store.read(ids, [name])[name]) if name in self.columns else None
 
     def contexts(self, ids: Ids) -> list[Context]:
-        """Return what `meta` holds; equal texts are read once.
+        """Return the contents of `meta`; equal texts are parsed once.
 
         Raises:
             DataError: a `meta` is not the JSON that a run writes.

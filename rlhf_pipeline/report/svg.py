@@ -1,4 +1,4 @@
-"""Curves as SVG files: one picture that reads well on light and dark pages, with no plotting library."""
+"""Curves as SVG files that read well on light and dark pages, without a plotting library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 Point = tuple[float, float]
 
 _FLAT = 1e-4
-"""Values that differ by less than this share are drawn as a level line, and not as a picture of rounding."""
+"""Values that differ by less than this share are drawn as a level line, so that rounding does not show."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 48, 48
 _STYLE = """
 .chart { font: 13px system-ui, sans-serif; }
@@ -52,14 +52,14 @@ def line_chart(
     Args:
         points: `(step, y)` in order; values that are not finite are left out.
         title: the line above the curve.
-        y_label: what y is.
+        y_label: the label of the y axis.
         target: a dashed horizontal line, for example the reward at which the run stops.
-        y_range: the least range that the y axis covers.
+        y_range: the smallest range that the y axis covers.
         width: of the picture; texts keep their size.
         height: of the picture.
 
     Returns:
-        A whole, well-formed SVG document without anything external.
+        A complete, well-formed SVG document without external references.
     """
     kept = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     extra = ([target] if target is not None else []) + list(y_range or ())
@@ -123,7 +123,7 @@ def line_chart(
 def _moving_average(points: Sequence[Point]) -> list[Point]:
     """Average each value with its neighbours, over a window of about a twentieth of the curve.
 
-    The two ends of the window count half: what alternates from step to step (two updates per rollout) averages out.
+    The ends of the window count half, so that alternating values (two updates per rollout) average out.
     """
     reach = min(len(points) // 40, 25)
     if reach == 0:
@@ -137,7 +137,7 @@ def _moving_average(points: Sequence[Point]) -> list[Point]:
 
 
 def _label(tick: float, ticks: Sequence[float]) -> str:
-    """Return a tick with as many decimals as tell it from its neighbours."""
+    """Return a tick with enough decimals to distinguish it from its neighbours."""
     step = abs(ticks[1] - ticks[0]) if len(ticks) > 1 else 1.0
     largest = max(abs(ticks[0]), abs(ticks[-1]))
     if largest >= 1e6 or (largest and largest < 1e-3):

@@ -1,4 +1,4 @@
-"""The newest trajectories of a store as one line each, and those that other processes commit later."""
+"""The newest trajectories of a store, and later ones from other processes, as one line each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEADINGS = ("id", "version", "group", "reward", "tokens", "finish")
 _LEAST_WIDTHS = (6, 7, 6, 7, 6, 6)
 
 Choose = Callable[[Ids], Ids]
-"""Returns the wanted ones of some ids, in their order; raises MissingRowError if one is gone."""
+"""Returns the ids to show, in the given order; raises MissingRowError if a trajectory is gone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,18 +32,18 @@ class Arrival:
     """One trajectory in brief."""
 
     place: int
-    """Its ordinal, counted from 1 since the store was made."""
+    """Its ordinal in the store, from 1."""
     fields: tuple[str, ...]
     """Id, policy version, group, reward, completion tokens, finish reason."""
     completion: str
 
 
 class Tail:
-    """Follows a store. It only reads, so others may append, evict and compact meanwhile.
+    """Follows a store. It only reads, so other processes may append, evict and compact meanwhile.
 
     Args:
         stored: the open store.
-        choose: which trajectories to show; None shows all.
+        choose: selects the trajectories to show; None shows all.
     """
 
     def __init__(self, stored: Stored, choose: Choose | None = None) -> None:
@@ -53,7 +53,7 @@ class Tail:
         self._new = NewIds(self._store, seen=True)
 
     def newest(self, num: int) -> Iterator[list[Arrival]]:
-        """Yield the newest `num` trajectories that are wanted, oldest first, in batches."""
+        """Yield the newest `num` of the selected trajectories, oldest first, in batches."""
         ids = self._stored.ids()
         found: list[Ids] = []
         end, missing = len(ids), num
@@ -65,7 +65,7 @@ class Tail:
         yield from self._batches(np.concatenate(found[::-1]) if found else ids[:0])
 
     def fresh(self) -> Iterator[list[Arrival]]:
-        """Yield what was committed since the last call, in the order of arrival, in batches."""
+        """Yield the trajectories committed since the last call, in the order of arrival, in batches."""
         self._store.refresh()
         yield from self._batches(self._wanted(self._new.take()))
 
@@ -92,7 +92,7 @@ class Tail:
                     break
 
     def _still_there(self, ids: Ids) -> Ids:
-        """Return those of the ids that have not been evicted."""
+        """Return the ids that have not been evicted."""
         self._store.refresh()
         return ids[np.isin(ids, self._stored.ids())]
 
@@ -124,7 +124,7 @@ class Tail:
     def _token_texts(self, ids: Ids, completions: Sequence[str], tokens: Ids) -> Iterator[tuple[int, str]]:
         """Yield the first token ids of the completions whose text is not stored."""
         rows = [row for row, text in enumerate(completions) if not text and tokens[row] > 0]
-        # A prompt's text beside an empty completion says that texts are stored, and this one is empty.
+        # If the prompt's text is stored, an empty completion is really empty.
         prompts = self._stored.texts("prompt", ids[rows])
         rows = [row for row, prompt in zip(rows, prompts, strict=True) if not prompt]
         if not rows:
@@ -135,14 +135,14 @@ class Tail:
             yield row, f"[{' '.join(map(str, said[:_MOST_TOKENS]))}{' ...' if len(said) > _MOST_TOKENS else ''}]"
 
     def _places(self, ids: Ids) -> list[int]:
-        """Return each trajectory's ordinal since the store was made; `ids` are in the order of arrival."""
+        """Return each trajectory's ordinal in the store; `ids` are in the order of arrival."""
         known = self._stored.ids()
         first = self._store.watermark - len(known) + 1
         for nearby in (known[-4 * BATCH_ROWS :], known):
             at = np.flatnonzero(np.isin(nearby, ids))
             if len(at) == len(ids):
                 return (at + (first + len(known) - len(nearby))).tolist()
-        return [first] * len(ids)  # some were evicted a moment ago, so these are the oldest
+        return [first] * len(ids)  # some were just evicted, so these are the oldest
 
 
 def _wholes(values: Any, num: int) -> list[str]:
@@ -150,7 +150,7 @@ def _wholes(values: Any, num: int) -> list[str]:
 
 
 class Table:
-    """The lines of a table that grows downwards; its columns only get wider.
+    """The lines of a growing table, whose columns only get wider.
 
     Args:
         width: columns of the terminal; completions are cut to fit.
@@ -161,7 +161,7 @@ class Table:
         self._widths = list(_LEAST_WIDTHS)
 
     def lines(self, arrivals: Sequence[Arrival], *, heading: bool = False) -> list[str]:
-        """Return one line per trajectory, and one above them if asked for."""
+        """Return one line per trajectory, with an optional heading."""
         for item in arrivals:
             self._widths = [max(space, len(text)) for space, text in zip(self._widths, item.fields, strict=True)]
         above = [self._line(_HEADINGS, "completion")] if heading else []
@@ -170,7 +170,7 @@ class Table:
     def _line(self, fields: Sequence[str], completion: str) -> str:
         head = "  ".join(f"{text:>{space}}" for text, space in zip(fields, self._widths, strict=True))
         room = max(self._width - len(head) - 2, 12)
-        start = plain(completion[: room + 1]).replace("\n", "\\n")  # the rest may be long and is not seen
+        start = plain(completion[: room + 1]).replace("\n", "\\n")  # the rest may be long and is not shown
         return f"{head}  {start if len(start) <= room else start[: room - 3] + '...'}"
 
 
@@ -198,7 +198,7 @@ def step_line(row: Row) -> str:
 
 
 def interleaved(arrivals: Sequence[Arrival], lines: Sequence[str], steps: Sequence[Row]) -> list[str]:
-    """Return trajectory and step lines in order: a step comes after the trajectories that it could know of.
+    """Return trajectory and step lines in order: a step follows the trajectories that it could have used.
 
     Args:
         arrivals: trajectories in the order of arrival.

@@ -13,8 +13,8 @@ from rlhf_pipeline.run.folder import RunFolder
 class TokenTexts:
     """Maps each token id to its piece of text.
 
-    The tokenizer is the one in the run's newest checkpoint, else the one in the definition's model folder. Where there
-    is none, a text with as many characters as tokens is taken apart by characters; anything else is shown as ids.
+    The tokenizer is that of the run's newest checkpoint, or of the definition's model folder. Without one, a text with
+    as many characters as tokens is split into characters; any other text is shown as ids.
 
     Args:
         run: the run, or None for a store alone.
@@ -38,7 +38,7 @@ class TokenTexts:
 
         Args:
             ids: token ids, prompt first, [T].
-            num_prompt_tokens: how many of them are the prompt's.
+            num_prompt_tokens: how many of them belong to the prompt.
             prompt: the prompt's text.
             completion: the completion's text.
         """
@@ -64,14 +64,14 @@ class TokenTexts:
 
 @functools.cache
 def _bytes_by_character() -> dict[str, int]:
-    """Return the alphabet of byte-level BPE: printable Latin-1 stands for itself, other bytes for U+0100 and on."""
+    """Return the alphabet of byte-level BPE: printable Latin-1 maps to itself, other bytes to U+0100 and above."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def _by_character(text: str, num: int, *, at_end: bool) -> list[str | None]:
-    """Return `num` characters, or Nones; one special token may stand before (prompt) or after (completion)."""
+    """Return `num` characters, or Nones; one special token may come before (prompt) or after (completion)."""
     characters: list[str | None] = list(text)
     if num == len(text):
         return characters

@@ -10,7 +10,7 @@ from rlhf_pipeline.errors import plain
 
 
 def one_line(text: str, width: int) -> str:
-    r"""Return `text` on one line of at most `width` characters, the middle left out where it is too long.
+    r"""Return `text` on one line of at most `width` characters, leaving out the middle if it is too long.
 
     >>> one_line("a\nb", 10)
     'a\\nb'
@@ -67,7 +67,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """Return a metric's value, short: a dash for nothing, `k` for thousands, powers of ten for small and large ones.
+    """Return a metric's value in short form: a dash for None, `k` for thousands, powers of ten for small and large ones.
 
     >>> number(None), number(0.98), number(0.00012), number(21450.0), number(3.0), number(-2e9)
     ('-', '0.98', '1.2e-04', '21.4k', '3.00', '-2.0e+09')
