@@ -189,9 +189,7 @@ def add_process_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seed", type=natural, metavar="N", help="seed of a new run (default: 0)")
     command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
     add_overrides(command)
-    command.add_argument(
-        "--parent", type=positive, metavar="PID", help="stop when this parent process has exited"
-    )
+    command.add_argument("--parent", type=positive, metavar="PID", help="stop when this parent process has exited")
 
 
 # -- values ----------------------------------------------------------------------------------------------------------
