@@ -1,15 +1,15 @@
-"""GRPO in one page: the algorithm that `rlhf-pipeline run` runs, written out from the parts it is made of.
+"""GRPO in one page: the algorithm of `rlhf-pipeline run`, written out with its own parts.
 
     python pipelines/grpo_in_one_page.py                        # about a minute on a CPU
     rlhf-pipeline show runs/grpo_in_one_page/store              # what was sampled, token by token
 
-A model made from scratch learns to copy four digits. Kill the program whenever you like (`kill -9`) and start it again:
-it ends with the weights that it would have had, bit for bit. There is no code for that beyond what you see here. It
-follows from two rules: what was sampled is on disk before anything is learned from it, and every choice is a function
-of numbers that are known after a crash.
+A model made from scratch learns to copy four digits. Kill the program at any time (`kill -9`) and start it again: it
+ends with the same weights as an uninterrupted run, bit for bit. There is no code for that beyond what you see here. It
+follows from two rules: samples are on disk before anything is learned from them, and every choice is a function of
+numbers that are known after a crash.
 
 This page is for reading. `rlhf-pipeline run copy_digits` is the same task with everything that a long run needs:
-micro-batches, a ledger, metrics, checksums of checkpoints, collectors in processes of their own.
+micro-batches, a ledger, metrics, checksums of checkpoints, collectors in separate processes.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ TASK = CopyDigits(num_digits=4)  # prompt number n of a seed is always the same:
 
 
 def main(out: Path, steps: int) -> None:
-    """Collect and learn in turn until `steps` optimizer steps are done, or go on where the last start was cut off."""
+    """Collect and learn in turn until `steps` optimizer steps are done, continuing from an interrupted start."""
     # Prompts and answers are characters here; `CausalLMPolicy.from_pretrained(folder)` takes any causal language model.
     policy, reference = (scratch_policy("0123456789=", seed=SEED, num_slots=ROWS, max_new_tokens=4) for _ in range(2))
-    reference.requires_grad_(False)  # the policy as it was at the start; the KL term keeps the policy near it
+    reference.requires_grad_(False)  # the initial policy; the KL term keeps the policy near it
 
-    # The write path. `extend` runs it from the last to the first: score the trajectories under the reference, take the
-    # KL to it out of the reward, compare each trajectory with its group. The result is stored beside the trajectory.
+    # The write path. `extend` runs it from last to first: score the trajectories under the reference, subtract the KL
+    # to it from the reward, compare each trajectory with its group. The results are stored with the trajectory.
     write_path = [
-        # The reward less the group's mean. GRPO divides by the standard deviation as well (estimator="grpo"); then a
-        # group that agrees but for one digit pulls as hard as one that has learned nothing.
+        # The reward minus the group's mean. GRPO also divides by the standard deviation (estimator="grpo"); then a
+        # group that differs in one digit only pulls as hard as one that has learned nothing.
         MCAdvantage(GROUP, estimator="dr_grpo"),
         KLRewardTransform(coef=0.001),
         RetrieveLogProb(reference),
     ]
     # The store is a folder: ragged rows, one atomic and checksummed commit per `extend`. Opening it again shows every
-    # row that was committed, so this line also begins the resume.
+    # committed row, so this line also starts the resume.
     storage = TrajectoryStorage(out / "store")
     buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=SEED)
 
@@ -67,13 +67,13 @@ def main(out: Path, steps: int) -> None:
     done = load(out / "checkpoint.pt", policy, optimizer)
 
     for step in range(done + 1, steps + 1):
-        # Collect. The rows of step n are number (n - 1) * ROWS to n * ROWS of the store, so its length says whether
-        # they have been sampled. After a crash they may have been, by the same weights: nothing is sampled twice.
+        # Collect. The rows of step n are (n - 1) * ROWS to n * ROWS of the store, so its length shows whether they
+        # have been sampled. After a crash they may have been, with the same weights: nothing is sampled twice.
         if len(storage.store) < step * ROWS:
             buffer.extend(lazy_stack(list(rollout(policy, step))))
 
-        # Sample. A batch is a function of the rows that it may choose from, the seed and the step: no cursor, no state.
-        # These are all rows of this step; with an earlier `start`, strategy="priority" would replay older ones as well.
+        # Sample. A batch is a function of the rows to choose from, the seed and the step: no cursor, no state. Here it
+        # is all rows of this step; with an earlier `start`, strategy="priority" would replay older ones as well.
         batch = buffer.sample_step(step, strategy="fresh", start=(step - 1) * ROWS, at=step * ROWS)
 
         # Learn: clipped policy gradient and entropy bonus, over the sampled tokens of a padded batch.
@@ -90,9 +90,9 @@ def main(out: Path, steps: int) -> None:
 
 
 def rollout(policy: CausalLMPolicy, step: int) -> Iterator[TensorDict]:
-    """Sample `GROUP` completions of each prompt of a step, grade them, and give them as trajectories.
+    """Sample `GROUP` completions of each prompt of a step, grade them, and yield them as trajectories.
 
-    The prompt's number names its group and its stream of random numbers, so a rollout that a crash cut short is sampled
+    The prompt's number identifies its group and its random stream, so a rollout that a crash interrupts is sampled
     again token for token.
     """
     numbers = range((step - 1) * PROMPTS, step * PROMPTS)
@@ -103,7 +103,7 @@ def rollout(policy: CausalLMPolicy, step: int) -> Iterator[TensorDict]:
         prompt, before = prompts[completion.prompt_index], prompt_ids[completion.prompt_index]
         text = policy.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         # From here to the loss these ids are the truth; no text is encoded again. The log-probs are those of the
-        # policy that sampled, at the temperature at which it sampled: what the loss's ratio is taken against.
+        # sampling policy at the sampling temperature: the denominator of the loss's ratio.
         unscored = torch.full((len(before),), torch.nan)
         yield TensorDict(
             {
@@ -122,14 +122,14 @@ def rollout(policy: CausalLMPolicy, step: int) -> Iterator[TensorDict]:
 
 
 def save(path: Path, step: int, policy: CausalLMPolicy, optimizer: torch.optim.Optimizer) -> None:
-    """Replace the checkpoint as a whole: a kill leaves the old one or the new one."""
+    """Replace the checkpoint atomically: a kill leaves the old one or the new one."""
     unfinished = path.with_suffix(".unfinished")
     torch.save({"step": step, "policy": policy.state_dict(), "optimizer": optimizer.state_dict()}, unfinished)
     os.replace(unfinished, path)
 
 
 def load(path: Path, policy: CausalLMPolicy, optimizer: torch.optim.Optimizer) -> int:
-    """Put back what `save` wrote, and return how many steps are done."""
+    """Restore what `save` wrote, and return how many steps are done."""
     if not path.exists():
         return 0
     saved = torch.load(path, weights_only=True)

@@ -1,4 +1,4 @@
-"""Learn from stored trajectories alone: graded solutions that were imported, or what earlier runs left."""
+"""Learn from stored trajectories only: imported graded solutions, or those of earlier runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rlhf_pipeline import GRPO, Collect, Learn, Pipeline, PretrainedPolicy, Repl
 
 
 def offline_replay() -> Pipeline:
-    """GRPO on groups as they were stored, every trajectory once per epoch, 128 in a step; three epochs."""
+    """GRPO on stored groups: every trajectory once per epoch, 128 in a step, three epochs."""
     return Pipeline(
         name="offline_replay",
         description="learn from stores alone: imported solutions or earlier runs; nothing is sampled",
@@ -16,8 +16,8 @@ def offline_replay() -> Pipeline:
         sample=Sample(batch_size=128),
         collect=Collect(max_new_tokens=256),
         write=WritePath(estimator="grpo"),
-        # Token ratios are taken to the initial policy, the behaviour policy of what has no log-probs. The bounds keep
-        # the policy near it where a trajectory is used in several epochs.
+        # Trajectories without log-probs have the initial policy as behaviour policy. The bounds on the token ratios
+        # keep the policy near it when a trajectory is used in several epochs.
         loss=GRPO(clip_low=0.2, clip_high=0.2, aggregation="token_mean", dual_clip=3.0),
         learn=Learn(steps=10_000, lr=1e-5, warmup_steps=5, token_budget=8192),
     )

@@ -1,12 +1,12 @@
 """The data path of RL post-training: a durable trajectory store, a TorchRL write path and a GRPO learner.
 
-Every name is imported when it is first asked for, so `rlhf-pipeline --help` answers at once and `from rlhf_pipeline
-import GRPOLoss` works. `from rlhf_pipeline import *` gives what definitions are made of, plain data without torch.
+Names are imported on first use, so `rlhf-pipeline --help` answers at once and `from rlhf_pipeline import GRPOLoss`
+works. `from rlhf_pipeline import *` imports the parts of definitions, plain data without torch.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # not typing's: importing typing takes longer than all else that a command does before it answers
+TYPE_CHECKING = False  # importing typing would take longer than everything else that a command does before it answers
 if TYPE_CHECKING:
     from typing import Any
 
@@ -70,12 +70,12 @@ _NAMES = {
     "transforms.mc_advantage": "MCAdvantage",
     "transforms.retrieve_log_prob": "RetrieveLogProb",
 }
-"""What each module defines of it: first what definitions are made of, then what needs torch."""
+"""The public names by module: first the parts of definitions, then names that need torch."""
 
 _MODULE_OF = {name: f"rlhf_pipeline.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 _ADAPTED = frozenset({"CausalLMPolicy", "Collector", "GRPOLoss", "KLRewardTransform", "RetrieveLogProb"})
-"""Names that take a policy, or what an adapter makes one of."""
+"""Names that take a policy, or a model that an adapter makes into one."""
 
 __all__ = [
     "Buffer",
@@ -97,18 +97,18 @@ __all__ = [
     "override",
     "token_match",
 ]
-"""What `from rlhf_pipeline import *` gives: what definitions are made of."""
+"""The names that `from rlhf_pipeline import *` imports: the parts of definitions."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first asked for (PEP 562)."""
+    """Import a name on first use (PEP 562)."""
     import importlib
 
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'rlhf_pipeline' has no attribute '{name}'")
     if name in _ADAPTED:
-        importlib.import_module("rlhf_pipeline.interop.torchrl")  # so that they take TorchRL's wrappers
+        importlib.import_module("rlhf_pipeline.interop.torchrl")  # so that these names accept TorchRL's wrappers
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

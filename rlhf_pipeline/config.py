@@ -1,4 +1,4 @@
-"""What a pipeline is: frozen dataclasses that say everything and build nothing.
+"""The definition of a pipeline: frozen dataclasses that describe everything and build nothing.
 
 A definition is a function that returns a `Pipeline`. It is plain data, so it can be listed, printed, compared on
 resume, written to the run folder and rebuilt in another process, all without importing torch.
@@ -74,20 +74,20 @@ class PretrainedPolicy(Settings):
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
-        help="What the model computes in. `auto` is bfloat16 on CUDA and float32 elsewhere. With bfloat16 the "
+        help="The model's compute dtype. `auto` is bfloat16 on CUDA and float32 elsewhere. With bfloat16 the "
         "optimizer keeps float32 master weights.",
     )
     lora_rank: int = setting(
         0,
         min=0,
-        help="Rank of LoRA adapters, the only weights that are then trained; 0 trains every weight. Needs peft. "
-        "The model with its adapters off is the reference, so no second model is held.",
+        help="Rank of LoRA adapters, which are then the only trained weights; 0 trains every weight. Needs peft. "
+        "The model with its adapters off is the reference, so no second model is needed.",
     )
     lora_alpha: float = setting(32.0, above=0, help="The adapters' output is scaled by `lora_alpha / lora_rank`.")
     lora_targets: str = setting(
         "all-linear",
-        help="The modules that get an adapter: `all-linear` (all but the head), or names with commas between them, "
-        "for example `q_proj,v_proj`.",
+        help="The modules that get an adapter: `all-linear` (all but the head), or comma-separated names, for "
+        "example `q_proj,v_proj`.",
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -95,7 +95,7 @@ class PretrainedPolicy(Settings):
 
 
 def _is_address(text: str) -> bool:
-    """Return True for `http://HOST:PORT` and nothing behind it: what is contacted is what is stated."""
+    """Return True for `http://HOST:PORT` without a path, so that the address contacted is the one given."""
     try:
         url = urlsplit(text)
         port = url.port
@@ -119,28 +119,28 @@ class Collect(Settings):
     temperature: float = setting(
         1.0,
         above=0,
-        help="Sampling temperature. The behaviour log-probs are those at this temperature.",
+        help="Sampling temperature. The behaviour log-probs are at this temperature.",
     )
-    num_slots: int = setting(64, min=1, help="Completions that are generated side by side.")
+    num_slots: int = setting(64, min=1, help="Completions generated in parallel.")
     engine: str = setting(
         "slots",
-        help="What samples: `slots`, this package's own engine, in the process; `vllm`, in the process as well (needs "
-        "the extra `vllm`); or the address of a vLLM server, `http://HOST:PORT`. See docs/engines.md for how each is "
-        "started, and how exact a run is with it.",
+        help="The engine that samples: `slots`, this package's own, in the process; `vllm`, also in the process (needs "
+        "the extra `vllm`); or the address of a vLLM server, `http://HOST:PORT`. See docs/engines.md for how to start "
+        "each, and how reproducible a run is with it.",
     )
     engine_memory: float = setting(
         0.5,
         above=0,
         below=1,
-        help="Of `engine=vllm`: the share of a GPU's memory for its weights and cache; the learner has the rest.",
+        help="For `engine=vllm`: the share of a GPU's memory for its weights and cache; the learner has the rest.",
     )
     refresh_weights_every: int = setting(
         0,
         min=0,
-        help="Of a collector beside a learner: sampled tokens of each slot after which it looks for newer weights "
-        "and continues with them, in the middle of completions; 0 takes them up between rollouts only. The "
-        "log-probs stay those of the weights that sampled each token; the prompt and what was sampled before "
-        "are computed again with the new ones. Another engine than `slots` looks twice a second.",
+        help="For a collector beside a learner: sampled tokens of each slot between two checks for newer weights, "
+        "with which sampling continues in the middle of completions; 0 loads them between rollouts only. Each "
+        "log-prob is that of the weights that sampled its token; the caches of the prompt and of earlier tokens "
+        "are recomputed with the new ones. Engines other than `slots` check twice a second.",
     )
 
     @property
@@ -156,13 +156,13 @@ class Collect(Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WritePath(Settings):
-    """What happens to a completed trajectory before it is stored."""
+    """The processing of a completed trajectory before it is stored."""
 
     estimator: Estimator = setting(
         "grpo",
         help="How a group's returns become advantages; the formulas are in `rlhf_pipeline.functional.advantage`. "
-        "`reinforce_pp` and `reinforce_pp_baseline` divide by the spread of the whole rollout, offline of all that "
-        "was gathered.",
+        "`reinforce_pp` and `reinforce_pp_baseline` divide by the spread of the whole rollout, or of all gathered "
+        "trajectories with `replay`.",
     )
     kl_coef: float = setting(0.0, min=0, help="Weight of the k1 penalty in the reward. 0 needs no reference model.")
     kl_target: float | None = setting(
@@ -178,12 +178,12 @@ class WritePath(Settings):
     min_group_size: int | None = setting(
         None,
         min=1,
-        help="Members of a group that are enough once `group_timeout_s` is over; None waits for all.",
+        help="Members that suffice to close a group after `group_timeout_s`; None waits for all.",
     )
     group_timeout_s: float | None = setting(
         None,
         min=0,
-        help="Seconds from a group's first member until it may close early; None never. Goes with `min_group_size`.",
+        help="Seconds from a group's first member until it may close early; None for never. Needs `min_group_size`.",
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -201,11 +201,11 @@ class WritePath(Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buffer(Settings):
-    """Where trajectories live and which of them the learner may see."""
+    """The store of trajectories, and which of them the learner may use."""
 
     backend: Literal["memmap", "zarr"] = setting(
         "memmap",
-        help="How the store lies on the disk: `memmap` raw, for training; `zarr` compressed objects.",
+        help="The store's format on disk: `memmap` is raw, for training; `zarr` is compressed objects.",
     )
     durability: Literal["process", "power", "group"] = setting(
         "process",
@@ -214,7 +214,7 @@ class Buffer(Settings):
     max_trajectories: int | None = setting(
         None,
         min=1,
-        help="Keep at most this many; the oldest go first. None keeps all.",
+        help="Keep at most this many; the oldest are evicted first. None keeps all.",
     )
     max_staleness: int = setting(
         0,
@@ -225,51 +225,51 @@ class Buffer(Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample(Settings):
-    """Which of the stored trajectories an optimizer step learns from, of those that `Buffer.max_staleness` allows.
+    """Which stored trajectories an optimizer step learns from, among those that `Buffer.max_staleness` allows.
 
-    The choice is a function of what the store held, the seed and the step, and the ledger records it.
+    The choice is a function of the stored trajectories, the seed and the step, and the ledger records it.
     """
 
     strategy: Literal["fresh", "uniform", "recency", "priority", "group", "success", "variance", "mix"] = setting(
         "fresh",
         help="`fresh`: all trajectories that are young enough, in a run the newest rollout; with `replay`, every "
         "one once per epoch, groups together, in a new order each time, `batch_size` in a step. The others "
-        "draw `batch_size`: `uniform` all alike; `recency` by age; `priority` by the size of the advantage "
-        "and age; `group` whole groups; `success` whole groups of medium success rate; `variance` whole "
+        "draw `batch_size`: `uniform` all with equal probability; `recency` by age; `priority` by the size of the "
+        "advantage and age; `group` whole groups; `success` whole groups of medium success rate; `variance` whole "
         "groups whose rewards vary; `mix` a part from the newest rollout and the rest by age. See "
         "`rlhf_pipeline.buffer.samplers`.",
     )
     batch_size: int | None = setting(
         None,
         min=1,
-        help="Trajectories per step; None takes as many as a rollout has. Not for `fresh`, unless with `replay`.",
+        help="Trajectories per step; None takes as many as a rollout has. For `fresh`, only with `replay`.",
     )
     tau: float | None = setting(
         None,
         above=0,
-        help="Age in optimizer steps at which the chance of a trajectory has fallen to 1/e; None ignores the age.",
+        help="Age in optimizer steps at which a trajectory's probability has fallen to 1/e; None ignores the age.",
     )
-    alpha: float = setting(1.0, min=0, help="How much the advantage (`priority`) or the variance (`variance`) counts.")
+    alpha: float = setting(1.0, min=0, help="Exponent of the advantage (`priority`) or of the variance (`variance`).")
     fresh_fraction: float = setting(
         0.5,
         min=0,
         max=1,
-        help="Of `mix`: the part of a batch that comes from the newest rollout.",
+        help="For `mix`: the share of a batch that comes from the newest rollout.",
     )
     max_uses: int | None = setting(None, min=1, help="Steps after which a trajectory is used up; None sets no limit.")
     min_ess: float | None = setting(
         None,
         above=0,
         max=1,
-        help="Trajectories of one age count less where their effective sample size, as a share of their tokens, is "
-        "below this; see `rlhf_pipeline.learner.ess_guard`. Costs one more forward pass where a batch is "
-        "stale. None counts all alike.",
+        help="Trajectories of one age get less weight if their effective sample size, as a share of their tokens, is "
+        "below this; see `rlhf_pipeline.learner.ess_guard`. Costs one more forward pass for a stale batch. None "
+        "weighs all equally.",
     )
     skip_below_ess: float = setting(
         0.1,
         min=0,
         max=1,
-        help="Trajectories of one age are left out below this share; goes with `min_ess`.",
+        help="Trajectories of one age are left out below this share; needs `min_ess`.",
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -284,21 +284,20 @@ class Sample(Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay(Settings):
-    """Learn from stores alone: nothing is sampled from the policy.
+    """Learn from stores only, without sampling from the policy.
 
-    The chosen trajectories are copied into the run's own store first, through the write path where reference or
-    behaviour log-probs or advantages are missing, so the stores themselves are never changed.
+    The chosen trajectories are first copied into the run's own store, through the write path if reference or behaviour
+    log-probs or advantages are missing, so the stores themselves are never changed.
     """
 
     stores: tuple[str, ...] = setting(
         (),
-        help="Stores, or run folders, whose trajectories are learned from; `rlhf-pipeline replay STORE...` fills "
-        "this in.",
+        help="Stores, or run folders, to learn from; `rlhf-pipeline replay STORE...` sets this.",
     )
     weights: tuple[float, ...] = setting(
         (),
         above=0,
-        help="Of each batch, how much comes from each store; without weights all are drawn from as one.",
+        help="How much of each batch comes from each store; without weights, all stores are drawn from as one.",
     )
     filters: tuple[str, ...] = setting(
         (),
@@ -308,13 +307,13 @@ class Replay(Settings):
     epochs: float | None = setting(
         None,
         above=0,
-        help="Stop when the steps have used `epochs` times as many trajectories as were gathered; None goes by "
-        "`learn.steps` alone.",
+        help="Stop when the steps have used `epochs` times as many trajectories as were gathered; with None only "
+        "`learn.steps` counts.",
     )
     recorded_order: bool = setting(
         False,
-        help="Step k learns from what the run that filled the store learned from at step k, by policy version. "
-        "Needs one store.",
+        help="Step k learns from the trajectories that the run which filled the store used at step k, by policy "
+        "version. Needs exactly one store.",
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -349,14 +348,14 @@ class GRPO(Settings):
     clip_high: float = setting(0.2, above=0, help="The ratio of policy to sampler is clipped above `1 + clip_high`.")
     aggregation: Aggregation = setting(
         "token_mean",
-        help="How the tokens' losses become one: the mean over all tokens, the mean over completions of their "
+        help="How the tokens' losses are aggregated: the mean over all tokens, the mean over completions of their "
         "token mean or of their token sum, or the sum over a fixed length (Dr. GRPO).",
     )
     entropy_coeff: float = setting(0.0, min=0, help="Weight of the entropy, which is added to the objective.")
-    kl_to_ref_coeff: float = setting(0.0, min=0, help="Weight of a KL term in the loss, beside the one in the reward.")
+    kl_to_ref_coeff: float = setting(0.0, min=0, help="Weight of a KL term in the loss, besides the one in the reward.")
     kl_estimator: KLEstimator = setting(
         "k3+",
-        help="Of that term: `k3+` has the value of k3 and the gradient of k2, the right one on-policy.",
+        help="Estimator of that term: `k3+` has the value of k3 and the gradient of k2, which is right on-policy.",
     )
     kl_importance_weight: bool = setting(
         False,
@@ -365,37 +364,37 @@ class GRPO(Settings):
     dual_clip: float | None = setting(
         None,
         above=1,
-        help="Above 1: where the advantage A is negative the loss is at most `-dual_clip * A`. 3 in the paper.",
+        help="Above 1: if the advantage A is negative, the loss is at most `-dual_clip * A`. 3 in the paper.",
     )
     delta: float | None = setting(None, above=1, help="Upper bound of the ratio where it is not clipped.")
     tis_cap: float | None = setting(
         None,
         above=0,
         help="Truncated importance sampling: weight the policy loss by `min(exp(trainer - sampler log-prob), "
-        "tis_cap)`. The trainer's log-probs of a trajectory are taken before the first step that uses it and "
-        "kept for its later ones, as what the clip is against; one more forward pass per trajectory.",
+        "tis_cap)`. The trainer's log-probs of a trajectory are computed before the first step that uses it, and kept "
+        "for later steps as the clip's reference; one more forward pass per trajectory.",
     )
     tis_level: Level = setting(
         "token",
-        help="Of `tis_cap`: one weight per token, or one per completion, the product over its tokens.",
+        help="For `tis_cap`: one weight per token, or one per completion, the product over its tokens.",
     )
     icepop: Level | None = setting(
         None,
-        help="Leave tokens, or whole completions, out of the policy loss whose `exp(trainer - sampler log-prob)`, "
-        "of a completion its geometric mean, lies outside `icepop_low` and `icepop_high`.",
+        help="Leave tokens, or whole completions, out of the policy loss if their `exp(trainer - sampler log-prob)`, "
+        "for a completion the geometric mean, is not between `icepop_low` and `icepop_high`.",
     )
     icepop_low: float = setting(0.5, min=0, help="See `icepop`.")
     icepop_high: float = setting(5.0, above=0, help="See `icepop`.")
 
     @property
     def clip_epsilon(self) -> tuple[float, float]:
-        """How far below and above 1 the ratio is clipped; 1 below, where a ratio cannot be, is no clip."""
+        """How far below and above 1 the ratio is clipped; 1 below means no lower clip."""
         none = 1.0 if self.objective == "cispo" else 0.2
         return (none if self.clip_low is None else self.clip_low), self.clip_high
 
     @property
     def corrects_the_sampler(self) -> bool:
-        """Whether the trainer's own log-probs are needed beside the sampler's."""
+        """Whether the trainer's own log-probs are needed besides the sampler's."""
         return self.tis_cap is not None or self.icepop is not None
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -407,7 +406,7 @@ class GRPO(Settings):
             ),
             (
                 not (bounded and self.objective == "cispo"),
-                "cispo has no min that dual_clip or delta could bound: they go with PPO's clip, which cispo does not "
+                "cispo has no min that dual_clip or delta could bound: they belong to PPO's clip, which cispo does not "
                 "have.",
             ),
             (
@@ -431,18 +430,18 @@ class Learn(Settings):
     warmup_steps: int = setting(0, min=0, help="Optimizer steps in which the learning rate rises from 0.")
     lr_schedule: Literal["constant", "linear", "cosine"] = setting(
         "constant",
-        help="What the learning rate does after the warm-up: stays, or falls towards 0 along a line or a half cosine.",
+        help="The learning rate after the warm-up: constant, or falling towards 0 along a line or a half cosine.",
     )
     lr_decay_steps: int | None = setting(
         None,
         min=1,
-        help="Optimizer step at which a falling learning rate is 0; None is the one after `steps`. Set it where a run "
-        "may be given more steps later, so that the steps before keep their rate.",
+        help="Optimizer step at which a falling learning rate reaches 0; None is the one after `steps`. Set it if the "
+        "run may be extended later, so that earlier steps keep their rate.",
     )
     weight_decay: float = setting(
         0.0,
         min=0,
-        help="Of AdamW, decoupled. Norms, biases and embeddings of positions have none.",
+        help="Decoupled weight decay of AdamW. Norms, biases and position embeddings have none.",
     )
     beta1: float = setting(0.9, min=0, below=1, help="Decay of AdamW's first moment.")
     beta2: float = setting(0.95, min=0, below=1, help="Decay of AdamW's second moment.")
@@ -453,7 +452,7 @@ class Learn(Settings):
     )
     offload_optimizer: bool = setting(
         False,
-        help="Keep master weights and moments in the memory of the host; the step is taken there.",
+        help="Keep master weights and moments in host memory, and take the step there.",
     )
     activation_checkpointing: bool = setting(
         False,
@@ -468,19 +467,19 @@ class Learn(Settings):
         1.0,
         above=0,
         max=1,
-        help="How far an update moves the reference to the policy: 1 copies the policy, 0.01 with "
+        help="How far an update moves the reference towards the policy: 1 copies the policy, 0.01 with "
         "`reference_every=1` is an exponential moving average.",
     )
     token_budget: int = setting(
         16_384,
         min=1,
-        help="Padded tokens in one forward pass; a step takes as many as it needs.",
+        help="Padded tokens in one forward pass; a step takes as many passes as it needs.",
     )
     layout: Literal["auto", "padded", "packed", "prefix_shared"] = setting(
         "auto",
-        help="How trajectories share a forward pass: rows of similar length padded to the longest; without "
-        "padding, one behind the other; or the same with the prompt of a group computed once. `auto` takes the "
-        "last where it costs less and the model allows it, and pads elsewhere.",
+        help="How trajectories share a forward pass: rows of similar length padded to the longest; packed end to "
+        "end without padding; or packed with the prompt of a group computed once. `auto` takes the last if it costs "
+        "less and the model allows it, and pads otherwise.",
     )
     stop_at_reward: float | None = setting(
         None,
@@ -488,16 +487,16 @@ class Learn(Settings):
     )
     stop_window: int = setting(3, min=1, help="Rollouts in a row whose mean reward must reach `stop_at_reward`.")
     checkpoint_every: int = setting(10, min=1, help="Optimizer steps between two checkpoints.")
-    keep_checkpoints: int = setting(2, min=1, help="The newest checkpoints that are kept; older ones are removed.")
+    keep_checkpoints: int = setting(2, min=1, help="How many checkpoints to keep; older ones are removed.")
     peak_flops: float | None = setting(
         None,
         above=0,
-        help="What the device can do, in floating-point operations per second, for the metric `mfu`. None takes "
-        "the data sheet of a known GPU; on a CPU the metric is then left out.",
+        help="The device's peak floating-point operations per second, for the metric `mfu`. None takes the data sheet "
+        "of a known GPU; on a CPU the metric is then left out.",
     )
     logger: Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"] | None = setting(
         None,
-        help="Also send each step's metrics to this logger of TorchRL, which writes under the run folder.",
+        help="Also send each step's metrics to this TorchRL logger, which writes under the run folder.",
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -509,32 +508,32 @@ class Learn(Settings):
             ),
             (
                 not (self.offload_optimizer and self.optimizer == "adamw_8bit"),
-                "offload_optimizer and optimizer=adamw_8bit do not go together; choose one.",
+                "offload_optimizer and optimizer=adamw_8bit cannot be combined; choose one.",
             ),
         ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline(Settings):
-    """One whole training run: policy, prompts, reward, write path, buffer, loss and loop."""
+    """A complete training run: policy, prompts, reward, write path, buffer, loss and loop."""
 
-    name: str = setting(help="What the run is called in its output.")
+    name: str = setting(help="The run's name in its output.")
     policy: TinyPolicy | PretrainedPolicy = setting(help="The model: made from scratch, or from a checkpoint.")
-    prompts: PromptSource = setting(factory=NoPrompts, help="Where prompts come from; not needed with `replay`.")
+    prompts: PromptSource = setting(factory=NoPrompts, help="The source of prompts; not needed with `replay`.")
     reward: RewardFunction = setting(
         no_reward,
         help="`(prompt, completion, answer, meta) -> float`. A call that raises fails its trajectory, not the run. "
         "Not needed with `replay`.",
     )
     description: str = setting("", help="One line for `rlhf-pipeline list`.")
-    needs: str = setting("nothing", help="What must exist first, one phrase for `rlhf-pipeline list`.")
+    needs: str = setting("nothing", help="Prerequisites, one phrase for `rlhf-pipeline list`.")
     collect: Collect = setting(factory=Collect, help="How completions are sampled.")
-    write: WritePath = setting(factory=WritePath, help="What happens before a trajectory is stored.")
+    write: WritePath = setting(factory=WritePath, help="The processing of a trajectory before it is stored.")
     buffer: Buffer = setting(factory=Buffer, help="Where trajectories live.")
-    sample: Sample = setting(factory=Sample, help="Which of them a step learns from.")
+    sample: Sample = setting(factory=Sample, help="Which trajectories a step learns from.")
     loss: GRPO = setting(factory=GRPO, help="The loss.")
     learn: Learn = setting(factory=Learn, help="The optimizer and the loop.")
-    replay: Replay | None = setting(None, help="Learn from stores and sample nothing; None collects.")
+    replay: Replay | None = setting(None, help="Learn from stores without sampling; None collects.")
 
     def _rules(self) -> list[tuple[bool, str]]:
         updates, last_update = self.learn.updates_per_rollout, self.learn.updates_per_rollout - 1

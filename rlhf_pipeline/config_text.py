@@ -1,4 +1,4 @@
-"""A definition as text: what `config.json` holds, and `--set path=value`. Imports no torch."""
+"""Definitions as text: the contents of `config.json`, and `--set path=value`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def to_json(config: object) -> Any:
 
 
 def name_of(function: object) -> str:
-    """Return `module:name` of a function; one of ours that is public by its public name, wherever its file lies.
+    """Return `module:name` of a function; public functions of this package get their public name.
 
     >>> from rlhf_pipeline import token_match
     >>> name_of(token_match)
     'rlhf_pipeline:token_match'
     """
-    # An object with `__call__` has no name of its own, and its repr holds an address that changes by process.
+    # An object with `__call__` has no name, and its repr contains an address that differs between processes.
     named: Any = function if hasattr(function, "__qualname__") else type(function)
     public = named.__module__.startswith("rlhf_pipeline.") and named.__qualname__ in rlhf_pipeline.__all__
     return f"{'rlhf_pipeline' if public else named.__module__}:{named.__qualname__}"
@@ -58,20 +58,20 @@ def override(config: T, path: str, text: str) -> T:
     Args:
         config: a definition, for example a `Pipeline`.
         path: the field's dotted path, for example `learn.lr`.
-        text: the new value as typed on a command line; read by the field's type.
+        text: the new value as on a command line; parsed by the field's type.
 
     Raises:
-        DefinitionError: no such field, or the text does not fit its type. Names the nearest field.
+        DefinitionError: there is no such field, with the nearest one, or the text does not match its type.
     """
     return override_all(config, [(path, text)])
 
 
 def override_all(config: T, pairs: Sequence[tuple[str, str]]) -> T:
-    """Return a copy with several fields replaced at once: what only holds for all of them together is checked once.
+    """Return a copy with several fields replaced at once, checking rules across fields only once.
 
     Args:
         config: a definition.
-        pairs: dotted paths and values as typed; of two for one field the last one counts.
+        pairs: dotted paths and values as on a command line; for a repeated path the last value counts.
 
     Raises:
         DefinitionError: as `override`.
@@ -101,7 +101,7 @@ def override_all(config: T, pairs: Sequence[tuple[str, str]]) -> T:
 
 
 def _near(config: object, typed: str, names: list[str]) -> str:
-    """Return a hint: the field of that name in a group of fields, else the nearest of this group."""
+    """Return a hint: the field of that name in another group, or the nearest field of this group."""
     known = [path for path, item in paths_of(type(config)) if "." in path and item.name == typed]
     if known:
         return f" Did you mean {' or '.join(repr(path) for path in known)}?"
@@ -109,13 +109,13 @@ def _near(config: object, typed: str, names: list[str]) -> str:
 
 
 def _default_of(hint: Any) -> Any:
-    """Return a group of fields as it is by default, where a definition leaves it out; None if it is no group."""
+    """Return the default of a group of fields that a definition leaves out; None if the hint is not a group."""
     kinds = [option for option in typing.get_args(hint) if dataclasses.is_dataclass(option)]
     return cast(Any, kinds[0])() if kinds else None
 
 
 def _parse(text: str, hint: Any) -> Any:
-    """Read `text` as `hint`: bool, int, float, str, a Literal, one of those or None, or several with commas between."""
+    """Parse `text` as `hint`: bool, int, float, str, a Literal, an optional of these, or comma-separated values."""
     origin = typing.get_origin(hint)
     if origin is tuple:
         kind = typing.get_args(hint)[0]

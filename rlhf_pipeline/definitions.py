@@ -1,8 +1,8 @@
-"""Finding pipeline definitions by name or by file, and loading them, with errors that a person can act on.
+"""Finds and loads pipeline definitions by name or by file, with helpful errors.
 
 A definition is a public function without arguments that is annotated `-> Pipeline`. The built-in ones are files in the
-`pipelines/` folder of a checkout; an installed wheel carries the same files as data. Nobody imports that folder: each
-file is run by path, like a user's own. Nothing here imports torch.
+`pipelines/` folder of a checkout; an installed wheel carries the same files as data. That folder is never imported:
+each file is run by path, like a user's own. Nothing here imports torch.
 
 >>> definition = find("copy_digits")
 >>> definition.name
@@ -41,7 +41,7 @@ class Definition:
     """One function that returns a `Pipeline`, found but not called yet."""
 
     name: str
-    """What `rlhf-pipeline run` takes: a built-in name, or `/abs/file.py:function`."""
+    """The argument of `rlhf-pipeline run`: a built-in name, or `/abs/file.py:function`."""
     function: str
     file: Path
     build: Callable[[], Any]
@@ -50,11 +50,11 @@ class Definition:
         """Call the function and apply `--set` overrides.
 
         Args:
-            overrides: pairs of a field's dotted path and its new value as typed.
+            overrides: pairs of a field's dotted path and its new value as text.
 
         Raises:
-            DefinitionError: the function raises, returns something else, or an override names no field or does not
-                fit. The message names the file and line.
+            DefinitionError: the function raises or does not return a `Pipeline`, or an override is invalid. The message
+                names the file and line.
         """
         try:
             pipeline = self.build()
@@ -69,10 +69,10 @@ class Definition:
 
 
 def apply_overrides(pipeline: Pipeline, overrides: Overrides) -> Pipeline:
-    """Apply overrides so that their order does not matter where two of them are valid only together.
+    """Apply overrides in any order in which they are valid, or together if no single one is.
 
     Raises:
-        DefinitionError: an override that no order makes valid; the first such one is reported.
+        DefinitionError: no order makes them valid; the message names the first invalid override.
     """
     waiting = list(overrides)
     while waiting:
@@ -113,19 +113,19 @@ def _builtin_folder_files() -> list[Path]:
 
 
 def _may_define(file: Path) -> bool:
-    """Whether a built-in file has a definition, told from its text: a program imports torch, which takes seconds."""
+    """Return whether a built-in file has a definition, judging by its text: running a program imports torch."""
     return re.search(r"->\s*['\"]?[\w.]*Pipeline\b", file.read_text(encoding="utf-8")) is not None
 
 
 def find(spec: str) -> Definition:
-    """Return the definition that `NAME` or `FILE.py[:function]` means.
+    """Return the definition that `NAME` or `FILE.py[:function]` refers to.
 
     Args:
         spec: a built-in file's stem, a function in a built-in file, or a path to a Python file, with the function
-            after a colon where the file has several.
+            after a colon if the file has several.
 
     Raises:
-        DefinitionError: there is no such name or function, the file raises, or it is unclear which function is meant.
+        DefinitionError: there is no such name or function, the file raises, or the function is ambiguous.
         MissingPathError: there is no such file.
     """
     file_text, _, function = spec.rpartition(":") if re.search(r":\w*$", spec) else (spec, "", "")
@@ -135,7 +135,7 @@ def find(spec: str) -> Definition:
 
 
 def definitions_in(file: Path) -> list[Definition]:
-    """Return all definitions of one Python file, in the order they are written.
+    """Return all definitions of one Python file, in source order.
 
     Raises:
         DefinitionError: the file raises while it is run.
@@ -159,8 +159,8 @@ def definitions_in(file: Path) -> list[Definition]:
 def load_module(file: Path) -> ModuleType:
     """Run a Python file by path and return it as a module.
 
-    The module's name comes from the file's, so `config.json` does not depend on where the file lies. A user's file may
-    import modules that lie beside it.
+    The module's name comes from the file's, so `config.json` does not depend on the file's location. A user's file may
+    import modules from its own folder.
 
     Raises:
         DefinitionError: the file raises; the message names the file, the line and the cause.
@@ -169,7 +169,7 @@ def load_module(file: Path) -> ModuleType:
     if not file.is_file():
         raise MissingPathError(_no_such_file(file))
     path = file.resolve()
-    # Appended, not put first: a helper named like an installed package must not hide it.
+    # Appended, not inserted first: a helper named like an installed package must not hide it.
     if path.parent != builtin_folder() and str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     name = _module_name(path)
@@ -189,14 +189,14 @@ def load_module(file: Path) -> ModuleType:
 
 
 _LOADED: dict[str, ModuleType] = {}
-"""Modules that were run by path; no other process can import them by name."""
+"""Modules run by path, which other processes cannot import by name."""
 
 
 def share_with_workers() -> None:
-    """Let functions of files that were run by path travel to other processes.
+    """Make functions of files that were run by path available to other processes.
 
-    cloudpickle sends such a function by name unless it is told to send its code. The import is not forced: this does
-    nothing until something else has imported cloudpickle, and is called again when torchrl has.
+    cloudpickle sends such a function by name unless told to send its code. This does nothing until cloudpickle has been
+    imported, and is called again once torchrl has imported it.
     """
     cloudpickle = sys.modules.get("cloudpickle")
     if cloudpickle is not None:
@@ -237,7 +237,7 @@ def _from_file(file: Path, function: str, spec: str) -> Definition:
     for definition in found:
         if definition.function == function:
             return definition
-    # A function without the annotation is fine when it is asked for by name; what it returns is checked.
+    # A function requested by name needs no annotation; its result is checked.
     other = getattr(_LOADED[_module_name(file.resolve())], function, None)
     if inspect.isfunction(other) and _takes_nothing(other):
         return Definition(name=f"{file.resolve()}:{function}", function=function, file=file, build=other)
@@ -309,7 +309,7 @@ def _no_such_file(file: Path) -> str:
 
 
 def _explain(error: BaseException, file: Path, what: str) -> DefinitionError:
-    """Return a `DefinitionError` that says where in the user's file `error` comes from, and what to fix."""
+    """Return a `DefinitionError` with the position of `error` in the user's file and the fix."""
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename) == file.resolve():
         return DefinitionError(f"{file}:{error.lineno}: {error.msg}: {(error.text or '').strip()!r}")
     line = _line_in(error.__traceback__, file.resolve())
@@ -338,13 +338,13 @@ def _explain(error: BaseException, file: Path, what: str) -> DefinitionError:
 
 
 def _line_in(tb: TracebackType | None, path: Path) -> int | None:
-    """Return the line of the innermost frame that lies in the user's file."""
+    """Return the line of the innermost frame in the user's file."""
     lines = [frame.lineno for frame in traceback.extract_tb(tb) if Path(frame.filename) == path]
     return lines[-1] if lines else None
 
 
 def _fields_of(class_name: str, tb: TracebackType | None) -> list[str]:
-    """Return the arguments of a class as the failing frame knows it, else as this package does."""
+    """Return the arguments of a class, looked up in the failing frame, or in this package."""
     import rlhf_pipeline
 
     scopes: list[Mapping[str, Any]] = [vars(rlhf_pipeline)]

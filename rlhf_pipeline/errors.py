@@ -2,22 +2,22 @@
 
     PipelineError
     +-- DefinitionError (ValueError)      a pipeline definition, a --set override or an argument is wrong
-    |   +-- UnsupportedError (NotImplementedError)  what is asked for cannot be done with this object
-    |   +-- MissingAttributeError (AttributeError)  an object that was passed has not what it needs
-    +-- DataError (ValueError)            a prompt file, a trajectory or a batch is not what it must be
-    |   +-- MissingKeyError (KeyError)    a batch or a store has not the key that is asked for
+    |   +-- UnsupportedError (NotImplementedError)  the object does not support the request
+    |   +-- MissingAttributeError (AttributeError)  an argument lacks a required attribute
+    +-- DataError (ValueError)            a prompt file, a trajectory or a batch is invalid
+    |   +-- MissingKeyError (KeyError)    a batch or a store lacks the requested key
     |   +-- IncompleteError (RuntimeError)  a trajectory has no end
-    +-- MissingPathError (FileNotFoundError)   a folder or file that the definition names is not there
+    +-- MissingPathError (FileNotFoundError)   a named folder or file does not exist
     +-- RunExistsError (FileExistsError)  the run folder is taken
-    |   +-- LeaseLostError                another process has taken over, on another machine perhaps
+    |   +-- LeaseLostError                another process, perhaps on another machine, has taken over
     +-- RunMismatchError (ValueError)     a resumed run or replay does not match what was recorded
     +-- RunStorageError (OSError)         the run folder cannot be written: a full disk, a lost mount
     +-- RewardError (RuntimeError)        every reward call of a step failed
-    +-- EngineError (RuntimeError)        an engine elsewhere cannot be reached, or answers what it must not
+    +-- EngineError (RuntimeError)        an external engine cannot be reached, or gives an invalid answer
     +-- ProcessFailedError (RuntimeError) a process of a run cannot be kept alive
 
-The store has its own tree, `trajectory_store.StoreError`. Every message says what was seen, where, and what to
-type next. Each class is also a standard error, so `except ValueError` keeps working.
+The store has its own tree, `trajectory_store.StoreError`. Every message names the value seen, its place and the next
+command. Each class is also a standard error, so `except ValueError` keeps working.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def plain(text: str) -> str:
 
 
 def typed(place: object) -> str:
-    """Return a path or an address as it is typed in a command: quoted, and not taken for an option.
+    """Return a path or an address in command-line form: quoted, and not mistaken for an option.
 
     >>> typed("my run"), typed("-run")
     ("'my run'", './-run')
@@ -62,19 +62,19 @@ class DefinitionError(PipelineError, ValueError):
 
 
 class UnsupportedError(DefinitionError, NotImplementedError):
-    """What is asked for cannot be done with this object."""
+    """The object does not support the request."""
 
 
 class MissingAttributeError(DefinitionError, AttributeError):
-    """An object that was passed has not what it needs."""
+    """An argument lacks a required attribute."""
 
 
 class DataError(PipelineError, ValueError):
-    """A prompt file, a trajectory or a batch is not what it must be."""
+    """A prompt file, a trajectory or a batch is invalid."""
 
 
 class MissingKeyError(DataError, KeyError):
-    """A batch or a store has not the key that is asked for."""
+    """A batch or a store lacks the requested key."""
 
     def __str__(self) -> str:
         """Return the message as it is; a KeyError would quote it."""
@@ -94,11 +94,11 @@ class RunExistsError(PipelineError, FileExistsError):
 
 
 class LeaseLostError(RunExistsError):
-    """This process stood still for so long that another one has taken its place; nothing that it adds counts now."""
+    """This process was stalled for so long that another one has taken its place; its further writes do not count."""
 
 
 class RunMismatchError(PipelineError, ValueError):
-    """What is being resumed or replayed does not match what was recorded."""
+    """A resumed run or replay does not match the record."""
 
 
 class RunStorageError(PipelineError, OSError):
@@ -110,24 +110,24 @@ class RewardError(PipelineError, RuntimeError):
 
 
 class EngineError(PipelineError, RuntimeError):
-    """An engine outside this process cannot be reached, or answers what it must not."""
+    """An engine outside this process cannot be reached, or gives an invalid answer."""
 
 
 class ProcessFailedError(PipelineError, RuntimeError):
-    """A process of a run failed again and again; what was acknowledged is kept."""
+    """A process of a run failed repeatedly; acknowledged trajectories are kept."""
 
 
 def refuse_unknown(owner: str, names: Iterable[str], known: Iterable[str], reasons: Mapping[str, str]) -> None:
-    """Refuse the first argument of a call that has no place, with the reason where there is one.
+    """Refuse the first unknown argument of a call, with a reason if there is one.
 
     Args:
-        owner: whose arguments they are.
-        names: the arguments that were passed and are not taken.
-        known: those that are.
-        reasons: why some known from elsewhere are not, one sentence each.
+        owner: the function or class that was called.
+        names: the unknown arguments that were passed.
+        known: the valid arguments.
+        reasons: why some arguments of other libraries are not taken, one sentence each.
 
     Raises:
-        DefinitionError: there is a name.
+        DefinitionError: `names` is not empty.
 
     >>> refuse_unknown("GRPOLoss", ["clip_epsilom"], ["clip_epsilon"], {})
     Traceback (most recent call last):
@@ -143,8 +143,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the nearest known name, or the list of known names.
 
     Args:
-        name: what the user typed.
-        known: the names that would have been right.
+        name: the user's input.
+        known: the valid names.
 
     Returns:
         A sentence with a leading space, ready to end an error message.

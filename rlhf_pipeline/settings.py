@@ -1,4 +1,4 @@
-"""Settings declared once: a dataclass field with its type, bounds and meaning, from which it is checked and documented.
+"""Settings declared once: dataclass fields with type, bounds and meaning, by which they are checked and documented.
 
 >>> @dataclasses.dataclass(frozen=True, kw_only=True)
 ... class Oven(Settings):
@@ -31,7 +31,7 @@ _KEY = "setting"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What a number may be. Floats are finite whatever is said here."""
+    """The bounds of a number. Floats must always be finite."""
 
     min: float | None = None
     max: float | None = None
@@ -39,7 +39,7 @@ class Bounds:
     below: float | None = None
 
     def hold(self, value: float) -> bool:
-        """Return True if `value` lies within them."""
+        """Return True if `value` is within the bounds."""
         return (
             (self.min is None or value >= self.min)
             and (self.max is None or value <= self.max)
@@ -48,7 +48,7 @@ class Bounds:
         )
 
     def words(self) -> str:
-        """Return them as words, empty where there are none: `above 0 and at most 1`."""
+        """Return the bounds in words, such as `above 0 and at most 1`; empty if there are none."""
         if self.min is not None and self.max is not None:
             return f"between {self.min:g} and {self.max:g}"
         named = (("at least", self.min), ("above", self.above), ("at most", self.max), ("below", self.below))
@@ -74,13 +74,13 @@ def setting(
     """Declare a field of a `Settings` dataclass.
 
     Args:
-        default: its value where none is given; without one the field must be given.
-        help: what it means, in sentences; lines are joined.
+        default: the default; a field without one is required.
+        help: the meaning, in sentences; lines are joined.
         min: the smallest value; for a tuple, of each item.
-        max: the largest one.
-        above: a value that it must exceed.
-        below: a value that it must stay under.
-        factory: makes the default, where it is a group of settings.
+        max: the largest value.
+        above: an exclusive lower bound.
+        below: an exclusive upper bound.
+        factory: makes the default if it is a group of settings.
     """
     declared = _Declared(help=" ".join(help.split()), bounds=Bounds(min=min, max=max, above=above, below=below))
     made: dict[str, Any] = {"default_factory": factory} if factory is not None else {"default": default}
@@ -103,13 +103,13 @@ class Settings:
                 raise DefinitionError(f"{type(self).__name__}: {rule}")
 
     def _rules(self) -> list[tuple[bool, str]]:
-        """Return what several fields must meet together: whether it holds, and what is wrong where it does not."""
+        """Return rules across fields: whether each holds, and the message if it does not."""
         return []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One field as it was declared."""
+    """The declaration of one field."""
 
     owner: str
     """The class."""
@@ -117,17 +117,17 @@ class Setting:
     hint: Any
     """Its type."""
     default: Any
-    """`dataclasses.MISSING` where it must be given."""
+    """`dataclasses.MISSING` for a required field."""
     help: str
     bounds: Bounds
 
     @property
     def groups(self) -> tuple[type[Settings], ...]:
-        """The groups of settings that it may hold; empty for a plain value."""
+        """The groups of settings that the field may hold; empty for a plain value."""
         return tuple(kind for kind in _options(self.hint) if isinstance(kind, type) and issubclass(kind, Settings))
 
     def kind(self) -> str:
-        """Return what it may be, in words: `a whole number, at least 1; or none`."""
+        """Return the valid values in words: `a whole number, at least 1; or none`."""
         options = [option for option in _options(self.hint) if option is not type(None)]
         words = " or ".join(_kind(option) for option in options)
         bounds = self.bounds.words()
@@ -135,10 +135,10 @@ class Setting:
         return f"{words}{f', {bounds}' if bounds else ''}{or_none}"
 
     def fit(self, value: Any) -> Any:
-        """Return `value` as the field holds it: a whole number becomes a float where the field is one.
+        """Return `value` in the field's type: a whole number becomes a float in a float field.
 
         Raises:
-            DefinitionError: it is of another type, or out of bounds; the message names the field.
+            DefinitionError: the value has another type, or is out of bounds; the message names the field.
         """
         for option in _options(self.hint):
             fitting = self._as(option, value)
@@ -150,7 +150,7 @@ class Setting:
         raise DefinitionError(f"{self.owner}.{self.name} is {_shown(value)}{must}{hint}")
 
     def _wanted(self, value: Any) -> str:
-        """Return what is asked for; of a value of the right type only the bounds."""
+        """Return the requirement in words; only the bounds for a value of the right type."""
         of_type = dataclasses.replace(self, bounds=Bounds())
         options = _options(self.hint)
         is_number = not isinstance(value, bool) and isinstance(value, numbers.Real)
@@ -161,7 +161,7 @@ class Setting:
         return self.kind()
 
     def _as(self, option: Any, value: Any) -> Any:
-        """Return `value` as this type has it, or `_UNFIT`."""
+        """Return `value` converted to this type, or `_UNFIT`."""
         is_bool = isinstance(value, bool)
         if option is type(None):
             return value if value is None else _UNFIT
@@ -183,7 +183,7 @@ class Setting:
         if not isinstance(option, type):
             return value if callable(value) else _UNFIT
         if getattr(option, "_is_protocol", False):
-            # Its methods are tried before a run starts, where what is wrong with them can be said.
+            # Its methods are tried before a run starts, where a better error can be raised.
             return _UNFIT if value is None or isinstance(value, (type, *_PLAIN)) else value
         return value if isinstance(value, option) else _UNFIT
 
@@ -194,7 +194,7 @@ _PLAIN = (str, bytes, bool, int, float, list, tuple, dict, set)
 
 @functools.cache
 def settings_of(kind: type) -> tuple[Setting, ...]:
-    """Return the fields of a group as they were declared, in order."""
+    """Return the declarations of a group's fields, in order."""
     hints = typing.get_type_hints(kind)
     return tuple(_setting(kind, item, hints[item.name]) for item in dataclasses.fields(kind))
 
@@ -213,13 +213,13 @@ def _setting(kind: type, item: dataclasses.Field[Any], hint: Any) -> Setting:
 
 
 def paths_of(kind: type, prefix: str = "") -> Iterator[tuple[str, Setting]]:
-    """Yield every setting that `--set` reaches with its path, groups before what is in them."""
+    """Yield every setting that `--set` reaches, with its path, each group before its fields."""
     for item in settings_of(kind):
         yield f"{prefix}{item.name}", item
         seen: set[str] = set()
         for group in item.groups:
             for path, inner in paths_of(group, f"{prefix}{item.name}."):
-                if path not in seen:  # groups that stand for each other share some of their settings
+                if path not in seen:  # alternative groups share some of their settings
                     yield path, inner
                 seen.add(path)
 

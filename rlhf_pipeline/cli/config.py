@@ -167,10 +167,10 @@ def page() -> Iterator[str]:
 
     yield "# Settings"
     yield ""
-    yield "Every field of a definition. This page is printed from the declarations that check them:"
-    yield "`rlhf-pipeline config --markdown > docs/settings.md`. A definition sets a field from Python"
+    yield "Every field of a definition. This page is generated from the declarations that check the fields:"
+    yield "`rlhf-pipeline config --markdown > docs/settings.md`. A definition sets a field in Python"
     yield "(`learn=Learn(lr=3e-4)`), a command by `--set learn.lr=3e-4`;"
-    yield "`rlhf-pipeline config learn.lr` shows one of them, `rlhf-pipeline config copy_digits` what a pipeline sets."
+    yield "`rlhf-pipeline config learn.lr` shows one field, `rlhf-pipeline config copy_digits` a pipeline's values."
     whole = settings_of(Pipeline)
     yield from _section("Pipeline", Pipeline, "", [item for item in whole if not item.groups or item.name == "replay"])
     sections: list[tuple[str, type]] = [("policy", TinyPolicy), ("policy", PretrainedPolicy)]
@@ -186,7 +186,7 @@ def _section(title: str, kind: type, prefix: str, items: list[Any]) -> Iterator[
     yield ""
     yield (kind.__doc__ or "").split("\n\n")[0].replace("\n", " ").strip()
     yield ""
-    yield "| field | default | what it may be | meaning |"
+    yield "| field | default | allowed values | meaning |"
     yield "|---|---|---|---|"
     for item in items:
         cells = (f"`{prefix}{item.name}`", f"`{_default(item)}`", item.kind(), item.help)

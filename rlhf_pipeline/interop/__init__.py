@@ -1,1 +1,1 @@
-"""Other libraries' shapes. Nothing here is imported by the rest of the package; the public names are its only door."""
+"""Interfaces of other libraries. The rest of the package does not import this; use the public names."""

@@ -22,8 +22,8 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure("step", "", "optimizer steps taken, this one included"),
             Figure("time", "s since 1970", "end of the step"),
             Figure("policy_version", "steps", "optimizer steps behind the weights that the step began with"),
-            Figure("num_trajectories", "trajectories", "that the step learned from"),
-            Figure("watermark", "trajectories", "stored so far when the batch was chosen"),
+            Figure("num_trajectories", "trajectories", "trajectories in the step's batch"),
+            Figure("watermark", "trajectories", "trajectories stored when the batch was chosen"),
             Figure("lr", "", "learning rate of the step"),
             Figure("grad_norm", "", "norm of the gradient before it was scaled down to `learn.max_grad_norm`"),
         ),
@@ -33,9 +33,9 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
         (
             Figure("rollout", "", "number of the rollout that the step learns from, from 0"),
             Figure("task_reward", "reward", "mean over the trajectories collected since the last step, unshaped"),
-            Figure("num_failed", "trajectories", "of those, with a failed reward call"),
+            Figure("num_failed", "trajectories", "of those, how many had a failed reward call"),
             Figure("rollout_s", "s", "time for sampling, grading and storing them"),
-            Figure("tokens_per_s", "tokens/s", "sampled in that time"),
+            Figure("tokens_per_s", "tokens/s", "sampling speed over that time"),
             Figure("kl_coef", "reward/nat", "weight of the KL penalty in the rewards of the step's trajectories"),
         ),
     ),
@@ -61,14 +61,14 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure("loss_entropy", "", "the entropy bonus, negative"),
             Figure("loss_kl_to_ref", "", "the KL term against the reference"),
             Figure("loss_kl_to_inference", "", "the KL term against the behaviour policy"),
-            Figure("clip_fraction", "share", "of tokens whose ratio the clip holds back"),
-            Figure("clip_fraction_low", "share", "of tokens held back at the lower bound"),
-            Figure("clip_fraction_high", "share", "of tokens held back at the upper bound"),
-            Figure("entropy", "nats/token", "of the policy at the sampling temperature"),
+            Figure("clip_fraction", "share", "share of tokens at which the clip is active"),
+            Figure("clip_fraction_low", "share", "share of tokens clipped at the lower bound"),
+            Figure("clip_fraction_high", "share", "share of tokens clipped at the upper bound"),
+            Figure("entropy", "nats/token", "entropy of the policy at the sampling temperature"),
             Figure("ess", "share", "effective sample size of the token ratios, 1 on-policy"),
             Figure("ess_sequence", "share", "effective sample size of the ratios of whole completions"),
             Figure("ess_weight", "share", "mean weight that the guard `sample.min_ess` gave; null without it"),
-            Figure("kl_approx", "nats/token", "KL from the log-probs that the clip is against to the policy, by k1"),
+            Figure("kl_approx", "nats/token", "KL of the clip's reference log-probs against the policy, by k1"),
             Figure("kl_to_ref", "nats/token", "policy against reference, by `loss.kl_estimator`"),
             Figure("kl_to_inference", "nats/token", "behaviour policy against policy"),
             Figure("sampler_gap", "nats/token", "mean absolute difference of the policy's log-probs and the sampler's"),
@@ -77,26 +77,26 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
     (
         "Time and memory of the update",
         (
-            Figure("processes", "processes", "that took the step together"),
-            Figure("num_tokens", "tokens", "of the step's trajectories, prompts included"),
-            Figure("num_scored_tokens", "tokens", "that have a loss"),
-            Figure("num_unscored_tokens", "tokens", "left out because a log-prob is not finite"),
+            Figure("processes", "processes", "processes that share the step"),
+            Figure("num_tokens", "tokens", "tokens of the step's trajectories, prompts included"),
+            Figure("num_scored_tokens", "tokens", "tokens with a loss"),
+            Figure("num_unscored_tokens", "tokens", "tokens left out because a log-prob is not finite"),
             Figure("padding_efficiency", "share", "tokens over computed positions; above 1 where prompts are shared"),
             Figure("update_s", "s", "time of the step without the rollout"),
             Figure("update_tokens_per_s", "tokens/s", "`num_tokens` over `update_s`"),
-            Figure("peak_memory_mb", "MB", "most memory so far: of the GPU, else resident of the process"),
+            Figure("peak_memory_mb", "MB", "peak memory so far: of the GPU, or resident memory of the process"),
             Figure("mfu", "share", "useful operations over `learn.peak_flops`, or a known GPU's data sheet"),
         ),
     ),
     (
-        "Requests to an object store, where the run is at a URL",
+        "Requests to an object store, for a run at a URL",
         (
-            Figure("requests", "requests", "of the learner since its step before"),
-            Figure("bytes_sent", "bytes", "of what they put"),
-            Figure("bytes_received", "bytes", "of what they read"),
-            Figure("rollout_requests", "requests", "of the rollout's collector since its rollout before"),
-            Figure("rollout_bytes_sent", "bytes", "of what they put"),
-            Figure("rollout_bytes_received", "bytes", "of what they read"),
+            Figure("requests", "requests", "requests of the learner since its previous step"),
+            Figure("bytes_sent", "bytes", "bytes that they put"),
+            Figure("bytes_received", "bytes", "bytes that they read"),
+            Figure("rollout_requests", "requests", "requests of the rollout's collector since its previous rollout"),
+            Figure("rollout_bytes_sent", "bytes", "bytes that they put"),
+            Figure("rollout_bytes_received", "bytes", "bytes that they read"),
         ),
     ),
 )
@@ -111,8 +111,8 @@ def page() -> Iterator[str]:
     """Yield docs/metrics.md."""
     yield "# Metrics"
     yield ""
-    yield "`metrics.jsonl` has one line per optimizer step. A figure that has no value in a step is null. This page is"
-    yield "printed by `rlhf-pipeline config metrics --markdown > docs/metrics.md`."
+    yield "`metrics.jsonl` has one line per optimizer step. A figure without a value in a step is null. This page is"
+    yield "generated by `rlhf-pipeline config metrics --markdown > docs/metrics.md`."
     for title, group in GROUPS:
         yield from ("", f"## {title}", "", "| name | unit | meaning |", "|---|---|---|")
         for figure in group:

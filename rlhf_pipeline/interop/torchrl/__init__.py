@@ -1,8 +1,8 @@
-"""What exists here because TorchRL documents it. Importing it lets the core take TorchRL's wrappers and actors.
+"""Interfaces that TorchRL documents. Importing this package makes the core accept TorchRL's wrappers and actors.
 
 - `policy`: `CausalLMPolicy` with TorchRL's arguments, over TensorDicts; `containers` and `distribution` are its base.
 - `wrappers`: TorchRL's `TransformersWrapper` and `vLLMWrapper` as policies.
-- `chat`: from what its `LLMCollector` and `ChatEnv` collect to the rows of the write path.
+- `chat_trajectories`: turns the steps of its `LLMCollector` and `ChatEnv` into rows of the write path.
 - `actor_kl_reward`: the KL penalty for any probabilistic actor.
 - `rollout_from_model`, `losses`: `RolloutFromModel`, `CISPOLoss` and `DAPO`.
 """

@@ -1,4 +1,4 @@
-"""One way to sample from and to score with a plain causal language model or a `CausalLMPolicy`."""
+"""A common interface for sampling and scoring with a plain causal language model or a `CausalLMPolicy`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOKENS_PER_PASS = 8192
 
 
 class Sampling(NamedTuple):
-    """How one call samples: the temperature (that of the log-probs), whether it takes the likeliest, the config."""
+    """How one call samples: the temperature (also of the log-probs), whether it is greedy, and the config."""
 
     temperature: float
     greedy: bool
@@ -28,7 +28,7 @@ class Sampling(NamedTuple):
 
 
 def device_of(module: Any, default: torch.device) -> torch.device:
-    """Return where a module's parameters are, or `default` when it has none."""
+    """Return the device of a module's parameters, or `default` if it has none."""
     first = next(module.parameters(), None) if isinstance(module, nn.Module) else None
     return default if first is None else first.device
 
@@ -37,9 +37,9 @@ class RolloutModel:
     """A model that samples completions and scores tokens.
 
     Args:
-        model: a `CausalLMPolicy`, which samples on its slots (a wrapper of TorchRL becomes one), or a model with the
-            `generate` and `forward` of transformers. What can be scored from hidden states is, so that `[B, T, V]`
-            logits never exist; for other models the logits of a few rows at a time are.
+        model: a `CausalLMPolicy`, which samples on its slots (a TorchRL wrapper becomes one), or a model with the
+            `generate` and `forward` of transformers. If possible, tokens are scored from hidden states, so that
+            `[B, T, V]` logits never exist; otherwise from the logits of a few rows at a time.
     """
 
     def __init__(self, model: Any) -> None:
@@ -56,10 +56,10 @@ class RolloutModel:
         self.max_positions: int | None = positions if self.policy is None else self.policy.max_positions
 
     def sampling(self, generation_config: Any, max_new_tokens: int) -> Sampling:
-        """Return how to sample, from a generation config where one is given.
+        """Return how to sample, by the generation config if one is given.
 
         Raises:
-            DefinitionError: the config asks for what the log-probs would not know of, or for another length or end.
+            DefinitionError: the config has an option that log-probs would not reflect, or another length or end token.
         """
         own = getattr(self.model, "generation_config", None)
         given = generation_config
@@ -100,8 +100,8 @@ class RolloutModel:
         """Sample one completion per row of `[B, P]` prompts.
 
         Returns:
-            (completions int64 `[B, T]`, lengths int64 `[B]`, log-probs float32 `[B, T]` as sampled, None where the
-            sampler does not say). Padding after a row's length.
+            (completions int64 `[B, T]`, lengths int64 `[B]`, log-probs float32 `[B, T]` as sampled, or None if the
+            sampler does not report them). Padding after a row's length.
         """
         longest = int(mask.sum(1).max()) if len(mask) else 0
         most = self.max_positions
@@ -159,11 +159,11 @@ class RolloutModel:
         config.eos_token_id = list(self.eos_token_ids) or None
         config.pad_token_id = self.pad_token_id
         config.return_dict_in_generate = True
-        config.output_scores = config.output_logits = False  # [B, T, V]; tokens are scored afterwards
+        config.output_scores = config.output_logits = False  # these are [B, T, V]; tokens are scored afterwards
         for name, off in OFF.items():
             setattr(config, name, off)
         if sampling.greedy:
-            config.top_k = 50  # the default, without effect here; transformers logs a complaint about any other
+            config.top_k = 50  # the default, without effect here; transformers logs a warning about any other
         return config
 
     def log_probs(self, input_ids: Tensor, mask: Tensor, score_mask: Tensor, temperature: float) -> Tensor:
@@ -208,7 +208,7 @@ def labels_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _scorer(model: Any) -> TokenPolicy | None:
-    """Return a policy over the same weights to score with, or None where hidden states do not make the logits."""
+    """Return a scoring policy over the same weights, or None if logits do not follow from hidden states."""
     if not isinstance(model, nn.Module):
         return None
     with evaluated(model):

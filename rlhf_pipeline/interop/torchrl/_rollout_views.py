@@ -1,9 +1,9 @@
 """The tensors of a rollout with one step per token, without a copy of the prefix per step.
 
-Prompt and completion of a row stand in one buffer, and step `i` is a window on it that ends at token `i`. Windows of
-one width that move by one column per step are a strided view, so `[B, T, W]` prefixes cost a buffer `[B, W + T]`. This
-needs the padding on the left. With padding on the right a column would have to change from padding to a token as the
-steps go on, while its neighbours stay; no strides do that without showing a step the tokens after it.
+Prompt and completion of a row share one buffer, and step `i` is a window on it that ends at token `i`. Windows of equal
+width that move by one column per step are a strided view, so `[B, T, W]` prefixes cost a buffer `[B, W + T]`. This
+needs padding on the left. With padding on the right, a column would change from padding to a token between steps while
+its neighbours stay the same; strides cannot express that without showing a step the tokens after it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def prompt_rows(batch: Any) -> PromptRows:
     """Read the prompts of a `PromptData`, a TensorDict, a dict or any object with these fields.
 
     Args:
-        batch: has `input_ids` and `prompt_rindex`, and `attention_mask`, which is all True where it is missing.
+        batch: has `input_ids` and `prompt_rindex`, and optionally `attention_mask`, by default all True.
 
     Raises:
         DataError: a field is missing or has a wrong shape, or a row has no prompt.
@@ -81,9 +81,9 @@ def _field(batch: Any, name: str) -> Any:
 
 
 def completion_lengths(completion: Tensor, eos_token_ids: Sequence[int]) -> Tensor:
-    """Return how many tokens each row of `[B, T]` has up to its first EOS, that one included; `[B]`.
+    """Return the number of tokens of each row of `[B, T]` up to and including its first EOS, `[B]`.
 
-    A row without an EOS has all `T`. What follows the first EOS is padding, whatever its ids are, and no id before it
+    A row without an EOS has all `T`. Everything after the first EOS is padding, whatever its ids, and nothing before it
     is, so the padding id may be an EOS.
 
     >>> completion_lengths(torch.tensor([[5, 2, 2], [5, 5, 3], [5, 5, 5]]), (2, 3)).tolist()
@@ -95,7 +95,7 @@ def completion_lengths(completion: Tensor, eos_token_ids: Sequence[int]) -> Tens
 
 
 def end_aligned(input_ids: Tensor, mask: Tensor, width: int, pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Bring the tokens of each row to the right end of `width` columns: (ids `[B, width]`, mask `[B, width]`)."""
+    """Move the tokens of each row to the right end of `width` columns: (ids `[B, width]`, mask `[B, width]`)."""
     ids = torch.full((input_ids.shape[0], width), pad_token_id, dtype=torch.int64, device=input_ids.device)
     real = torch.zeros_like(ids, dtype=torch.bool)
     rows, columns = mask.nonzero(as_tuple=True)
@@ -106,7 +106,7 @@ def end_aligned(input_ids: Tensor, mask: Tensor, width: int, pad_token_id: int) 
 
 
 def start_aligned(input_ids: Tensor, mask: Tensor, pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Bring the tokens of each row to the left end of its columns: (ids, mask), in the shape of the arguments.
+    """Move the tokens of each row to the left end of its columns: (ids, mask), in the shape of the arguments.
 
     >>> start_aligned(torch.tensor([[9, 4, 9, 5]]), torch.tensor([[False, True, False, True]]), 0)[0].tolist()
     [[4, 5, 0, 0]]
@@ -125,12 +125,12 @@ def prefix_windows(
         prompts: `B` prompts in `P` columns.
         completion: int64 `[B, T]`, padding after each row's length.
         lengths: int64 `[B]`.
-        pad_token_id: what stands at padding.
+        pad_token_id: fills padding.
 
     Returns:
         (ids int64 `[B, T + 1, P + T]`, mask bool of that shape). Step `i` ends with the `i`-th token of the completion,
-        step 0 with the prompt's last; padding is on the left, and on the right once a completion is over. Both are
-        views of buffers `[B, P + 2 T]`.
+        step 0 with the prompt's last token; padding is on the left, and also on the right after a completion's end.
+        Both are views of buffers `[B, P + 2 T]`.
     """
     steps = completion.shape[1]
     width = prompts.input_ids.shape[1] + steps

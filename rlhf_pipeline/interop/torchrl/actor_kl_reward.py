@@ -23,7 +23,7 @@ from rlhf_pipeline.transforms.kl_reward import KLRewardTransform, constant_contr
 
 
 def is_actor(model: object) -> bool:
-    """Whether a model is a probabilistic TensorDict module, and not a policy that scores tokens."""
+    """Return whether a model is a probabilistic TensorDict module, rather than a policy that scores tokens."""
     if callable(getattr(model, "log_probs", None)) or isinstance(model, LLMWrapperBase):
         return False
     return isinstance(model, (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)) or (
@@ -34,10 +34,10 @@ def is_actor(model: object) -> bool:
 class ActorKLRewardTransform(KLRewardTransform):
     """`reward - coef * (log_prob - log_prob of a frozen copy of the actor)` at every step of an environment.
 
-    `KLRewardTransform(actor, ...)` gives one of these when the actor is a `ProbabilisticTensorDictModule`. The
-    actor is copied when the transform is made; later changes of its parameters do not reach the copy. Works as a
-    transform of an environment, as a forward transform on a rollout, and on samples of a replay buffer; the write
-    path passes unchanged.
+    `KLRewardTransform(actor, ...)` makes this class if the actor is a `ProbabilisticTensorDictModule`. The actor is
+    copied when the transform is made; later changes of its parameters do not reach the copy. Works as a transform of an
+    environment, as a forward transform on a rollout, and on samples of a replay buffer; on the write path, batches pass
+    unchanged.
 
     Source: https://arxiv.org/abs/1909.08593, equation 2.
 
@@ -45,18 +45,18 @@ class ActorKLRewardTransform(KLRewardTransform):
         ref_model: the actor, with `get_dist`.
         coef: weight of the penalty.
         in_keys: the reward, in `next`.
-        out_keys: where the reward goes, in `next`; a second name receives the penalty.
-        actor: the actor, under the older name.
+        out_keys: key of the new reward, in `next`; a second name receives the penalty.
+        actor: the older name of `ref_model`.
         requires_grad: True makes the copy's parameters require gradients and keeps the graph.
-        log_prob_key: log-prob of the action; asked of the actor when None.
+        log_prob_key: log-prob of the action; the actor's own key when None.
         action_key: the action; the environment's, or the actor's first output, when None.
         device: where the copy runs; None leaves it where the actor is.
         add_to_reward: False leaves the reward as it is and only writes the penalty.
-        controller: gives the coefficient; it is not updated from here.
-        **unknown: refused, with the reason for those of TorchRL.
+        controller: sets the coefficient; it is not updated here.
+        **unknown: refused, with a reason for TorchRL's arguments.
 
     Raises:
-        DefinitionError: if no actor is given, or more keys than there is use for.
+        DefinitionError: if no actor or too many keys are given.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -122,7 +122,7 @@ class ActorKLRewardTransform(KLRewardTransform):
         self.stats = {}
 
     def new_columns(self, batch: Trajectories, *, writing: bool) -> dict[Key, Flat]:
-        """None: on the write path the steps have been through the environment already."""
+        """Return no columns: on the write path the steps have been through the environment already."""
         del batch, writing
         return {}
 
@@ -130,7 +130,7 @@ class ActorKLRewardTransform(KLRewardTransform):
         return tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Shape the reward of steps that hold `next`.
+        """Shape the reward of steps that have `next`.
 
         Args:
             tensordict: steps with the actor's inputs, the action, its log-prob, and the reward in `next`.
@@ -183,7 +183,7 @@ class ActorKLRewardTransform(KLRewardTransform):
         return self.action_key
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
-        """Declare the keys that the environment gains: the reward under another name, and the penalty."""
+        """Declare the keys added to the environment: the reward under another name, and the penalty."""
         parent = self.parent
         if parent is None:
             return output_spec

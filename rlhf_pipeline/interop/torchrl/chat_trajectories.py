@@ -1,4 +1,4 @@
-"""From what TorchRL's `LLMCollector` and `ChatEnv` collect to the rows of the write path."""
+"""Turns the steps of TorchRL's `LLMCollector` and `ChatEnv` into rows of the write path."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ _OPTIONS = "LLMCollector(..., yield_completed_trajectories=True)"
 class ChatTrajectories(Transform):
     """Turns the steps of a `ChatEnv` into one row per trajectory, on the write path.
 
-    A step of a `ChatEnv` is one turn, and holds the conversation up to it. The row of a trajectory is the tokens of
-    its last turn; the assistant's mask and the log-probs are those of the turns, each where its tokens stand. Put it
+    A step of a `ChatEnv` is one turn, and holds the conversation up to it. The row of a trajectory has the tokens of
+    its last turn, with the assistant's mask and the log-probs of all turns at the positions of their tokens. Put it
     last in the list, so that it runs first:
 
         Compose(MCAdvantage(8), KLRewardTransform(coef=0.1), RetrieveLogProb(reference), ChatTrajectories())
 
-    Nothing is tokenized here. Where the tokens of a turn are not the beginning of the next turn's, the conversation
-    was encoded again from its text, what was sampled is lost, and the batch is refused.
+    Nothing is tokenized here. If the tokens of a turn are not a prefix of the next turn's, the conversation was encoded
+    again from its text and the sampled tokens are lost, so the batch is refused.
 
     Reads: `tokens` (prompt, response, full), `("log_probs", "response")`, `("next", "reward")`, `("next", "done")`,
-    and where present `group_id`, `query`, `policy_version`, `("next", "terminated")`, `history`. Writes the keys of
-    `rlhf_pipeline.data.keys`: the rewards of the turns are added up to `task_reward`. Other numbers and strings of the
-    last turn go along, for `TrajectoryStorage(extra=...)`.
+    and if present `group_id`, `query`, `policy_version`, `("next", "terminated")`, `history`. Writes the keys of
+    `rlhf_pipeline.data.keys`; `task_reward` is the sum of the turns' rewards. Other numbers and strings of the last
+    turn are kept, for `TrajectoryStorage(extra=...)`.
 
     Args:
-        group_key: identity of the group, a number or a string. None takes `group_id` where present, else `query`,
+        group_key: identity of the group, a number or a string. None takes `group_id` if present, otherwise `query`,
             which makes two equal questions one group.
         keep_log_probs: False leaves the sampler's log-probs out, and
             `RetrieveLogProb(reference, behaviour_model=policy)` fills them in.
 
     Raises:
-        DataError: a trajectory is not complete, turns do not fit together, or log-probs are those of a sampler that
-            is known to be wrong (TorchRL's `TransformersWrapper` sets the first of a turn to 0).
+        DataError: a trajectory is incomplete, turns do not fit together, or log-probs come from a sampler known to be
+            wrong (TorchRL's `TransformersWrapper` sets the first of each turn to 0).
 
     >>> from rlhf_pipeline import Tokens, LogProbs
     >>> def turn(prompt, response, reward, done):
@@ -64,7 +64,7 @@ class ChatTrajectories(Transform):
     """
 
     takes_steps = True
-    """The buffer passes the turns on as they are, and does not treat them as rows."""
+    """The buffer passes turns to this transform unchanged, not as rows."""
 
     def __init__(self, group_key: keys.Key | None = None, *, keep_log_probs: bool = True) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class ChatTrajectories(Transform):
         self.keep_log_probs = keep_log_probs
 
     def inv(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The trajectories `[n]` of a batch of turns; the input is not changed."""
+        """Return the trajectories `[n]` of a batch of turns; the input is not changed."""
         return self._inv_call(tensordict)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -84,11 +84,11 @@ class ChatTrajectories(Transform):
         return lazy_stack(out)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """What is sampled from the buffer passes unchanged."""
+        """Return a batch sampled from the buffer unchanged."""
         return tensordict
 
     def _row(self, turns: Sequence[Any]) -> tuple[TensorDict, list[float]]:
-        """The row of one trajectory, and the log-prob of the first token of each turn."""
+        """Return the row of one trajectory, and the log-prob of the first token of each turn."""
         full = _tokens(turns[-1], "full", len(turns))
         full = full[_real(turns[-1], len(full), len(turns))]
         said = torch.zeros(len(full), dtype=torch.bool)
@@ -175,7 +175,7 @@ class ChatTrajectories(Transform):
 
 
 def _keep_further(row: TensorDict, turn: Any) -> None:
-    """Take along numbers and strings of the last turn; the store keeps those that it has columns for."""
+    """Keep further numbers and strings of the last turn; the store writes those that it has columns for."""
     for td, prefix in ((turn, ()), (turn.get("next", None), ("next",))):
         if td is None:
             continue

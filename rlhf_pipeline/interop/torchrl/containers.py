@@ -1,8 +1,8 @@
 """TorchRL's containers, and its wrapper base class with public distribution methods.
 
-`Tokens`, `Masks`, `ChatHistory`, `LogProbs` and `Text` are TorchRL's own classes, so a TensorDict made here is one made
-there. `LLMWrapperBase` is TorchRL's base class with the four masks as public methods that are right for left, right and
-no padding; TorchRL's private names call them.
+`Tokens`, `Masks`, `ChatHistory`, `LogProbs` and `Text` are TorchRL's own classes, so TensorDicts are interchangeable.
+`LLMWrapperBase` is TorchRL's base class with the four masks as public methods that are right for left, right and no
+padding; TorchRL's private names call them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rlhf_pipeline.policies.token_batches import Key, TokenBatch, leaf, pad_like
 __all__ = ["CONTAINERS", "ChatHistory", "LLMWrapperBase", "LogProbDistribution", "LogProbs", "Masks", "Text", "Tokens"]
 
 CONTAINERS = ("tokens", "masks", "log_probs", "text", "history")
-"""What a policy reads and writes; where each is, is said by an option of its name with `_key` behind."""
+"""What a policy reads and writes; the option `NAME_key` sets the key of each."""
 
 
 def _calls(name: str) -> Callable[..., D.Distribution]:
-    """Return a method that calls the one of a name, so that one that is overridden counts."""
+    """Return a method that calls the method of this name, so that overrides take effect."""
 
     def method(self: LLMWrapperBase, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
         return getattr(self, name)(tensordict, *args, **kwargs)
@@ -47,9 +47,9 @@ class LLMWrapperBase(_TorchRLWrapperBase):
     Attributes:
         generate: whether `forward` samples (True) or scores (False).
         input_mode: "tokens", "text" or "history".
-        pad_output: whether what is sampled comes padded.
-        tokens_key: where `Tokens` are; likewise `masks_key`, `log_probs_key`, `text_key`, `history_key`.
-        attention_mask_key: where the attention mask of token input is that has none among the masks.
+        pad_output: whether sampled results are padded.
+        tokens_key: key of `Tokens`; likewise `masks_key`, `log_probs_key`, `text_key`, `history_key`.
+        attention_mask_key: key of the attention mask of token input if there is none among the masks.
     """
 
     generate: bool = False
@@ -73,7 +73,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         Args:
             input_ids: int64 `[B, T]`.
             attention_mask: bool `[B, T]`.
-            mask: bool `[B, T]`, the positions that are wanted.
+            mask: bool `[B, T]`, the positions to include.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement token_distribution.")
 
@@ -81,7 +81,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         """Read the whole sequences of a TensorDict as a padded batch.
 
         Raises:
-            DataError: there are none.
+            DataError: there are no token ids.
         """
         batch = read_ids(tensordict, _sub(self.tokens_key, "full"), self._mask_key(tensordict), padding_side)
         if batch is None:
@@ -123,22 +123,22 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         padding_value: float | None = None,
         layout: torch.layout | None = None,
     ) -> D.Distribution:
-        """Return the distribution of every token, or of those of the mask under `mask_key`.
+        """Return the distribution of every token, or of the tokens of the mask under `mask_key`.
 
         Args:
             tensordict: tokens `[B, T]` with masks, or ragged.
             tensordict_out: logits are written here under `logits_key` if given; nothing is written otherwise.
-            logits_key: see there.
+            logits_key: see `tensordict_out`.
             mask_key: a bool leaf aligned with the tokens; the attention mask when None.
-            padding_side: where ragged rows are padded.
+            padding_side: the side on which ragged rows are padded.
             as_padded_tensor: no effect: a distribution is over a padded batch.
-            as_nested_tensor: refused where True.
-            padding_value: no effect: masks tell padding from tokens, values do not.
-            layout: refused where jagged.
+            as_nested_tensor: True is refused.
+            padding_value: no effect: masks distinguish padding from tokens, values do not.
+            layout: `torch.jagged` is refused.
 
         Raises:
-            DataError: tokens or mask are missing or do not fit.
-            DefinitionError: the policy is set to generate, or a nested distribution is asked for.
+            DataError: tokens or mask are missing or do not match.
+            DefinitionError: the policy is set to generate, or a nested distribution is requested.
         """
         self._must_score("get_dist")
         del as_padded_tensor, padding_value
@@ -165,7 +165,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         padding_side: Side = "left",
         **options: Any,
     ) -> D.Distribution:
-        """Return the distribution of all tokens: the attention mask, or that under `attention_mask_key`."""
+        """Return the distribution of the tokens of the attention mask, or of the mask under `attention_mask_key`."""
         return self.get_dist(tensordict, mask_key=attention_mask_key, padding_side=padding_side, **options)
 
     def get_rlhf_dist(
@@ -199,12 +199,12 @@ class LLMWrapperBase(_TorchRLWrapperBase):
             tensordict: tokens `[B, T]` with masks, or ragged.
             tokens_key: of the prompts.
             assistant_mask_key: of the assistant's mask.
-            attention_mask_key: of a mask that leaves out further tokens.
+            attention_mask_key: of a mask that excludes further tokens.
             logits_key: no effect: nothing is written.
-            padding_side: where ragged rows are padded.
+            padding_side: the side on which ragged rows are padded.
 
         Raises:
-            DataError: nothing tells where the prompts end.
+            DataError: the prompts' lengths are unknown.
         """
         self._must_score("get_sft_dist")
         del logits_key
@@ -232,10 +232,10 @@ class LLMWrapperBase(_TorchRLWrapperBase):
             tensordict: tokens `[B, T]` with masks, or ragged.
             mask: bool `[B, T]`, aligned with the padded tokens.
             logits_key: no effect: nothing is written.
-            padding_side: where ragged rows are padded.
+            padding_side: the side on which ragged rows are padded.
 
         Raises:
-            DataError: the mask has another shape than the tokens.
+            DataError: the mask's shape differs from the tokens'.
         """
         self._must_score("get_dist_with_custom_mask")
         del logits_key
@@ -257,7 +257,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
             **get_kwargs: handed to `TensorDict.get`, for example `as_padded_tensor=True`.
 
         Returns:
-            `("log_probs", "response")` where the prompts' lengths are known, else `("log_probs", "full")`, which is
+            `("log_probs", "response")` if the prompts' lengths are known, otherwise `("log_probs", "full")`, which is
             aligned with the tokens.
         """
         self._must_score("log_prob")

@@ -1,4 +1,4 @@
-"""Distributions over the tokens of a batch that never make `[B, T, V]` logits unless asked for them."""
+"""Distributions over the tokens of a batch that make `[B, T, V]` logits only on request."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["LogProbDistribution", "TokenDistribution"]
 
 
 class LogProbDistribution(_TorchRLLogProbDistribution):
-    """Log-probs that are known already, in the form of a distribution.
+    """Known log-probs in the form of a distribution.
 
-    With `tokens` it can tell which tokens the log-probs are of: asking for others is an error, where TorchRL's class
-    would give the stored numbers for any value.
+    With `tokens`, asking for the log-probs of other tokens is an error; TorchRL's class would return the stored numbers
+    for any value.
 
     Args:
         log_probs: float `[B, T]`.
-        mask: bool `[B, T]`, True where a log-prob counts; the others read 0. All when None.
-        tokens: int64 `[B, T]`, the tokens that the log-probs are of.
+        mask: bool `[B, T]`, True where a log-prob counts; elsewhere it reads 0. All True when None.
+        tokens: int64 `[B, T]`, the tokens that the log-probs belong to.
 
     >>> dist = LogProbDistribution(torch.tensor([[-1.0, -2.0]]), tokens=torch.tensor([[5, 6]]))
     >>> dist.log_prob(torch.tensor([[5, 6]]))
@@ -47,10 +47,10 @@ class LogProbDistribution(_TorchRLLogProbDistribution):
         """Return the log-probs `[B, T]`, 0 outside the mask.
 
         Args:
-            value: int64 `[B, T]`, the tokens; what stands outside the mask does not matter.
+            value: int64 `[B, T]`, the tokens; ids outside the mask are ignored.
 
         Raises:
-            DataError: another shape, or other tokens than the log-probs are of.
+            DataError: the shape or the tokens differ from those of the log-probs.
         """
         if value.shape != self.log_probs.shape:
             raise DataError(f"value has shape {list(value.shape)}; log_probs have {list(self.log_probs.shape)}.")
@@ -70,13 +70,13 @@ class LogProbDistribution(_TorchRLLogProbDistribution):
 class TokenDistribution(LLMMaskedCategorical):
     """The distribution of each token of a padded batch given the tokens before it.
 
-    It keeps hidden states and the head instead of logits: `log_prob` and `entropy` go through the head in chunks, and
-    only `logits`, `probs`, `mode` and `sample` make more. Position `t` is the distribution *of* token `t`, so
+    It keeps hidden states and the head instead of logits: `log_prob` and `entropy` apply the head in chunks; only
+    `logits`, `probs`, `mode` and `sample` build larger tensors. Position `t` is the distribution *of* token `t`, so
     `dist.log_prob(tokens)` needs no shift. Positions outside the mask read 0.
 
     Args:
         hidden: `[N, H]`, for each masked position, row by row, the state that predicts its token.
-        head: what makes logits of it.
+        head: maps hidden states to logits.
         mask: bool `[B, T]` with N True entries.
 
     >>> mask = torch.tensor([[False, True]])
@@ -112,17 +112,17 @@ class TokenDistribution(LLMMaskedCategorical):
 
     @property
     def logits(self) -> Tensor:
-        """Logits at the temperature, float32 `[B, T, V]`, 0 outside the mask. This is the large tensor."""
+        """The logits at the temperature, float32 `[B, T, V]`, 0 outside the mask: a large tensor."""
         return self._spread(self._row_logits())
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log-prob of each token, float32 `[B, T]`, 0 outside the mask; differentiable.
 
         Args:
-            value: int64 `[B, T]`; what stands outside the mask does not matter, and -100 inside it reads 0.
+            value: int64 `[B, T]`; ids outside the mask are ignored, and -100 inside it gives 0.
 
         Raises:
-            DataError: the shape is not that of the mask, or an id is outside the vocabulary.
+            DataError: the shape differs from the mask's, or an id is outside the vocabulary.
         """
         if value.shape != self._mask.shape:
             raise DataError(

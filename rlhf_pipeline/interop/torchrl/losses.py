@@ -13,15 +13,15 @@ __all__ = ["CISPOLoss", "DAPO"]
 class CISPOLoss(GRPOLoss):
     """`GRPOLoss(objective="cispo")`: a clipped, detached importance weight on every token's log-prob.
 
-    MiniMax-M1, arXiv:2506.13585. TorchRL's class of this name lets the gradient through the clip, so a clipped token
-    has none there; and it clips below by default, which the paper does not: pass `clip_epsilon=0.2` for that.
+    MiniMax-M1, arXiv:2506.13585. TorchRL's class of this name differentiates through the clip, so a clipped token has
+    no gradient there. It also clips below by default, unlike the paper: pass `clip_epsilon=0.2` for that.
 
     Args:
         actor_network: as `GRPOLoss`.
         **options: as `GRPOLoss`.
 
     Raises:
-        DefinitionError: another objective is asked for.
+        DefinitionError: another objective is given.
     """
 
     def __init__(self, actor_network: Any = None, **options: Any) -> None:

@@ -29,7 +29,7 @@ _KEPT = (
     *("generate_kwargs", "return_log_probs", "pad_output", "inplace", "num_samples", "prefer_tokens"),
     *("attention_mask_key", "scoring_layout", *(f"{name}_key" for name in CONTAINERS)),
 )
-"""The arguments that a new version has from an older one; attributes say what they are."""
+"""The arguments that a new version takes over from an older one, read from its attributes."""
 _ALIASES = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
 
 
@@ -43,22 +43,22 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         model: a causal language model; one wrapped by peft works as well, with adapters off the head.
         tokenizer: its tokenizer, or None for work on token ids only.
         input_mode: what `forward` reads: "tokens", "text" or "history".
-        input_key: where it reads; `(tokens_key, "prompt")` or `(tokens_key, "full")` by default, and likewise.
-        attention_mask_key: where the attention mask of tokens is, if there is none among the masks.
+        input_key: the input's key; by default `(tokens_key, "prompt")` or `(tokens_key, "full")`, or of another mode.
+        attention_mask_key: key of the tokens' attention mask if there is none among the masks.
         generate: whether `forward` samples; it scores when False.
-        generate_kwargs: `max_new_tokens`, `temperature`, `num_return_sequences`, `do_sample`, `seed` of that sampling.
-        tokenizer_kwargs: `chat_template` or `chat_template_name`; what would change the tokens otherwise is refused.
+        generate_kwargs: sampling options: `max_new_tokens`, `temperature`, `num_return_sequences`, `do_sample`, `seed`.
+        tokenizer_kwargs: `chat_template` or `chat_template_name`; other options that would change tokens are refused.
         chat_template_name: one of TorchRL's chat templates, in place of the tokenizer's.
         chat_template: a chat template, in place of the tokenizer's.
         return_log_probs: whether sampling returns log-probs; True when None.
-        pad_output: whether what is sampled comes padded.
+        pad_output: whether sampled results are padded.
         inplace: True writes into the input, False into a copy, "empty" into a new TensorDict.
         num_samples: completions per prompt; adds a batch dimension.
-        prefer_tokens: with histories, go on from the token ids under `(tokens_key, "prompt")` where there are some
-            (what was sampled in earlier turns stays as it was), and encode only the messages after them.
-        layout: None or `torch.strided`; rows come as a lazy stack.
+        prefer_tokens: with histories, continue the token ids under `(tokens_key, "prompt")` if there are any, so that
+            tokens sampled in earlier turns stay unchanged, and encode only the messages after them.
+        layout: None or `torch.strided`; rows are returned as a lazy stack.
         device: where to put the model; left where it is when None.
-        tokens_key: likewise `masks_key`, `log_probs_key`, `text_key`, `history_key`: where the containers go.
+        tokens_key: key of the `Tokens`; likewise `masks_key`, `log_probs_key`, `text_key`, `history_key`.
         **options: `temperature`, `max_new_tokens`, `eos_token_id`, `pad_token_id`, `num_slots`, `scoring_layout` of
             `policies.token_policy.TokenPolicy`.
 
@@ -154,7 +154,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
     def get_new_version(self, **kwargs: Any) -> CausalLMPolicy:
         """Return a policy over the same model and tokenizer with some arguments changed.
 
-        The weights are shared: a version that scores follows what a version that is trained learns.
+        The weights are shared: training one version updates all of them.
 
         Args:
             **kwargs: keyword arguments of the constructor.
@@ -186,7 +186,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
     def token_distribution(self, input_ids: Tensor, attention_mask: Tensor, mask: Tensor) -> TokenDistribution:
         """Return the distribution of the masked tokens given those before them, at the policy's temperature.
 
-        First tokens and padding have none and leave the mask. See `get_dist` for TensorDicts.
+        First tokens and padding have no distribution and are removed from the mask. See `get_dist` for TensorDicts.
         """
         found = self.scoring_rows(input_ids, attention_mask, mask)
         scored = torch.zeros(input_ids.shape, dtype=torch.bool, device=found.rows.device)
@@ -214,18 +214,18 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         Sampling reads the prompts and writes `tokens` (prompt, response, full), `masks`, `log_probs` (response, full: 0
         over the prompt), and with a tokenizer `text`. Rows are ragged unless `pad_output`; then prompts are padded on
         the left and responses on the right, as in TorchRL. With `num_samples` the result has batch size
-        `[B, num_samples]`. Scoring reads the tokens and writes `log_probs` (full, aligned with the tokens, 0 where none
-        exists; and response where the prompts' lengths are known).
+        `[B, num_samples]`. Scoring reads the tokens and writes `log_probs` (full, aligned with the tokens, 0 where a
+        token has none; and response if the prompts' lengths are known).
 
         Args:
             tensordict: batch size `[B]` or `[]`.
-            tensordict_out: where results go instead.
-            logits_only: when scoring, write "logits" `[B, T, V]` instead of log-probs; position `t` are the logits of
+            tensordict_out: receives the results instead.
+            logits_only: when scoring, write "logits" `[B, T, V]` instead of log-probs; position `t` has the logits of
                 token `t`.
             **_: TorchRL's arguments that have no effect here.
 
         Raises:
-            DataError: the input is missing or does not fit.
+            DataError: the input is missing or has the wrong form.
         """
         single = not tensordict.batch_size
         source = cast(TensorDictBase, tensordict.unsqueeze(0)) if single else tensordict
@@ -248,7 +248,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         else:
             ragged = isinstance(result, LazyStackedTensorDict)
             if ragged and not isinstance(source, LazyStackedTensorDict):
-                # A TensorDict in one piece cannot hold ragged rows: its entries go along with the rows instead.
+                # A dense TensorDict cannot hold ragged rows, so its entries move to the rows.
                 source = lazy_stack([row.copy() for row in source.unbind(0)])
             elif self.inplace is False and members is None:
                 source = source.copy()
@@ -257,7 +257,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         return cast(TensorDictBase, done[0]) if single else done
 
     def _put(self, result: TensorDictBase, target: TensorDictBase) -> TensorDictBase:
-        """Set the containers of `result` on `target`, whole: an entry of another kind is replaced."""
+        """Set the containers of `result` on `target`, replacing entries of another kind."""
         if isinstance(result, LazyStackedTensorDict) and isinstance(target, LazyStackedTensorDict):
             for row, place in zip(result.unbind(0), target.unbind(0), strict=True):
                 self._put(row, place)
@@ -293,7 +293,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         known = leaf(td, _sub(self.tokens_key, "prompt")) if self.prefer_tokens else None
         if known is None:
             return [encode_prompt(self.tokenizer, chat) for chat in chats], rows
-        # A conversation may also come as a batch of one length, without padding.
+        # Conversations may also be a batch of equal lengths, without padding.
         ids = [row.reshape(-1).tolist() for row in known]
         ends = self.eos_token_ids
         known_of = zip(chats, ids, strict=True)
@@ -310,7 +310,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
             prompts,
             group_size=members,
             seed=seed,
-            # New streams in every call: the same prompt twice must not give the same completion twice.
+            # Each call uses new streams, so that repeating a prompt does not repeat its completion.
             stream_ids=range(first, first + len(prompts)),
             **options,
         )
@@ -430,7 +430,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
             response = None if responses is None else responses[i]
             row.set(self.log_probs_key, LogProbs(full=rows[i], response=response, padded=False))
             if self.input_mode != "tokens":
-                # Text was encoded here: what was scored goes along.
+                # Text was encoded here, so the scored tokens are returned as well.
                 real = torch.ones_like(tokens[i], dtype=torch.bool)
                 mask = None if said is None else said[i]
                 row.set(self.tokens_key, Tokens(full=tokens[i], padded=False))

@@ -24,44 +24,44 @@ __all__ = ["RolloutFromModel"]
 
 
 class RolloutFromModel:
-    """Completes prompts and lays the result out as an environment would that samples one token per step.
+    """Completes prompts and lays the result out like an environment that samples one token per step.
 
-    The interface and the keys are those of `torchrl.data.RolloutFromModel` 0.14. What differs:
+    The interface and the keys are those of `torchrl.data.RolloutFromModel` 0.14. Differences:
 
-    - A trajectory is done once, at its first EOS or at the last step, and its score is paid there and only there.
-    - The EOS may be any token or several, those of the model's generation config, and may be the padding token too.
-      Masks tell tokens from padding, so an EOS in a prompt is a token, and so is the one that ends a completion.
+    - A trajectory is done once, at its first EOS or at the last step, and gets its score only there.
+    - The EOS may be any token or several, as in the model's generation config, and may also be the padding token.
+      Masks distinguish tokens from padding, so an EOS in a prompt is a token, and so is the one that ends a completion.
     - Log-probs are float32, at the sampling temperature, of the distribution that was sampled from: top-k, top-p and
-      the like are off, whatever the checkpoint says, and are refused in a `generation_config`.
+      similar options are off, whatever the checkpoint says, and are refused in a `generation_config`.
     - Nothing is NaN when every completion stops early, dropout is off, and `step_scheduler` needs no scheduler.
-    - Memory grows with the tokens, not with their square: see below.
+    - Memory grows with the number of tokens, not with its square: see below.
 
-    What is a view. `input_ids` and `attention_mask`, `[B, T, P + T]`, here and under "next", are four views of two
-    buffers `[B, P + 2 T]` (int64 and bool). Step `i` is a window that ends with the newest token, so padding is on the
-    LEFT, where TorchRL pads on the right: a right-padded prefix per step cannot be a view. Left is what generation
-    takes, and the last column is where TorchRL's `LMHeadActorValueOperator` reads. Once a completion is over, its
-    later steps have padding on the right as well. All other leaves are plain tensors of one number per token.
-    Do not write into the views. Indexing with integers or slices gives views again, and an index tensor (a mini-batch)
-    copies the picked steps only; `clone`, `reshape`, `to` another device and writing to a storage copy every prefix,
-    so do that to mini-batches. `pad_right` brings one to TorchRL's layout, which models with absolute positions
-    (GPT-2) want unless they get `position_ids`.
+    Views: `input_ids` and `attention_mask`, `[B, T, P + T]`, here and under "next", are four views of two buffers
+    `[B, P + 2 T]` (int64 and bool). Step `i` is a window that ends with the newest token, so padding is on the LEFT,
+    where TorchRL pads on the right: a right-padded prefix per step cannot be a view. Generation needs left padding, and
+    TorchRL's `LMHeadActorValueOperator` reads the last column. After a completion's end, its later steps have padding
+    on the right as well. All other leaves are plain tensors of one number per token.
+    Do not write into the views. Indexing with integers or slices returns views, and an index tensor (a mini-batch)
+    copies the selected steps only; `clone`, `reshape`, `to` another device and writing to a storage copy every prefix,
+    so apply these to mini-batches. `pad_right` converts one to TorchRL's layout, which models with absolute positions
+    (GPT-2) need unless they get `position_ids`.
 
     Args:
         model: the policy: a `CausalLMPolicy`, or a model with the `generate` and `forward` of transformers. The latter
-            samples at the temperature of its generation config, 1 by default. Its mode is put back after each call.
+            samples at the temperature of its generation config, 1 by default. Its mode is restored after each call.
         ref_model: the frozen reference, of either kind, with the same vocabulary.
-        reward_model: called with `input_ids` and `attention_mask`, `[B, W]`, padded on the right, by keyword where it
-            takes keywords; returns `(rewards, end_scores)`, as TorchRL's `GPT2RewardModel`, or the end scores alone.
-        kl_coef: the first coefficient of the KL penalty; a float for good.
+        reward_model: called with `input_ids` and `attention_mask`, `[B, W]`, padded on the right, by keyword if it
+            takes keywords; returns `(rewards, end_scores)`, like TorchRL's `GPT2RewardModel`, or the end scores alone.
+        kl_coef: the initial coefficient of the KL penalty; always a float.
         max_new_tokens: `T`, the steps of every trajectory.
         score_clip: scores are clipped to `[-score_clip, score_clip]`.
         kl_scheduler: a controller of this package, or one of TorchRL's.
-        num_steps: how many of the last rollouts `step_scheduler` looks at; all since its last call when None.
+        num_steps: how many of the last rollouts `step_scheduler` uses; all since its last call when None.
 
     Attributes:
         model: the policy; likewise `ref_model`.
         eos_token_ids: the tokens that end a completion.
-        pad_token_id: what stands at padding; it may be an EOS token.
+        pad_token_id: fills padding; it may be an EOS token.
 
     Raises:
         DefinitionError: an argument is out of range.
@@ -110,7 +110,7 @@ class RolloutFromModel:
 
     @property
     def kl_coef(self) -> float:
-        """The coefficient of the KL penalty now. Whatever a controller sets becomes a float."""
+        """The current coefficient of the KL penalty. A controller's value becomes a float."""
         return self._kl_coef
 
     @kl_coef.setter
@@ -122,12 +122,12 @@ class RolloutFromModel:
 
     @torch.no_grad()
     def rollout_from_data(self, batch: Any) -> TensorDict:
-        """Complete the prompts of a batch and return the rollout: `create_rollout_td` of what `generate` gives.
+        """Complete the prompts of a batch and return the rollout: `generate`, then `create_rollout_td`.
 
         Args:
             batch: `PromptData`, a TensorDict, or any object with `input_ids` int `[B, P]`, `attention_mask` `[B, P]`
-                and `prompt_rindex` `[B]`, the column after each prompt's last token. What follows the prompt in
-                `input_ids` (the label) is not shown to the policy.
+                and `prompt_rindex` `[B]`, the column after each prompt's last token. Tokens after the prompt in
+                `input_ids` (the label) are not shown to the policy.
         """
         return self.create_rollout_td(batch, *self.generate(batch))
 
@@ -139,18 +139,18 @@ class RolloutFromModel:
 
         Args:
             batch: as in `rollout_from_data`.
-            generation_config: a `GenerationConfig` of transformers, for `temperature`, `do_sample` and what does not
-                change the distribution. `do_sample=False` or temperature 0 takes the likeliest tokens and scores them
-                at temperature 1; anything else samples.
+            generation_config: a `GenerationConfig` of transformers, for `temperature`, `do_sample` and options that do
+                not change the distribution. `do_sample=False` or temperature 0 takes the likeliest tokens and scores
+                them at temperature 1; anything else samples.
 
         Returns:
             `generated` int64 `[B, P + T]`, each prompt in its place, its completion from `prompt_rindex` on, then
             padding; `log_probs` float32 `[B, T, 1]` of the tokens; `log_ratio` float32 `[B, T]`, the log-prob under
-            the model less that under the reference, both scored the same way. Both are 0 after a completion's end.
+            the model minus that under the reference, both scored the same way. Both are 0 after a completion's end.
 
         Raises:
             DataError: the batch lacks a field, a row has no prompt, or prompt and completion do not fit the model.
-            DefinitionError: the config asks for something that log-probs would not know of.
+            DefinitionError: the config has an option that log-probs would not reflect.
         """
         sampling = self._actor.sampling(generation_config, self.max_new_tokens)
         prompts = prompt_rows(batch)
@@ -173,10 +173,10 @@ class RolloutFromModel:
     def create_rollout_td(self, batch: Any, generated: Tensor, log_probs: Tensor, log_ratio: Tensor) -> TensorDict:
         """Lay generated tokens out with one step per token.
 
-        `reward = reward_raw + reward_kl`, as in TorchRL: `reward_kl = -kl_coef * log_ratio` carries the minus sign, so
-        the penalty is taken off the raw reward, at every token of the completion, its EOS included.
-        `reward_raw = clip(end_score - end_score of the batch's own input_ids, -score_clip, score_clip)`, as in TorchRL
-        too: the score of a completion counts from that of the label (of the prompt, where the batch has no labels).
+        `reward = reward_raw + reward_kl`, as in TorchRL: `reward_kl = -kl_coef * log_ratio` includes the minus sign, so
+        the penalty is subtracted from the raw reward at every token of the completion, its EOS included. Also as in
+        TorchRL, `reward_raw = clip(end_score - end_score of the batch's own input_ids, -score_clip, score_clip)`: a
+        completion's score is relative to that of the label (of the prompt if the batch has no labels).
 
         Args:
             batch: as in `rollout_from_data`.
@@ -188,7 +188,7 @@ class RolloutFromModel:
             A TensorDict of batch size `[B, T]` (names `None, "time"`):
 
             - "action": int64 `[B, T]`, the sampled tokens, padding after the end
-            - "input_ids", "attention_mask": int64 and bool `[B, T, P + T]`, what the policy saw before each step
+            - "input_ids", "attention_mask": int64 and bool `[B, T, P + T]`, the policy's input before each step
             - "sample_log_prob": float32 `[B, T, 1]`, 0 after the end
             - ("next", "input_ids"), ("next", "attention_mask"): likewise after each step
             - ("next", "done"): bool `[B, T, 1]`, True at the one step that ends a trajectory: its EOS, or the limit
@@ -270,9 +270,9 @@ class RolloutFromModel:
         """Return a copy with prefixes padded on the right, TorchRL's layout; meant for a mini-batch of steps.
 
         Args:
-            td: steps of a rollout, of any batch size. This writes every prefix out, so a whole rollout takes the
-                memory that TorchRL's does.
-            pad_token_id: what to fill with; give the rollout's `pad_token_id` if anything reads it.
+            td: steps of a rollout, of any batch size. Every prefix is copied, so a whole rollout takes as much memory
+                as TorchRL's.
+            pad_token_id: fills padding; pass the rollout's `pad_token_id` if padding is read.
         """
         out = td.copy()
         for part in (out, out.get("next", None)):
@@ -282,10 +282,10 @@ class RolloutFromModel:
         return out
 
     def step_scheduler(self) -> float:
-        """Hand the KL measured since the last call to the scheduler, and return the coefficient.
+        """Pass the KL measured since the last call to the scheduler, and return the coefficient.
 
-        A controller of this package gets the KL of each trajectory in nats (the sum over its tokens). One of TorchRL's
-        gets what it undoes: that times `-kl_coef`. Without a scheduler the coefficient stays.
+        A controller of this package gets the KL of each trajectory in nats (the sum over its tokens). TorchRL's expects
+        this times `-kl_coef`. Without a scheduler the coefficient stays the same.
         """
         values = [value for rollout in self._kl_queue for value in rollout]
         self._kl_queue.clear()

@@ -1,4 +1,4 @@
-"""TensorDicts out of sampled completions."""
+"""TensorDicts of sampled completions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_pipeline.policies.token_batches import Key
 
 
 def repeated_rows(td: TensorDictBase, members: int) -> TensorDictBase:
-    """Return a TensorDict of `[B * members]` rows, each a copy of its prompt's."""
+    """Return a TensorDict of `[B * members]` rows, each a copy of its prompt's row."""
     if isinstance(td, LazyStackedTensorDict):
         return lazy_stack([row.copy() for row in td.unbind(0) for _ in range(members)])
     index = torch.arange(td.batch_size[0]).repeat_interleave(members)

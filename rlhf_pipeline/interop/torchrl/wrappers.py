@@ -1,18 +1,17 @@
-"""TorchRL's own wrappers, taken wherever a policy is, and put right where they are wrong.
+"""Accepts TorchRL's own wrappers wherever a policy is accepted, and corrects their faults.
 
 `TransformersWrapper` has a model in this process, so a `CausalLMPolicy` over the same weights takes its place. That
-corrects what TorchRL 0.14.1 gets wrong:
+corrects faults of TorchRL 0.14.1:
 
 - it reports log-probs at temperature 1 whatever it samples at; here both are at its temperature;
 - it sets the log-prob of the first sampled token to 0;
-- with `pad_model_input=False` tokens see, and are scored from, the sequences packed beside theirs;
-- what it scores keeps the autograd graph;
-- it tells padding from tokens by their id, so a sampled end token is lost where `pad_token == eos_token`;
-- a checkpoint's `top_k` (50 where nobody says otherwise) cuts what is sampled, and not what is reported.
+- with `pad_model_input=False`, tokens attend to, and are scored from, other sequences in the same pack;
+- its scores keep the autograd graph;
+- it distinguishes padding from tokens by id, so a sampled end token is lost if `pad_token == eos_token`;
+- a checkpoint's `top_k` (50 by default) truncates sampling, but not the reported log-probs.
 
-A wrapper around an engine elsewhere (`vLLMWrapper`), or around a model that cannot be scored from its hidden states,
-is called as it is, and its faults that cannot be put right from
-outside are refused, see `EnginePolicy`.
+A wrapper around an external engine (`vLLMWrapper`), or around a model that cannot be scored from its hidden states, is
+called as it is; faults that cannot be corrected from outside are refused, see `EnginePolicy`.
 """
 
 from __future__ import annotations
@@ -44,22 +43,22 @@ _DUCK = ("get_new_version", "input_mode", "generate", "tokens_key", "log_probs_k
 
 
 def is_torchrl_wrapper(model: object) -> bool:
-    """Whether a model is one of TorchRL's wrappers, or shaped like one, and not a policy of this package."""
+    """Return whether a model is a TorchRL wrapper, or shaped like one, and not a policy of this package."""
     if isinstance(model, LLMWrapperBase | type):
         return False
     return isinstance(model, _TorchRLWrapperBase) or all(hasattr(model, name) for name in _DUCK)
 
 
 def as_policy(model: Any, owner: str = "This") -> CausalLMPolicy | EnginePolicy:
-    """Return a policy in the place of one of TorchRL's wrappers, over the same weights.
+    """Return a policy in place of a TorchRL wrapper, over the same weights.
 
     Args:
-        model: a `TransformersWrapper`, a `vLLMWrapper`, a wrapper shaped like these; a `CausalLMPolicy` comes back as
-            it is, and a causal language model of transformers gets one.
-        owner: who asks, for messages.
+        model: a `TransformersWrapper`, a `vLLMWrapper` or a wrapper shaped like these; a `CausalLMPolicy` is returned
+            as it is, and a causal language model of transformers becomes one.
+        owner: the caller's name, for messages.
 
     Raises:
-        DefinitionError: it is none of these, or it samples in a way that log-probs would not know of.
+        DefinitionError: the model is none of these, or it samples in a way that log-probs would not reflect.
     """
     if isinstance(model, CausalLMPolicy | EnginePolicy):
         return model
@@ -70,7 +69,7 @@ def as_policy(model: Any, owner: str = "This") -> CausalLMPolicy | EnginePolicy:
         try:
             find_parts(inner)
         except DefinitionError:
-            return EnginePolicy(model)  # Its logits are not a plain head on hidden states: scored through the wrapper.
+            return EnginePolicy(model)  # its logits do not follow from hidden states: scored through the wrapper
         return _over_weights(model, inner)
     if isinstance(model, nn.Module) and hasattr(model, "config"):
         return CausalLMPolicy(model)
@@ -81,10 +80,10 @@ def as_policy(model: Any, owner: str = "This") -> CausalLMPolicy | EnginePolicy:
 
 
 class WrapperAdapter:
-    """TorchRL's wrappers, taken wherever the core takes a policy or an actor."""
+    """Makes the core accept TorchRL's wrappers wherever it takes a policy or an actor."""
 
     def matches(self, model: object) -> bool:
-        """Whether a model is one of TorchRL's wrappers."""
+        """Return whether a model is a TorchRL wrapper."""
         return is_torchrl_wrapper(model)
 
     def policy(self, model: Any, owner: str) -> CausalLMPolicy | EnginePolicy:
@@ -92,10 +91,10 @@ class WrapperAdapter:
         return as_policy(model, owner)
 
     def actor(self, model: Any) -> CausalLMPolicy | None:
-        """A policy over the wrapper's weights, where neither the wrapper's nor the model's methods are overridden.
+        """Return a policy over the wrapper's weights; None if methods of the wrapper or the model are overridden.
 
         Raises:
-            DefinitionError: the wrapper is around an engine, which gives no gradients.
+            DefinitionError: the wrapper is around an engine, which has no gradients.
         """
         inner = getattr(model, "model", None)
         if not isinstance(inner, nn.Module):
@@ -111,7 +110,7 @@ class WrapperAdapter:
 
 
 def _temperature(wrapper: Any) -> float:
-    """The temperature of a wrapper's log-probs: that of its sampling; 0 where it takes the likeliest token."""
+    """Return the temperature of a wrapper's sampling and log-probs; 0 if it samples greedily."""
     options = getattr(wrapper, "generate_kwargs", None) or {}
     value = options.get("temperature")
     if value is not None and value == 0:
@@ -129,7 +128,7 @@ def _temperature(wrapper: Any) -> float:
 
 def _refuse_distortions(wrapper: Any) -> None:
     options = getattr(wrapper, "generate_kwargs", None) or {}
-    # The number of samples is taken over.
+    # The number of samples is handled separately.
     found = find_distortion(options.get, ignore=("num_return_sequences",)) if wrapper.generate else None
     if found is not None:
         raise DefinitionError(
@@ -142,7 +141,7 @@ def _over_weights(wrapper: Any, model: nn.Module) -> CausalLMPolicy:
     _refuse_distortions(wrapper)
     options = dict(getattr(wrapper, "generate_kwargs", None) or {})
     ends = options.get("eos_token_id")
-    # A wrapper that scores says max_new_tokens=1, which nobody asked for.
+    # A scoring wrapper has max_new_tokens=1, which is not a user's setting.
     limit = options.get("max_new_tokens") if wrapper.generate else None
     return CausalLMPolicy(
         model,
@@ -164,36 +163,36 @@ def _over_weights(wrapper: Any, model: nn.Module) -> CausalLMPolicy:
 
 
 def _tokenizer(wrapper: Any) -> Any:
-    """The wrapper's tokenizer, with the chat template that the wrapper names."""
+    """Return the wrapper's tokenizer, with the chat template that the wrapper names."""
     options = {name: getattr(wrapper, name, None) for name in ("chat_template", "chat_template_name")}
     return tokenizer_with_template(getattr(wrapper, "tokenizer", None), options)
 
 
 class EnginePolicy:
-    """A wrapper that is called as it is, as a policy: one around an engine elsewhere (`vLLMWrapper`), for example.
+    """A policy that calls a wrapper as it is, for example one around an external engine (`vLLMWrapper`).
 
-    It scores and samples by calling the wrapper on token ids, ragged, and takes the wrapper's log-probs. So:
+    It scores and samples by calling the wrapper on ragged token ids, and uses the wrapper's log-probs. So:
 
     - there is no gradient, and a loss refuses it;
-    - scores are at temperature 1, as TorchRL's wrappers give them. Sampling at another temperature is refused, unless
-      the engine says that its log-probs are of the processed distribution
+    - scores are at temperature 1, like those of TorchRL's wrappers. Sampling at another temperature is refused, unless
+      the engine reports log-probs of the processed distribution
       (`vllm.LLM(..., logprobs_mode="processed_logprobs")`); `temperature` is then used for sampling only, and scoring
       at it is refused;
-    - the engine's generator decides, so `seed` and `stream_ids` have no effect and a rollout is not repeatable;
-    - a wrapper that drops tokens equal to the padding id (`vLLMWrapper` does) is refused as soon as it does: give the
+    - the engine's generator is used, so `seed` and `stream_ids` have no effect and a rollout is not repeatable;
+    - a wrapper that drops tokens equal to the padding id, as `vLLMWrapper` does, is refused once it drops one: give the
       tokenizer a padding token of its own.
 
     Args:
-        wrapper: the wrapper. Versions of it that read token ids are made with its `get_new_version`.
+        wrapper: the wrapper. Its `get_new_version` makes the versions that read token ids.
 
     Attributes:
         temperature: of sampling, from the wrapper's `generate_kwargs`.
         tokenizer: the wrapper's.
-        eos_token_ids: what ends a completion.
-        max_positions: None; the engine knows.
+        eos_token_ids: the tokens that end a completion.
+        max_positions: None; only the engine knows it.
 
     Raises:
-        DefinitionError: the wrapper samples in a way that its log-probs do not know of.
+        DefinitionError: the wrapper samples in a way that its log-probs do not reflect.
     """
 
     max_positions: int | None = None
@@ -231,7 +230,7 @@ class EnginePolicy:
 
         Raises:
             DefinitionError: the temperature is not 1.
-            DataError: the engine gave no log-prob for some token.
+            DataError: the engine returned no log-prob for some token.
         """
         temperature = self.temperature if temperature is None else temperature
         if temperature not in (0.0, 1.0):
@@ -281,8 +280,8 @@ class EnginePolicy:
             stream_ids: no effect.
 
         Raises:
-            DefinitionError: the log-probs would not be those of the distribution that is sampled from.
-            DataError: the engine gave tokens without log-probs.
+            DefinitionError: the log-probs would belong to another distribution than the sampled one.
+            DataError: the engine returned tokens without log-probs.
         """
         del seed, stream_ids
         wanted = self.temperature if temperature is None else float(temperature)
@@ -336,7 +335,7 @@ class EnginePolicy:
         )
 
     def _call(self, version: Any, rows: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tokens and their log-probs: sampled ones of prompts, or those of whole rows."""
+        """Return tokens and their log-probs: sampled tokens for prompts, or the tokens of whole rows."""
         part, name = ("prompt", "response") if version.generate else ("full", "full")
         data: list[Any] = []
         for row in rows:
