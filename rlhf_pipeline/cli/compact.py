@@ -78,7 +78,7 @@ def alone(run: RunFolder | None, store: Address) -> Iterator[None]:
 
     with ExitStack() as stack:
         if isinstance(store, Path):  # imports and recorders write to folders
-            refusal = f"an import or a recorder is writing to {store}. Wait for it, or stop it first."
+            refusal = f"an import or a recorder writes to {store}. Wait for it, or stop it first."
             stack.enter_context(held(store, refusal=refusal))
         if run is not None:
             stack.enter_context(run.lock(advice="Stop that first."))

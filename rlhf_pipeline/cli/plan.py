@@ -114,7 +114,7 @@ def _wait_for_run(out: Address) -> None:
             raise RunExistsError(f"{out} exists and is not a run. Choose another folder: --run OTHER_FOLDER.")
         if not said:
             example = f"rlhf-pipeline collect long_running --run {typed(out)}"
-            warn(f"{out} is not a run yet; waiting for a collector to create it, for example: {example}")
+            warn(f"{out} is not a run yet; waiting for a collector to begin it, for example: {example}")
             said = True
         time.sleep(_POLL_S)
 
@@ -144,7 +144,7 @@ def _new(args: argparse.Namespace, overrides: Overrides) -> Plan:
         raise DefinitionError("name what to run, for example: rlhf-pipeline run copy_digits (`rlhf-pipeline list`)")
     if is_run(address_of(args.definition)):
         again = f"rlhf-pipeline run {typed(args.definition)} --resume"
-        raise DefinitionError(f"{args.definition} is a run, not a definition. Continue it: {again}")
+        raise DefinitionError(f"{args.definition} is a run, not a definition. Go on with it: {again}")
     definition = definitions.find(args.definition)
     out = address_of(args.out) if args.out else Path("runs") / definition.function
     command = _command(args.definition, args.out, args)

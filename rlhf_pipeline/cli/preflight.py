@@ -71,7 +71,7 @@ def check_writable(out: Address, option: str) -> None:
     except UnicodeEncodeError as error:
         encoding = sys.getfilesystemencoding()
         raise DefinitionError(
-            f"{option} {out}: Python reads file names as {encoding} here, which cannot encode this one. "
+            f"{option} {out}: Python reads file names as {encoding} here, which does not know this one. "
             f"{'Name another.' if encoding == 'utf-8' else 'Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...'}"
         ) from error
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
