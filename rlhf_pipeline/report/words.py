@@ -67,7 +67,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """Return a metric's value in short form: a dash for None, `k` for thousands, powers of ten for small and large ones.
+    """Return a metric's value in short form: a dash for None, `k` for thousands, powers of ten if small or large.
 
     >>> number(None), number(0.98), number(0.00012), number(21450.0), number(3.0), number(-2e9)
     ('-', '0.98', '1.2e-04', '21.4k', '3.00', '-2.0e+09')
