@@ -261,7 +261,7 @@ def _resumed_replay(args: argparse.Namespace) -> Plan:
     out = _replay_folder(args)
     if args.paths and not is_run(out):
         raise MissingPathError(
-            f"there is no replay to continue at {out}. Start it: leave --resume out. Or name its folder: --out DIR."
+            f"there is no replay to go on with at {out}. Start it: leave --resume out. Or name its folder: --out DIR."
         )
     preflight.check_resumable(out)
     return recorded_plan(args, out, args.definition, _typed_for_replay(args), _replay_command(args))
