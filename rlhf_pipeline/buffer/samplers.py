@@ -157,7 +157,7 @@ class MixSampler(TrajectorySampler):
 
     def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
         share = round(most * self.fraction)
-        first = self.fresh.eligible(view) if share else allowed[:0]  # a strategy of groups gives one for a share of 0
+        first = self.fresh.eligible(view) if share else allowed[:0]  # a group strategy draws one for a share of 0
         if len(first):
             first = self.fresh._choose(view, first, share, rng)
         second = np.setdiff1d(self.replay.eligible(view), first)

@@ -110,9 +110,8 @@ def converse(
         Conversations, prompt-major and member-minor.
 
     Raises:
-        DefinitionError: a limit is out of range, or there is no chat template, or none that writes replies in their
-            place.
-        EngineError: the engine gave up turns.
+        DefinitionError: a limit is out of range, there is no chat template, or it moves replies.
+        EngineError: the engine aborted turns.
 
     >>> from rlhf_pipeline import scratch_policy
     >>> policy = scratch_policy("01+=?U:A", hidden_size=16, num_layers=1, num_heads=2)
@@ -153,7 +152,7 @@ def converse(
         if done.aborted is not None:
             raise EngineError(
                 f"the engine aborted {int(done.aborted.sum())} of {len(done)} turns, so none of these conversations is "
-                "whole. Did somebody else stop them? Call converse again: the same seed samples the same."
+                "whole. Did another client of the engine stop them? Call converse again: equal seeds sample the same."
             )
         going, versions = [], [None] * len(live) if done.versions is None else done.versions.tolist()
         for talk, sampled, stopped, named in zip(live, done, done.stopped.tolist(), versions, strict=True):

@@ -124,7 +124,7 @@ def grade(reward: RewardFunction, prompts: Sequence[Prompt], completions: Sequen
 def called(
     reward: RewardFunction, prompt: str, completion: str, answer: str | None, meta: Mapping[str, object]
 ) -> tuple[float, str | None]:
-    """Return the reward of one completion and None, or NaN and one line about why there is none."""
+    """Return the reward of one completion and None, or NaN and one line about the failure."""
     try:
         value = float(reward(prompt, completion, answer, meta))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden

@@ -766,7 +766,7 @@ def _check_plain(items: Iterable[Any], key: Key) -> None:
             )
 
 
-# -- at the doors ------------------------------------------------------------------------------------------------
+# -- at the interfaces -------------------------------------------------------------------------------------------
 
 
 def along_one_dimension(td: TensorDictBase) -> TensorDictBase:

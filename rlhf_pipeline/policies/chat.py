@@ -256,7 +256,7 @@ def encode_chat(tokenizer: Any | None, messages: Sequence[Message]) -> tuple[lis
     mask = [False] * len(ids)
     for i, (start, end) in enumerate(encoded["offset_mapping"]):
         for first, last in spans:
-            # A tokenizer may give spaces no place, and an added token of the header may swallow those after it.
+            # A tokenizer may drop spaces, and an added token of the header may include the spaces after it.
             inside = start < last and end > first if start < end else first < start <= last
             mask[i] |= inside and not (start < first and ids[i] in codec.added_tokens_decoder)
     return ids, mask

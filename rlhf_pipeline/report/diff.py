@@ -38,7 +38,7 @@ class ColumnDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsDifference:
-    """How the trajectories of two stores differ."""
+    """The differences between the trajectories of two stores."""
 
     key: str | None
     """The column by which trajectories are paired; None if they are paired in the order of arrival."""

@@ -58,7 +58,7 @@ class StepDifference:
 
 @dataclass(kw_only=True, slots=True)
 class StepsDifference:
-    """How the optimizer steps of two runs differ."""
+    """The differences between the optimizer steps of two runs."""
 
     only_left: tuple[int, int, int] | None = None
     """The first and the last step that only the left run has taken, and their number."""

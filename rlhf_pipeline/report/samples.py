@@ -80,7 +80,7 @@ def read_trajectories(stored: Stored, ids: Ids, texts: TokenTexts) -> list[Traje
     for row in range(num):
         tokens: list[int] = token_rows[row].tolist()
         head = whole("num_prompt_tokens", row) or 0
-        # A mask that was left out reads as False throughout.
+        # A mask that was left out reads as False.
         mask = [] if masks is None else masks[row].tolist()
         mask = mask if any(mask) else [False] * head + [True] * (len(tokens) - head)
         found.append(
@@ -124,7 +124,7 @@ def typical_of_first_and_last(stored: Stored) -> tuple[int, int] | None:
 
     def typical(version: int) -> int:
         places = np.flatnonzero(graded & (versions == version))
-        found = rewards[places].astype(np.float64)  # in float32 the sum of large ones is infinite
+        found = rewards[places].astype(np.float64)  # in float32 the sum of large rewards overflows
         distance = np.abs(found - found.mean())
         nearest = ids[places[np.flatnonzero(distance <= distance.min() + 1e-6)[:_TIES]]]
         # Among equally typical completions, take the first that is not empty.

@@ -47,7 +47,7 @@ def full(item: Trajectory, *, max_tokens: int | None = None) -> Iterator[str]:
         f"trajectory {item.id}: group {_or_dash(item.group_id)}, policy version {_or_dash(item.policy_version)}, "
         f"finished by {plain(item.finish_reason) or '-'}"
     )
-    # The uses by a run are in its ledger, where the column stays at 0.
+    # A run's uses are in its ledger; the column stays at 0.
     used = f", used {count(item.use_count, 'time')}" if item.use_count else ""
     yield f"  reward {number(item.reward, 4)}, advantage {number(item.advantage, 4)}{used}"
     if item.error is not None:

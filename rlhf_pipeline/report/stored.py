@@ -70,7 +70,7 @@ class Stored:
         return self.store.lengths(name, ids)
 
     def spoken(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """Return how many tokens of each the policy produced, [N]: all after the prompt where no mask is stored."""
+        """Return how many tokens of each the policy produced, [N]: without a stored mask, all after the prompt."""
         whole = self.lengths("input_ids", ids) if "input_ids" in self.columns else np.zeros(len(ids), np.int64)
         heads = self.scalars("num_prompt_tokens", ids)
         rest = whole if heads is None else whole - heads

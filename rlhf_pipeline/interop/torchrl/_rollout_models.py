@@ -20,7 +20,7 @@ _TOKENS_PER_PASS = 8192
 
 
 class Sampling(NamedTuple):
-    """How one call samples: the temperature (also of the log-probs), whether it is greedy, and the config."""
+    """The sampling of one call: the temperature (also of the log-probs), whether it is greedy, and the config."""
 
     temperature: float
     greedy: bool

@@ -220,7 +220,7 @@ def _tokens(turn: Any, name: str, number: int) -> Tensor:
 
 
 def _real(turn: Any, columns: int, number: int) -> Tensor:
-    """Which columns of a turn hold tokens: a policy with `pad_output=True` pads prompts and responses."""
+    """Return which columns of a turn hold tokens: a policy with `pad_output=True` pads prompts and responses."""
     mask = turn.get(keys.ATTENTION_MASK, None)
     if mask is None:
         return torch.ones(columns, dtype=torch.bool)

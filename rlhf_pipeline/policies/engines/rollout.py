@@ -151,7 +151,7 @@ class Rollout:
         self.out_versions: list[int | None] = []
         self.stopped = np.zeros(self.count, dtype=np.bool_)
         self.unfinished: npt.NDArray[np.bool_] | None = None
-        """Which completions were cut short; None where none was."""
+        """Which completions were cut short; None if none was."""
         self._deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         self._loads, self._aborts = engine.loads, engine.aborts
         self._looked = 0

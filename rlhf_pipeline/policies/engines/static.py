@@ -43,7 +43,7 @@ LOOK_EVERY: Final = 16
 """Tokens between two reads by the host. A slot that finishes in between stays empty until the next read."""
 
 MaskForm = Literal["full", "near", "by_kind"]
-"""How a trunk takes ready-made masks: one, one with the sliding window in it, or a dict by kind of layer."""
+"""The form in which a trunk takes ready-made masks: one, one with the sliding window, or a dict by kind of layer."""
 
 _FEWEST_COLUMNS = 64
 _forms: WeakKeyDictionary[nn.Module, MaskForm | None] = WeakKeyDictionary()
